@@ -64,7 +64,9 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self, hidden: bool = False) -> list[str]:
-        """Returns the names of the leaves, without aliases. Leaves out hidden leaves, unless `hidden` is True."""
+        """Returns the names of the registered classes, without aliases. Hidden classes are included only if `hidden` is
+        True.
+        """
         self._import_all_leaves()
         return [
             name
@@ -73,7 +75,7 @@ class Registry(Generic[T]):
         ]
 
     def names_in(self, module: str) -> list[str]:
-        """Returns the names of the leaves that one module registered, without hidden leaves."""
+        """Returns the names of the classes that a module registered. Hidden classes are left out."""
         return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
@@ -81,9 +83,7 @@ class Registry(Generic[T]):
         return dict(self._aliases)
 
     def canonical(self, word: str) -> str:
-        """Returns the name of the leaf that `word` names, or of which it is an alias. Otherwise raises UnknownName,
-        which suggests the most similar name.
-        """
+        """Returns the registered name for a name or alias. Raises UnknownName, which suggests the most similar name."""
         self._import_all_leaves()
         name = self._aliases.get(word, word)
         if name not in self._leaves:
@@ -91,7 +91,7 @@ class Registry(Generic[T]):
         return name
 
     def get(self, word: str) -> T:
-        """Returns a new instance of the leaf with that name or alias."""
+        """Returns a new instance of the registered class with that name or alias."""
         return self._leaves[self.canonical(word)]()
 
     def _check_name(self, name: object, leaf: type[T]) -> None:
@@ -104,8 +104,8 @@ class Registry(Generic[T]):
             )
 
     def _check_attributes(self, name: str, leaf: type[T]) -> None:
-        """Raises an error if an attribute is missing or has the wrong type, so that this is not noticed only in a
-        run.
+        """Checks a class that is being registered: it must derive from the base class and have valid attributes. Raises
+        Fp8benchError.
         """
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
@@ -157,8 +157,8 @@ class PrecisionRegistry(Registry[Precision]):
     """Precisions by name, optionally with options: `fp8-delayed:history=16:margin=1`."""
 
     def add_maker(self, make: Callable[[str], Precision | None]) -> None:
-        """Adds a function that makes a precision from a name that cannot be registered, such as that of a callable.
-        `get` calls this function before it searches the leaves. For any other name, the function returns None.
+        """Adds a function that makes precisions from names that cannot be registered, such as the name of a callable.
+        `get` calls it before it searches the registered names. It returns None for any other name.
         """
         self._makers.append(make)
 
@@ -190,8 +190,8 @@ class PrecisionRegistry(Registry[Precision]):
         return super().canonical(word)
 
     def get(self, word: str) -> Precision:
-        """Returns the precision with its options that a word such as `fp8-delayed:history=16` describes. Raises
-        UsageError for options that the precision does not have.
+        """Returns the precision that a text such as `fp8-delayed:history=16` describes. Raises UsageError for options
+        that the precision does not have.
         """
         # The makers come first: they handle names that are not registered, such as those of callables.
         for make in self._makers:

@@ -125,10 +125,8 @@ def show_bounds(speed: Interval) -> str:
 
 
 def describe_intervals(results: Iterable[Result]) -> str:
-    """Describes what the intervals of these cases cover. Returns '' if no case has an interval.
-
-    An example: 'the 99% interval of any run, from 3 earlier runs of the same case and commit, and of other cases,
-    over 3 sessions', or 'the 99% interval of this run'.
+    """Describes where the confidence intervals of speeds come from, as 'the 99% interval of this run, over 3 sessions'.
+    Returns '' if no result has an interval.
     """
     reruns = []
     session_counts = []
@@ -156,10 +154,11 @@ def describe_intervals(results: Iterable[Result]) -> str:
 
 
 def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
-    """Describes how many earlier runs widened the intervals. Files of older fp8bench versions do not distinguish runs
-    of the same case from other runs.
+    """Describes how many earlier runs widened the intervals, as '3 earlier runs of the same case and commit, and of
+    other cases'.
     """
     same_case_counts = [rerun.own_runs for rerun in reruns if rerun.own_runs is not None]
+    # Files of older fp8bench versions do not distinguish runs of the same case from other runs.
     if len(same_case_counts) < len(reruns):
         return f"{units.span((rerun.runs for rerun in reruns), str)} earlier runs"
     if not any(same_case_counts):
@@ -196,7 +195,7 @@ def describe_doubts(result: Result) -> tuple[str, ...]:
 def describe_labels(result: Result) -> list[str]:
     """Returns the labels of a case with short reasons, as 'noisy' or 'throttled (hw-thermal)'.
 
-    Labels that removed the verdict are left out, because the verdict's reason already names them.
+    Labels that prevent a verdict are left out, because the reason for the missing verdict names them.
     """
     descriptions = []
     for label in result.labels:

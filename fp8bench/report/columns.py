@@ -26,11 +26,11 @@ TABLES_WITH_OWN_COLUMNS = ("cases", "sustained", "energy", "capacity")
 
 @dataclass(frozen=True)
 class Col(Generic[T]):
-    """A column of a table. `of` returns a field for an item: it is a dotted attribute of the item, as 'case.mode', or
-    a function.
+    """A column of a table. `of` returns the field of an item. It is a function, or the dotted path of an attribute, as
+    'case.mode'.
 
-    `tone` returns the tone of a field. A column with `unit` or `show` has numbers. If `when` is False, the table
-    leaves the column out.
+    `tone` returns the tone of a field. A column with `unit` or `show` has numbers. If `when` is False, the table leaves
+    the column out.
     """
 
     heading: str
@@ -78,8 +78,8 @@ def table(
 ) -> Table:
     """Makes a table with one row for each item.
 
-    A shared column is left out if all its fields are empty or dashes. If `required_headings` is given, empty columns
-    with other headings are left out as well.
+    A column without texts (or only dashes) is left out if it is shared, or if `required_headings` is given and lacks
+    its heading.
     """
     items = list(items)
     columns = []
@@ -104,8 +104,8 @@ def case_columns(heading: str = "group", case_path: str = "case.") -> tuple[Col[
 
 
 def add_figure_columns(table: Table, cases: Cases) -> Table:
-    """Returns the table with a column for each metric whose spec names this table. Metrics that no case has are left
-    out.
+    """Returns the table with an additional column for each metric that declares this table in its spec. Metrics that no
+    case has are left out.
 
     The table must have one row for each of `cases`, in the same order.
     """
@@ -141,8 +141,8 @@ def case_figure_column(spec: MetricSpec, tone: Callable[[Any], Tone] | None = No
 
 
 def figure_tables(panel: Panel) -> Tables:
-    """Yields the tables that no section builds, because only the specs of metrics name them. A table is left out if
-    no case of the panel has one of its metrics.
+    """Yields a table of cases for each table name that metrics declare and no section builds. A table is left out if no
+    case of the panel has one of its metrics.
     """
     names = dict.fromkeys(spec.table for spec in METRICS.values())
     # Each table that is built here has the metrics of a single feature.

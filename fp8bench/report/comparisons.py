@@ -197,7 +197,9 @@ CODE_FACT = "imports_sha256"
 
 
 def describe_difference(fact: DifferingFact, values: str) -> str:
-    """Returns a fact with its values on both sides. Digests of code have no readable values."""
+    """Formats a fact that differs between the two sides by the template `values`. Changed code is only mentioned,
+    because its values are digests.
+    """
     if fact.name == CODE_FACT:
         return "the code of your files changed"
     return f"{fact.name}{values.format(f'{fact.before:.60}', f'{fact.after:.60}')}"
@@ -211,7 +213,9 @@ def _describe_differences(compared: ComparedSides) -> tuple[str, tuple[Element, 
 
 
 def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> Elements:
-    """Yields a table with a row for each figure. A label that all times share is listed once, above the table."""
+    """Yields a table with a row for each compared figure. A label that all time figures have is printed once, above the
+    table.
+    """
     # A label that all times share describes the machine, not a single case.
     labels = [times.labels for times in comparisons if times.metric in TIME_METRICS and times.ratio is not None]
     shared_labels = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []

@@ -210,10 +210,11 @@ class Stacks(Chart):
 
 @dataclass(frozen=True)
 class Lines(Chart):
-    """Series over a common row of places, such as runs or commits. Each series has a mark or None for every place.
+    """A line chart of several series over the same places, such as runs or commits. A series has None where it has no
+    mark.
 
-    The range of the value axis includes the marks from the place with the index `settled` on. Earlier marks may lie
-    beyond it. `levels` are labelled horizontal lines, which are drawn if the axis includes their values.
+    The value axis includes the marks from the place with the index `settled` on. Earlier marks may exceed the axis.
+    `levels` are labelled horizontal lines, which are drawn if the axis includes their values.
     """
 
     places: tuple[str, ...]

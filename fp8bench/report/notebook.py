@@ -16,8 +16,8 @@ _MAX_NAMED_CASES = 60
 
 
 def short_names(cases: Sequence[Case]) -> dict[str, str]:
-    """Returns the id of each case by a short name: the mode, followed by the suite, parameters or device if these
-    differ between cases.
+    """Returns the ids of cases by short names. A short name is the mode, followed by the suite, parameters and device
+    that differ between cases.
     """
     params_by_suite = together((case.workload, case.params) for case in cases)
     # Parameters that all cases of a suite share do not distinguish its cases.
@@ -33,7 +33,9 @@ def short_names(cases: Sequence[Case]) -> dict[str, str]:
 
 
 class Findings(dict[str, Finding]):
-    """Findings by the short names of cases, as 'bf16 shape=64'. The full id of a case works as well."""
+    """The findings (verdict and figures) of cases by short names, as 'bf16 shape=64'. The full id of a case works as
+    well.
+    """
 
     def __init__(self, findings: FindingsById) -> None:
         names = short_names([finding.case for finding in findings.values()])

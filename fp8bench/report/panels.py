@@ -99,8 +99,8 @@ class Result:
 class ResultGroup:
     """The results of one group of cases, in the order of the plan. `reference` is the mode of the reference, or ''.
 
-    `setting_name` has the parameters that distinguish this group within its panel, as '256 x 256 x 64'. It is '' if
-    the panel has one group. `error_metric` is the error that reports show first, or ''.
+    `setting_name` has the parameters that distinguish this group within its panel, as '256 x 256 x 64'. It is '' if the
+    panel has one group. `error_metric` is the name of the group's main error, or ''.
     """
 
     results: tuple[Result, ...]
@@ -142,7 +142,7 @@ class NamedCase(Result):
 
     @property
     def error_value(self) -> float | None:
-        """The median of the error metric that reports show first."""
+        """The median of the group's main error in this case, or None if it was not measured."""
         return self.median(self.group.error_metric)
 
     @property
@@ -244,10 +244,10 @@ def list_metrics(case: NamedCase) -> Iterator[Metric]:
 
 
 class Figures(dict[str, Metric]):
-    """The metrics of a case's whole step by name. A metric that the case lacks has no value. Metrics of single ranks
-    are left out.
+    """The metrics of a case's whole step by name, without those of single phases or ranks. A missing name gives a
+    metric without a value.
 
-    If two metrics have the same name, the first one counts. An energy counts only if it has a source.
+    If two metrics have the same name, the first one is used. An energy without a source is left out.
     """
 
     def __init__(self, case: NamedCase) -> None:
@@ -267,8 +267,8 @@ class Figures(dict[str, Metric]):
 
     @property
     def rate(self) -> Metric:
-        """The work per second of the best case, as tokens/s. The metric has no value if the amount of work is in
-        doubt.
+        """The work per second at the best-case step time, as tokens/s. It has no value if the declared amount of work
+        is doubtful.
         """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
         rate = self[next(rates, "") if self._sound else ""]
@@ -292,10 +292,9 @@ def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
 
 
 def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
-    """Returns the groups with their setting names and their error metric.
+    """Returns the groups with their setting names and the name of their main error.
 
-    If one group sets an optional parameter such as cache=cold, the other groups name its default as well: 'cache
-    hot'.
+    If only some groups have an optional parameter such as cache=cold, the other groups name its default: 'cache hot'.
     """
     # Leave parameters that all groups of the panel share out of the setting names, because the heading has them.
     panel = Panel(tuple(groups))
@@ -352,8 +351,8 @@ def panel_heading(workload: str, params: Params, device: str, devices: Sequence[
 
 
 def merge_notes(notes: Iterable[tuple[str, str, str]], num_settings: int) -> list[str]:
-    """Merges equal notes. Returns a line for each distinct note, with the settings to which it applies. A note is a
-    tuple of its subject, its text and the name of its setting.
+    """Merges equal notes (subject, text, setting). Returns a line for each distinct note, with the settings to which it
+    applies.
     """
     settings_by_note = together(((subject, text), setting) for subject, text, setting in notes)
     lines = []

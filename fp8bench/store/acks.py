@@ -28,9 +28,7 @@ class Undo:
 
 @dataclass(frozen=True)
 class Acks:
-    """The valid acknowledgements, oldest first. `troubles` has a sentence for each line of the file that was left
-    out.
-    """
+    """The valid acknowledgements, oldest first. `troubles` has a sentence for each invalid line of the file."""
 
     acks: tuple[Ack, ...] = ()
     troubles: tuple[str, ...] = ()

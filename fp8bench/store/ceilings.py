@@ -56,7 +56,7 @@ def find_or_measure_ceilings(
 def remeasure_ceilings(
     store: Path, environment: Environment, device: DeviceFacts, measure: Callable[[], Ceilings]
 ) -> Ceilings:
-    """Measures and stores ceilings, even if the stored ones are less than a week old."""
+    """Measures and stores ceilings (peak rates of a device), even if the stored ceilings are recent."""
     with lock_folder(store / "ceilings"):
         return _store_ceilings(store, environment, device, measure())
 
@@ -66,7 +66,7 @@ def _are_ceilings_current(ceilings: Ceilings) -> bool:
 
 
 def _store_ceilings(store: Path, environment: Environment, device: DeviceFacts, ceilings: Ceilings) -> Ceilings:
-    """Adds time and settings to the ceilings. Writes them to the device's file and to `history.jsonl`."""
+    """Adds the time and settings to ceilings, and writes them to the device's file and to `history.jsonl`."""
     settings = tuple(
         (name, setting) for name, setting in _list_settings(environment, device).items() if setting is not None
     )
@@ -104,7 +104,9 @@ def _list_settings(environment: Environment, device: DeviceFacts) -> dict[str, S
 
 
 def ceilings_file_name(environment: Environment, device: DeviceFacts) -> str:
-    """Returns the file name for a device. Each combination of device, software and settings has a different name."""
+    """Returns the name of the file with a device's ceilings. It is different for each combination of device, software
+    and settings.
+    """
     setting_texts = [
         str(setting) for setting in _list_settings(environment, device).values() if setting not in (None, "")
     ]

@@ -1,7 +1,7 @@
 """Reads the runs of a store by commit, and explains why some runs add nothing to the history.
 
 Commits are read one at a time, because the samples of a store do not fit into memory, but those of one commit do. The
-second half of the module finds the runs that a word from the user stands for: an id, a file, a commit or a store.
+second half of the module finds the runs that an argument of the user selects: an id, a file, a commit or a store.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class TrackedRun:
 
 
 class CommitRuns(NamedTuple):
-    """The tracked runs of one commit, oldest first, the reasons why other runs of the commit were left out, and the
-    suites of all these runs.
+    """The tracked runs of one commit, oldest first. Also has the reasons why other runs of the commit were left out,
+    and the suites of all runs of the commit.
     """
 
     runs: tuple[TrackedRun, ...]
@@ -121,8 +121,8 @@ def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
 
 
 def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
-    """Returns the run in a file with the points that it adds to the history, or None if it adds none. Also returns
-    why cases are missing from the history ('' if none is), and the suites of the run's cases.
+    """Reads a run file. Returns the run with its points for the history (None if it has none), why cases are missing
+    from the history ('' if none is), and the suites of the run's cases.
     """
     try:
         run, file_lines = load_run_with_lines(path)
@@ -135,8 +135,8 @@ def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
 
 
 def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
-    """Returns a run with the points that it adds to the history, or None if it adds none. Also returns why cases are
-    missing from the history ('' if none is).
+    """Returns a run with its points for the history, or None if it has none. Also returns why cases are missing from
+    the history ('' if none is).
     """
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
@@ -244,11 +244,10 @@ class ChosenRuns(NamedTuple):
 
 
 def find_runs(words: str, store: Path) -> ChosenRuns:
-    """Returns the runs for one or several words, separated by commas. A word is an id, a file, the stem of a file's
-    name, 'last', a commit or another store.
+    """Returns the run files that `words` select. The words are separated by commas. A word is an id, a file, the stem
+    of a file's name, 'last', a commit or another store, which selects the runs of its newest commit.
 
-    A store stands for its newest commit. Raises RunNotFound if a word stands for no run, and StoreError if files with
-    the same id differ.
+    Raises RunNotFound if a word selects no run, and StoreError if files with the same id differ.
     """
     files: dict[Path, Path] = {}
     notes: list[str] = []
@@ -332,8 +331,8 @@ def _load_header_or_none(path: Path) -> Run | None:
 
 
 def _find_newest_runs(store: Path) -> ChosenRuns:
-    """Returns the run files of the commit that was measured last in a store. If the newest run has no commit, returns
-    the file of that run.
+    """Returns the run files of the newest run's commit. If the newest run has no commit or has uncommitted changes,
+    returns only the file of this run.
     """
     try:
         runs = listing(store)

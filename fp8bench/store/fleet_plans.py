@@ -107,7 +107,7 @@ def _find_plan_fault(plan: FleetPlan) -> str:
 
 
 def check_cell(plan: FleetPlan, cell_number: int) -> None:
-    """Raises UsageError if the plan does not have this cell."""
+    """Raises UsageError if the plan has no cell with this number."""
     if not 0 <= cell_number < len(plan.cells):
         raise UsageError(f"cell {cell_number} is not among the cells 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
@@ -118,7 +118,7 @@ def cell_folder(plan: FleetPlan, cell_number: int, store: Path) -> Path:
 
 
 def iterate_plan_runs(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
-    """Yields the cell number and the header of each run of a plan, newest run first."""
+    """Yields (cell number, header) of each readable run of a plan, newest run first."""
     return (
         (cell_number, header_or_reason)
         for cell_number, header_or_reason in _iterate_plan_files(plan, store)
@@ -127,8 +127,8 @@ def iterate_plan_runs(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]
 
 
 def _iterate_plan_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
-    """Yields the cell number and the header of each run of a plan, newest run first. If a run cannot be read, the
-    reason takes the place of its header.
+    """Yields (cell number, header) of each run of a plan, newest run first. For an unreadable run, the header is
+    replaced by the reason.
     """
     for path in run_files(store):
         header_or_reason: Run | str
@@ -187,7 +187,7 @@ def should_run(state: CellState, retry: bool) -> bool:
 
 
 def compute_cell_states(plan: FleetPlan, store: Path, except_cells: Collection[int] = ()) -> tuple[CellState, ...]:
-    """Returns the current state of every cell of the plan in this store, except the cells with the numbers in
+    """Returns the current state of the plan's cells in this store, without the cells whose numbers are in
     `except_cells`.
     """
     runs: dict[int, list[Run | str]] = {}

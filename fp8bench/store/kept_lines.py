@@ -79,7 +79,7 @@ class Log(Generic[T]):
     remedy: str = "Make room, or choose another --store DIR."
 
     def decode_value(self, content: LineContent) -> T:
-        """Returns the value in the content of a line. Raises Malformed."""
+        """Decodes the value of a parsed line. Raises Malformed for a different version or an invalid value."""
         if content.get("version") != self.version:
             raise Malformed(f"has version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
         kind = next((kind for kind in self.kinds if not kind or kind in content), None)
@@ -95,8 +95,8 @@ class Log(Generic[T]):
         return {"version": self.version, key: encode(value)} if key else encode(value)
 
     def lines(self) -> tuple[list[T], list[str]]:
-        """Returns the values in the file, and the reasons why lines were left out. If the file is missing, both lists
-        are empty. Raises StoreError.
+        """Returns the valid values in the file, and a reason for each line that was left out. If the file is missing,
+        both lists are empty. Raises StoreError.
         """
         values = []
         troubles = []
@@ -124,7 +124,7 @@ class Log(Generic[T]):
             append_lines(self.path, [format_checksummed_line(self.encode_value(value)) for value in values])
 
     def merge(self, other_values: Iterable[T]) -> list[T]:
-        """Appends the values that a second log has and this log lacks, and returns them. Raises StoreError."""
+        """Appends the values that this log lacks, and returns them. Raises StoreError."""
         existing_values = set(self.lines()[0])
         new_values = [value for value in dict.fromkeys(other_values) if value not in existing_values]
         if new_values:
@@ -168,7 +168,9 @@ class _SealedLine(NamedTuple):
 
 
 def read_file_lines(path: Path, called: str) -> FileLines:
-    """Reads the lines of a file. Raises RunNotFound."""
+    """Reads and parses the lines of a file. Raises RunNotFound if the file cannot be read. `called` is the kind of file
+    in the error message, as 'the run file'.
+    """
     try:
         return parse_file_lines(read_file(path))
     except OSError as error:
@@ -216,8 +218,8 @@ def parse_file_lines(content: bytes) -> FileLines:
 
 
 def _sort_lines(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
-    """Returns the lines without duplicates, in the order in which they were written. Also returns a sentence for each
-    duplicate or misplaced line.
+    """Sorts lines into the order in which they were written, and leaves out duplicates. Also returns a sentence for
+    each duplicate or misplaced line.
     """
     line_by_number: dict[int, _SealedLine] = {}
     troubles = []
@@ -249,8 +251,8 @@ def _describe_missing_lines(lines: Sequence[_SealedLine], broken_lines: Sequence
 
 
 def _is_digest_correct(lines: Sequence[_SealedLine], last_line: _SealedLine) -> bool:
-    """Returns whether the digest in a line, if it has one, matches the lines before it. Only lines that end a run have
-    a digest. Removes the digest from the line.
+    """Removes the digest of all earlier lines from the last line of a run, and returns whether the digest is correct.
+    Returns True for a line without a digest.
     """
     digest = last_line.content.pop("digest", None) if "end" in last_line.content else None
     return digest is None or digest == digest_checksums(
@@ -279,8 +281,8 @@ def refuse_newer(file_lines: FileLines, path: Path) -> None:
 
 
 def read_header(file_lines: FileLines, path: Path, key: str, make_result: Callable[[Any], T]) -> T:
-    """Calls `make` with the content under `key` in the header of the file, and returns its result. Raises StoreError
-    if the header is missing or wrong.
+    """Returns the result of `make_result` for the content under `key` in the header of the file. Raises StoreError if
+    the header is missing or wrong.
     """
     refuse_newer(file_lines, path)
     try:
@@ -298,9 +300,9 @@ def read_header(file_lines: FileLines, path: Path, key: str, make_result: Callab
 def process_lines(
     file_lines: FileLines, process_content: Callable[[LineContent], None], except_line: int = 0
 ) -> list[str]:
-    """Calls `process_content` with the content of every line of a file, except the line with the number
-    `except_line`. Returns sentences: one for each broken line, one for each line for which `process_content` raises
-    an error, and those in `file_lines.troubles`.
+    """Calls `process_content` with the content of each line of a file, except the line with the number `except_line`.
+    Returns sentences about broken lines and about lines for which `process_content` raises an error, followed by
+    `file_lines.troubles`.
     """
     troubles = [(broken.number, broken.why) for broken in file_lines.broken if broken.number != except_line]
     for number, content in file_lines.lines:

@@ -33,11 +33,11 @@ from fp8bench.store.runs.run_file import load_run, lock_run
 
 @dataclass
 class MergeResult:
-    """The result of a merge: our files of the runs that were copied or extended, the number of runs that both stores
-    had (`same`), and the number of new acknowledgements.
+    """The result of merging another store into ours: our files of the runs that were `copied` or `extended`, the number
+    of runs that both stores had (`same`), and the number of new acknowledgements.
 
-    `failed` are sentences about runs that could not be merged. `notes` are sentences about things that the user
-    should check.
+    `failed` are sentences about runs that could not be merged. `notes` are sentences about things that the user should
+    check.
     """
 
     copied: list[Path] = field(default_factory=list)
@@ -103,8 +103,8 @@ def _copy_into_store(path_by_id: Mapping[str, Path], our_store: Path, merge_resu
 
 
 class CopyOutcome(Enum):
-    """The result of copying a run file. SAME: we had the file. LONGER: our file had only the first lines of the copied
-    file, and was extended.
+    """The result of copying a run file to our store. SAME: we had the file. LONGER: our file had only the first lines
+    of the copied file, and was extended.
     """
 
     NEW = "new"
@@ -142,8 +142,8 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
 
 
 def _read_whole_lines(path: Path, merge_result: MergeResult) -> bytes:
-    """Returns the content of a run file. If a process is still writing the file, the content ends with the last whole
-    line, and a note is added to `merged`.
+    """Returns the content of a run file. If a process is still writing the file, returns only its complete lines, and
+    adds a note to `merge_result`.
     """
     if not is_locked(path):
         return read_file(path)
@@ -154,8 +154,8 @@ def _read_whole_lines(path: Path, merge_result: MergeResult) -> bytes:
 
 @dataclass
 class RebuildResult:
-    """The result of rebuilding asv's files: the written files, the numbers of series and runs in them, and the number
-    of runs that were left out, by reason.
+    """The result of rebuilding asv's files: the written files, how many series and runs these files have, and the
+    number of runs that were left out, by reason.
 
     `renamed_files` are the new paths of broken files. `failed` are sentences about files that could not be written.
     """
@@ -171,8 +171,8 @@ class RebuildResult:
 def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> RebuildResult:
     """Writes asv's files of all commits, or only of the commits whose first 8 digits are in `commits`.
 
-    The files are written in the order of the commits' first runs, because the first run of a machine names the
-    machine's folder. Rows that asv itself measured are kept.
+    Commits are written in the order of their first runs, because asv's folder for a machine gets its name from the
+    first run on this machine. Rows that asv itself measured are kept.
     """
     # 1. Delete the cache before a complete rebuild.
     rebuild_result = RebuildResult()
@@ -211,8 +211,8 @@ def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> Reb
 
 
 def _find_newest_series(store: Path, series: Iterable[Series]) -> list[Series]:
-    """Returns the definition of each series in the newest run of its workload, because asv accepts only one definition
-    of a series.
+    """Returns the definition of each series in the newest run of its suite, because asv accepts only one definition of
+    a series.
     """
     suites = {metric.workload for metric in series}
     newest_series: dict[str, Series] = {}

@@ -99,11 +99,11 @@ def merge_points(points: Sequence[Point], series: Iterable[Series] = ()) -> dict
     """Merges the points of several runs of one commit into one point for each cell of each series. The points must be
     sorted oldest first.
 
-    The samples of a cell are joined with those of its newest measurement, if they have the same conditions. Hasty
+    A merged point has the samples of its newest measurement, and of older measurements under the same conditions. Hasty
     measurements (with few rounds) count only if the cell has no complete ones.
 
-    The points of a series may have several versions, and only those of one version are merged. It is the version that
-    the series has in `series`. If no point has that version, it is the version of the newest point.
+    Only points of one version of a series are merged: the version in `series`, or if no point has it, the version of
+    the newest point.
     """
     current_versions = {(declared.name, declared.version) for declared in series}
     version_by_series = {point.series: point.version for point in points}
@@ -187,10 +187,10 @@ def _extract_grid_points(workload: Workload, grid: Grid, records: Sequence[Recor
 def _add_metric_conditions(
     grid: Grid, record: Record, metric: str, has_samples: bool, conditions: Conditions
 ) -> Conditions:
-    """Returns the conditions under which two values of a metric can be compared.
+    """Returns the conditions that must be equal for two values of the metric to be comparable.
 
     Compiled and eager casts are different conditions, except for counts and errors, which are the same bit for bit.
-    Energies from different sources cannot be compared.
+    Energies are comparable only if they come from the same source.
     """
     timing = record.timing
     if metric in COUNTS:
@@ -267,14 +267,18 @@ def _cached_reference(workload_class: type[Workload]) -> str:
 
 
 def find_cell(case: Case, run: Run) -> Cell | None:
-    """Returns the cell of its suite's grid that a case belongs to, or None if the grid does not have the case."""
+    """Returns the cell (the tracked combination of parameters) that a case belongs to in its suite's grid, or None if
+    the grid does not have the case.
+    """
     if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
         return None
     return _find_grid_cell(workloads.get(case.workload), case, run)
 
 
 def _find_grid_cell(workload: Workload, case: Case, run: Run) -> Cell | None:
-    """Returns the cell of a workload's grid that a case belongs to, or None if the grid does not have the case."""
+    """Returns the cell (the tracked combination of parameters) that a case belongs to in a workload's grid, or None if
+    the grid does not have the case.
+    """
     assert workload.history is not None
     main_device = _find_main_device(run)
     is_untracked = case.precision_map or case.static or case.precision not in workload.history.dtypes
@@ -292,8 +296,8 @@ def _cached_cells(workload_class: type[Workload], facts: DeviceFacts, data_ident
 
 
 def _find_data_identity(workload: Workload, case: Case) -> str | None:
-    """Returns the identity of the text that a case reads, or None if it reads none. In a workload that reads no text,
-    a parameter 'data' has a different meaning.
+    """Returns the parameter 'data', which identifies the text that a case reads. Returns None if the workload reads no
+    text, because its 'data' has a different meaning.
     """
     return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 

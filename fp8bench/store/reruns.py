@@ -49,8 +49,8 @@ _AA_SUFFIX = ", A/A"
 
 @dataclass(frozen=True)
 class CaseRuns:
-    """A summary of the runs of one case: their number, and four numbers about the logarithms of their ratios. These
-    are the mean, the sum of the squared distances from the mean, the lowest and the highest logarithm.
+    """Statistics of the runs of one case: their number, and four statistics of the logarithms of their ratios. These
+    are the mean, the sum of the squared distances from the mean, the minimum and the maximum.
     """
 
     runs: int = 0
@@ -71,8 +71,8 @@ class CaseRuns:
 
 
 def was_machine_busy(*timings: Timing) -> bool:
-    """Returns whether other programs disturbed too many slots of the timings. Runs on a busy machine differ more from
-    each other.
+    """Returns whether other programs disturbed too large a share of the timed slots. Runs on a busy machine differ more
+    from each other.
     """
     slots = sum(len(timing.slots) for timing in timings)
     return sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) > _BUSY_SLOTS_SHARE * slots
@@ -99,10 +99,11 @@ def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | No
 
 
 def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
-    """Returns the 2/3 quantile of the cases' variances, in which each comparison of a case counts once. The mean would
-    be dominated by the worst case, and no other case would get a verdict. On a machine with other users, the
-    intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
+    """Returns the 2/3 quantile of the variances between runs of the same case. A case counts once for each run after
+    the first.
     """
+    # The mean would be dominated by the worst case, and no other case would get a verdict. On a machine with other
+    # users, the intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
     min_freedom = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
     freedom = 0
     for variance, case_freedom in sorted((runs.squares / runs.freedom, runs.freedom) for runs in cases):
@@ -113,8 +114,8 @@ def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
 
 
 def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple[Record, ...]:
-    """Adds to each record how much earlier runs of its case differ. This is learned from the earlier runs in which the
-    machine was as busy as in this run, or from all earlier runs if these are too few.
+    """Returns the records with the spread between earlier runs of the same case. The spread is learned from the earlier
+    runs in which the machine was as busy as in this run, or from all earlier runs if these are too few.
     """
     runs_by_case = _read_case_runs(_reruns_path(records, run, store))
     records_with_spread = []
@@ -149,8 +150,8 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
 
 
 def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
-    """Adds the ratios of a group's cases to the file for their device, from which later runs learn. A case without a
-    ratio, such as an emulated one, is left out.
+    """Adds the ratios of a group's cases to the device's file in `<store>/reruns`, from which later runs learn how much
+    runs differ. A case without a ratio, such as an emulated one, is left out.
     """
     log_ratio_by_key = {}
     for record in records:
@@ -168,8 +169,9 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
 
 
 def _log_of_ratio(record: Record, records: Sequence[Record]) -> float | None:
-    """Returns the logarithm of the ratio from which the verdict of a case is computed. For the reference, this is the
-    A/A ratio of its control to itself. Returns None if the case has no such ratio.
+    """Returns the logarithm of the time ratio from which the verdict of a case is computed. For the reference, this is
+    the A/A ratio: the time of its control (identical code) divided by its time. Returns None if the case has no such
+    ratio.
     """
     reference = _find_reference(records)
     if reference is None or not record.paired or Level.EMULATED in (record.support.level, reference.support.level):
@@ -195,8 +197,8 @@ def _find_reference(records: Sequence[Record]) -> Record | None:
 
 
 def _rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
-    """Returns a key under which comparable runs of a case are stored: case, reference, version of the code, and
-    whether the CPU was busy.
+    """Returns a key under which comparable runs of a case are stored: case, reference, version of the code, and CPU
+    load ('busy' or 'quiet').
 
     The A/A ratio of the reference has a separate key. It varies less than other ratios, because control and reference
     run the same code.

@@ -42,7 +42,7 @@ class LogTarget(NamedTuple):
 
 class LogSource(NamedTuple):
     """The run or training whose scalars are logged. `begun` is its start, in seconds since 1970. wandb shows `config`
-    next to the curves. `folder` is a subfolder of TensorBoard's folder.
+    next to the curves. TensorBoard writes into the subfolder `folder`.
     """
 
     id: str
@@ -53,7 +53,7 @@ class LogSource(NamedTuple):
 
 
 class LoggedScalar(NamedTuple):
-    """A point of the curve that is named SERIES/TAG."""
+    """A value that is logged at a step. `name` is the name of its curve, as SERIES/TAG."""
 
     name: str
     step: int
@@ -143,7 +143,9 @@ _SINKS: Mapping[str, Callable[[str, LogSource], Sink]] = {TENSORBOARD: TensorBoa
 
 
 class ScalarLogger:
-    """Sends scalars to several sinks. A sink that fails is dropped and reported once, with its `consequence`."""
+    """Sends scalars to several sinks. A sink that raises an exception is dropped and reported once. The report ends
+    with `consequence`, as 'the training goes on'.
+    """
 
     def __init__(
         self, targets: Iterable[LogTarget], source: LogSource, say: Callable[[str], None], consequence: str
@@ -256,7 +258,7 @@ def _named_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
 
 
 def curve_position(run: Run) -> int:
-    """Returns the x position of a run on the curves of a board, in seconds since 1970.
+    """Returns the position of a run on the x axis of logged curves, in seconds since 1970.
 
     The position is the date of the commit, or the start of the run if files had uncommitted changes.
     """

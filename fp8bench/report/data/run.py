@@ -98,7 +98,7 @@ def _clean_cell(cell: Cell) -> Cell:
 
 
 def _break_even_fields(row: BreakEvenRow) -> TidyRow:
-    """Returns the fields of a break-even size, which is not a measured size and belongs to no case."""
+    """Returns the CSV fields of a break-even size, at which a precision becomes faster or stops being faster."""
     return {
         "suite": row.suite,
         "device": row.device,

@@ -225,8 +225,8 @@ def make_card(page: Page) -> Card:
 
 
 def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
-    """Returns the answers that an element has: the verdict in each row of a table, the first clause of each text in a
-    list, or a whole text. A clause ends at a semicolon.
+    """Returns the short answers in an element for the report's card (its entry in a list of reports): the verdict in
+    each row of a table, the text before the first semicolon of each list item, or a whole text.
     """
     match element:
         case Table():
@@ -245,7 +245,7 @@ def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
 
 
 def read_card(page_start: str) -> Card | None:
-    """Returns the card in the first bytes of a page, or None without a valid card."""
+    """Parses the card (the short form of a report) at the start of a page. Returns None if it is missing or invalid."""
     match = _REPORT_CARD_TAG.search(page_start)
     try:
         if match:

@@ -68,8 +68,8 @@ def _count_lines(blocks: Sequence[str]) -> int:
 
 
 def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Returns the blocks that are visible at first, and the blocks that a click unfolds. Only the first part of a
-    page may be divided.
+    """Splits the blocks of a page into visible blocks and blocks that a click unfolds. The split may be within the
+    first part of the page, but not within a later part.
     """
     # 1. Make as many blocks visible as fit.
     num_visible = 1

@@ -46,10 +46,10 @@ MAX_ROWS = 300
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report. `elements` is a function that yields the elements for the material of a report, if any.
+    """A section of the report. `elements` is a function that yields its content, such as tables and charts, or nothing.
 
-    `rank` is the position on the page. `lead` is the paragraph under the title, which is left out if all elements are
-    texts. `repeats` means that the charts of this section show numbers that the main table has as well.
+    `rank` is the position on the page. `lead` is the paragraph under the title, which is left out if the content is
+    only texts. `repeats` is True if the charts show numbers that the main table has as well.
     """
 
     name: str
@@ -135,8 +135,8 @@ def build_parts(material: Material) -> tuple[Part, ...]:
 
 
 def _simplify_elements(part: Part, repeats_table: bool) -> Elements:
-    """Replaces a chart of few values by a table. If the main table has these numbers, the chart is dropped instead.
-    Long tables are folded.
+    """Yields the elements of a part in a simpler form. A chart of few values becomes a table, or is dropped if the main
+    table has its numbers (`repeats_table`). Long tables are folded.
     """
     for element in part.elements:
         if isinstance(element, Table) and not element.main and len(element.rows) > _MAX_UNFOLDED_ROWS:
@@ -242,10 +242,10 @@ def make_material(runs: Sequence[Run], findings: Sequence[FindingsById], store: 
 
 
 def label_runs(runs: Sequence[Run]) -> list[str]:
-    """Returns a short label for each run that distinguishes it from the other runs, or '' for a single run.
+    """Returns a short label for each run, or '' for a single run.
 
-    The label is the first fact that differs, such as the device, commit or machine. If no fact differs, it is the
-    run's id.
+    The labels are the values of the first property that is different for each run, such as the device, commit or
+    machine. If there is no such property, the labels are the ids of the runs.
     """
     if len(runs) < 2:
         return [""] * len(runs)
@@ -281,7 +281,7 @@ def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
 def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
     """Yields each panel with its title: the suite, and the device and the run if there are several.
 
-    If two panels would have the same title, the reference is added.
+    Panels that would have equal titles also name their reference.
     """
     titled_panels: list[tuple[str, Panel]] = []
     for entry in material.entries:

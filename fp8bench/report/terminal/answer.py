@@ -57,9 +57,9 @@ _MAX_TENSORS = 2
 
 
 def answer_parts(entry: LabelledRun, width: int, page_path: str = "", store_options: str = "") -> Iterator[Part]:
-    """Yields the parts of the answer. The last part has links to more details.
+    """Yields the page parts of a run's answer. The last part has links to more details.
 
-    `page_path` is the path of the page. `store_options` are the options with which other commands find the run.
+    `page_path` is the path of the HTML page. `store_options` are the options with which other commands find the run.
     """
     *parts, last_part = _parts_without_links(entry, width)
     yield from parts
@@ -109,7 +109,7 @@ def describe_storage(run_path: str, page_path: str) -> str:
 
 
 def next_commands(entry: LabelledRun, store_options: str) -> Sentences:
-    """Yields commands that could settle, change or explain an answer."""
+    """Yields sentences with commands to run next, such as one that would settle an uncertain verdict."""
     yield from propose_next_commands(entry.timed_panels, entry)
     if list_speeds(list_cases(entry.timed_panels)) and entry.run.request.suite != BENCH:
         yield f"get advice on what to run in which precision: fp8bench advise {entry.run.id}{store_options}"
@@ -226,8 +226,8 @@ def _requested_tables(panel: Panel) -> Iterator[Part]:
 
 
 def _speed_table(panels: Sequence[Panel], is_timed: bool) -> Elements:
-    """Yields a table of speeds. It has a column for each precision, and a row for each setting. If there are several
-    suites, each suite has a row.
+    """Yields a table of speeds with a column for each precision. A single panel has a row for each setting. Several
+    panels have a row for each suite and device.
     """
     cases_by_row: dict[str, list[NamedCase]] = {}
     if len(panels) == 1:

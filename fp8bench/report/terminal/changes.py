@@ -51,8 +51,9 @@ _FURTHER_LEGEND = (
 
 
 def changes_page(search_result: FoundChanges, store: str, with_closed: bool = False, store_options: str = "") -> Page:
-    """Returns the page of all open and contradicted changes. `with_closed` adds acknowledged, reverted and outdated
-    changes. `store_options` are the options with which another command finds the same store.
+    """Returns the page of changes: open ones, and those that the mean over all calls contradicts. `with_closed` adds
+    acknowledged, reverted and outdated changes. `store_options` are the options with which another command finds the
+    same store.
     """
     # Name the machine only if the history has several machines.
     machines = {(change.trend.machine.get("machine"), change.trend.python) for change in search_result.changes}
@@ -176,7 +177,9 @@ _SECTION_TITLES = (
 
 
 def _group_changes(search_result: FoundChanges) -> dict[str, list[Change]]:
-    """Returns the changes by the title of their section: open changes by their direction, other changes by state."""
+    """Groups changes by the title of the report section that lists them. An open change is in the section for its
+    direction, any other change in the section for its state.
+    """
     groups: dict[str, list[Change]] = {title: [] for title in _SECTION_TITLES}
     for change in search_result.changes:
         direction = (

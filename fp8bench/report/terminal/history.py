@@ -63,9 +63,9 @@ def trends_page(
     skipped: CountByName,
     store_options: str = "",
 ) -> Page:
-    """Returns the page of all series: a line for each series, grouped by machine and Python interpreter.
+    """Returns the page that lists all series, grouped by machine and Python interpreter.
 
-    `endings` are the last figures of all series. `skipped` counts the runs that were left out, by reason.
+    `endings` are the last two figures of each series. `skipped` has the number of left-out runs by reason.
     `store_options` are the options with which another command finds the same store.
     """
     counts_text = f"{count_series(len(endings))}, {many(num_runs, 'run')} of {many(num_commits, 'commit')}"
@@ -89,7 +89,7 @@ def trends_page(
 
 
 def _summarize_changes(endings: Sequence[Ending]) -> str:
-    """Returns how many series changed from the commit before, and which changed most.
+    """Returns how many series changed between their last two commits, and the largest change.
 
     An example: '1 of 8 series with an earlier commit changed by more than 2%; the largest change:
     gemm.Gemm.track_time(fp32, 512) +7.1%'.
@@ -166,7 +166,8 @@ def runs_page(
     store_options: str = "",
     other_results: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Page:
-    """Returns the page of all runs in the given order. Lines for other stored results follow, by kind.
+    """Returns the page of all runs in the given order, followed by a list for each kind of stored result that is not a
+    run.
 
     `store_options` are the options with which another command finds the same store.
     """
@@ -248,8 +249,8 @@ def _show_change(figure: Figure, previous: Figure | None) -> str:
 
 
 def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:
-    """Returns a value divided by the previous one. Returns None if the values are not comparable, or if the ratio is
-    not a positive number.
+    """Returns the value of a figure divided by that of the previous figure. Returns None if the two are not comparable,
+    or if the ratio is not a positive number.
     """
     if previous is None or figure.value is None or previous.value is None or not _is_same_work(figure, previous):
         return None
@@ -260,7 +261,9 @@ def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:
 
 
 def _is_same_work(figure: Figure, previous: Figure) -> bool:
-    """Returns whether the work, the method and the source of joules of two figures are the same."""
+    """Returns whether two figures have the same version (the work and how it is measured) and the same source of
+    energies.
+    """
     return (figure.version, figure.source) == (previous.version, previous.source)
 
 

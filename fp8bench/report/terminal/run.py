@@ -146,8 +146,8 @@ def _reference_line(panel: Panel) -> str:
 
 
 def _list_other_measurements(panel: Panel) -> list[Element]:
-    """Returns the measurements of a panel that no other table shows, with a line for each metric. If the model is
-    sampled by diffusion, the table of sampling steps follows.
+    """Returns the measurements of a panel that no other table shows, as a list of metrics with their values. The table
+    of sampling steps follows if the model is sampled by diffusion.
     """
     pairs: list[tuple[str, str]] = []
     metrics_elsewhere = _metrics_in_other_tables(panel)
@@ -179,8 +179,8 @@ _ELEMENTS_OF_DETAIL: dict[str, Sequence[Callable[[Panel], Iterable[Element]]]] =
 
 
 def _panel_notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yields notes on the cases of a panel. A note is a tuple of its subject, its text and the name of the case's
-    setting.
+    """Yields notes on the cases of a panel as (subject, text, setting). The subject begins with the precisions that the
+    note is about.
     """
     for group in panel.groups:
         for result in group.results:
@@ -337,8 +337,8 @@ def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Ite
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """Returns a table of how the device supports each precision. If another group measures the precision of a skipped
-    case, the table leaves this case out, because the list below the table names it.
+    """Returns a table of how the device supports each precision. A skipped case is left out if another group measures
+    its precision, because the list of groups names skipped cases.
     """
     cases = _planned_cases(groups)
     measured_modes = {case.case.mode for case in cases if case.runs}

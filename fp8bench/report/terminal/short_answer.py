@@ -16,8 +16,8 @@ from fp8bench.report.elements import Element, Facts, Field, Part, Table, Text, T
 class Answer:
     """The answer for one precision.
 
-    `figure` is the number that the verdict is based on, with its interval. `costs` are in the same order in all
-    answers to a question. An unknown cost is ''. `reason` may be ''.
+    `figure` is the number behind the verdict, with its interval. `costs` has one text for each kind of cost, in the
+    same order in all answers that are shown together. An unknown cost is ''. `reason` may be ''.
     """
 
     name: str
@@ -49,11 +49,11 @@ def short_answer(
     tables: Iterable[Element] = (),
     closing_facts: Sequence[tuple[str, str]] = (),
 ) -> Part:
-    """Returns the answer as one part of a page.
+    """Returns the answer to a question as one part of a page.
 
-    `doubts` are reasons why verdicts are uncertain. If all verdicts are decided, the doubts are only cautions. `action`
-    is the command to run next, with its purpose. `closing_facts` are pairs of a name and a value that are printed at
-    the end.
+    `doubts` are reasons for uncertain verdicts. With `is_decided`, they are printed as cautions. `action` is the
+    command to run next, with its purpose. `closing_facts` are pairs of a name and a value, which are printed at the
+    end.
     """
     elements: list[Element] = [*warnings]
     if answers:

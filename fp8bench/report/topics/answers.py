@@ -248,10 +248,11 @@ def _describe_energy(cases: Cases) -> str:
 
 
 def explain_speed(case: NamedCase) -> str:
-    """Returns the reason for the speed of a case, as 'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x
-    slower): they nearly cancel'.
+    """Returns why a case is faster or slower, as 'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x slower):
+    they nearly cancel'.
 
-    Returns '' for an emulated case, and for a case whose verdict was removed by a label other than launch-bound.
+    Returns '' for an emulated case, and if a label prevented the verdict, unless it is launch-bound, which is a reason
+    itself.
     """
     if case.is_emulated:
         return ""
@@ -413,7 +414,7 @@ def _keeps_state(case: NamedCase) -> bool:
 
 
 def remove_option(command: str, *options: str) -> str:
-    """Returns the command without these options and their values."""
+    """Returns the command line without the given options and their values."""
     command_words = iter(command.split(" "))
     remaining_words = []
     for word in command_words:

@@ -122,12 +122,11 @@ def _join_sizes(sizes: Sequence[int]) -> str:
 
 
 class BreakEvenRow(NamedTuple):
-    """A size from which on a precision is faster than `against`. If `begins` is False, it stops being faster there.
-    `low` and `high` bound the size. If a sweep has no such size, it has one row, in which these are None.
+    """A size at which a precision becomes faster than `against`, or stops being faster if `begins` is False. `low` and
+    `high` bound the size. A sweep without such a size has one row, in which these are None.
 
-    `pays` describes the whole sweep, as 'at every size' or 'nowhere'. It is '' if too few sizes have a ratio. Sizes
-    are values of `axis`, of which those from `smallest` to `largest` were measured. `held` has the parameters that
-    all cases of the sweep share.
+    `pays` describes the whole sweep, as 'at every size' or 'nowhere'. It is '' if too few sizes have a ratio. `axis` is
+    the swept parameter, which was measured from `smallest` to `largest`. `held` has the constant parameters.
     """
 
     suite: str

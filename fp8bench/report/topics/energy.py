@@ -71,7 +71,7 @@ def ratio_to_reference(case: NamedCase) -> EnergyRatio | None:
     """Returns the energy of a case divided by that of its reference. Returns None for the reference itself, for
     emulated cases, and if an energy is unknown.
 
-    If the case or its reference has a label that makes energies unreliable, the ratio is unclear.
+    If a label of the case or its reference makes energies unreliable, the ratio is marked as unclear.
     """
     reference = case.reference_result
     if reference is None or reference.record is case.record:
@@ -91,9 +91,7 @@ def show_ratio(ratio: EnergyRatio) -> str:
 
 
 def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
-    """Returns why energies of a group are missing or unclear. Each entry is a pair of the modes that this applies
-    to, and the reason.
-    """
+    """Returns why energies of a group are missing or unclear, as (precisions, reason)."""
     doubts: list[tuple[str, str]] = []
     unclear_energies = []
     for case in group.named_cases:
@@ -109,10 +107,10 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
 
 
 def _describe_missing(result: Result) -> Sentences:
-    """Yields why a case's energy is missing or not certified.
+    """Yields why the energy of a case is missing or uncertain.
 
-    Yields nothing if the device cannot measure energy at all, because `explain_missing_energy` mentions that once for
-    the run.
+    Yields nothing if the device cannot measure energy at all, because `explain_missing_energy` reports that once per
+    run.
     """
     figures = energy_figures(result.record)
     label_reason = result.reason(Label.ENERGY_UNRESOLVED)
@@ -135,7 +133,9 @@ def _describe_missing(result: Result) -> Sentences:
 
 
 def _describe_pace(result: Result) -> Sentences:
-    """Yields a sentence if a step took longer or shorter in the energy windows than in the timed slots."""
+    """Yields a sentence if a step's time in the long energy measurements differs from its time in the short timed
+    slots.
+    """
     figures = energy_figures(result.record)
     # If there is a table of sustained speeds, it already compares energy windows with slots.
     if figures is None or result.is_emulated or sustained_figures(result.record, result.finding) is not None:
@@ -211,8 +211,8 @@ def energy_table(panel: Panel) -> Tables:
 
 
 def phase_energy_table(panel: Panel) -> Tables:
-    """Yields a table of the joules of each phase, with estimates in brackets. Without `--energy phases`, yields
-    nothing.
+    """Yields a table of the joules of each phase, with estimates in brackets. Yields nothing unless phases were
+    measured (`--energy phases`).
     """
     rows = []
     measured_phases: set[str] = set()

@@ -78,10 +78,10 @@ def phases_at_peak(use: MemoryUse) -> list[str]:
 
 
 def peak_ratio(case: NamedCase) -> float | None:
-    """Returns the peak memory divided by that of the reference. Returns None for the reference, or if a peak is
-    unknown.
+    """Returns the peak memory of a case divided by that of its reference. Returns None for the reference, or if a peak
+    is unknown.
 
-    A native case is not compared with an emulated reference, because that peak is the cost of emulation.
+    Also returns None for a native case with an emulated reference, whose peak includes the cost of emulation.
     """
     reference = case.reference_result
     if reference is None or case.is_reference or (reference.is_emulated and not case.is_emulated):
@@ -102,8 +102,8 @@ def device_peak_bytes(result: Result) -> float | None:
 
 
 def device_peak_ratio(case: NamedCase) -> float | None:
-    """Returns the estimated peak memory on hardware with the formats, divided by the reference's peak. Returns None
-    if unknown. If the reference is emulated, its estimated peak is used.
+    """Returns the estimated peak memory of an emulated case on hardware that has its formats, divided by the
+    reference's peak. Returns None if unknown. The peak of an emulated reference is estimated as well.
     """
     reference = case.reference_result
     if reference is None:
@@ -113,7 +113,9 @@ def device_peak_ratio(case: NamedCase) -> float | None:
 
 
 def _show_device_peak(row: _CaseMemory) -> str | None:
-    """Returns the estimated peak memory on hardware with the formats, as '0.55x (186 KiB)', or None if unknown."""
+    """Returns the estimated peak memory of an emulated case on hardware that has its formats, and its ratio to the
+    reference's peak, as '0.55x (186 KiB)'. Returns None if unknown.
+    """
     ratio = device_peak_ratio(row.case)
     return None if ratio is None else f"{units.ratio(ratio)} ({units.size(device_peak_bytes(row.case))})"
 
@@ -128,8 +130,8 @@ def batch_title(search: Capacity) -> str:
 
 
 def _show_device_batch(row: _CaseCapacity) -> str | None:
-    """Returns the largest batch that would fit on hardware with the formats, as '1203, 3.20x'. The ratio is to the
-    reference's batch.
+    """Returns the estimated largest batch of an emulated case on hardware that has its formats, and its ratio to the
+    reference's largest batch, as '1203, 3.20x'. Returns None if unknown.
     """
     largest_batch = row.value.on_device
     if largest_batch is None:

@@ -1,5 +1,5 @@
-"""Reports accuracy: errors by precision, statistics of the data, scales that were computed from data, and the steps
-of a diffusion sampler.
+"""Reports accuracy: errors by precision, statistics of the data, scales computed from the data, and the errors at each
+step of a diffusion sampler.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _SCALE_COLUMNS: tuple[Col[CaseValue[LayerScale]], ...] = (
 
 
 def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
-    """Yields a table of the tensors of a step by layer kind and role: size, largest magnitude, and the shares of
-    values outside formats.
+    """Yields a table of the tensors of a step by layer kind and role: size, largest magnitude, and the shares of values
+    beyond the range of each format.
 
     A format has a column only if some value lies outside its range.
     """
@@ -102,9 +102,7 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
 
 
 def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics:
-    """Combines the statistics of tensors of one kind and role in several groups. Returns the largest value of each
-    statistic.
-    """
+    """Combines the statistics of tensors of the same kind and role. Returns the largest value of each statistic."""
     all_outside_shares = chain.from_iterable(tensor.outside for tensor in tensors)
     shares_of_formats: dict[str, list[Any]] = {}
     for fmt in dict.fromkeys(fmt for fmt, _, _ in all_outside_shares):
@@ -199,7 +197,9 @@ def _errors_table(title: str, panel: Panel, errors_by_mode: dict[str, _ErrorsByN
 
 
 def _error_field(row: tuple[str, _ErrorsByName], metric: str) -> Field | None:
-    """Returns the range of an error over all groups, as '2.8e-03 to 3.0e-03'. NaN counts as larger than any number."""
+    """Returns the lowest and the highest value of a precision's error, as '2.8e-03 to 3.0e-03'. NaN counts as the
+    highest.
+    """
     values = [(value, error) for error in row[1].get(metric, ()) if (value := median_value(error)) is not None]
     if not values:
         return None

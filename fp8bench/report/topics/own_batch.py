@@ -24,10 +24,10 @@ _METHOD_TEXT = (
 
 @dataclass(frozen=True)
 class OwnBatch:
-    """A case, or an arm of a training, with the search for its largest batch. Rates are in tokens per second.
+    """The largest batch that fits into memory, for a case or for an arm of a training. Rates are in tokens per second.
 
-    `shared_rate` is the rate at a batch that is the same for all cases. `update` is the time of the optimizer's
-    update in seconds. An unknown value is None.
+    `shared_rate` is the rate at a batch that is the same for all cases. `update` is the time of the optimizer's update
+    in seconds. An unknown value is None.
     """
 
     name: str
@@ -46,8 +46,8 @@ class OwnBatch:
         return self.search.tokens / self.seconds
 
     def accumulated_rate(self, tokens: int) -> float | None:
-        """Returns the tokens per second if a step divides `tokens` tokens into several micro-batches. Returns None if
-        unknown.
+        """Returns the tokens per second of a step that accumulates the gradients of several micro-batches, `tokens`
+        tokens in all. Returns None if unknown.
         """
         if self.update is None or self.update >= self.seconds:
             return None

@@ -167,8 +167,8 @@ def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
 
 
 def _median_step(timing: Timing) -> StepPhases:
-    """Returns the phases of one timed step, the one with the median length. Each phase has its seconds, and phases
-    are in the order in which they ran.
+    """Returns the phases of the timed step with the median duration as (phase, seconds), in the order in which they
+    ran.
 
     If steps had different phases, the run has only the sum of each phase, and phases are in their usual order.
     """
@@ -190,7 +190,9 @@ _MAX_GAINS_TABLES = 12
 
 
 class _GainRow(NamedTuple):
-    """The time of one phase, or of the whole step, in a case and in its reference. Only a phase has an `interval`."""
+    """The time of one phase, or of the whole step, in a case and in its reference. `interval` is shown only for a
+    phase.
+    """
 
     name: str
     seconds: float

@@ -53,8 +53,8 @@ def _range_field(
     factor: float = 1.0,
     tone: Tone = Tone.PLAIN,
 ) -> Field:
-    """Returns the field of a median with its range, as '50.0% (45.0% to 55.0%)'. If the figure is unknown, the field
-    has a word for the reason.
+    """Returns a field with a median and its range, as '50.0% (45.0% to 55.0%)'. If the figure is unknown, the field has
+    a short reason or a dash.
     """
     if isinstance(figure, MissingFigure):
         return Field(figure.shown_text, tone=Tone.DOUBT if figure.shown_text != units.NONE else Tone.PLAIN)
@@ -62,8 +62,8 @@ def _range_field(
 
 
 def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]) -> Texts:
-    """Yields why figures in a table are unknown. If the table shows a dash, a sentence gives the reason and its
-    precisions. If the table shows a word for each reason, one sentence explains all these words.
+    """Explains why figures in a table are unknown. Yields a sentence for each reason that the table shows as a dash,
+    and one sentence for all reasons that it shows as a word.
     """
     modes_by_reason: dict[MissingFigure, list[str]] = {}
     for case, figures in rows:
@@ -108,8 +108,8 @@ def tables_with_rows(*tables: Table) -> Tables:
 
 
 def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any]]:
-    """Returns a column with the median of an attribute of records that has seconds. `path` is the path to the
-    attribute, as 'scaling.whole'.
+    """Returns a column with the median of a list of seconds in each case's record. `path` is the path to this list, as
+    'scaling.whole'.
     """
     get_seconds = attrgetter(f"case.record.{path}")
 
@@ -216,8 +216,8 @@ def transfer_table(panel: Panel) -> Table:
 
 
 def _name_format(case: NamedCase, is_counted: bool) -> str:
-    """Returns the format in which ranks send values, as 'bf16', or 'two-shot rowwise' for FP8 collectives of fp8bench.
-    `is_counted` is True if the sent bytes were counted.
+    """Returns how ranks encode the values that they send, as 'bf16'. If the sent bytes were counted (`is_counted`), FP8
+    collectives of fp8bench have the algorithm and the scaling instead, as 'two-shot rowwise'.
     """
     params = dict(case.group.case.params)
     name_parts = [str(params[name]).replace("_", "-") for name in _FP8_PARAMS if is_counted and name in params]

@@ -89,7 +89,7 @@ def _name_labels(case: NamedCase) -> str:
 
 
 def describe_noise_floor(group: ResultGroup) -> str:
-    """Returns the noise floor (A/A) of a group, as '+-0.6%', and the reason why the group's measurement ended."""
+    """Returns the noise floor (A/A) of a group, as '+-0.6%', and why the group's measurement stopped."""
     reasons = dict.fromkeys(result.record.stopped for result in group.results if result.record.stopped)
     return join_parts(show_floors(group.results) or "not measured", " / ".join(reasons), separator="; ")
 
@@ -155,7 +155,9 @@ def _compare_with_earlier(cases: Cases, material: Material) -> Iterator[Items]:
 
 
 def _answer_columns() -> list[Col[_TitledCase]]:
-    """Returns the columns that have the answer for each case, in the same words as on the terminal."""
+    """Returns the columns for the verdict, speed-up, step time and reason of a case, in the same words as on the
+    terminal.
+    """
     return [
         Col("case", "value"),
         Col("verdict", _verdict_field, hint=legend.VERDICT_LEGEND.removeprefix("verdict: ")),
@@ -176,7 +178,9 @@ def _speed_field(row: _TitledCase) -> Field | None:
 
 
 def _explain_case(case: NamedCase) -> str:
-    """Returns the reason, the costs and the doubts of a case. A reference has only doubts."""
+    """Returns the reason for a case's speed, its costs, and doubts about its verdict, as one text. A reference has only
+    doubts.
+    """
     phrases = [case.finding.why]
     if not case.is_reference or not case.is_ok:
         answer = find_answer([case])

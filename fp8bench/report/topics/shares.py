@@ -76,8 +76,8 @@ def _setting_elements(parts: Sequence[StepShares]) -> Elements:
 
 
 def shares_tables(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Tables:
-    """Yields a table of shares by kind of work, and a table of shares by module. Both tables have a column for each
-    pair of a title and the shares of a case.
+    """Yields a table of time shares by kind of work, and a table by module. `parts` has a column title and the shares
+    of a case for each column.
     """
     sorted_kinds = _sort_by_share([step.by_kind for _, step in parts])
     yield _shares_table("kind", captions[0], parts, [*sorted_kinds, UNATTRIBUTED])
@@ -125,7 +125,7 @@ def shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
 
 def shares_rows(parts: Sequence[StepShares]) -> Rows:
     """Returns a CSV row for each kind of work and each module of a case, the longest first and unattributed time last.
-    Seconds are estimates: the share of the kind or module times the best case.
+    Seconds are estimates: the share times the best-case step time.
     """
     rows = []
     for part in parts:
@@ -174,8 +174,8 @@ UnconvertedProducts = tuple[str, list[str], int]
 
 
 def find_coverages(panel: Panel) -> list[tuple[str, Coverage]]:
-    """Returns which products are converted in a panel's cases, and their share of the FLOPs. Each distinct coverage
-    comes with its modes, as 'bf16, fp8'.
+    """Returns the distinct coverages of a panel's cases with their precisions, as ('bf16, fp8', coverage). A coverage
+    lists the matrix products that are converted to a lower precision, and their share of the FLOPs.
     """
     covered_cases = panel.find_values(lambda result: result.record.coverage)
     by_coverage = together((row.value, row.case.mode) for row in covered_cases)
@@ -218,7 +218,9 @@ def _kinds_table(name: str, modes: str, coverage: Coverage) -> Table:
 
 
 def list_unconverted_products(coverage: Coverage) -> list[UnconvertedProducts]:
-    """Returns the products that are not converted as (reason, names, FLOPs). The largest FLOPs come first."""
+    """Returns the matrix products that are not converted to a lower precision as (reason, names, FLOPs), the largest
+    FLOPs first.
+    """
     products = [(holder.reason, (holder.name, holder.flops)) for holder in coverage.holders if not holder.converted]
     for product in coverage.others:
         name = product.weight or product.module or product.operator

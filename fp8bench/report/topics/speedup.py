@@ -121,7 +121,7 @@ _show_watts = partial(units.count, unit="W")
 
 
 class _TitledCase(NamedTuple):
-    """A case with the title of its panel, and the run and device that it was measured in."""
+    """A case with the title of its panel. `run` names the run and the device that the case was measured in."""
 
     run: str
     title: str
@@ -159,7 +159,7 @@ def _name_reference(case: NamedCase) -> str:
 
 
 def _speed_charts(cases: Sequence[_TitledCase]) -> Iterator[Bars]:
-    """Yields a bar chart for each reference. Groups in which no case has a speed are left out."""
+    """Yields a bar chart of speeds for each reference. Groups without a speed are left out."""
     timed_groups = {id(row.case.group) for row in cases if speed_up(row.case) is not None}
     drawn_cases = [row for row in cases if id(row.case.group) in timed_groups and _find_speed(row.case) is not None]
     rows_by_reference = together((_name_reference(row.case), row) for row in drawn_cases)
@@ -212,7 +212,7 @@ def _speed_mark(case: NamedCase) -> Mark:
 
 
 def _error_charts(cases: Iterable[_TitledCase]) -> Iterator[Scatter]:
-    """Yields charts of speed against error, one for each error metric and reference of a run.
+    """Yields scatter charts of speed against error, one for each combination of run, error metric and reference.
 
     A chart is left out if it would show only references and emulated cases.
     """

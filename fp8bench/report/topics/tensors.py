@@ -98,8 +98,8 @@ _TERMINAL_COLUMNS = (
 
 
 class NamedFormat(NamedTuple):
-    """The format of a precision, as 'e4m3fn', and the name of the precision in tables, as 'e4m3fn row'. For a recipe
-    with several formats, both are the full name of the recipe.
+    """The format of a precision, as 'e4m3fn', and the name of the precision in tables, as 'e4m3fn row'. If a recipe has
+    several formats, `fmt` and `name` are its full name.
     """
 
     fmt: str
@@ -116,8 +116,8 @@ def name_precision(result: Result) -> NamedFormat:
 
 @cache
 def _split_precision(mode: str) -> NamedFormat:
-    """Returns the format and the short name of a precision. If this version does not know the precision, the name is
-    the mode itself.
+    """Splits a mode (a precision with options) into its format and its short name. Both are the mode itself if its
+    options do not give a single format and scaling, or if this version does not know the mode.
     """
     unsplit_name = NamedFormat(mode, mode)
     try:

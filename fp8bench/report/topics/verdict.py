@@ -1,7 +1,7 @@
 """The verdict on each precision in plain sentences.
 
-Only a certain verdict is stated as a fact. An uncertain verdict has 'perhaps' or 'cannot tell', with labels and
-reasons. A speed is how many times as fast a case is: above 1x is faster.
+Only a certain verdict is stated as a fact. An uncertain verdict has 'perhaps' or 'cannot tell', with the reasons for
+the doubt. A speed is how many times as fast as its reference a case is: above 1x is faster.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def warn_of_load(entry: LabelledRun) -> Texts:
 
 
 def describe_load_warning(entry: LabelledRun) -> str:
-    """Returns a warning if other programs were running and some interval does not include the spread between runs.
+    """Returns a warning if other programs were running and the interval of some case comes from this run alone.
     Otherwise returns ''.
     """
     load_text = describe_load(entry.run)
@@ -101,7 +101,7 @@ def describe_load_warning(entry: LabelledRun) -> str:
 
 
 def _lacks_other_runs(result: Result) -> bool:
-    """Returns whether the speed of a case on a CPU comes from this run alone, without earlier runs or further
+    """Returns whether the interval of a case on a CPU is computed from this run alone, without earlier runs or further
     sessions.
     """
     record = result.record
@@ -133,8 +133,8 @@ def is_decided(cases: Cases) -> bool:
 
 
 def explain_doubts(panels: Sequence[Panel], entry: LabelledRun, max_reasons: int = 2) -> Sentences:
-    """Yields each reason why a verdict is missing or in doubt, with the precisions to which the reason applies. At most
-    `max_reasons` reasons of single cases are listed: `show --all` has all of them.
+    """Yields each reason why a verdict is missing or uncertain, with the precisions to which it applies. Reasons that
+    concern single cases are limited to the `max_reasons` most frequent: `show --all` has all of them.
     """
     # 1. Name references that were not measured.
     for panel in panels:
@@ -283,8 +283,8 @@ def report_failures(entry: LabelledRun) -> Elements:
 
 
 def compare_precisions(panel: Panel, place: str = "") -> list[Text]:
-    """Returns a sentence for each precision of a panel, as 'bf16: faster, 1.62x, could be 1.60x to 1.64x; memory
-    +1.1%'. Failed and skipped cases have none. The sentence names `place` unless it is ''.
+    """Returns a sentence for each measured precision of a panel, as 'bf16: faster, 1.62x, could be 1.60x to 1.64x;
+    memory +1.1%'. If `place` is given, the precision is called 'bf16 on PLACE'.
     """
     cases_by_mode = together(
         (case.mode, case) for case in panel.named_cases if case.mode != panel.reference and case.is_ok

@@ -168,9 +168,7 @@ def name_setting(group: ResultGroup) -> str:
 
 
 def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
-    """Returns the parameters of a case that need no mention. They have the default of the suite, or are off or left
-    to torch.
-    """
+    """Returns the parameters of a case that descriptions leave out, such as those with the suite's default."""
     facts = find_device(devices, case.device)
     # An axis with several default values has no usual value: their joined text equals none of them.
     usual_values: dict[str, tuple[str, ...]] = {}
@@ -228,9 +226,10 @@ def phase_words(phase: str) -> str:
 
 
 def name_work_outside_phases(case: NamedCase) -> str:
-    """Names the work outside of phases, as 'forward and backward', if the reference is a model of the user. Only data
-    loading, casts and the optimizer are phases of such a model. Otherwise returns ''.
+    """Returns the name of the time outside of phases, as 'forward and backward', if the reference is a model of the
+    user. Otherwise returns ''.
     """
+    # Only data loading, casts and the optimizer are phases of such a model.
     if case.group.reference != UNTOUCHED:
         return ""
     return "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"

@@ -186,7 +186,7 @@ def _read_named_value(path: str, name: str) -> str:
 
 
 def _parse_kilobytes(size: str) -> str:
-    """Converts '24 kB' to bytes. Returns the first word of other texts."""
+    """Converts a size such as '24 kB' to bytes. Returns the first word of a text in any other form."""
     number, _, unit = size.partition(" ")
     return str(int(number) * 1024) if number.isdecimal() and unit == "kB" else number
 

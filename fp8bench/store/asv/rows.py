@@ -58,10 +58,11 @@ class AsvStats:
 
 @dataclass(frozen=True)
 class AsvRow:
-    """The results of a benchmark. `values`, `stats` and `samples` have one entry for each combination of `params`.
+    """A row of an asv results file: the results of one benchmark. `values`, `stats` and `samples` have one entry for
+    each combination of `params`.
 
-    `params` are texts in asv's form: the repr of each value, like "'fp8'" or "256". A value is None if the
-    benchmark failed and NaN if it was not measured. `started_at` is in ms since 1970, `duration` in seconds.
+    `params` are texts in asv's form: the repr of each value, like "'fp8'" or "256". A value is None if the benchmark
+    failed and NaN if it was not measured. `started_at` is in ms since 1970, `duration` in seconds.
     """
 
     params: tuple[tuple[str, ...], ...]
@@ -160,7 +161,7 @@ def summarize_samples(samples: Sequence[float]) -> tuple[float | None, AsvStats 
 
 
 def _interpolate(sorted_samples: Sequence[float], index: int, fraction: float) -> float:
-    """Returns the value between `ordered[index]` and the next value, at this fraction of the way."""
+    """Interpolates linearly between the sample at this index and the next one."""
     if index == len(sorted_samples) - 1:
         return sorted_samples[index]
     return (1 - fraction) * sorted_samples[index] + fraction * sorted_samples[index + 1]
@@ -174,11 +175,10 @@ def _quartile_positions(count: int) -> list[tuple[int, float]]:
 
 @lru_cache(maxsize=1024)
 def _interval_indices(count: int) -> tuple[float, float]:
-    """Returns the indices, in sorted samples, of the two ends of asv's interval. The indices are infinite if there are
-    too few samples.
+    """Returns the indices of the two ends of asv's confidence interval among `count` sorted samples. The indices are
+    infinite if there are too few samples.
 
-    Results are cached, because computing the indices takes longer than all the rest, and they depend only on the
-    number of samples.
+    Results are cached, because asv's computation is slow and depends only on the number of samples.
     """
     if not count:
         return -math.inf, math.inf
@@ -226,8 +226,8 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
 
 
 def _expand_column(plain: object, key: str, count: int, is_valid: Callable[[object], bool]) -> tuple[Any, ...]:
-    """Returns the value of a column for each combination of parameters. Values that asv cut off are None. Raises
-    Malformed if `is_valid` is False for another value.
+    """Returns the column of an asv row, extended to one value for each combination of parameters. The added values are
+    None, because asv cuts off None at the end. Raises Malformed if `is_valid` rejects a value.
     """
     cells = [] if plain is None else plain
     if not isinstance(cells, list):

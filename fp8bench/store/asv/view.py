@@ -68,12 +68,11 @@ def results_folder(store: Path) -> Path:
 
 
 def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
-    """Updates asv's files for the commit of a run, and returns a sentence that reports the result. Returns '' for a run
-    of `bench`. Also returns '' for a run outside a repository, if the store has no history and the run did not ask
-    for one (--grid).
+    """Updates asv's files for the commit of a run, and returns a sentence that reports the result or an error. Returns
+    '' for a run of `bench`, and for a run outside a repository if the store has no history and --grid was not given.
 
-    Waits at most `timeout` seconds for other writers. Errors of the store are reported in the sentence and not raised,
-    because the run is stored and asv's files can be rebuilt.
+    Waits at most `timeout` seconds for other writers. Does not raise errors of the store, because the run is already
+    stored and asv's files can be rebuilt.
     """
     # 1. Skip a run that adds nothing to the history.
     if run.request.suite == BENCH:
@@ -213,7 +212,7 @@ def define_series(results: Path, series: Iterable[Series], renamed_files: list[P
 
 
 def fill_rows(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
-    """Returns the file with a row for every series of the runs. Rows of other series are kept."""
+    """Returns the results file with a new row for each series of the runs. Rows of other series are kept."""
     points = merge_commit_points(tracked)
     rows = dict(file.rows)
     for series in collect_series(tracked):
@@ -224,8 +223,8 @@ def fill_rows(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
 
 
 def _make_row(series: Series, points: Mapping[Cell, Point], started_at: int, previous_row: AsvRow | None) -> AsvRow:
-    """Returns the row of a series. A cell with points has their figures, and another cell keeps its previous figures.
-    A cell with neither counts as not measured.
+    """Returns the asv row of a series. A cell (combination of parameters) has the figures of its point, otherwise those
+    of a previous row with the same version. A cell with neither counts as not measured.
 
     Samples are stored only if the previous row has some (asv was asked to record them), because the runs have all
     samples.

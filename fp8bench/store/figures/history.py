@@ -38,11 +38,11 @@ UNKNOWN_DIGEST = ""  # the digest of the grid of a suite that is not imported
 
 
 class CommitFigures(NamedTuple):
-    """The figures of one commit in a table for each interpreter, the number of tracked runs, and the reasons why other
-    runs are left out.
+    """The cached figures of one commit: a table for each interpreter, the number of tracked runs, and the reasons why
+    other runs are left out.
 
-    `files` and `grids` show whether the figures are up to date. `files` has the name, size in bytes and time of the
-    last change (in ns) of each run file. `grids` has a digest of the grid of each suite.
+    `files` and `grids` show whether the figures are up to date. `files` has the name, size in bytes and modification
+    time (in ns) of each run file. `grids` has a digest of each suite's grid: the cases that the history tracks.
     """
 
     files: list[list[Any]]
@@ -92,13 +92,13 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
 
 
 def _find_changed_grids(figures: CommitFigures, digest_of: Callable[[str], str]) -> set[str]:
-    """Returns the present digests of the grids that changed since the figures were computed."""
+    """Returns the current digests of the suites whose grids changed since the figures were computed."""
     return {digest_of(suite) for suite, digest in figures.grids.items() if digest_of(suite) != digest}
 
 
 def cache_figures(store: Path, run: Path) -> None:
     """Updates the cached figures for the commit of a run, so that later commands need not read the commit's runs.
-    Never raises an error of the store.
+    Ignores errors of the store.
     """
     with contextlib.suppress(OSError, StoreError):
         commit = find_commit_prefix(run)

@@ -42,8 +42,8 @@ def _index_by_value(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
 
 
 def trend_sort_key(trend: Trend, series_index: int) -> tuple[object, ...]:
-    """Returns a key that sorts trends by machine, interpreter, suite, metric and cell. Metrics have the order that
-    their suite declares (`series_index`), cells have the order of the grid.
+    """Returns a key that sorts trends by machine, interpreter, suite, metric and cell. `series_index` is the position
+    of the metric among those that the suite declares. Cells have the order of the grid.
     """
     cell_indices = [
         _index_by_value(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)
@@ -52,9 +52,7 @@ def trend_sort_key(trend: Trend, series_index: int) -> tuple[object, ...]:
 
 
 class AllFacts:
-    """The `FigureFacts` of all figures of a history, equal ones only once. The arrays have one entry for each
-    FigureFacts.
-    """
+    """The distinct `FigureFacts` of a history. Each array has one entry for each `FigureFacts`."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.facts: list[FigureFacts] = list(map(read_facts, texts))
@@ -71,7 +69,9 @@ class AllFacts:
 
 
 class ComparableFigures(NamedTuple):
-    """Figures of a trend that can be compared with each other: their row numbers in its `Line`, and their values."""
+    """Figures of a trend that can be compared with each other: the numbers of their rows in the `Line`, and their
+    values.
+    """
 
     places: IntegerArray
     values: Floats
@@ -81,8 +81,8 @@ class ComparableFigures(NamedTuple):
 class Line:
     """A trend whose figures are stored as rows of numbers, in the order of commits.
 
-    `place_indices` has the index in `places` of each row's commit. `series_index` is the index of the line's series
-    among the series of its suite.
+    The commit of row i is `places[place_indices[i]]`. `series_index` is the index of the line's series among the series
+    of its suite.
     """
 
     trend: Trend
@@ -140,10 +140,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """All tables with one layout from one machine and interpreter, stacked in the order of commits.
+    """The tables of one machine and interpreter that have the same layout, stacked in the order of commits.
 
-    `place_indices` has the index of each table's commit among the places of the history. `newest_place` is the commit
-    with the newest run.
+    `place_indices` has the index of each table's commit in the list of places of the history. `newest_place` is the
+    commit with the newest run.
     """
 
     home: Home
@@ -164,8 +164,8 @@ Column = tuple[Block, int]
 class History:
     """The figures of a store, the numbers of runs and commits, and the number of left-out runs by reason.
 
-    `troubles` are sentences about refused run files, and about a cache that could not be written. `read` is the
-    number of runs that had to be read because their figures were not cached.
+    `troubles` are sentences about run files with the same id but different runs, and about a cache that could not be
+    written. `read` is the number of runs whose figures were not cached, so that the run files had to be read.
     """
 
     blocks: Sequence[Block]
@@ -188,7 +188,7 @@ class History:
 
     @cached_property
     def _columns_with_information(self) -> list[list[bool]]:
-        """Whether each column of each block has a number or a failure."""
+        """A flag for each column of each block: True if the column has a number or a failure."""
         return [self.facts.has_information[block.rows["facts"]].any(axis=0).tolist() for block in self.blocks]
 
     @cached_property
@@ -199,12 +199,12 @@ class History:
         return tuple(line.to_trend() for line in self.select_lines(is_wanted))
 
     def endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
-        """Returns the last figures of the trends with wanted names, without decoding all earlier figures."""
+        """Returns the last two figures of each trend that `is_wanted` accepts by name, without decoding the others."""
         return [line.ending for line in self.select_lines(is_wanted)]
 
     def select_lines(self, is_wanted: Callable[[str], bool]) -> list[Line]:
-        """Returns the lines with wanted names, sorted by `trend_sort_key`. Lines with neither a number nor a failure
-        are left out.
+        """Returns the lines whose names `is_wanted` accepts, sorted by `trend_sort_key`. Lines without any number or
+        failure are left out.
         """
         # A cell may have columns in several blocks. Its line is listed if one of them has a number or a failure.
         columns: dict[tuple[Home, str, Cell], list[Column]] = {}
@@ -227,8 +227,8 @@ class History:
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def _make_line(self, columns: Sequence[Column]) -> Line:
-        """Returns the line of one cell, whose columns may come from several blocks. The newest run defines the series
-        and the machine of the line.
+        """Joins the columns that one or several blocks have for a cell to a line. The block with the newest run
+        determines the series and the machine of the line.
         """
         block, index = max(columns, key=lambda column: column[0].newest_place.newest)
         series_index, values = block.layout.cells[index]
@@ -246,8 +246,8 @@ class History:
 
 
 def make_history(tables: Sequence[FigureTable], *counts: Any) -> History:
-    """Returns the history that consists of these tables. The tables must be in the order of their commits' first
-    runs. `counts` are the last fields of `History`.
+    """Builds the history from tables, which must be in the order of their commits' first runs. `counts` are the values
+    of the last fields of `History`.
     """
     # 1. Collect machines and interpreters in the order of their first runs.
     homes: list[Home] = []
@@ -275,8 +275,8 @@ def _make_block(home: Home, members: Sequence[tuple[int, FigureTable]], fact_num
 
 
 def _renumber_facts(table: FigureTable, fact_numbers: dict[str, int]) -> Rows:
-    """Returns the rows of a table, with each facts index among the facts of all tables instead of this table.
-    `fact_numbers` has these indices by the text of the facts, and new texts are added to it.
+    """Returns the rows of a table, with facts numbered among the facts of all tables instead of this table.
+    `fact_numbers` maps the text of facts to this number. New facts are added to it.
     """
     rows = np.frombuffer(table.rows, ROW)
     facts = [fact_numbers.setdefault(text, len(fact_numbers)) for text in table.facts]

@@ -43,10 +43,10 @@ class FigureFacts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A commit on one machine and interpreter, and when it was measured.
+    """A commit that was measured on one machine and interpreter.
 
-    `date` is the date of the commit in ms since 1970. `began` is the start of its oldest run in ms since 1970,
-    and `newest` the start of its newest run as a text.
+    `date` is the date of the commit, and `began` the start of its oldest run, both in ms since 1970. `newest` is the
+    start of its newest run as a text.
     """
 
     commit: str
@@ -67,8 +67,8 @@ class Place(NamedTuple):
 
 
 class FigureTable(NamedTuple):
-    """The figures of one commit on one machine and interpreter. `layout` and each of the `facts` are JSON texts, and
-    `rows` are the bytes of an array of ROW.
+    """The figures of one commit on one machine and interpreter, in encoded form. `layout` and each of the `facts` are
+    JSON texts. `rows` are the bytes of an array with the dtype ROW.
     """
 
     place: Place
@@ -78,15 +78,15 @@ class FigureTable(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The series of a table, and the index of the series and the cell of each row."""
+    """The series of a table, and which figure each row of the table has: the index of its series, and its cell."""
 
     series: tuple[Series, ...]
     cells: tuple[tuple[int, Cell], ...]
 
 
 def make_table(members: Sequence[TrackedRun]) -> FigureTable:
-    """Returns the table for runs of one commit, machine and interpreter. The runs must be sorted oldest first, and the
-    oldest one names the interpreter.
+    """Returns the table of figures for runs of one commit, machine and interpreter. The runs must be sorted oldest
+    first. The path of the interpreter is that of the oldest run.
     """
     oldest, newest = members[0], members[-1]
     points = merge_commit_points(members)

@@ -62,7 +62,9 @@ def write_labels(
 
 
 def boxes_above_and_below(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
-    """Yields boxes for a label: above the mark, up to four lines higher, then below it."""
+    """Yields possible boxes for the label of a mark, the preferred ones first: one to four lines above the mark, then
+    one to three lines below it.
+    """
     half_height = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
         middle_y = y + lines * size * 1.25

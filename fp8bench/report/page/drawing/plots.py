@@ -1,4 +1,6 @@
-"""Draws charts over two axes: lines from place to place, and scatter charts with a margin for points without x."""
+"""Draws charts with two axes: line charts over runs or commits, and scatter charts. A scatter chart has a margin for
+points without x.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +223,7 @@ def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
 
 
 def _thin_out_marks(marks: Marks, max_marks: int) -> Marks:
-    """Returns at most `max_marks` evenly spaced marks. All marks that have a tone are added to these."""
+    """Returns at most `max_marks` evenly spaced marks, plus every mark with a tone such as good or bad."""
     if len(marks) <= max_marks:
         return marks
     shown_indices = {round(index * (len(marks) - 1) / (max_marks - 1)) for index in range(max_marks)}

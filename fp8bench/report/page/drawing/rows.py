@@ -34,8 +34,8 @@ _TEXT_GAP = 10.0
 
 
 class RowPositions(NamedTuple):
-    """The positions of rows in pixels. Has the upper end of each row, the height of all rows, and the left end of the
-    shapes in them. `bottom` is the lower end of the last row.
+    """The vertical positions of a chart's rows in pixels: the upper end of each row, the height of every row, and the
+    lower end of the last row (`bottom`). `left` is where the shapes of a row begin.
     """
 
     row_tops: list[float]

@@ -141,8 +141,8 @@ def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float
 
 
 def _ratio_ticks(low: float, high: float) -> list[float]:
-    """Returns ticks for ratios. They are the powers of two, and from 0.75 on also the values halfway between two of
-    them.
+    """Returns ticks for a logarithmic axis of ratios: the powers of two, and from 0.75 on also 1.5 times the powers of
+    two.
     """
     ticks: list[float] = []
     for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1):
@@ -293,7 +293,7 @@ def x_bounds(point: ChartPoint) -> list[float]:
 
 
 def _sort_drawable(bounds: Sequence[float | None], log: bool) -> list[float]:
-    """Returns the two bounds with the lower one first, or an empty list if one of them cannot be drawn."""
+    """Returns the ends of an interval in ascending order, or [] if an end is missing or cannot be drawn."""
     drawable_bounds = sorted(value for value in bounds if value is not None and is_drawable(value, log))
     return drawable_bounds if len(drawable_bounds) == 2 else []
 

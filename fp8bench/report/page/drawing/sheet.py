@@ -93,7 +93,9 @@ class Sheet:
         return cut_to_width(text, max_width, self.font_size, bold)
 
     def note_missing_values(self, num_hidden: int) -> None:
-        """Notes in the chart's description how many values are not drawn. They are too many, or beyond the axis."""
+        """Notes in the chart's description how many values only the table has, because they are too many to draw or
+        beyond the axis.
+        """
         if num_hidden:
             self._omitted = f"In the table only: {num_hidden}."
 
