@@ -66,7 +66,7 @@ def row_cost_tone(row: CaseValue[Any]) -> Tone:
 
 
 def find_case_status(result: Result) -> CaseStatus:
-    """Returns the most serious status that applies to a case."""
+    """Returns the status of a case, such as failed, emulated, or a verdict."""
     if not result.is_ok:
         return CaseStatus.FAILED if result.record.status is Status.FAILED else CaseStatus.SKIPPED
     if result.is_emulated:

@@ -124,7 +124,7 @@ class ResultGroup:
 
 @dataclass(frozen=True)
 class NamedCase(Result):
-    """A result together with its group, its metrics, and its name in the panel."""
+    """A result (record and finding) with its group, its metrics, and the name of its case in the panel."""
 
     group: ResultGroup
 

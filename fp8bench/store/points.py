@@ -74,9 +74,7 @@ class RunPoints:
 
 
 def extract_points(run: Run) -> RunPoints:
-    """Returns the points that a run adds to the history, and the number of cases that are not in the grid of their
-    suite.
-    """
+    """Returns the points that a run adds to the history, and the number of cases that the history does not track."""
     reason = _explain_untracked_run(run)
     if reason:
         return RunPoints(untracked_cases=len(run.records), why=reason)

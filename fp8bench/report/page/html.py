@@ -148,7 +148,7 @@ def _page_blocks(part: Part, ids: _UniqueIds, draw: Callable[[AnyChart], str]) -
 
 
 def _make_html_table(table: Table, anchor: str) -> _HtmlTable:
-    """Wraps a table for the template. Each column has a flag that is True if it sorts by numbers."""
+    """Adds to a table what the HTML template needs: its anchor, and whether each column sorts by numbers."""
     columns = [
         (column, column.number or any(row[index].value is not None for row in table.rows))
         for index, column in enumerate(table.columns)

@@ -108,8 +108,8 @@ def mark_emulation(result: Result, name: str) -> str:
 def table_of_cases(
     name: str, caption: str, cols: Sequence[Col[CaseValue[V]]], cases: Iterable[tuple[NamedCase, Sequence[V]]]
 ) -> Elements:
-    """Yields a table with several rows for each case. If it has more than MAX_ROWS rows, a sentence names the cases
-    that are left out.
+    """Yields a table in which a case has a row for each of its values. If the rows of all cases would be more than
+    MAX_ROWS, some cases are left out, and a sentence names them.
     """
     rows: list[CaseValue[V]] = []
     hidden_cases = []
@@ -245,7 +245,7 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
     """Returns a short label for each run, or '' for a single run.
 
     The labels are the values of the first property that is different for each run, such as the device, commit or
-    machine. If there is no such property, the labels are the ids of the runs.
+    machine. Otherwise the labels are the ids of the runs.
     """
     if len(runs) < 2:
         return [""] * len(runs)

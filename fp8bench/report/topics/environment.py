@@ -51,7 +51,7 @@ def environment_section(material: Material) -> Elements:
 
 
 def _conditions_table(entries: Sequence[LabelledRun]) -> Table:
-    """Returns a table with a row for each fact that some run has, and a column for each run."""
+    """Returns a table of the conditions of each run. It has a row for each condition, and a column for each run."""
     cols: Cols[str] = [Col("fact", str)]
     names: dict[str, str] = {}
     for entry in entries:
@@ -144,7 +144,7 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
 
 
 def _describe_time_stamp_cost(run: Run, key: str) -> str:
-    """Returns the largest share of a GPU step that the time stamps between phases take, or '' on a CPU."""
+    """Returns the largest share of a GPU step that is spent on time stamps between phases, or '' on a CPU."""
     overheads = dict(run.overheads).get(key)
     if overheads is None or overheads.event_pair is None:
         return ""

@@ -252,7 +252,7 @@ def memory_section(material: Material) -> Elements:
 
 
 def _bytes_by_use(case: NamedCase) -> dict[str, float]:
-    """Returns the bytes of each use of memory at the peak. If the uses are unknown, all bytes count as the rest."""
+    """Returns the bytes of each use of memory at the peak. If the uses are unknown, all bytes count as 'other'."""
     sizes = {role.value: float(size) for role, size in bytes_by_role(case).items()}
     return sizes or {MemoryRole.OTHER.value: peak_bytes(case) or 0.0}
 

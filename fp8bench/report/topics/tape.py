@@ -77,14 +77,16 @@ def _setting_elements(taped: Sequence[CaseTape]) -> Elements:
 
 
 class _StepCounts(NamedTuple):
-    """A row of the table of counts. `value` has the counts of a whole step."""
+    """A row of the table of counts (FLOPs, bytes and launches). `value` has the counts of a whole step."""
 
     case: CaseTape
     value: Tape
 
 
 def _count_columns() -> Iterator[Col[Any]]:
-    """Yields the columns of counts. The `value` of a row has the counts of a whole step or of one phase."""
+    """Yields the columns of a table of counts: FLOPs, bytes and kernel launches. The `value` of a row has the counts of
+    a whole step or of one phase.
+    """
 
     def intensity(row: Any) -> float | None:
         counts: Tape | PhaseCount = row.value

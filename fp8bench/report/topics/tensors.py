@@ -188,7 +188,7 @@ def name_best_precisions(panel: Panel) -> Iterator[str]:
 
 
 def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
-    """Returns the SQNR of each precision on one tensor, grouped by the bits of an element."""
+    """Returns the SQNR of each precision on one tensor, by name, grouped by the bits of the precision's format."""
     sqnr_by_bits: dict[int, dict[str, float]] = {}
     for result in group.results:
         named_format, (_, value) = name_precision(result), show_metric(result, SQNR_METRIC)

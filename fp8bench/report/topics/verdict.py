@@ -128,7 +128,7 @@ def propose_next_commands(panels: Sequence[Panel], entry: LabelledRun) -> Senten
 
 
 def is_decided(cases: Cases) -> bool:
-    """Returns whether no verdict on these cases is missing or in doubt."""
+    """Returns whether the verdicts on these cases are all certain. A missing verdict counts as uncertain."""
     return not {find_case_status(case) for case in cases} & {CaseStatus.DOUBTED, CaseStatus.UNSURE, CaseStatus.UNTIMED}
 
 
@@ -314,8 +314,8 @@ def _describe_labels(results: Sequence[Result]) -> str:
 
 
 def _doubtful_labels(result: Result) -> list[Label]:
-    """Returns the labels that cast doubt on a case. If its verdict was removed, labels that the reason already names
-    are left out.
+    """Returns the labels that cast doubt on a case with an uncertain verdict, and the label of a power cap. Labels that
+    prevented the verdict are left out, because the reason for the missing verdict names them.
     """
     finding = result.finding
     # Labels are only shown if there is a speed, and the verdict on it is not certain.

@@ -35,9 +35,8 @@ _ERROR_WORDS = ("negligible", "small", "moderate", LARGE, NOT_FINITE)
 
 
 def error_word(errors: Iterable[tuple[str, float]]) -> str:
-    """Returns 'negligible', 'small', 'moderate', 'large' or 'not finite' for the worst of some (metric, error) pairs.
-
-    Each metric's spec determines which errors are small.
+    """Describes the worst of some errors, given as (metric, error), as 'negligible', 'small', 'moderate', 'large' or
+    'not finite'. The limits are those of each metric's spec.
     """
     return _ERROR_WORDS[max(_error_size(metric, abs(error)) for metric, error in errors)]
 

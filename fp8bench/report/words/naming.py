@@ -86,8 +86,8 @@ def describe_cache(record: Record, devices: Sequence[DeviceFacts]) -> str:
 
 
 def describe_replays(record: Record) -> str:
-    """Returns why steps were not replayed as a CUDA graph, or what the replays leave out. Returns '' if neither
-    applies.
+    """Returns why steps were not replayed as a CUDA graph. If they were, returns what the replays leave out, and the
+    share of each phase. Returns '' if there is nothing to report.
     """
     replays = record.replays
     if replays is None:
@@ -259,7 +259,9 @@ MAJORITY_SHARE = 0.75
 
 
 def common_tone(tones: Iterable[Tone]) -> Tone:
-    """Returns the tone that most cases have. If good and bad tones occur, returns the plain tone."""
+    """Returns the tone that a large majority of cases has. Returns the plain tone if no tone has such a majority, or if
+    good and bad tones occur.
+    """
     tone_counts = Counter(tones)
     ((tone, count), *_) = tone_counts.most_common() or [(Tone.PLAIN, 0)]
     has_good_and_bad = tone_counts[Tone.GOOD] and tone_counts[Tone.BAD]

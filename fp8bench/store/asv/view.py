@@ -185,7 +185,9 @@ def _settle_identity(results: Path, identity: Identity, renamed_files: list[Path
 
 
 def _find_stored_python(folder: Path, identity: Identity) -> str:
-    """Returns the path by which the newest results of a machine name the interpreter."""
+    """Returns the path of the interpreter as the newest results of the machine have it, so that asv continues the same
+    line.
+    """
     newest_files = sorted(folder.glob("*-existing-py*.json"), key=_modified_at, reverse=True)
     # Read one file of each environment: all files of an environment name the interpreter by the same path.
     for path in {path.name.partition("-")[2]: path for path in reversed(newest_files)}.values():

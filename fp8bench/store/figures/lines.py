@@ -106,7 +106,9 @@ class Line:
 
     @property
     def comparable(self) -> list[ComparableFigures]:
-        """The figures of complete measurements, grouped by version and conditions. Values may be infinite or NaN."""
+        """The figures of complete measurements. Each entry has the figures that can be compared with each other. Values
+        may be infinite or NaN.
+        """
         facts = self.rows["facts"]
         complete_rows = np.flatnonzero(self.facts.is_complete[facts])
         values, groups = self.rows["value"][complete_rows], self.facts.group[facts[complete_rows]]

@@ -136,8 +136,8 @@ def read_facts(text: str) -> FigureFacts:
 
 
 def median_with_interval(point: Point) -> tuple[float | None, float | None, float | None]:
-    """Returns the median of a point's samples and the ends of its interval. A number is None if there are too few
-    samples.
+    """Returns the median of a point's samples and the two ends of its confidence interval. Each is None if there are
+    too few samples.
     """
     value, stats = summarize_samples(point.samples)
     if stats is None or stats.repeat < 2 or not (math.isfinite(stats.ci_99_a) and math.isfinite(stats.ci_99_b)):

@@ -45,8 +45,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class _LinePlot:
-    """A line chart on its sheet. Has the series to draw, the shape and CSS class of each series (`looks`), and the
-    scales of both axes.
+    """A line chart that is being drawn: its sheet, its series, the shape and CSS class of each series (`looks`), and
+    the scales of both axes.
     """
 
     sheet: Sheet
