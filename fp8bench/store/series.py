@@ -1,7 +1,7 @@
-"""Converts the grid of cases that a workload declares for its history to series and cells under asv's names.
+"""Converts the cases that a workload tracks over commits (its grid) to series and cells under asv's names.
 
 asv finds the same names, parameters and versions in a suite file, so fp8bench and asv write to the same series. The
-series do not depend on the machine: machines with and without a GPU have the same list of series.
+list of series is the same on all machines, with and without a GPU.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def list_tracked_metrics(grid: Grid) -> tuple[MetricSpec, ...]:
 
 
 def join_versions(version: str, data: str | None) -> str:
-    """Returns a version of a series. It changes with the version of the method, the version of the workload, and the
-    text that the workload reads (`data` is its identity).
+    """Returns the version of a series. It combines the versions of the measuring method and of the workload, and the
+    identity of the corpus (`data`) if the workload reads one.
     """
     return f"{METHOD_VERSION}.{version}" + (f" {data}" if data else "")
 
@@ -91,8 +91,8 @@ def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 
 def list_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    """Returns the cells of a workload's grid on a device, by the parameters of their cases. The cells have no dtype.
-    Returns {} if the history does not track this number of ranks.
+    """Maps the parameters of each case that the history tracks on a device to its cell (its coordinates in graphs). The
+    cells have no dtype. Returns {} if the history does not track this number of ranks.
     """
     ranks = _require_grid(workload).ranks
     if facts.ranks not in (ranks or (1,)):
@@ -123,8 +123,8 @@ def check_grid(workload: Workload) -> None:
 
 
 def fingerprint_grid(name: str) -> str:
-    """Returns a text that describes the grid of a suite. As long as the text is the same, a record belongs to the same
-    cell of the same series.
+    """Returns a text that describes the cases that a suite's history tracks (its grid). While this text is unchanged,
+    later records continue the same series.
 
     Returns '' for a suite that is not registered.
     """
@@ -202,8 +202,8 @@ def _find_ambiguous_cells(workload: Workload) -> Iterator[str]:
 
 
 def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
-    """Yields two things for each cell on a class of devices: its displayed values by axis, and the parameters of its
-    case.
+    """Yields a pair for each case of the grid on a class of devices: its values by axis, as graphs show them, and its
+    parameters.
     """
     grid_values = _values_by_axis(workload, facts)
     axes = checked_axes(workload, facts)
@@ -217,7 +217,7 @@ def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dic
 
 
 def _to_scalar(axis: Axis, text: str) -> Scalar:
-    """Returns the parsed value if it is an integer, which a graph can use as a coordinate. Returns other texts
+    """Returns an axis value as an integer if it is one, because a graph can use it as a coordinate. Returns other texts
     unchanged.
     """
     (value,) = axis.values((text,))

@@ -87,9 +87,10 @@ def _check_run(path: Path) -> tuple[bool, list[Fault]]:
 
 
 def _make_line_fault(run: Run, lost: bool) -> Fault:
-    """Returns the fault of a run with broken lines. `lost` is whether a completely written line is missing.
+    """Returns the fault of a run with broken lines. `lost` is whether a completely written line is missing (not merely
+    cut short).
 
-    The fault is only a remark (`broken=False`) if every planned case has a record, and if no line is lost or a resumed
+    The fault is only a remark (`broken=False`) if every planned case has a record, unless a line is lost and no resumed
     run has measured the lost cases again.
     """
     shown_troubles = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
@@ -153,8 +154,8 @@ def _make_foreign_file_fault(path: Path) -> Fault:
 
 
 def _to_fault(path: Path, error: StoreError, remedy: str) -> Fault:
-    """Returns a fault with the problem that an error describes. The file and the remedy in the error's text are
-    removed.
+    """Returns a fault with the problem that an error describes. Path and remedy, which are separate fields of the
+    fault, are removed from the error's text.
     """
     error_text = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
     problem = error_text.partition(". ")[0].rstrip(".")

@@ -138,8 +138,8 @@ def measure_coverage(
     model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
 ) -> Coverage:
     """Returns the products of a step of the unchanged model, grouped by the weight that each multiplies by.
-    `product_weights` are those of a Conversion whose context was not entered. The sizes of native products must be
-    multiples of `multiple` (see `Holder.native`).
+    `product_weights` are the weights that a Conversion lists before it changes the model. The sizes of native products
+    must be multiples of `multiple`.
 
     Each product counts for exactly one weight, or as a product without a weight. A second step shows whether steps
     differ. Steps are not timed.
@@ -264,7 +264,9 @@ class _CoverageSums:
         self.other_products[key] = replace(previous_sum, flops=flops, calls=previous_sum.calls + 1)
 
     def _find_weights(self, call: Call) -> Iterator[str]:
-        """Yields the names of the weights that a call may multiply by. Operators outside of aten may be products."""
+        """Yields the weights among a call's arguments, if the call may be a product. Operators outside of aten may be
+        products.
+        """
         if call.operator.namespace == "aten" and called_operator(call) not in PRODUCT_SHAPES:
             return
         for tensor in iterate_tensors((call.positional, tuple(call.named.values()))):
@@ -318,8 +320,9 @@ def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _Loc
 
 
 def explain_misfit(product_weight: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
-    """Returns why native kernels refuse some products of a weight, or '' if they accept all. K and N of each product
-    must be multiples of `multiple`. In the weight gradient, K is the number of rows of the forward pass.
+    """Returns why native kernels refuse some products of a weight, or '' if they accept all. K (the summed dimension)
+    and N (the result's columns) must be multiples of `multiple`. In the weight gradient, K is the number of rows of the
+    forward pass.
     """
     if product_weight.kind == CONV2D_KIND and multiple > 1:
         return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"

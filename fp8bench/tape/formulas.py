@@ -3,9 +3,9 @@ call's location.
 
 FLOPs are the multiplications and additions of operators that multiply tensors with each other. torch has formulas for
 some operators (torch.utils.flop_counter). It has none for others, and a wrong one for the backward pass of grouped
-convolutions. An operator is unknown if neither torch nor this module has a formula for it, and if it is not listed as
-an operator without products. The kind follows from the phase if the phase decides. If not, it follows from optimizers
-and gradient accumulation, and last from the name.
+convolutions. FLOPs are unknown if neither torch nor this module has a formula, unless the operator is listed as one
+that multiplies no tensors. Some phases determine the kind of a call. Otherwise calls in optimizers and gradient
+accumulation have separate kinds, and the operator's name decides about the rest.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _count_contraction(a: RecordedTensor) -> int:
 
 
 def _get_grouped_shapes(named: NamedArguments) -> list[ProductSizes]:
-    """Returns the sizes of a grouped product. Each group of rows or columns is multiplied by its own matrix, so all
-    groups together count as one product. Two stacks of matrices are multiplied in pairs.
+    """Returns the sizes of a grouped product. If one operand is divided into groups of rows or columns, with one matrix
+    per group, all groups together count as one product. Two stacks of matrices are multiplied in pairs.
     """
     a = named["self"]
     b = named["mat2"]
@@ -292,8 +292,8 @@ def _find_torch_formula(operator: Any) -> Callable[..., int] | None:
 
 
 def _apply_torch_formula(call: Call, formula: Callable[..., int]) -> int | None:
-    """Returns the FLOPs by a formula that is registered with torch. Returns None if the formula does not work with
-    shapes alone.
+    """Returns a call's FLOPs by a formula that is registered with torch. Returns None if the formula raises an error;
+    it gets only the shapes of tensors.
     """
 
     def shapes(value: Any) -> Any:

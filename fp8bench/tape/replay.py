@@ -49,8 +49,8 @@ class BitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
-    """One operator call of a replay. It has the arguments that it had in the step. Only tensors that an earlier call
-    made are replaced by their registers.
+    """One operator call of a replay. Its arguments are those of the step, but a tensor that an earlier call made is
+    replaced by its register (its number in the replay).
 
     `results` maps positions in the call's result to registers. `freed_registers` are those that no later call uses.
     `written_arguments` are the arguments that the call writes. `check` is None if results are not compared.
@@ -205,10 +205,10 @@ class _TensorView(NamedTuple):
 class _Memory:
     """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
-    `input_contents` is what the phase got as input. It is the step's own storage until a call overwrites it, and a
-    copy afterwards (`has_copied_input`). It is None if a call of the phase allocated the storage. `weak_reference`
-    keeps the storage's address from being used again. `registers_by_view` has the register of each tensor that views
-    the storage.
+    `input_contents` is the storage as it was before the phase, or None if a call of the phase allocated it. It is the
+    step's own storage until a call overwrites it, and a copy afterwards (`has_copied_input`). `weak_reference` keeps
+    the storage's address from being used again. `registers_by_view` maps each tensor that views the storage to its
+    number in the replay (register).
     """
 
     weak_reference: StorageWeakRef
@@ -350,8 +350,8 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         return Register(memory.registers_by_view[view_spec])
 
     def _assign_registers(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-        """Assigns a register to each tensor of a call's result, unless its memory is an input of the phase. Yields
-        the tensor's position in the result, and the number of its register.
+        """Numbers the tensors of a call's result that the phase did not get as input. Yields each tensor's position in
+        the result, and its number in the replay (register).
         """
         for position, tensor in enumerate(results):
             storage = tensor.untyped_storage()
@@ -428,7 +428,7 @@ def _view_storage(spec: _TensorView, storage: torch.UntypedStorage, device: torc
 
 
 def _resolve_call(call: ReplayedCall) -> ReplayedCall:
-    """Returns the call with tensors in place of its references to input memory."""
+    """Returns the call with tensors in place of the references to input memory in its arguments."""
     args = tuple(map(_resolve_part, call.args))
     kwargs = {name: _resolve_part(kwarg) for name, kwarg in call.kwargs.items()}
     has_register_arguments = bool(_find_registers((args, list(kwargs.values()))))

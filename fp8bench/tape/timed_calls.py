@@ -39,8 +39,8 @@ L = TypeVar("L")
 
 
 class _NodeRanges(Generic[L]):
-    """The autograd nodes that one task created, as ranges of sequence numbers. Each range has the label of the module
-    that ran at that time.
+    """The autograd nodes that one autograd task created, as ranges of sequence numbers. Each range has the label of the
+    module that was running.
     """
 
     def __init__(self, first_number: int, outside_label: L) -> None:
@@ -50,7 +50,7 @@ class _NodeRanges(Generic[L]):
         self._labels: list[L] = []
 
     def add_range(self, end: int, label: L) -> None:
-        """Adds the range from the end of the previous range to `end`, which is not included."""
+        """Adds the range from the end of the previous range to `end` (exclusive)."""
         if end > (self._ends[-1] if self._ends else self.first_number):
             self._ends.append(end)
             self._labels.append(label)
@@ -62,8 +62,8 @@ class _NodeRanges(Generic[L]):
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class _RunningModule(Generic[L]):
-    """A module whose forward pass is running. `task` is autograd's task that runs it, and `first_number` is the
-    sequence number of the first node that the module may create.
+    """A module whose forward pass is running. `task` is the id of the autograd task that runs it, and `first_number`
+    the sequence number of the first node that the module may create.
     """
 
     label: L
@@ -144,8 +144,8 @@ class RunningModules(Generic[L]):
             self._label_nodes(result, self.leave_module())
 
     def _close_range(self) -> tuple[int, int]:
-        """Assigns the nodes that were created since the last range to the module that ran. Returns the current task,
-        and the sequence number of the next node.
+        """Assigns the autograd nodes that were created since the last call to the module that ran. Returns the current
+        autograd task and the next node's number.
         """
         task = self._track_task()
         number = _next_node_number()
@@ -308,8 +308,8 @@ def _open_range(name: str) -> Any:
 
 
 def compute_shares(steps: Sequence[Sequence[TimedCall]], unwatched_seconds: Sequence[float]) -> Shares:
-    """Returns how the watched steps divide their time among operators, and the seconds of the unwatched steps. The
-    time of the shortest operator counts as the cost of watching. It is subtracted from every call.
+    """Returns how steps whose operators were timed divide their time among operators, and the seconds of other steps.
+    The time of the shortest operator counts as the cost of timing and is subtracted from every call.
     """
     calls, nanoseconds = _select_typical_step(steps)
     watch_cost = min(nanoseconds, default=0.0)

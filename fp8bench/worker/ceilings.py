@@ -120,8 +120,8 @@ def list_rates(facts: DeviceFacts) -> list[Rate]:
 
 
 def measure_next(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-    """Continues to measure a rate: the first call searches the best shape, and each further call adds one run on new
-    tensors.
+    """Adds one run to the measurement of a device's highest rate (FLOPs, bytes or launches per second). The first call
+    only searches the fastest shape.
     """
     wait = partial(device.synchronise, facts.index)
     try:

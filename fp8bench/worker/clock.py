@@ -1,9 +1,8 @@
-"""The phase clock, which receives the marks of a workload's phases, and the cost of observing steps.
+"""The phase clock: records when a workload's phases begin and end, and measures what this costs.
 
 A marker takes a third of a microsecond, because it only appends to two lists. Phases and times are computed after the
 step. All markers use one plain object, which is not thread-local. On CUDA, autograd runs backward on a different
-thread, which sees an object's attributes but not the thread-locals of the main thread. The measured costs are those
-of the marker, the stamp and the event pair, and that of the whole harness compared with a bare loop.
+thread, which sees an object's attributes but not the thread-locals of the main thread.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Marker:
     """The context manager that marks a phase. It is created once and entered many times, even while it is already
     entered.
 
-    A marker calls `_note_code` with the code of its phase (its index in CELL_PHASES) when the phase begins, and with
-    the bitwise complement of this code when the phase ends.
+    A marker takes a time stamp and calls `_note_code` at the phase's beginning, with the phase's code (its index in
+    CELL_PHASES), and at its end, with the bitwise complement of the code.
     """
 
     _phase_code: int
@@ -45,8 +44,8 @@ class Marker:
 
 @dataclass(slots=True, eq=False)
 class SharingMarker(Marker):
-    """A marker that needs fewer time stamps. At the beginning of its phase it takes no stamp if it can share the stamp
-    at the end of the previous phase.
+    """A marker that takes fewer time stamps. If its phase begins right after another phase ends, without a kernel in
+    between, it reuses the time stamp of that end.
     """
 
     _noted_codes: list[int]
@@ -59,9 +58,9 @@ class SharingMarker(Marker):
 
 
 class PhaseClock(Markers):
-    """Provides markers by the name of their phase, and collects the marks of the current step. A mark has a time
-    stamp and a code. Where a phase begins, the code is the phase's index in CELL_PHASES. Where a phase ends, it is the
-    bitwise complement of this index.
+    """Provides a marker for each phase, and records the beginnings and ends of phases in the current step as marks. A
+    mark has a time stamp and a code: the phase's index in CELL_PHASES at its beginning, and the bitwise complement of
+    this index at its end.
 
     `begin` starts a step in the phase UNATTRIBUTED. `end` ends the step and returns (codes, stamps): codes[i] is the
     phase between stamps[i] and stamps[i + 1]. `report` is called with the code of the current phase whenever the phase
@@ -95,11 +94,11 @@ class PhaseClock(Markers):
         super().__init__(lambda name: Marker(CELL_PHASES.index(name), self._note_code, self._stamps.append, self.now))
 
     def share(self, notes: list[int], indices: Iterable[int]) -> None:
-        """From now on, takes no time stamps at the marks with these `indices`, in steps whose marks have the codes
+        """Leaves out the time stamps of the marks with these `indices`, in later steps whose marks have the codes
         `notes`.
 
-        Each of these marks begins a phase right after a previous phase ends. No kernel is launched between these two
-        marks, so no time is assigned to the wrong phase.
+        Each of these marks begins a phase right after another phase ends. No kernel is launched in between, so no time
+        is assigned to the wrong phase.
         """
         self._expected_codes = notes
         self._shared = {index: notes[index] for index in indices}
@@ -118,9 +117,9 @@ class PhaseClock(Markers):
         self._stamps.append(self.now())
 
     def end(self) -> tuple[list[int], list[Any]]:
-        """Ends the step and returns its phase codes and stamps.
+        """Ends the step. Returns its time stamps, and the code of the phase between each two stamps.
 
-        Raises RuntimeError if a marker is still open, or was closed out of order. This is a bug of the workload. The
+        Raises RuntimeError if a marker is still open, or was closed out of order, which is a bug of the workload. The
         marker itself does not raise, because a thread or a dropped generator would hide the error.
         """
         self._stamps.append(self.now())
@@ -160,8 +159,8 @@ class BetweenCalls:
         self._stamps.append(self._take_stamp())
 
     def seconds(self) -> float:
-        """Returns how many seconds the device worked between calls, summed over all pairs of marks. Deletes the
-        marks.
+        """Returns how many seconds the device worked between calls, from time stamps before and after each such period.
+        Deletes the time stamps.
         """
         intervals_ns = self._stamper.intervals_ns(self._stamps)
         self._stamps.clear()
@@ -195,11 +194,11 @@ def make_reporting_phases(report: Callable[[str], None]) -> Markers:
 
 
 def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
-    """Runs a step. Returns the codes of the step's marks, and the indices of those marks that can share the time stamp
-    of the mark before them.
+    """Runs a step. Returns the codes of its marks (beginnings and ends of phases), and the indices of those marks that
+    can reuse the time stamp of the mark before them.
 
-    Such a mark begins a phase right after a previous phase ends, without an operator of torch between these two marks.
-    Kernels that torch does not launch are invisible here.
+    Such a mark begins a phase right after another phase ends, without an operator of torch in between. Kernels that
+    torch does not launch are invisible here.
     """
     from fp8bench.tape.recorder import PhasedWatch
 
@@ -247,8 +246,8 @@ def stamp_cost(device: Device, index: int) -> float:
 
 
 def measure_overheads(device: Device, index: int) -> Overheads:
-    """Measures the smallest cost in seconds of a marker, of a stamp and of a marker that does nothing. On a GPU, also
-    that of an event pair.
+    """Measures the smallest cost in seconds of a phase marker, a time stamp, and a marker that does nothing; on a GPU,
+    also of a pair of events.
     """
     stamper = device.stamper(index)
     clock = PhaseClock(stamper)

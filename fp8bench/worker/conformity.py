@@ -118,8 +118,8 @@ class _ComparedPrecision:
                 yield from self._compare_product(product, m, n, k)
 
     def _draw_tensor(self, name: str, rows: int, columns: int) -> Tensor:
-        """Draws normal numbers with rows of different magnitude, in the carrier dtype. The seed and the name
-        determine them.
+        """Draws normal numbers in the carrier (the high-precision dtype that is cast), with rows of different
+        magnitude. The seed and the name determine them.
         """
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
         row_sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
@@ -211,9 +211,10 @@ class _ComparedPrecision:
     def _explain_by_units(
         self, conformity: Conformity, result: Tensor, operands: list[Operand], values: list[Tensor]
     ) -> Conformity:
-        """Marks the comparison as conforming if this GPU's units explain the result. Units for formats of 8 bits or
-        fewer keep fewer bits of a sum than float32 has. How they sum is known for Hopper only. On other GPUs, the
-        result must be at least as exact as sums of 14 bits.
+        """Marks the comparison as conforming if this GPU's matrix units explain the result: for formats of 8 bits or
+        fewer, they keep fewer bits of a sum than float32 has.
+
+        How they sum is known for Hopper only. On other GPUs, the result must be at least as exact as sums of 14 bits.
         """
         from fp8bench.numerics.conformity import ConformitySums, are_short_sums
 
@@ -268,8 +269,8 @@ def _compare_elements(
     explain: Callable[[], tuple[Difference, str]],
     count_steps: Callable[[Tensor, Tensor], Tensor],
 ) -> Conformity:
-    """Adds to `conformity` how many elements differ, why, and by how many steps of the format. `explain` and
-    `count_steps` are called only if some elements differ.
+    """Adds to `conformity` how many elements differ, why, and how far apart they are at most (in values of the format).
+    `explain` and `count_steps` are called only if some elements differ.
     """
     from fp8bench.numerics.conformity import have_different_bits
 

@@ -39,9 +39,7 @@ class _HardwareMemory:
 
 
 class _HardwareTensor(NamedTuple):
-    """The codes and scales that hardware would hold for an emulated tensor, and their entries in the record of the
-    hardware's memory.
-    """
+    """The codes and scales that hardware would hold for an emulated tensor, and the memory that they would take."""
 
     operand: Operand
     memories: tuple[_HardwareMemory, ...]
@@ -54,8 +52,8 @@ _OPERAND_OWNERS = (-2, -3)
 
 
 class _CallLayout(NamedTuple):
-    """The result of a call such as `cast` on the hardware, for source tensors of one shape: its operands (on the meta
-    device), the owner of the memory of each of their tensors, and the sizes of newly allocated memory in bytes.
+    """The tensors that hardware would have after a call such as `cast`: the returned operands (on the meta device), who
+    owns the memory of each of their tensors, and the sizes in bytes of memory that the call allocates.
     """
 
     operands: tuple[Operand | None, ...]
@@ -105,8 +103,8 @@ class DeviceLedger:
 
 @dataclass(frozen=True)
 class EmulatedHardware:
-    """The hardware that a case emulates. `arithmetics` has the hardware's casts and products by the key of a layer in
-    the precision map ('' for all other layers).
+    """The hardware that a case emulates. `arithmetics` maps a layer's key in the precision map to the casts and
+    products of that hardware; the key '' is for all other layers.
 
     `arithmetics` is empty if nothing is emulated. `why` is the reason if the hardware's memory is unknown, else ''.
     """
@@ -255,8 +253,9 @@ class LaidOutArithmetic(Arithmetic):
         replaced: list[int],
         hardware_tensor: _HardwareTensor | None = None,
     ) -> list[Any]:
-        """Records the memory that hardware would hold for the results of the method `name`, and returns the results as
-        separate tensors. `hardware_tensor` is what hardware would hold for the operand that the method received.
+        """Records the memory that hardware would hold for the results of the method `name`. Returns the results as
+        separate tensors, whose addresses it appends to `replaced`. `hardware_tensor` is the hardware's form of the
+        operand that the method received.
 
         The emulation may return a view of a tensor where hardware makes a copy. The returned tensor must not keep the
         viewed tensor alive.
@@ -293,9 +292,7 @@ class LaidOutArithmetic(Arithmetic):
         return hardware_tensor.memories[_OPERAND_OWNERS.index(part)]
 
     def _store_hardware_tensor(self, hardware_tensor: _HardwareTensor, real: Tensor) -> None:
-        """Stores what hardware would hold for a tensor of the emulation (`real`), until that tensor is freed, for
-        example at the end of a backward pass.
-        """
+        """Stores what hardware would hold in place of `real`, a tensor of the emulation, until that tensor is freed."""
         key = id(real)
         self._hardware_tensors[key] = (
             hardware_tensor,

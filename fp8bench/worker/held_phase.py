@@ -47,8 +47,8 @@ class HeldPhase:
             return time.perf_counter() - start
 
     def warm_up(self) -> RawReplay:
-        """Repeats the phase for a while, and restores its inputs. Returns the time of the phase and the size of its
-        inputs.
+        """Repeats the phase for a while, then restores its inputs. Returns the seconds of one repetition, and the size
+        of the stored memory.
         """
         deadline = time.perf_counter() + WARM_SECONDS
         repetitions = 1
@@ -68,11 +68,11 @@ def store_phase_inputs(
     phase: str,
     most_bytes: int,
 ) -> HeldPhase | RawReplay:
-    """Takes a step, and stores the inputs of one of its phases. Returns the phase, or the reason why it cannot be
-    repeated without the rest of the step.
+    """Takes a step, and stores the inputs of one of its phases. Returns the phase, or the reason why the phase cannot
+    be repeated without the rest of the step.
 
-    On a CPU, a repetition must give the step's numbers bit for bit. On a GPU this is not required, because sums may be
-    in a different order each time.
+    On a CPU, the repeated phase must give bitwise the same results as in the step. On a GPU this is not required,
+    because sums may be in a different order each time.
     """
     from fp8bench.tape.replay import CannotReplay, Recording
 

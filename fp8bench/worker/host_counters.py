@@ -92,8 +92,8 @@ def _read_wait_time(proc: Path) -> Reading:
 
 
 def _split_first_line(path: str) -> list[bytes]:
-    """Splits the first line of a file into words. It does not use pathlib, which takes three times as long, because
-    it is called around every slot.
+    """Splits the first line of a file into words. It does not use pathlib, which takes three times as long, because it
+    runs before and after each timed slot.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""Runs slots of a state after its timing, and inspects their steps.
+"""Inspects steps of a state after its timing.
 
-The slots run by the same request as timed slots. So a step has the same callers, equally long bursts of calls, and
-the same clock. A step that detects that it is timed therefore behaves in the same way here.
+Slots (a case's turns) are requested in the same way as for timing. So a step has the same callers, equally long bursts
+of calls, and the same clock, and a step that detects timing behaves in the same way here.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ _MAX_REPORTED_OPERATORS = 12
 
 
 class LateSlots:
-    """Inspects the steps of slots that run after the timing (late steps).
+    """Inspects steps after the timing (late steps), in slots: turns of a few steps.
 
-    For each slot, the caller enters the context manager `slot`. The caller calls `begin_call` before each step, and
-    passes the step's answer to `keep`. After the slot, it passes the seconds of the steps to `add_slot`. `is_due` is
-    true as long as more slots are needed. In the first slot, operators are recorded while the state has the numbers
-    with which it was timed, because a step may do less work with these numbers. In later slots the state has different
-    numbers, and these slots are compared with each other.
+    The caller enters the context manager `slot` for each slot while `is_due` is true. It calls `begin_call` before each
+    step, passes the step's answer to `keep`, and after the slot passes the steps' seconds to `add_slot`. In the first
+    slot, operators are recorded with the timed numbers, because a step may do less work with these. Later slots have
+    different numbers, and are compared with each other.
     """
 
     def __init__(self, state: Any, inputs: set[int], device: Device, tf32: bool) -> None:
@@ -127,7 +126,7 @@ class LateSlots:
         )
 
     def end(self) -> LateSteps:
-        """Restores the state, and returns what the late steps did."""
+        """Restores the state, and returns what was observed of the late steps."""
         self._state_restoration.close()
         return self._late
 
@@ -147,9 +146,9 @@ def _compute_mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
 
 
 class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
-    """Records the operators of a late step, and the thread's CPU seconds of each operator.
+    """Records the operators of a step after the timing, and the thread's CPU seconds of each operator.
 
-    With `looks`, it also reads the arithmetic switches after each operator, and a sample of the numbers that the
+    With `looks`, it also checks torch's arithmetic switches after each operator, and samples the numbers that the
     operator writes.
     """
 

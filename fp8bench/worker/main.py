@@ -87,8 +87,8 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
 
 
 def close_in_children(lifeline: int, connection: Connection) -> None:
-    """Closes socket and lifeline in processes that a workload forks, so that these processes cannot answer the
-    parent.
+    """Closes the request socket and the lifeline pipe in processes that a workload forks, so that these cannot answer
+    the parent.
     """
 
     def close_ends() -> None:

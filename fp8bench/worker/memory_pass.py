@@ -172,8 +172,8 @@ _COPY_ROLES = {
 
 
 def report_casts(setup: Setup, report: ReportMemory) -> Setup:
-    """Returns the setup with its arithmetics wrapped, so that each cast calls `report` with the addresses and the
-    purpose of its source tensor, and of the copy that it makes, if any.
+    """Returns the setup with arithmetics whose casts call `report`: with the addresses and the purpose of the source
+    tensor, and of the copy that the cast makes, if any.
     """
     watch = make_cast_watch(report)
     return replace(
@@ -185,9 +185,8 @@ def report_casts(setup: Setup, report: ReportMemory) -> Setup:
 
 
 def make_cast_watch(report: ReportMemory) -> Watch:
-    """Returns a function that WatchedArithmetic calls for each cast. The function reports the memory of the source
-    tensor, and the memory of the result as a copy. Memory of the result is not a copy if it belongs to the source
-    tensor, or to the same operand in its other orientation.
+    """Returns a function that reports the memory of each cast: the source tensor's, and the result's as a copy. Memory
+    of the result is not a copy if the source or the cast in the other orientation already has it.
     """
     import torch
 
@@ -231,8 +230,8 @@ def sum_by_role(
 
 
 def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
-    """Returns the purpose of an allocation. If the state holds the memory before or after the step, the state decides.
-    Otherwise the reports of casts decide, or else the lifetime of the memory.
+    """Returns the purpose of an allocation: the purpose of the state's tensor there before or after the step, else that
+    of the casts that used it, else one derived from the lifetime of the memory.
     """
     existed_before_step = not block.phase
     if block.lasting and (role := state_after.get(block.address)):
@@ -354,8 +353,10 @@ def compute_growth(held: Sequence[int]) -> float:
 
 def _count_held_bytes(step: Callable[[], None], device: str, count: int, parts: int = 0) -> list[int]:
     """Returns how many more bytes are held than at the start: before the first step, and after each of `count` steps.
-    Returns [] if bytes are not counted. After each step, the youngest generation of garbage is collected. With `parts`,
-    the steps are divided into this many equal parts, and all garbage is collected at the end of each part.
+    Returns [] if bytes are not counted.
+
+    After each step, only the youngest generation of garbage is collected. With `parts`, all garbage is collected after
+    every `count // parts` steps.
     """
     allocation_stream = AllocationStream("cpu", device)
     gc.collect(2 if parts else 0)

@@ -1,4 +1,4 @@
-"""A case that is ready to be timed: its states, the clock for their phases, and slots of steps."""
+"""A case that is ready to be timed: its states, its phase clock, and slots (turns) of timed steps."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ _MAX_STEPS_PER_MARKED_STEP = 32
 
 
 def begin_without_ranks() -> None:
-    """Does nothing, because without other ranks a slot begins at once."""
+    """Does nothing: the barrier of ranks if there is only one process."""
 
 
 class State(NamedTuple):
-    """A prepared state: what the workload has prepared (`held`), the scales of the state's casts (or None), the check
+    """A prepared state: the object that the workload prepared (`held`), the scales of its casts (or None), the check
     for finite numbers, and the arithmetics (casts and products) of its layers.
     """
 
@@ -95,9 +95,9 @@ def count_bytes(state: object) -> int:
 def make_rotation(
     first: State, make_state: Callable[[], State], facts: DeviceFacts, device: Device
 ) -> tuple[State, ...]:
-    """Returns the first state and enough further states that each has left the cache when it is used again.
+    """Returns the first state and more states, so many that each state has left the cache before it is used again.
 
-    There is at least one further state. If memory runs out, there are fewer states than needed.
+    Makes at least one more state, unless memory runs out.
     """
     needed_state_count = max(2, math.ceil(CACHE_FLUSH_FACTOR * facts.cache_bytes / max(count_bytes(first.held), 1)))
     states = [first]
@@ -115,10 +115,10 @@ def make_rotation(
 class PreparedCase:
     """A case that is ready to be timed.
 
-    `started` are the threads and processes that the preparation has started. Calls use the `states` in turn; a replay
-    takes a step of every state. Before each call, outside of the timing, `flush_cache` empties the cache, and if
-    `loaded`, the workload loads the data of the step. `meet_ranks` waits until all ranks begin a slot.
-    `is_true_on_any_rank` returns whether its argument is true on any rank.
+    `started` are the threads and processes that the preparation has started. Steps use the `states` in turn; a replay
+    takes a step of every state. Before each call, outside of the timing, `flush_cache` empties the cache, and the
+    workload loads the step's data if `loaded`. `meet_ranks` is the barrier of all ranks. `is_true_on_any_rank` returns
+    whether its argument is true on any rank.
     """
 
     workload: Workload
@@ -161,7 +161,7 @@ class PreparedCase:
         return self.states[0].scales
 
     def _make_ready(self) -> Any:
-        """Prepares a step outside of the timing, and returns the state for the step."""
+        """Prepares the next step (cache flush, scales, data) outside of the timing. Returns its state."""
         state = self._next_state() if self._late_slots is None else self.states[0]
         if self.flush_cache is not None:
             self.flush_cache()
@@ -181,11 +181,10 @@ class PreparedCase:
         return clocks
 
     def capture(self) -> str:
-        """Captures a step of each state, so that `replay` runs all these steps in one launch. Returns why this is
+        """Captures one step of each state in a CUDA graph, which `replay` runs in one launch. Returns why this is
         impossible, or ''.
 
-        If there are several states, they must be larger together than the last-level cache, or each step would find its
-        data in the cache.
+        Several states must together be larger than the last-level cache, or each step would find its data in the cache.
         """
         from fp8bench.numerics.operands import explain_host_dependence
 
@@ -209,7 +208,8 @@ class PreparedCase:
         return ""
 
     def replay_phases(self) -> RawStep | None:
-        """Captures a step again, with events that mark its phases. Returns the fastest of a few replays.
+        """Captures a step again, with events that mark its phases. Returns the fastest of a few replays, with the time
+        of each phase.
 
         Returns None if the device cannot capture such events.
         """
@@ -332,8 +332,8 @@ class PreparedCase:
         )
 
     def _space_marks(self, steps: Sequence[RawStep]) -> None:
-        """Marks phases in fewer steps on an accelerator, if time stamps would take more than MARKS_SHARE of a step.
-        With several ranks, phases are marked in all steps, because waiting for other ranks is a phase of every step.
+        """Marks phases in fewer steps on an accelerator if time stamps take more than MARKS_SHARE of a step. With
+        several ranks, phases are marked in all steps, because waiting for other ranks is a phase of every step.
         """
         if self._between_calls is None or self.meet_ranks is not begin_without_ranks or not steps:
             return
@@ -345,8 +345,8 @@ class PreparedCase:
 
     @contextmanager
     def _watching_steps(self) -> Iterator[None]:
-        """Sets the switches of the case's precision for timed steps in the `with` block. Raises an error if a step has
-        forbidden side effects.
+        """Sets the switches of the case's precision for timed steps in the `with` block. Raises an error if a step
+        prints, changes switches or clocks, or leaves threads running.
         """
         watched_switches = restore_switches(self._switch_values)
         with (
@@ -361,8 +361,8 @@ class PreparedCase:
 
     def _make_ready_on_device(self, number: int, filling: Filling | None) -> Any:
         """Prepares the call with the index `number`, and returns its state. With `filling`, keeps the device busy
-        before every `filling.calls`-th call, so that the host can queue work ahead. On an accelerator, measures how
-        long the device works on this preparation, if there is such work.
+        before every `filling.calls`-th call, so that the host can queue work ahead. On an accelerator, the time that
+        the device works on this preparation is measured.
         """
         fills_queue = filling is not None and number % filling.calls == 0
         between_calls = self._between_calls if fills_queue or self.flush_cache is not None or self.loaded else None
@@ -377,15 +377,15 @@ class PreparedCase:
 
     def _limit_waited_seconds(self, counted_seconds: float | None, off_core_seconds: float) -> float | None:
         """Returns how many seconds timed calls waited for a core; None if unknown, as on an accelerator, or with cache
-        flushes between calls. `counted_seconds` also contains the waits of discarded calls. So the result is limited to
-        `off_core_seconds`, the time that timed calls spent without a core.
+        flushes between calls. The result is at most `off_core_seconds`, the time that timed calls spent without a core,
+        because `counted_seconds` also contains the waits of discarded calls.
         """
         if counted_seconds is None or self.device.kind != "cpu" or self.flush_cache is not None:
             return None
         return max(0.0, min(counted_seconds, off_core_seconds))
 
     def begin_late(self) -> None:
-        """Begins to inspect steps after the timing. Until `end_late`, slots use the first state with new numbers."""
+        """Begins to inspect steps after the timing. Until `end_late`, all slots use the first state."""
         from fp8bench.worker.late_slots import LateSlots
 
         uses_tf32 = self.precision.float32_products != "highest"
@@ -396,13 +396,13 @@ class PreparedCase:
         return self._late_slots is not None and self._late_slots.is_due
 
     def end_late(self) -> LateSteps:
-        """Restores the state, and returns what the steps after the timing (late steps) did."""
+        """Ends the inspection of steps after the timing, and restores the state. Returns the observations."""
         late_slots = self._late_slots
         self._late_slots = None
         return LateSteps() if late_slots is None else late_slots.end()
 
     def check(self) -> StateCheck:
-        """Checks the clock's stamps, lets the workload check its states, and counts numbers that are not finite."""
+        """Checks the time stamps and the workload's states, and counts numbers that are not finite."""
         if self.is_true_on_any_rank(self._has_wrong_stamps()):
             # Take more slots first, because load may lengthen most slots of a short run. All ranks take as many slots
             # as the slowest rank needs.
@@ -433,7 +433,7 @@ class PreparedCase:
         return StateCheck(state_verdict or str(lost_numbers))
 
     def loop(self, steps: int) -> float:
-        """Returns the seconds of `steps` steps that run back to back, without a clock for phases. The time includes
+        """Returns the seconds of `steps` steps that run back to back, without time stamps for phases. The time includes
         waiting for the device.
         """
         silent_phases = SilentPhases()
@@ -481,13 +481,13 @@ def _divide_step(step: RawStep, count: int) -> RawStep:
 
 
 def _compute_missing_in_call(call_seconds: float, step: RawStep) -> float:
-    """Returns by how many seconds a call's time differs from the time between its stamps, beyond the clock's cost."""
+    """Returns by how many seconds, beyond a tolerance, a call's time differs from the time between its stamps."""
     allowed_seconds = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
     return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed_seconds
 
 
 def _compute_missing_in_slot(wall_seconds: float, untimed_seconds: float, steps: Sequence[RawStep]) -> float:
-    """Returns by how many seconds, beyond an allowed time, the stamps of a slot contradict its duration. Either the
+    """Returns by how many seconds, beyond a tolerance, the time stamps of a slot contradict its wall time. Either the
     stamped time is longer than the slot, or stamped and untimed time together are shorter. An accelerator may be late
     or idle for a while, but not for most of a slot.
     """

@@ -83,8 +83,9 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
 
 
 class _HeldWeights:
-    """Finds tensors of a state that may be weights stored in a format of the case: they are the right operand of a
-    product, and no step writes them. Leaves out the parameters of models, and tensors whose purpose the state declares.
+    """Finds tensors of a state that may be weights stored in a low-precision format of the case: they are the right
+    operand of a product, and no step writes them. Leaves out the parameters of models, and tensors whose purpose the
+    state declares.
     """
 
     def __init__(self, state: object, formats: Sequence[Format]) -> None:
@@ -99,8 +100,8 @@ class _HeldWeights:
         self._read = set[int]()
 
     def inspect_operands(self, operands: Sequence[Any]) -> None:
-        """Inspects the operands of a product of the forward pass. Skips products of the backward pass, because they
-        multiply gradients with the inputs of the forward pass.
+        """Notes the right operand of a forward product if it has a low-precision dtype. Skips the backward pass, whose
+        products multiply gradients with the inputs of the forward pass.
         """
         for weight in operands[1:2] if torch._C._current_graph_task_id() == -1 else ():
             if any(has_format_dtype(weight, fmt) for fmt in self._formats):
@@ -187,8 +188,9 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
 
 @dataclass
 class _OperandInspection:
-    """Inspects the products of a step, until a product has an operand in one of the formats (`has_low_operand`). If
-    products take codes, such an operand must have the dtype of a format. `has_wide_operand` is true once an operand has
+    """Checks whether a step multiplies in one of the case's formats (`has_low_operand`), until one product does.
+
+    If products read codes, the operand must have a format's dtype. `has_wide_operand` is true once an operand has
     values of a format, but a wider dtype.
     """
 
@@ -201,8 +203,8 @@ class _OperandInspection:
     seen_dtypes: dict[str, None] = field(default_factory=dict)
 
     def inspect_operands(self, operands: Sequence[Any]) -> None:
-        """Inspects the operands of a product. The backward pass calls this method from a different thread, but for one
-        product at a time.
+        """Checks the formats of a product's operands. The backward pass calls this method from a different thread, but
+        for one product at a time.
         """
         if self.has_low_operand or self.count > _MAX_INSPECTED_PRODUCTS:
             return
@@ -258,8 +260,8 @@ class StateInputs:
         return tuple(sorted(sums_by_shape.values(), key=lambda tensors: -tensors.elements)[:_MAX_SHAPES])
 
     def _sum_numbers(self, tensor: Any) -> tuple[float, float, int] | None:
-        """Returns the sum, the sum of squares and the number of subnormals; None if some are not finite or the time
-        is over.
+        """Returns the sum, the sum of squares and the number of subnormals of a tensor; None if they are not finite or
+        take too long.
         """
         total = 0.0
         squares = 0.0

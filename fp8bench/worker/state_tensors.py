@@ -141,11 +141,11 @@ def iterate_addresses(tensor: Any) -> Iterator[int]:
 
 
 def iterate_tensors(*roots: object, until: float = math.inf) -> Iterator[Any]:
-    """Yields all tensors with memory that the objects `roots` hold, directly or indirectly, including gradients and the
-    parts of wrappers. Yields each view once.
+    """Yields all tensors with memory that the objects `roots` hold, directly or indirectly. These include gradients and
+    the tensors inside wrapper tensors. Yields each view once.
 
-    The search ends when the CPU time of the thread reaches `until`. Time in which the thread waits for a core does not
-    count.
+    The search ends when this thread's CPU time reaches `until` seconds. Time in which the thread waits for a core does
+    not count.
     """
     import torch
 

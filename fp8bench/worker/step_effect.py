@@ -2,21 +2,19 @@
 
 Results are tensors that the step writes or returns, as far as the state or the step's answer holds them. Inputs are
 tensors that existed when the state had been prepared, and that no step writes. First, up to four steps are compared
-with earlier steps. If each gives a new result, the steps do work: weights change, a loader advances, or random
-numbers are drawn. Otherwise all inputs are replaced by different numbers of the same range. This bypasses torch's
-version counters, so that caches that rely on these counters become wrong. Then the tensors that the step overwrites
-are replaced, because the step may work in place. If the results are still equal bit for bit, the step does no work. A
-step also does no work if it calls no operator of torch, takes almost no time, and leaves everything unchanged.
+with earlier steps. If each gives a new result, the steps do work: weights change, a loader advances, or random numbers
+are drawn. Otherwise all inputs are replaced by different numbers of the same range. This bypasses torch's version
+counters, so that caches that rely on them become wrong. Then the tensors that the step overwrites are replaced, because
+the step may work in place. If the results are still bitwise equal, the step does no work. A step also does no work if
+it calls no operator of torch, takes almost no time, and changes nothing.
 
-Nothing is reported if equal results may have a different reason: no result is visible, no input could be replaced,
-the step loads data, or a part of its state is in memory that is not torch's (NumPy's, or a file's, which is never
-written).
+Nothing is reported if equal results may have a different reason: no result is visible, no input could be replaced, the
+step loads data, or part of its state is in memory that is not torch's.
 
-A step may also detect in some way that it is timed. So after its timing a state runs more slots like the timed ones,
-and slots in which operators are counted (late_slots.py). All of these slots begin with equal numbers, which differ
-from those of the timing, because a step may cache its results. Timed and counted slots are compared by their results
-and times. A difference counts only if all timed slots agree with the first timed slot, and all counted slots with the
-first counted slot. The order of the slots is one that no periodic step follows.
+A step may also detect that it is timed. So after the timing, a state runs more slots like the timed ones, and slots in
+which operators are counted (late_slots.py). All of them begin with equal numbers, which differ from the timed numbers,
+because a step may cache its results. Timed and counted slots are compared by results and times. A difference counts
+only if the timed slots agree with each other, and the counted slots with each other.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ class _InspectionTooSlow(Exception):
 
 
 class _StateSteps:
-    """Takes steps of a case's state, and reads the contents of the state's memory after a step."""
+    """Takes steps of a case's state, and computes digests of the memory of its tensors."""
 
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
@@ -154,8 +152,8 @@ def _require_time(deadline: float) -> None:
 
 
 def check_step_effect(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
-    """Checks whether steps of a separate state do work. The first step is not compared, because it may create lasting
-    objects.
+    """Checks whether steps of a separate state do work. Its prepared contents are not compared, because the first step
+    may create lasting objects.
     """
     try:
         return _find_step_effect(_StateSteps(workload, setup, device, index))
@@ -207,10 +205,11 @@ def _find_step_effect(steps: _StateSteps) -> StepEffect:
 
 @dataclass(frozen=True)
 class _StepHistory:
-    """The contents of memory after each step except the first. The last step repeats the result of an earlier step.
+    """Digests of the memory after each step. The last step's results equal those of an earlier step, except in
+    one-element tensors.
 
-    Tensors of one element (single numbers) that differ nevertheless may count steps: `changed_numbers` has their
-    addresses. `has_new_counters` is true if single numbers also differ in memory that each step allocates again.
+    Such tensors may count steps. `changed_numbers` has the addresses of those that differ. `has_new_counters` is true
+    if also one-element tensors differ that each step allocates again.
     """
 
     history: list[list[_MemoryContents]]
@@ -228,7 +227,7 @@ class _StepHistory:
 
 
 def _step_until_repeat(steps: _StateSteps) -> _StepHistory | None:
-    """Takes steps until one repeats an earlier result. Returns None if all of a few steps give new results."""
+    """Takes steps until one gives the results of an earlier step. Returns None if a few steps all give new results."""
     steps.take_step_and_wait()
     # keep these tensors, so that new tensors of the next step get different addresses
     held_memories = [steps.memories()]
@@ -247,10 +246,9 @@ def _step_until_repeat(steps: _StateSteps) -> _StepHistory | None:
 def _find_changed_numbers(
     old: Sequence[_MemoryContents], new: Sequence[_MemoryContents]
 ) -> tuple[set[int], bool] | None:
-    """Compares the memory after two steps. Returns None if more than single numbers (tensors of one element) differ.
-    Otherwise returns the addresses of single numbers that differ in lasting memory, and whether single numbers differ
-    in memory that each step allocates again. Lasting memory is compared by address, and memory that is allocated again
-    as a whole.
+    """Compares the memory after two steps. Returns None if a tensor of several elements differs. Otherwise returns the
+    addresses of one-element tensors that differ although both steps have them, and whether one-element tensors differ
+    that each step allocates again.
     """
     old_contents = {tensor.address: tensor for tensor in old}
     lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_contents}
@@ -269,8 +267,8 @@ def _find_changed_numbers(
 def _count_digests(
     memories: Sequence[_MemoryContents], lasting_memories: Mapping[int, object]
 ) -> tuple[Counter[int], Counter[int]]:
-    """Counts the digests of memory that each step allocates again. Returns the counts of tensors with several elements,
-    and the counts of single numbers.
+    """Counts equal contents of memory that each step allocates again, by digest. Returns the counts for tensors with
+    several elements, and for one-element tensors.
     """
     tensor_counts = Counter[int]()
     number_counts = Counter[int]()
@@ -281,12 +279,12 @@ def _count_digests(
 
 
 def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _StepHistory, with_results: bool) -> bool:
-    """Returns whether a step gives a new result after the numbers at `chosen_addresses` were replaced. Single numbers
-    that change in every step are not compared.
+    """Returns whether a step's results change after the numbers at `chosen_addresses` were replaced. One-element
+    tensors that change in every step are not compared.
 
-    If a chosen memory still holds the new numbers, it is compared only with `with_results`, because the step may work
-    in place. A chosen memory may itself be a result: it may have held the results of an earlier state at this address
-    before the first step, and torch may not have counted that a step wrote it.
+    Memory at a chosen address that still holds the new numbers after the step is compared only with `with_results`,
+    because the step may work in place. It may itself be a result: it may have held an earlier state's results at this
+    address before the first step, and torch may not have counted that a step wrote it.
     """
     memory_before = steps.read_memory()
     replaced_digests = dict[int, int]()
@@ -314,9 +312,9 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
 
 
 def _rewrites_memory(steps: _StateSteps, written_once: set[_MemoryContents]) -> bool:
-    """Returns whether a step works in place in a way that torch does not notice. `written_once` is memory that only the
-    first step changed: rounding, for example, changes nothing when it is repeated. This function replaces the numbers
-    in this memory. A step that works in place changes them again.
+    """Returns whether a step changes memory in place without torch noticing. `written_once` is memory that only the
+    first step changed: rounding, for example, changes nothing when it is repeated. The numbers there are replaced, and
+    a step that works in place changes them again.
     """
     addresses = {tensor.address for tensor in written_once}
     for address, (first, *_) in steps.memories().items():
@@ -366,8 +364,8 @@ Sketches = list[Any]
 
 
 class SlotSummary(NamedTuple):
-    """The seconds of the steps in a slot. `least` is the fastest step without the cost of counting operators, and
-    `most` the slowest step with this cost.
+    """Step times of a slot (one case's turn in a round). `least` is the fastest step without the cost of counting
+    operators, and `most` the slowest step with this cost.
     """
 
     typical: float
@@ -377,16 +375,16 @@ class SlotSummary(NamedTuple):
 
 
 def make_slot(seconds: Sequence[float], operators: int, sums: Sketches, most: float) -> SlotSummary:
-    """Makes a Slot whose slowest step took `most` seconds. If operators were counted, `seconds` has the time of the
-    operators in each step, and a step has `operators` operators. Otherwise `seconds` has the time of each step, and
+    """Summarises a slot (one case's turn) whose slowest step took `most` seconds. If operators were counted, `seconds`
+    has the time that each step spent in its `operators` operators. Otherwise `seconds` has the time of each step, and
     `operators` is 0.
     """
     return SlotSummary(median(seconds), min(seconds) - _COUNTING_SECONDS * operators, sums, most)
 
 
 def compare_slots() -> Generator[bool, SlotSummary | None, str]:
-    """A generator that yields whether the next slot must be timed (True), or its operators counted (False), and
-    receives this slot. It returns how timed and counted slots differ; '' if they do not differ, or if this is unknown.
+    """A generator that yields whether the next slot (turn of a case) is timed (True) or has its operators counted
+    (False), and receives this slot. It returns how the two kinds differ; '' if they do not, or if this is unknown.
     """
     timed: list[SlotSummary] = []
     counted: list[SlotSummary] = []
@@ -466,8 +464,8 @@ class InitialContents:
             draw_again()
 
     def sketch_changes(self, answer: object) -> Sketches:
-        """Returns sketches of how the state has changed since `restore`, and of the contents of an answer. Returns []
-        if the contents of the state were not stored.
+        """Returns sketches (random sums) of the state's changes since `restore`, and of the tensors in a step's answer.
+        Returns [] if the state's contents were not stored.
         """
         memories = find_memories(self._state, answer) if self._is_stored else {}
         sketches = []

@@ -39,7 +39,7 @@ class StepPrinted(RuntimeError):
 
 
 class LeftRunning(RuntimeError):
-    """Threads or processes that did not exist before are still running."""
+    """A workload left threads or processes running."""
 
 
 @contextlib.contextmanager
@@ -244,9 +244,7 @@ def _end_processes(started: Iterable[int]) -> list[str]:
 
 
 def _is_busy(pid: int) -> bool:
-    """Returns whether a process runs and is not a harmless helper. A process that has just started has no command
-    line.
-    """
+    """Returns whether a process runs and is not a harmless helper, judged by its command line."""
     return _is_alive(pid) and not any(word in _read_command_line(pid) for word in _HARMLESS_COMMANDS)
 
 

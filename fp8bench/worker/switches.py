@@ -32,9 +32,11 @@ class SwitchesChanged(RuntimeError):
 
 @contextlib.contextmanager
 def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
-    """Restores the switches that the `with` block leaves changed. Raises SwitchesChanged if there are any, unless the
-    block itself raises an error. Yields the values of all switches before the block. A later call under the same
-    precision may pass these values as `known_values`, so that they need not be read again.
+    """Restores the switches (global settings) that the `with` block leaves changed. If there are any, raises
+    SwitchesChanged, unless the block itself raises an error.
+
+    Yields the values before the block. The next call under the same precision may pass them as `known_values`, so that
+    they need not be read again.
     """
     old_values = read_values(switches()) if known_values is None else known_values
     try:

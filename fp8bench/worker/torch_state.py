@@ -20,7 +20,9 @@ from fp8bench.model import Scalar
 
 
 def read_setting(read: Callable[[], Any]) -> Any:
-    """Calls `read`. Returns "mixed" if torch raises because newer settings by backend contradict an older setting."""
+    """Returns the result of `read`, or "mixed" if torch raises because its new settings per backend contradict an old
+    setting.
+    """
     try:
         return read()
     except RuntimeError:

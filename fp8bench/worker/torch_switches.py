@@ -28,8 +28,8 @@ _OLD_AUTOCAST_SETTERS = {
 
 
 def list_torch_switches() -> Iterator[Switch]:
-    """Yields the switches in the order in which they are restored. A switch that blocks others comes first, and newer
-    settings come last.
+    """Yields the switches in the order in which they must be restored: first a lock that blocks other switches, last
+    settings that others overwrite.
     """
     # The lock on flags comes first, because flags can be restored only after the lock is removed.
     yield from _list_mode_switches()
@@ -426,8 +426,8 @@ def _make_function_switch(
 ) -> Switch:
     """Makes a switch that is set by a function of torch.
 
-    If `usual` is given, any other value distorts the reference. A switch that may be changed without harm has only a
-    `default`, which is its value in a new process.
+    If `usual` is given, any other value would distort the reference and is refused. If only `default` is given (the
+    value in a new process), other values are harmless.
     """
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first_arguments, usual)))

@@ -85,9 +85,10 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
 
 
 def mark_slot(step: Callable[[Phases], None], device: Device, index: int, name: str) -> None:
-    """Runs a slot of steps for a profiler around this process, with ranges for case, steps and phases.
+    """Runs a few steps for an external profiler that watches this process, in named ranges for case, steps and phases.
+    Warm-up steps come first, outside of the ranges.
 
-    Raises CannotMark if the device has no ranges. Warm-up steps come first, outside of the profiled range.
+    Raises CannotMark if the device has no ranges.
     """
     for _ in range(WARM_UP_STEPS):
         step(SilentPhases())
@@ -124,9 +125,9 @@ OpenIntervals = dict[int, list[TracedInterval]]
 
 
 def cut_overlaps(events: Iterable[Event]) -> list[Event]:
-    """Shortens phases so that no two intervals of a thread overlap partly, because viewers drop such intervals. In the
-    backward pass, a phase begins in one node and ends in a later node, so it may begin within an operator and end after
-    this operator. The parts that are cut off are microseconds long.
+    """Shortens phases so that no two intervals of a thread overlap partly, because trace viewers drop such intervals.
+    In backward, a phase may begin within an operator of one autograd node and end after it, in a later node. The parts
+    that are cut off are microseconds long.
     """
     all_events = list(events)
     intervals_by_thread = defaultdict[object, list[TracedInterval]](list)

@@ -57,7 +57,9 @@ def explain_missing_backend(name: str) -> str:
 
 
 class ProductTrials:
-    """Checks each precision on each device once, separately for single products and for whole layers of a library."""
+    """Checks once per precision and device whether products are right, separately for single products and for whole
+    layers of a library.
+    """
 
     def __init__(self) -> None:
         self._results: dict[tuple[str, str, bool], str] = {}

@@ -48,7 +48,8 @@ _MAX_PACE_SECONDS = 10.0
 class KeptState(NamedTuple):
     """A state that stays in memory, so that the parent can ask the driver how much memory this process uses.
 
-    `started` is empty, because an untimed pass must not leave threads or processes running.
+    `started` has the threads and processes of a state. Here it is empty, because an untimed pass must not leave any
+    running.
     """
 
     device: Device
@@ -57,8 +58,8 @@ class KeptState(NamedTuple):
 
 
 class UntimedPasses:
-    """The requests of Bench that measure no times for verdicts. `_kept` holds the states that stay in memory after
-    their request. `_used` is the device of the last request.
+    """The part of Bench that answers requests without timed steps for verdicts. `_kept` holds the states that stay in
+    memory after their request. `_used` is the device of the last request.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -135,8 +136,8 @@ class UntimedPasses:
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-        """Returns the counts of memory allocations in steps, and the reasons why other counts are missing. If this
-        worker has no allocator probe, `unprobed` is the reason.
+        """Returns counts of memory allocations in steps, and the reasons for counts that are missing. `unprobed` is the
+        reason if this worker has no allocator probe.
         """
         with self._open_untimed_pass(case, facts, frees=True) as (workload, device, setup):
             return count_step_allocations(workload, setup(), device, facts.index, unprobed)
@@ -183,10 +184,10 @@ class UntimedPasses:
             return try_batch(make_preparer(workload, setup), device, facts.index, memory_limit)
 
     def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
-        """Returns the seconds of up to `steps` steps of a new state, after warm-up steps. If steps are long, there
-        are fewer.
+        """Returns the seconds of each of `steps` steps of a new state, after warm-up steps. Returns fewer if steps are
+        long.
 
-        No other case runs in turn with these steps, so their times must not be used for verdicts.
+        No other case runs between these steps, so their times must not be used for verdicts.
         """
         seconds: list[float] = []
         with self._open_untimed_pass(case, facts, frees=True) as (workload, device, make_setup):
@@ -240,12 +241,12 @@ class UntimedPasses:
     def _open_untimed_pass(
         self, case: Case, facts: DeviceFacts, frees: bool = False
     ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
-        """Runs an untimed pass with the settings of the case's precision. Yields the workload, the device, and
-        a function that makes a new setup.
+        """Runs an untimed pass with the settings of the case's precision. Yields the workload, the device, and a
+        function that makes a new setup.
 
-        The `with` block may print, and must leave switches and threads unchanged. At the end, waits for the device: a
-        device reports errors late, and the error of this pass must not fail the next request. With `frees`, then
-        returns unused memory to the device.
+        The `with` block may print, but must leave no thread running and no global setting changed. At the end, waits
+        for the device, so that a late error of the device is raised here and not in the next request. With `frees`,
+        then returns unused memory to the device.
         """
         device = self._select_device(facts)
         workload = workloads.get(case.workload)

@@ -213,7 +213,9 @@ def _read_sizes(params: Scalars) -> tuple[int, int, int]:
 
 
 def _build_exercise(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype, core: AttentionCore) -> Exercise:
-    """Builds the attention core with random heads as inputs, or the layer with random tokens as inputs."""
+    """Builds the attention core with random queries, keys and values as inputs, or the attention layer with random
+    tokens.
+    """
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import make_exercise
 

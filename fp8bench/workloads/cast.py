@@ -22,7 +22,7 @@ _parse_side = whole_number(high=1 << 18)
 
 @dataclass
 class CastState:
-    """The source tensor, and the operation of every step: casting or restoring it."""
+    """The source tensor, and a function that casts or restores it once per step."""
 
     source: Tensor
     operation: Callable[[], object]
@@ -132,7 +132,9 @@ class Cast(Workload):
         return shared.explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the source with the values of its codes. Both contain the loss scale, which cancels out."""
+        """Compares the source with the values restored from its cast. Both contain the loss scale, which therefore
+        cancels out.
+        """
         from fp8bench.numerics import norms
 
         source = _make_timed_source(setup)

@@ -198,14 +198,14 @@ class Collective(Workload):
         )
 
     def sent_by(self, case: Case) -> Params:
-        """Returns the parameters that determine what a case sends. Parameters that only matter for FP8 are left out
-        for other precisions.
+        """Returns the parameters of a case that determine which bytes ranks send. Parameters that only matter for FP8
+        are left out for other precisions.
         """
         return tuple(param for param in case.params if case.precision == "fp8" or param[0] not in _FP8_PARAMETERS)
 
     def step_parts(self, setup: Setup) -> StepParts | str:
-        """Returns two parts of a step that are timed separately: matrix products, and the collective in asynchronous
-        form. In FP8, only the first exchange of codes is timed for the collective.
+        """Returns two functions, timed alone and together: a matrix product, and the collective in asynchronous form
+        (in FP8 only its first exchange of codes). Returns the reason if the collective cannot be asynchronous.
         """
         import torch
 
@@ -227,8 +227,8 @@ def _draw_values(setup: Setup, rank: int) -> Tensor:
 
 
 def _measure_lost_shares(kind: FP8Collective, state: CollectiveState) -> tuple[Any, Any]:
-    """Returns two shares: of codes that are the format's largest value, and of values that are sent as zero. With the
-    scaling fp8lm_auto, they are measured after its factor mu has become stable.
+    """Returns two shares: FP8 codes that saturate at the format's largest value, and nonzero input values that are sent
+    as zero. With the scaling fp8lm_auto, both are measured after its factor mu has become stable.
     """
     from fp8bench.numerics import collectives
     from fp8bench.numerics.rank_programs import run_on_this_rank

@@ -65,8 +65,8 @@ def read_plan(params: Scalars) -> SamplerPlan:
 
 
 def _list_products(sizes: DenoiserSizes) -> list[_Product]:
-    """Returns all layers that multiply matrices. The first layer, the last layer and the layers of the time embedding
-    stay in high precision, unless a precision map names them.
+    """Lists all layers of a denoiser that multiply matrices. The first layer, the last layer and the layers of the time
+    embedding stay in high precision, unless a precision map names them.
     """
     products = []
     for name, kind, *shape in (
@@ -279,8 +279,8 @@ class Diffusion(ConvolvedWorkload):
         return make_denoiser_state(setup, read_sizes(params), plan, choose, carrier, params["time"] == "carrier")
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares a training step with the exact step, as suites of layers do. Compares sampling with exact sampling
-        after each sampling step, and adds the number of denoiser evaluations.
+        """Compares a training step with the exact step, like the suites of single layers. For sampling, compares each
+        sampling step with exact sampling, and adds the number of denoiser evaluations.
         """
         from fp8bench.nn import diffusion
 

@@ -29,8 +29,8 @@ _MAXIMUM_LEAVING_PERCENT = 90
 
 
 def count_rows_by_block(params: Scalars) -> list[int]:
-    """Returns how many rows each block gets in the exact pass. The list ends with the first block that gets none, or
-    with the last block.
+    """Returns how many rows enter each block in the exact pass. The list ends with the first block that gets no rows,
+    or with the last block.
     """
     rows = [int(params["tokens"])]
     staying_share = 1 - int(params["leaving"]) / 100
@@ -43,14 +43,13 @@ def count_rows_by_block(params: Scalars) -> list[int]:
 class EarlyExits(LayerWorkload):
     """Times a classifier whose rows leave after the first block that is confident about them.
 
-    In low precision, a row near the threshold may leave after another block. If a step then has less work, it is faster
-    for that reason alone. With exits=held, the default, this cannot happen: after each block the same number of rows
-    leaves in every precision, as in the exact pass. All precisions compute the same products, and their speed-up gets a
-    verdict.
+    In low precision, a row near the confidence threshold may leave after a different block, and a step with less work
+    is faster for that reason alone. With exits=held, the default, the same number of rows leaves after each block as in
+    the exact pass. So all precisions compute the same products, and their speed-up gets a verdict.
 
-    With exits=own the rows of each precision leave by their own confidence, as in production. The host waits for the
-    number of remaining rows. A case whose products differ from those of the reference is labelled work-mismatch. The
-    declared FLOPs are those of the exact pass.
+    With exits=own, the confidence in each precision decides, as in production. The host waits for the number of
+    remaining rows. A case whose products differ from those of the reference is labelled work-mismatch. The declared
+    FLOPs are those of the exact pass.
     """
 
     name = "early_exit"
@@ -145,8 +144,8 @@ class EarlyExits(LayerWorkload):
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the logits of rows at their exits with the exact logits. Adds the share of rows that leave after
-        another block than in the exact pass, and the mean number of blocks of a row.
+        """Compares the logits with those of the exact pass. Adds the share of rows that leave the model after a
+        different block than in the exact pass, and the mean number of blocks of a row.
         """
         from fp8bench.nn.early_exit import EarlyExit
 

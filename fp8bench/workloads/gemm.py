@@ -59,8 +59,9 @@ _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 @dataclass
 class GemmState:
-    """The operands in the carrier's dtype, the function that casts them, and `ready_operands`, the cast operands if
-    they are made only once. If weights are stored in a low-precision format, `b` holds the codes of the weight.
+    """The operands in the carrier's dtype, and the function that casts them. If operands are cast only once, before the
+    timing, `ready_operands` has the result. If weights are stored in a low-precision format, `b` holds the codes of the
+    weight.
     """
 
     arithmetic: Arithmetic
@@ -377,8 +378,8 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
 
 
 def _select_casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], tuple[Operand, Operand]]]:
-    """Returns the case's arithmetic with separate casts and products, and a function that casts both operands of the
-    product.
+    """Returns the case's arithmetic, in which casts are separate calls from products, and a function that casts both
+    operands of the product.
     """
     product = str(setup.params["product"])
     arithmetic = setup.arithmetic.separate()

@@ -90,7 +90,7 @@ class Mlp(LayerWorkload):
         return super().layer_support(kind, params, precision, facts)
 
     def prepare(self, setup: Setup) -> Exercise:
-        """Makes the block and its inputs. If the precision is unit-scaled, the block gets the constants for it."""
+        """Makes the block and its inputs. If the precision uses unit scaling, the block gets constants for it."""
         state = super().prepare(setup)
         if precisions.get(setup.case.precision).unit_scaled:
             from fp8bench.nn.unit_scaling import scale_to_unit

@@ -201,8 +201,8 @@ class Model(Workload):
         return None if _is_irreproducible(errors, repeat_difference) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
-        """Returns what the FLOP coverage is computed from: the unchanged model, its weights and a step. Returns None if
-        the case does not convert the model.
+        """Returns what is needed to compute the FLOP coverage: the unchanged model, its weights and a step. Returns
+        None if the case does not convert the model.
         """
         from fp8bench.nn import conversion
         from fp8bench.nn.own_model import OwnModel, make_conversion
@@ -237,8 +237,8 @@ def _make_converted_model(setup: Setup, **options: bool) -> OwnModel:
 
 
 def _is_irreproducible(errors: Mapping[str, float], repeat_difference: Mapping[str, float]) -> bool:
-    """Returns whether the errors cannot be trusted, because two runs of the unchanged model differ too much: by more
-    than a tenth of an error, and by more than a different order of sums explains.
+    """Returns whether errors cannot be trusted, because two runs of the unchanged model differ: by more than a tenth of
+    an error, and by more than a different order of sums explains.
     """
     return any(
         difference > max(_REPRODUCIBLE_DIFFERENCE, _REPRODUCIBLE_ERROR_SHARE * errors.get(name, 0.0))

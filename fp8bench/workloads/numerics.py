@@ -168,8 +168,8 @@ def _read_role(setup: Setup) -> Role:
 
 
 def _iterate_tensors(setup: Setup) -> Iterator[Tensor]:
-    """Yields the case's tensor, then the tensors of earlier steps, the most recent first. Gradients are multiplied by
-    the loss scale.
+    """Yields the tensor to cast, then the tensors of earlier steps (for delayed scales), the most recent first.
+    Gradients are multiplied by the loss scale.
     """
     factor = setup.loss_scale if _read_role(setup) is Role.GRADIENT else 1.0
     return (tensor * factor for tensor in _iterate_unscaled_tensors(setup))

@@ -184,8 +184,8 @@ def _make_exact_storages() -> tuple[MomentStorage, MomentStorage]:
 def _draw_initial_state(
     setup: Setup, storages: tuple[MomentStorage, MomentStorage], fused: bool
 ) -> tuple[OptimizerState, GradientSource]:
-    """Draws weights and moments from the seed. Also returns a source of gradients that would have led to such
-    moments.
+    """Draws weights and moments from the seed. Also returns a source of random gradients that would lead to such
+    moments in a training.
     """
     import torch
 

@@ -200,8 +200,8 @@ class Parallel(Workload):
         return make_parallel_state(model, _make_loader(setup), setup.facts, plain)
 
     def _make_single_rank_state(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
-        """Returns the state of one rank that trains alone, on the whole batch or on one of `parts` equal parts of
-        it.
+        """Returns the training state of a single rank. It trains on the whole batch, or on one of `parts` equal parts
+        of it.
         """
         from fp8bench.nn.parallel.division import UndividedModel
         from fp8bench.nn.parallel.step import make_parallel_state
@@ -247,8 +247,8 @@ def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:
 
 
 def _expand_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
-    """Returns the option values that a word stands for: all values, or the first value. 'usual N' stands for the first
-    number that is at least N, or for the last number if all are smaller.
+    """Returns the option values for a word: all values, or a single one. For 'usual', this is the first value. For
+    'usual N', it is the first number that is at least N, or the last number if all are smaller.
     """
     if word == _ALL_VALUES:
         return values

@@ -1,4 +1,4 @@
-"""A hidden suite for the self-test. It runs another suite's step with a known slow-down."""
+"""A suite that lists do not show, for the self-test. It runs another suite's step with a known slow-down."""
 
 from __future__ import annotations
 

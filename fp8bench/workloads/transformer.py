@@ -429,8 +429,8 @@ def _build_model(
 
 
 def _make_weight_cast(setup: Setup, model: GPT) -> HoldCastWeights:
-    """Returns the function that casts weights before the micro-batches of a step. If each micro-batch casts the
-    weights, this function does nothing.
+    """Returns a function that casts the weights once, before the micro-batches of a step. If each micro-batch casts the
+    weights itself, the function does nothing.
     """
     if _read_choice(setup.params, "weights") == "recast":
         return lambda phase: nullcontext()
@@ -440,9 +440,9 @@ def _make_weight_cast(setup: Setup, model: GPT) -> HoldCastWeights:
 
 
 def _compile_forward(setup: Setup, model: GPT) -> ForwardPass:
-    """Returns the model, or a compiled function of it. It is compiled here, with a separate loader, so that no timed
-    step compiles. While static scales are calibrated, nothing is compiled, because these scales change from cast to
-    cast.
+    """Returns the model, or a compiled function of it. It is compiled here, on a batch from a new data loader, so that
+    no timed step compiles. Nothing is compiled while static scales are calibrated, because these scales change from
+    cast to cast.
     """
     if (setup.scales is not None and setup.scales.watching) or not _is_compiled(setup.params):
         return model

@@ -46,9 +46,9 @@ REFUSAL_REMEDY = "Keep the correct file, and move the others away"
 
 @dataclass(frozen=True)
 class Listing:
-    """Run files that count, newest first. `copies` maps each copy to the file that counts in its place.
+    """Run files of a store that are used, newest first. `copies` maps each copy to the file that is used instead.
 
-    `refused` maps each file that does not count to all files with the same id, which contain different runs.
+    `refused` maps each unused file to all files that have the same id but contain different runs.
     """
 
     files: tuple[Path, ...]
@@ -91,7 +91,9 @@ class Listing:
         return self
 
     def find_counted_file(self, path: Path) -> Path:
-        """Returns the file that counts in place of this one. Raises StoreError for a refused file."""
+        """Returns the file to use for a run: `path`, or the file of which it is a copy. Raises StoreError for a refused
+        file.
+        """
         if path in self.refused:
             raise StoreError(f"{describe_refusal(self.refused[path])}. {REFUSAL_REMEDY}.")
         return self.copies.get(path, path)
@@ -103,8 +105,8 @@ def describe_refusal(group: Sequence[Path]) -> str:
 
 
 def remove_copies(paths: Iterable[Path]) -> Listing:
-    """Returns a listing of the files, in which only one of several files with the same run counts. Unreadable files
-    count.
+    """Returns a listing with one file per run. Other files are listed as copies, or as refused if files with the same
+    id differ. Unreadable files count as runs.
     """
     # 1. Group the files by the ids of their runs.
     files = list(dict.fromkeys(paths))
@@ -168,7 +170,7 @@ def _count_lines_and_bytes(path: Path) -> tuple[int, int]:
 
 
 def is_beginning(beginning: bytes, content: bytes) -> bool:
-    """Returns whether `content` begins with the lines of `part`. The last line of `part` may be cut short."""
+    """Returns whether `content` begins with the lines of `beginning`. The last line of `beginning` may be cut short."""
     beginning_lines, lines = _split_lines(beginning), _split_lines(content)
     if len(beginning_lines) > len(lines):
         return False
@@ -310,8 +312,8 @@ def load_stored_run(word: str, store: Path) -> Run:
 
 
 def collect_scales(run: Run) -> KnownScales:
-    """Returns the static scales that a run has stored, as known scales of a later run: for each precision, layer and
-    role the largest magnitude (amax) over all cases of the precision.
+    """Returns the static scales that a run has stored, for use in a later run. For each precision, layer and role, this
+    is the largest magnitude (amax) over all cases of the precision.
     """
     scales = []
     for record in run.records:

@@ -92,7 +92,7 @@ def _explain_invalid_timing(timing: Timing) -> str:
 
 @dataclass
 class _RunReading:
-    """The values from those lines of a run file that were already read."""
+    """The contents of a run file, as far as its lines have been read."""
 
     run: Run | None = None
     records: list[Record] = field(default_factory=list)
@@ -206,7 +206,7 @@ def _case_ids(group: Group) -> list[str]:
 
 
 def _to_run(reading: _RunReading, path: Path) -> Run:
-    """Returns the run with the newest record of each case, in the order of the plan."""
+    """Returns the run in a file's lines, with the newest record of each case, in the order of the plan."""
     # 1. Without a header, infer the plan from the records.
     run = reading.run
     if run is None:
@@ -237,7 +237,7 @@ def _parse_header(content: LineContent, path: Path) -> Run:
 
 
 def find_incomplete_groups(run: Run) -> tuple[Group, ...]:
-    """Returns the groups of the plan in which a case has no record."""
+    """Returns the groups of the run's plan in which at least one case has no record."""
     measured_ids = {record.case.id for record in run.records}
     return tuple(group for group in run.plan if not measured_ids.issuperset(_case_ids(group)))
 

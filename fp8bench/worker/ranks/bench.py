@@ -68,9 +68,9 @@ class HeartbeatWriter:
 
 
 class StartLine:
-    """A barrier for ranks on one machine: `meet_ranks` returns once every rank has called it, each time.
+    """A barrier for ranks on one machine. Each call of `meet_ranks` returns once all ranks have called it.
 
-    A barrier of gloo or NCCL would take 0.3 ms or more for each slot, because it wakes threads and sends messages.
+    A barrier of gloo or NCCL would take 0.3 ms or more for each use, because it wakes threads and sends messages.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, wait_seconds: float) -> None:
@@ -189,7 +189,9 @@ _COMBINED_PARTS = {"both", "in_turn"}
 
 
 class RankMeeting(NamedTuple):
-    """Functions that wait for this rank's device (`synchronise`) and for the other ranks (`meet_ranks`)."""
+    """Two functions for timing on several ranks: `synchronise` waits for this rank's device, `meet_ranks` for the other
+    ranks.
+    """
 
     synchronise: Callable[[], None]
     meet_ranks: Callable[[], None]
@@ -223,8 +225,8 @@ def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> PartS
 
 
 def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
-    """Returns the parts of a step, in which the products are repeated until they last for _MIN_PART_SECONDS. The
-    parts are products, communication, and both at the same time.
+    """Returns the timed parts of a step (products, communication, and both at the same time), with products repeated
+    until they take _MIN_PART_SECONDS.
     """
     repetitions = _count_repetitions(parts.compute, synchronise)
 
@@ -241,8 +243,8 @@ def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepP
 
 
 def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> PartSeconds:
-    """Times each part of a step in each round. All ranks begin each part at the same time, and take the parts in the
-    same random order.
+    """Times each part of a step in several rounds. In each round, all ranks run the parts in the same random order, and
+    begin each part at the same time.
     """
     generator = random.Random(seed)
     part_seconds = {name: list[float]() for name in parts}
@@ -316,7 +318,7 @@ def _wait_for_all_ranks(folder: Path, rank: int, ranks: int) -> Store:
 
 
 class RankBench(Bench):
-    """The bench of one of `size` ranks, which all get the same requests at the same time."""
+    """Answers requests on one of `size` ranks. All ranks get the same requests at the same time."""
 
     def __init__(self, settings: Settings, heartbeat_writer: HeartbeatWriter, wait_seconds: float) -> None:
         import torch

@@ -54,7 +54,9 @@ def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[in
 
 
 def _end_ranks(running: dict[int, int]) -> dict[int, int]:
-    """Ends ranks. Returns the exit statuses of failed ranks: SIGTERM, or their exit code if they had already failed."""
+    """Ends all running ranks. Returns the exit statuses of failed ranks: SIGTERM if ended here, or the exit code of an
+    earlier failure.
+    """
     failed_statuses = {}
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
