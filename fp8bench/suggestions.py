@@ -108,5 +108,5 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
 
 
 def explaining_command(kind: str) -> str:
-    """Returns the command that lists the names of a kind, or '' if the kind has no such command."""
+    """Returns the command that lists all names of a kind (such as suites), or '' if the kind has no such command."""
     return _EXPLAINING_COMMANDS.get(kind, "")

@@ -56,7 +56,7 @@ def join_versions(version: str, data: str | None) -> str:
 
 
 def list_parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
-    """Returns the parameters of a series: dtypes, the axes that have several values on a CPU or a GPU, and the
+    """Returns the parameters of a series with their values: dtypes, axes with several values on a CPU or a GPU, and
     numbers of ranks.
     """
     grid = _require_grid(workload)
@@ -108,7 +108,7 @@ def list_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict
 
 
 def reference_precision(workload: Workload) -> str:
-    """Returns the precision that the relative times in the history are compared with: the highest of the grid."""
+    """Returns the precision that the history's relative times refer to: the highest precision of the suite's grid."""
     return min(_require_grid(workload).dtypes, key=lambda name: precisions.get(name).rank)
 
 

@@ -211,8 +211,8 @@ def get_dtype_name(dtype: Any) -> str:
 
 
 def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
-    """Returns the tape of a step: its operators with their counts, and the sums of each phase. With `tf32`, float32
-    products on a GPU count as TF32.
+    """Returns the operators of a step with their counts, and the sums of each phase (the step's tape). With `tf32`,
+    float32 products on a GPU count as TF32.
     """
     calls_by_operator: Counter[OperatorCount] = Counter()
     sums: dict[str, PhaseCount] = {}

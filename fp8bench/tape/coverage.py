@@ -142,7 +142,7 @@ def measure_coverage(
     must be multiples of `multiple`.
 
     Each product counts for exactly one weight, or as a product without a weight. A second step shows whether steps
-    differ. Steps are not timed.
+    differ.
 
     Raises UsageError if a step has no product.
     """
@@ -213,8 +213,8 @@ def _count_products(tape: _LocatedTape) -> tuple[int, Counter[tuple[str, str]]]:
 
 class _CoverageSums:
     """Sums the FLOPs of each weight's products and lists these products. Also sums the products without a weight.
-    `used_by_functions` has the names of weights that a function such as F.linear multiplies by, without a call of
-    their layer.
+    `used_by_functions` has the names of weights that a function such as F.linear multiplies by, outside of their
+    layer's forward pass.
     """
 
     def __init__(self, model: nn.Module, tape: _LocatedTape) -> None:

@@ -95,8 +95,8 @@ def get_convolution_backward_shapes(named: NamedArguments) -> list[ProductSizes]
 
 
 def _get_convolution_sides(named: NamedArguments, out: Any) -> tuple[int, int, int, int]:
-    """Returns the sides of a convolution's matrix product: outputs per group, elements of a window, positions, and
-    groups.
+    """Returns the sizes of a convolution's matrix product: outputs per group, elements of a window, pixels of all
+    images, and groups.
     """
     weight = named["weight"]
     x = named.get("input", named.get("self"))

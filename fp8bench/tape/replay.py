@@ -32,15 +32,17 @@ class CannotReplay(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A numbered slot of a replay. It holds a tensor that one call made, until the last call that uses this tensor."""
+    """Stands for a tensor in a replayed call. The tensor is the result of an earlier call, stored under `number` until
+    its last use.
+    """
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class BitsCheck:
-    """The results that a repeated call must reproduce. `bits` are checksums of the tensors that the call returned or
-    wrote in the step. `generators` are the states that its random generators had before the call.
+    """Results that a repeated call must reproduce. `bits` has checksums of the tensors that the call returned or wrote
+    in the step. `generators` has the states of its random generators before the call.
     """
 
     bits: tuple[int, ...]
@@ -205,7 +207,7 @@ class _TensorView(NamedTuple):
 class _Memory:
     """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
-    `input_contents` is the storage as it was before the phase, or None if a call of the phase allocated it. It is the
+    `input_contents` has the storage's contents before the phase, or None if a call of the phase allocated it. It is the
     step's own storage until a call overwrites it, and a copy afterwards (`has_copied_input`). `weak_reference` keeps
     the storage's address from being used again. `registers_by_view` maps each tensor that views the storage to its
     number in the replay (register).

@@ -159,7 +159,7 @@ class RunningModules(Generic[L]):
         return task, number
 
     def _label_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
-        """Labels the nodes of autograd's graph that a finished module created, as far as its result depends on them."""
+        """Labels the autograd nodes that a finished module created, as far as the module's result depends on them."""
         waiting_nodes: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
         node_ranges = self._ranges_by_task[ended.task]
         visited_nodes = set()
@@ -227,9 +227,7 @@ class TimedCall(NamedTuple):
 
 class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
     """Times every operator in a `with` block with `clock`. Backward passes run in the thread that starts them. With
-    `in_profiler_ranges` each operator runs in a profiler range, whose name has the operator's number.
-
-    The base class is a dispatch mode. It keeps the current phase in `_phase`, and passes each operator to `run_call`.
+    `in_profiler_ranges`, each operator runs in a profiler range whose name has the operator's number.
     """
 
     watches_views = True  # `run_call` gets views too

@@ -38,14 +38,14 @@ class NotInUse:
 
 @dataclass(frozen=True, eq=False)
 class Switch:
-    """A switch: a global setting of the process. `set_value` is None if the switch cannot be set, because it ends
-    together with an object, such as a profiler.
+    """A switch: a global setting of the process. `set_value` is None if the switch ends with an object (such as a
+    profiler) and cannot be set.
 
-    `names` are the public names of torch that set the switch. A test compares them with the names that torch has.
-    `usual` is the value in a new process. `is_distorting` returns whether a value distorts the reference. fp8bench
-    refuses to measure in a process with such a value: the error names the expected value (`expected`, by default
-    `usual`), and `correction` explains how to correct the process. If `is_recorded`, the value is stored with each run.
-    Importing harmless packages may change a switch with `set_by_imports`, so it is watched only around steps.
+    `names` are the public names of torch that set the switch; a test compares them with torch's. `usual` is the value
+    in a new process. `is_distorting` returns whether a value distorts the reference. If so, fp8bench refuses to
+    measure; the error names the expected value (`expected`, by default `usual`) and how to restore it (`correction`).
+    `is_recorded` switches are stored with each run. Importing harmless packages may change a switch with
+    `set_by_imports`, so it is watched only around steps.
     """
 
     name: str

@@ -67,8 +67,8 @@ def _is_own_workload(workload: Workload) -> bool:
 
 
 class Bench(UntimedPasses):
-    """Holds prepared states of cases by key, and answers requests about them. Each public method answers one kind of
-    request of the parent process.
+    """Answers the parent's requests: each public method is one kind of request. Keeps the prepared states of cases by
+    key.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -118,7 +118,7 @@ class Bench(UntimedPasses):
             return self._trials.find_error(case, facts)
 
     def software(self) -> dict[str, Scalar | None]:
-        """Returns facts about torch's build, and the values that all switches had before the first measurement."""
+        """Returns facts about torch's build, and the values of all recorded switches before the first measurement."""
         from fp8bench.worker.torch_state import describe_torch_build
 
         return {**describe_torch_build(), **self._switches}

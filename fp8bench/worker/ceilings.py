@@ -61,8 +61,8 @@ def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
 
 
 def count_work(limit: Limit, shape: Shape) -> float:
-    """Returns the FLOPs, bytes or launches of one timed call (see `make_call`). If the limit moves arrays, `shape` is
-    the size of an array in bytes.
+    """Returns the FLOPs, bytes or launches of one timed call, by the kind of limit. For a limit on array bandwidth,
+    `shape` is the size of an array in bytes.
     """
     if limit is Limit.PRODUCT:
         return 2.0 * math.prod(shape)

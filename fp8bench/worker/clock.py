@@ -1,8 +1,8 @@
 """The phase clock: records when a workload's phases begin and end, and measures what this costs.
 
-A marker takes a third of a microsecond, because it only appends to two lists. Phases and times are computed after the
-step. All markers use one plain object, which is not thread-local. On CUDA, autograd runs backward on a different
-thread, which sees an object's attributes but not the thread-locals of the main thread.
+A marker takes a third of a microsecond, because it only appends to two lists. All markers use one plain object, which
+is not thread-local. On CUDA, autograd runs backward on a different thread, which sees an object's attributes but not
+the thread-locals of the main thread.
 """
 
 from __future__ import annotations
@@ -310,8 +310,8 @@ def _call_repeatedly(function: Callable[[], object]) -> None:
 def time_loop_pairs(
     bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Returns the CPU seconds per step of two loops: the slots of fp8bench (`harness`), and loops that measure nothing
-    (`bare`). Both loops run in each round, and take turns in running first.
+    """Returns the CPU seconds per step of two loops: slots of fp8bench (`harness`), and a loop that measures nothing
+    (`bare`). Each round runs both loops, in alternating order.
     """
     harness_seconds = []
     bare_seconds = []

@@ -75,7 +75,7 @@ def _make_emulation(precision: Precision, facts: DeviceFacts) -> Callable[[], Ar
 class _ComparedPrecision:
     """Compares a precision's native and emulated results on the same tensors.
 
-    The emulation and the comparison run on the CPU, so that no device judges itself.
+    The emulation and the comparison run on the CPU, so that a faulty device cannot hide its errors.
     """
 
     def __init__(

@@ -222,8 +222,8 @@ class LaidOutArithmetic(Arithmetic):
             return self._inner.product(a, b, dtype)
 
     def restore(self, operand: Operand, dtype: Any) -> Tensor:
-        """Restores the values of an operand from its codes, and records them as new memory: an emulation already holds
-        these values, but hardware would allocate them.
+        """Restores the values of an operand from its codes, and records them as new memory that hardware would
+        allocate.
 
         Returns a view, so that its lifetime is separate from that of the operand.
         """

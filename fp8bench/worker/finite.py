@@ -50,9 +50,7 @@ class _InitiallyNotFinite(NamedTuple):
 
 
 class FiniteState:
-    """Remembers which elements of a prepared state are finite. After the steps, it finds the elements that are not
-    finite any more.
-    """
+    """Remembers the finite elements of a prepared state, to find those that are not finite after the steps."""
 
     def __init__(self, state: object) -> None:
         self._prepared: dict[ViewKey, _InitiallyNotFinite | None] = {}

@@ -40,8 +40,8 @@ class LateSlots:
 
     The caller enters the context manager `slot` for each slot while `is_due` is true. It calls `begin_call` before each
     step, passes the step's answer to `keep`, and after the slot passes the steps' seconds to `add_slot`. In the first
-    slot, operators are recorded with the timed numbers, because a step may do less work with these. Later slots have
-    different numbers, and are compared with each other.
+    slot, operators are recorded while the state has the timed steps' numbers, because a step may do less work with
+    these. Later slots have different numbers, and are compared with each other.
     """
 
     def __init__(self, state: Any, inputs: set[int], device: Device, tf32: bool) -> None:

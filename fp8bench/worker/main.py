@@ -36,7 +36,9 @@ from fp8bench.worker.step_guards import take_over_process
 
 
 def handshake() -> dict[str, Scalar | None]:
-    """Returns the protocol, this Python, the location of fp8bench, and versions and locations of torch and numpy."""
+    """Returns facts about this process: the protocol's version, the Python interpreter, and the versions and locations
+    of fp8bench, torch and numpy.
+    """
     facts: dict[str, Scalar | None] = {
         "protocol": PROTOCOL,
         "fp8bench": __version__,

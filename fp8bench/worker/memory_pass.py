@@ -230,8 +230,8 @@ def sum_by_role(
 
 
 def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
-    """Returns the purpose of an allocation: the purpose of the state's tensor there before or after the step, else that
-    of the casts that used it, else one derived from the lifetime of the memory.
+    """Returns the purpose of an allocation: the purpose of the state's tensor there before or after the step, else the
+    one that casts have reported, else one derived from the lifetime of the memory.
     """
     existed_before_step = not block.phase
     if block.lasting and (role := state_after.get(block.address)):

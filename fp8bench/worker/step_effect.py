@@ -440,7 +440,9 @@ def _are_same_sums(sums: Any, other_sums: Any, least_change: float) -> bool:
 
 
 class InitialContents:
-    """The contents of a state's memory, and the positions of its random generators, when a late slot begins."""
+    """Stores the contents of a state's memory and the positions of its random generators, to start each slot after the
+    timing from them.
+    """
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
         self._state = state

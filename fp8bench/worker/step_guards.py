@@ -245,6 +245,7 @@ def _end_processes(started: Iterable[int]) -> list[str]:
 
 def _is_busy(pid: int) -> bool:
     """Returns whether a process runs and is not a harmless helper, judged by its command line."""
+    # A process that has just started has no command line, and counts as busy.
     return _is_alive(pid) and not any(word in _read_command_line(pid) for word in _HARMLESS_COMMANDS)
 
 

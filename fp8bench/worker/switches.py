@@ -35,8 +35,8 @@ def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequ
     """Restores the switches (global settings) that the `with` block leaves changed. If there are any, raises
     SwitchesChanged, unless the block itself raises an error.
 
-    Yields the values before the block. The next call under the same precision may pass them as `known_values`, so that
-    they need not be read again.
+    Yields the switches' values before the block. The next call under the same precision may pass them as
+    `known_values`, so that they need not be read again.
     """
     old_values = read_values(switches()) if known_values is None else known_values
     try:
@@ -134,8 +134,8 @@ def get_arithmetic_switches() -> tuple[Switch, ...]:
 
 
 def read_recorded_switches() -> dict[str, Scalar | None]:
-    """Returns the values of all recorded switches. Also returns a text about the switches whose values differ from
-    those in a new process, or None.
+    """Returns the values of the switches that are stored with a run. Also describes those that differ from their values
+    in a new process (None without any).
     """
     values = {switch: make_plain(switch.read()) for switch in switches() if switch.is_recorded}
     unusual_texts = [

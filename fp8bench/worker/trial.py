@@ -105,8 +105,8 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
     magnitude_decades = 0.5 if has_whole_layers else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
-        """Draws numbers whose magnitudes grow from the first to the last row, and from the first to the last column.
-        `down` and `across` scale this growth. If they are negative, magnitudes fall.
+        """Draws numbers whose magnitudes grow from the first to the last row (by `down`) and column (by `across`).
+        Magnitudes fall if these factors are negative.
         """
         row_decades = magnitude_decades * down
         column_decades = magnitude_decades * across
@@ -141,8 +141,8 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
 
 
 def _compare_with_codes(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
-    """Returns, for each product of a layer, the largest difference from an fp64 product of the same low-precision
-    operands.
+    """Returns the largest error of each of a layer's products (forward and both gradients), compared with fp64 products
+    of the same low-precision operands.
     """
     a, b, g = (
         arithmetic.cast(tensor, role)

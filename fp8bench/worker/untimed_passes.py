@@ -1,5 +1,5 @@
-"""The requests to the bench that measure no times for verdicts, such as memory, errors and traces. Each request
-prepares new states.
+"""Answers requests that measure no times for verdicts, such as memory, errors and traces. Each request prepares new
+states.
 """
 
 from __future__ import annotations

@@ -42,12 +42,11 @@ class PlainBuffer:
 
 @dataclass
 class ScaledBuffer:
-    """A buffer of codes with scales. Each micro-batch restores the sums to fp32, adds its gradients, and casts the
-    sums again. The first micro-batch is only cast.
+    """A gradient buffer in a low-precision format with scales. Each micro-batch restores the sums to fp32, adds its
+    gradients, and casts the sums again. The first micro-batch is only cast.
 
-    All tensors are restored before any tensor is cast again, so that a step has few and long phases. Between
-    restoring and casting, the sums of all tensors exist in fp32. Each tensor has its own arithmetic, which may keep a
-    history of scales.
+    All tensors are restored before any is cast again, so that a step has few and long phases. In between, all sums
+    exist in fp32. Each tensor has its own arithmetic, which may keep a history of scales.
     """
 
     _arithmetics: Sequence[Arithmetic]

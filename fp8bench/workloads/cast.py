@@ -185,7 +185,9 @@ def _make_timed_source(setup: Setup) -> Tensor:
 
 
 def _draw_source(setup: Setup) -> Tensor:
-    """Draws the source tensor with the case's distribution of values. Gradients get magnitudes as in a network."""
+    """Draws the source tensor with the case's distribution of values. Rows of gradients get different magnitudes, as in
+    a network.
+    """
     import torch
 
     from fp8bench.numerics import distributions

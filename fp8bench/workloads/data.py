@@ -37,8 +37,8 @@ _BUFFERS_AXIS = Axis.choice(
 
 @dataclass
 class LoadState:
-    """The source of batches, the arithmetic that casts them, and the device memory to which they are copied.
-    `last_cast_batch` is the last batch that was cast on the device.
+    """The source of batches, the arithmetic that casts them, and the buffers on the device to which they are copied.
+    `last_cast_batch` is the last batch that the device has cast.
     """
 
     batches: Iterator[Tensor]
@@ -107,8 +107,8 @@ class Data(Workload):
         return (tuple(case_params.items()),)
 
     def work(self, params: Scalars) -> Work:
-        """Counts the bytes of a batch before the step: one byte for each value if records are decoded, and four bytes
-        if values are fp32.
+        """Counts the bytes of a batch before the step casts it: one byte for each value of records to decode, four
+        bytes for each fp32 value.
         """
         batch, record = read_integers(params, "batch", "record")
         is_reading = params["kind"] == "reading"
@@ -173,9 +173,7 @@ class Data(Workload):
 
 
 def _casts_on_device(setup: Setup) -> bool:
-    """Returns whether batches are cast on the device. A batch that is sent in the precision's own dtype needs no cast
-    there.
-    """
+    """Returns whether the device casts batches. A batch in the precision's own dtype needs no cast there."""
     return setup.arithmetic.casts and setup.params.get("cast_on") == "device"
 
 

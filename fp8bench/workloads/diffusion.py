@@ -37,8 +37,8 @@ _DEFAULT_WIDTHS = {"dit": 1152, "unet": 320}
 
 
 class _Product(NamedTuple):
-    """A layer, the number of rows that it multiplies in one evaluation of the denoiser, and the two sides of its
-    weight.
+    """A layer, the number of rows that it multiplies in one evaluation of the denoiser, and its weight's numbers of
+    inputs and outputs.
     """
 
     layer: Layer
@@ -98,8 +98,8 @@ def _iterate_dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
 
 
 def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
-    """Yields the shapes of a UNet's products. A 3x3 convolution is a product whose operand has windows of 9 pixels as
-    rows.
+    """Yields the shapes of a UNet's products. A 3x3 convolution counts as a product with one row per pixel and 9
+    columns per input channel.
     """
     _, batch, image, width, layers = sizes
     pixels = batch * image * image

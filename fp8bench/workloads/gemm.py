@@ -313,8 +313,8 @@ def _split_sides(text: str) -> tuple[int, int, int]:
 
 
 def _iterate_sweep(swept_sides: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
-    """Yields sizes in which one side differs from the base, for each of `swept_sides` in turn. This side goes from 16
-    to four times its base size.
+    """Yields product sizes (M, N, K) that differ from `base` in one side, for each of `swept_sides` in turn. This side
+    goes from 16 to four times its base size.
     """
     for swept_index in map(_SIDE_NAMES.index, swept_sides):
         side = _SMALLEST_SWEEP_SIDE

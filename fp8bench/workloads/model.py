@@ -298,7 +298,7 @@ def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> MakeResult:
 
 
 def _refuse_parameters(name: str, parts: MakeResult) -> None:
-    """Raises UsageError for parameters that cannot be converted, trained or compared."""
+    """Raises UsageError if a parameter of the user's model cannot be converted, trained or compared."""
     from torch.nn.parameter import is_lazy
 
     for path, parameter in parts.model.named_parameters():

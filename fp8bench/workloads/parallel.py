@@ -258,8 +258,8 @@ def _expand_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
 
 
 def _make_value_parser(option: str) -> Callable[[str], Scalar]:
-    """Returns a parser of an option's values. If the values of all methods are numbers, it parses any whole number.
-    Otherwise it parses the words that the methods accept.
+    """Returns a parser for an option of the division among ranks: for whole numbers if all methods of division have
+    only numbers for it, otherwise for the words that they accept.
     """
     values: dict[str, None] = {}
     for division in WAYS.values():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlantedState:
-    """The workload that is slowed down and its state, and the number of tiny calls after each of its steps."""
+    """A workload that is slowed down, its state, and the number of tiny calls that are added to each step."""
 
     workload: Workload
     inner_state: Any

@@ -350,8 +350,8 @@ class Transformer(shared.TrainingWorkload):
         return joint_relative_frobenius(self._compute_first_gradients(setup)[1], exact)
 
     def _compute_first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
-        """Returns the mean loss and the gradients of the first step. If the precision needs a history of casts, the
-        step runs twice and the second pass counts.
+        """Returns the mean loss and the gradients of the first step. If the precision needs a history of casts, an
+        extra pass first fills the history.
         """
         from fp8bench.nn.attention import select_attention_kernel
 

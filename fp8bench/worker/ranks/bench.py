@@ -54,8 +54,8 @@ class HeartbeatWriter:
         self.phase(OUTSIDE_OF_STEPS)
 
     def phase(self, code: int) -> None:
-        """Writes a heartbeat with the code of the current phase. While an exception is handled it writes nothing, so
-        that the last heartbeat has the phase in which the rank failed.
+        """Writes a heartbeat with the code of the current phase. Writes nothing while an exception is handled, so that
+        the last heartbeat shows in which phase the rank failed.
         """
         if sys.exception() is not None:
             return
@@ -106,8 +106,8 @@ _ESTABLISHED, _LISTENING = "01", "0A"
 
 
 class _ConnectionEnd(NamedTuple):
-    """One end of a TCP connection, as /proc/net/tcp lists it. `owner` is the user, and `inode` the socket, to which
-    this end belongs.
+    """One end of a TCP connection, as /proc/net/tcp lists it. `owner` is the user id and `inode` the inode of the end's
+    socket.
     """
 
     local_address: str
@@ -269,7 +269,9 @@ def _do_nothing() -> None: ...
 
 
 def _count_repetitions(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
-    """Returns how many products last long enough. All ranks get the largest number that any rank needs."""
+    """Returns how many products take at least _MIN_PART_SECONDS together. All ranks get the largest number that any
+    rank needs.
+    """
     compute()
     synchronise()
     start = time.perf_counter()

@@ -30,8 +30,8 @@ _POLL_SECONDS = 0.005
 
 
 def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
-    """Runs a module in `ranks` processes until they end. Returns the exit statuses of failed ranks by rank. As soon
-    as a rank has failed, the other ranks are ended. Their status is SIGTERM.
+    """Runs a module in `ranks` processes until they end. Ends all ranks as soon as one has failed. Returns the exit
+    statuses of failed ranks by rank; SIGTERM for those that were ended.
     """
     environment = {
         **os.environ,
