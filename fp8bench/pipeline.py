@@ -126,7 +126,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         refuse_changed_conditions(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
-        run = load_run(path)  # without the records of groups that are measured again
+        run = load_run(path)  # load_run drops the records of incomplete groups
         return True, _measure_groups(run, find_incomplete_groups(run), writer, resources)
 
 
@@ -189,8 +189,8 @@ def _measure_groups(
             budget = divide_budget(run.request.budget, resources.start, len(groups) - index)
             untimed = _choose_counting_worker(run, group, method.brisk, resources, is_last=group is groups[-1])
             records = _measure_group(group, run, method, budget, resources, untimed)
-            # Add how much earlier runs of the same cases differ, which widens the intervals. Below, this run is added
-            # to the earlier runs.
+            # Widen intervals by the differences between earlier runs of the same cases. `store_ratios` then adds this
+            # run.
             records_with_spread = add_rerun_spreads(records, run, resources.store)
             finished_records = [
                 replace(record, sessions=sessions.get(record.case.id, ())) for record in records_with_spread
@@ -206,7 +206,7 @@ def _measure_groups(
         with (
             ignore_interrupts(),
             contextlib.suppress(StoreError),
-        ):  # even without this line the run counts as unfinished
+        ):  # a run without this end mark counts as unfinished anyway
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(
@@ -222,7 +222,7 @@ def _get_ceilings(run: Run, groups: Sequence[Group], resources: RunResources) ->
     """Returns the ceilings (highest measured rates) by device, for this run's number of threads. They are read from the
     store or measured now. A device for which neither is possible is left out.
     """
-    if run.request.ranks is not None:  # one process reaches a ceiling that several ranks would share
+    if run.request.ranks is not None:  # a ceiling measured by one process would be shared by all ranks
         return {}
     first_cases = {case.device: case for case in reversed(_list_running_cases(groups))}
 
@@ -417,7 +417,7 @@ def _choose_counting_worker(
     it is the untimed worker. For the last group it may be the timing worker, which has nothing to time afterwards.
     """
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
-        return None  # counted in the earlier run, and not countable with ranks
+        return None  # the earlier run has the operator counts, or several ranks cannot count them
     is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
     return resources.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else resources.untimed

@@ -147,7 +147,7 @@ class Registry(Generic[T]):
             self._leaves = dict(leaves)
 
 
-# The name of a backend that lets fp8bench choose.
+# The backend name that lets fp8bench choose the backend.
 AUTO = "auto"
 _BACKEND_OPTION = "backend="
 _FLOAT64_NAMES = frozenset({"fp64", "float64", "double"})
@@ -193,7 +193,7 @@ class PrecisionRegistry(Registry[Precision]):
         """Returns the precision that a text such as `fp8-delayed:history=16` describes. Raises UsageError for options
         that the precision does not have.
         """
-        # The makers come first: they handle names that are not registered, such as those of callables.
+        # Call the makers first: they handle names that cannot be registered, such as those of callables.
         for make in self._makers:
             if (made_precision := make(word)) is not None:
                 return made_precision

@@ -57,7 +57,7 @@ def move_to_device(value: Any, device: torch.device | str, copy: bool = False) -
             return moved_tensors[id(part)]
         # Rebuild containers with the moved parts, and keep their class.
         if isinstance(part, Mapping):
-            # Copy the mapping, because a custom class may have attributes.
+            # Make a shallow copy, because a custom class of mapping may have attributes.
             moved_mapping = shallow(part) if isinstance(part, MutableMapping) else {}
             for name, value in part.items():
                 moved_mapping[name] = move_part(value)
@@ -67,7 +67,7 @@ def move_to_device(value: Any, device: torch.device | str, copy: bool = False) -
         if is_dataclass(part) and not isinstance(part, type):
             moved_object = shallow(part)
             for field in fields(part):
-                # the dataclass may be frozen
+                # a plain assignment fails for a frozen dataclass
                 object.__setattr__(moved_object, field.name, move_part(getattr(part, field.name)))
             return moved_object
         return type(part)(map(move_part, part)) if isinstance(part, list | tuple) else part
@@ -225,7 +225,7 @@ def _guess_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
     for name, value in floating_tensors:
         if name.split(".")[-1] == "loss" and value.numel() == 1:
             return value, f"the {name} that forward gives"
-    # 2. Otherwise a single number in the output.
+    # 2. Otherwise use a value that is a single number.
     for name, value in floating_tensors:
         if value.numel() == 1:
             return value, f"the single number that forward gives{f' as {name}' if name else ''}"
@@ -234,7 +234,7 @@ def _guess_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
             f"forward of {_get_class_name(model)} returns {describe_type(output)}, without a floating-point tensor for "
             "a loss: make() must return (model, batch, loss), where loss(output) is one number"
         )
-    # 3. Otherwise a mean of squares, which gives every output a gradient.
+    # 3. Otherwise use the mean of squares of the first value, which gives each of its elements a gradient.
     name, value = floating_tensors[0]
     output_text = (
         f"{name + ', ' if name else ''}{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"

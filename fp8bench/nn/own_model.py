@@ -185,11 +185,11 @@ class OwnModel:
             make_conversion(self.model, setup, multiples) if converts and accelerated_model is None else None
         )
         if self.conversion is not None:
-            self.conversion.__enter__()  # without an exit, so that this copy of the model stays converted
+            self.conversion.__enter__()  # never exit, so that this copy of the model stays converted
         self.parameters = _find_trained_parameters(self.model)
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Use --forward.")
-        # Accelerate creates new parameters, so it also makes the optimizer.
+        # Accelerate may replace parameters, so `prepare_model` also makes the optimizer.
         make_optimizer = partial(_make_optimizer, str(params["optimizer"]), facts=setup.facts)
         if accelerated_model is None:
             self.optimizer = make_optimizer(list(self.parameters.values()))
@@ -210,7 +210,7 @@ class OwnModel:
         with phase.data_load:
             batch = move_to_device(self._batch, self._facts.key, copy=self._copies)
             positional, named = self._make_arguments(batch)
-        # 2. Run forward. Inference ends after it.
+        # 2. Run the forward pass. An inference step ends after it.
         self.running_part = "forward"
         if not self.training:
             with torch.no_grad():

@@ -59,7 +59,7 @@ def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
     """
     padded_matrix = _pad_to_runs(x)
     matrix = _make_matrix(seed, x.device)
-    # On a GPU one kernel is faster than five operations. On a CPU a matrix product is faster.
+    # On a GPU one kernel is faster than the five operations that it replaces. On a CPU a matrix product is faster.
     uses_matmul = x.device.type == "cpu" or torch.compiler.is_compiling()
     if uses_matmul or not x.numel() or x.dim() != _MATRIX_DIMENSIONS:
         values = _multiply_runs(padded_matrix, matrix)
@@ -107,8 +107,8 @@ class RotationKernel(Kernel):
         )
         out.copy_(rotated_values)
         amaxes.copy_(rotated_values.to(torch.float32).abs().amax((1, 2)))
-        # Taking the maximum with the first column changes no result. But then both reductions read this column, so the
-        # compiler puts them into one loop.
+        # torch.maximum with the first column does not change the largest magnitude. But both calls of amax then read
+        # this column, so the compiler fuses their loops.
         amaxes_before.copy_(torch.maximum(source.abs(), columns[0].abs()).amax((1, 2)))
         return ()
 

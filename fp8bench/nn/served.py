@@ -156,10 +156,10 @@ def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision,
     # 2. Attention reads only the carrier. So keys and values in a different format must be decoded first.
     if arm.kv_format != arm.carrier:
         return hardware.emulated(f"keys and values in {arm.kv} are decoded before torch's attention")
-    # 3. Weights in the carrier need no special kernel.
+    # 3. Weights in the carrier dtype need no special kernel.
     if weights in (OWN, arm.carrier):
         return hardware.native("torch's products") if precision.name == SERVED_PRECISION else precision.support(facts)
-    # 4. torch has kernels for encoded weights only on CPUs, and int4 only for multiples of 16 outputs.
+    # 4. Only on CPUs torch has kernels for encoded weights. The int4 kernel requires a multiple of 16 outputs.
     native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and weights in CPU_KERNELS
     if native and not (weights == "int4" and any(outputs % 16 for _, outputs, _ in shape.format_matrices)):
         return hardware.native(f"torch's {CPU_KERNELS[weights]}")
@@ -307,8 +307,8 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
 
     `experts` is the average number of experts of a layer that are read. By default it is the expected number.
     """
-    # 1. Count the weights: rows of embedding and positions, block matrices in the arm's format, and the rest in the
-    # carrier.
+    # 1. Count the weights that are read: rows of embedding and positions, block matrices in the arm's format, and
+    # others in the carrier dtype.
     carrier_bytes = CARRIERS[arm.carrier]
     weights = 0.0
     read_share = 1.0

@@ -164,7 +164,7 @@ class RecipePrecision(Precision):
         if self.backend is None:
             return self.own_support(facts)
         support = self.backend.support(self, facts)
-        if support.level is Level.REFUSED:  # another version of the library would not lift this refusal
+        if support.level is Level.REFUSED:  # no version of the library would help, so suggest no installation
             return support
         missing_text = self.backend.missing(facts.version_of(self.backend.package))
         return refused(missing_text) if missing_text else support

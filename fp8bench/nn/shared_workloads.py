@@ -35,8 +35,8 @@ def carrier_bytes(precision: Precision) -> float:
     return 4.0 if (precision.carried_by or precision.name) in ("fp32", "tf32") else 2.0
 
 
-# How many float32 copies of the attention scores a kernel needs that stores them: in a forward pass alone, from forward
-# until backward, and in backward in addition.
+# How many float32 copies of the attention scores a kernel needs if it stores them: in a forward pass without backward,
+# between forward and backward, and additionally during backward.
 SCORE_COPIES_IN_FORWARD = 2.5
 SCORE_COPIES_KEPT_FOR_BACKWARD = 1.0
 SCORE_COPIES_IN_BACKWARD = 2.2

@@ -260,7 +260,7 @@ def gpt_around(blocks: int) -> tuple[Layer, ...]:
     return around(norms)
 
 
-# How many tokens an MLP reads for each prediction, and how many tokens a line of text has for convolutions.
+# The number of tokens from which an MLP predicts a token, and the number of tokens in a line of text for convolutions.
 CONTEXT_TOKENS = 8
 LINE_TOKENS = 16
 

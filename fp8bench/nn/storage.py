@@ -123,7 +123,8 @@ class CachedHeads:
         elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, positions], self.scales[:, :, positions] = self.blocks.encode_rows(x)
-        # Values in the carrier are stored directly. Other formats scale, saturate and cast them.
+        # If the cache has the dtype of the values, store them directly. For other formats, scale, saturate and cast
+        # them.
         elif self.number_format.fmt is None:
             self.codes[:, :, positions] = x
         else:
@@ -170,7 +171,7 @@ class CastWeight:
 
     def multiply(self, x: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.arithmetic
-        # Inputs of a plain arithmetic are usually in its carrier already. Then no cast is timed.
+        # If the inputs already have the dtype of a plain arithmetic, as usual, no cast is timed.
         with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else cast_marker(arithmetic, phase):
             operand = arithmetic.cast(x.to(arithmetic.carrier), Role.INPUT)
         with phase.gemm:

@@ -52,7 +52,7 @@ class DelayedScale:
     Both `scale` and `history` are float32 on the device, and None before the first cast.
     """
 
-    # Whether the scale depends only on this rank's tensors. Only then the cast itself can find the largest magnitude.
+    # Whether the scale depends only on tensors of this rank. If so, the cast can find the largest magnitude by itself.
     is_local: ClassVar[bool] = True
 
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
@@ -151,7 +151,7 @@ class StaticScale:
         # A recomputed block gets the same scale again, so that both casts give the same codes.
         if repeat and self._used_scale is not None:
             return self._used_scale
-        # While data is watched, use the tensor's current scale and record its largest magnitude.
+        # While the scales are calibrated, use the tensor's current scale and record its largest magnitude.
         if self._book.watching:
             amax = largest_magnitude(x) if amax is None else amax
             finite_amax = torch.where(amax.isfinite(), amax, 0.0)
@@ -170,8 +170,8 @@ class StaticScale:
         saturation_bound = self._book.rule.bound
         if saturation_bound is not None:
             self._renew_saturated_scale(x, self._scale.scale, saturation_bound)
-        # With a saturation bound any cast may renew the scale. So store this cast's scale, in case its block is
-        # recomputed.
+        # With a saturation bound, every cast may change the scale. Store this scale, because a recomputed block must
+        # use it again.
         if saturation_bound is not None or self._used_scale is not None:
             self._used_scale = None if saturation_bound is None else self._scale
         return self._scale

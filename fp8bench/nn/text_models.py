@@ -59,8 +59,8 @@ class CausalBlock(ResidualBlock):
 
     def __init__(self, channels: int, choose: ChooseArithmetic) -> None:
         super().__init__(channels, choose, running=True)
-        # Start with a small weight. With 1, a block would at first add as much as the stream holds, and hide the tokens
-        # for many steps.
+        # Start with a small norm weight. With 1, blocks would at first add values as large as the residual stream's,
+        # and hide the tokens for many steps.
         nn.init.constant_(self.norm_second.weight, 0.02)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:

@@ -17,7 +17,7 @@ from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.attention import select_attention_kernel
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
-# Opens a context in which layers use weights that were cast once. The argument is the phase markers.
+# A function that opens a context in which layers use weights that were cast once. Its argument marks phases.
 HoldCastWeights = Callable[[Phases], AbstractContextManager[None]]
 
 

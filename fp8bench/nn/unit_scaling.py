@@ -101,9 +101,9 @@ class UnitProduct:
         outputs, inputs = layer.weight.shape
         root_of_inputs = math.sqrt(inputs)
         total_factor = self.gradient_factor * root_of_inputs * self.loss.factor
-        # A weight that was already cast is not read here, so it needs no factor.
+        # With `operands`, the product uses the weight that was cast earlier, so this weight needs no factor.
         weight_scale = 1.0 if layer.operands is not None else layer.weight_factor
-        # Multiply the weight in the phase of its cast, as if it were cast once for all micro-batches.
+        # Time this multiplication as part of the weight's cast, as if the cast were done once for all micro-batches.
         with cast_marker(layer.arithmetic, phase):
             weight = rescale(layer.weight, weight_scale, 1 / (self.deviation * total_factor))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
@@ -217,7 +217,7 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
     this module has no constants for this kind of model.
     """
     if type(model) is FeedForward:
-        # A feed-forward part alone has inputs and incoming gradients with a deviation of 1.
+        # A feed-forward part alone is assumed to have inputs and output gradients with a standard deviation of 1.
         deviation = GATED_DEVIATION if model.gated else GELU_DEVIATION
         factor = scale_feed_forward(model, 1.0, 1 / deviation, LossGradient(2))
         assert isinstance(model.unit_scaling, UnitFeedForward)
@@ -271,7 +271,7 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
         block.attn.core = UnitCore(block.attn.core, core_deviation)
         block.unit_scaling = UnitResidual(*sums)
 
-    # 3. Scale the last norm, and both ends of the stream.
+    # 3. Scale the last norm, the embedding and the logits.
     model.norm.unit_scaling = UnitWeight(gradient_factor, loss)
     model.norm.epsilon = _NORM_EPSILON / stream_deviation**2
     model.unit_scaling = UnitStream(initial_deviation, gradient_factor, loss, head_gain)

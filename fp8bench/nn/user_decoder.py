@@ -177,7 +177,7 @@ class UserDecoder:
         """Runs one token, so that the cache allocates its tensors. Returns the size of the vocabulary."""
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         try:
-            # A first token shows the size of the vocabulary, and whether the model writes to the cache.
+            # Running one token shows the size of the vocabulary, and whether the model writes to the cache.
             with torch.no_grad():
                 vocabulary = self.forward(tokens, 0, self.phase).shape[2]
         except (torch.OutOfMemoryError, UsageError):
@@ -197,7 +197,7 @@ class UserDecoder:
     def _store_weights(self, arm: ServedArm) -> None:
         for product_weight in self.product_weights:
             module = product_weight.module
-            # A layer outside of all blocks is not stored in a format: it multiplies in the carrier.
+            # A layer outside of all blocks has its weight in the carrier dtype, not in the requested weight format.
             format_name = arm.carrier if self.find_block_number(product_weight) is None else arm.weight_format
             if format_name in DTYPES:
                 vars(module)["forward"] = self._make_product(module.forward)

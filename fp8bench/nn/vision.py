@@ -112,7 +112,7 @@ def compute_outcome(state: TrainingState | InferenceState, settles: bool) -> tup
     """Returns the loss and the gradients of one training batch, or the logits of one inference batch. With `settles`
     the batch runs twice, because the first pass only makes the scales of the second one.
     """
-    state.loader.load_ahead(1)  # with `settles` both passes read the same batch
+    state.loader.load_ahead(1)  # if the batch runs twice, both passes must read the same one
     if settles:
         _run_pass(state)
     return _run_pass(state)

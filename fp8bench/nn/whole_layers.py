@@ -95,7 +95,7 @@ class LibraryArithmetic(Arithmetic):
     def _register_layer(self, layer: LibraryLayer) -> Callable[[Tensor], Tensor]:
         self._layers[self._name] = layer
 
-        # Return a function instead of a module, because a module inside a module would list its weight twice.
+        # Return a function: torch would register a module as a submodule, and list its weight twice.
         def multiply(x: Tensor) -> Tensor:
             passed_layers = self._passed_layers[0]
             if layer.multiply_in_step is None or passed_layers is None:

@@ -153,8 +153,7 @@ def compute_fp8_mean(
         rows = yield AllToAll(encode_e4m3(scaled_values).reshape(size, -1))
         reduced_vector = ReducedVector(_sum_in_rank_order([decode_e4m3(row) for row in rows]) / (scale * size), rows)
         if whole_vector:
-            # Count saturation in the codes that were sent, because they share one scale. The codes of the mean have
-            # separate scales.
+            # Count saturation in the summed codes, which share one scale. Codes of the mean have one scale per rank.
             whole_mean = yield from gather_parts(reduced_vector.values)
             reduced_vector = ReducedVector(whole_mean.values, rows)
     else:
@@ -396,7 +395,7 @@ class PlainCollective:
     def count_sent_bytes(self, payload: Tensor, size: int) -> float:
         total_bytes = payload.numel() * payload.element_size() * (size if self.collective == ALL_GATHER else 1)
         if self.collective == BROADCAST:
-            # size - 1 ranks have to receive the bytes, so this is what a rank sends on average.
+            # Return the average per rank: size - 1 ranks receive the bytes of a broadcast.
             return total_bytes * ((size - 1) / size)
         return total_bytes * bus_factor(self.collective, size)
 

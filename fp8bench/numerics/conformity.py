@@ -46,8 +46,8 @@ _SCALED_PARTS = (
     ("rows and columns", True, True),
 )
 _BLOCK_SIZES = (128, 32, 16)
-# The number of results that each fitted factor needs, and the number of iterations in which the factors of rows and
-# columns are fitted in turn.
+# The fewest results to fit a scale factor, and the number of iterations that fit the factors of rows and columns in
+# turn.
 _RESULTS_PER_FACTOR = 8
 _FIT_ITERATIONS = 30
 # Each run of _RUN_LENGTH consecutive values may have its own scale. At most _MAX_EXAMINED_RUNS runs are examined.
@@ -236,7 +236,7 @@ def estimate_sum_bits(result: Tensor, sums: ConformitySums) -> int:
     short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     loss = sums.mean_magnitude_loss(result)
     short_sums_loss = sums.mean_magnitude_loss(short_sums)
-    # The loss is infinite or NaN if an element of the result is not 0 although all its products are 0.
+    # The loss is infinite or NaN if all products of a sum are 0 but the result is not.
     if not (0 < loss < math.inf and short_sums_loss > 0):
         return FLOAT32_BITS
     ratio = loss / short_sums_loss
@@ -381,7 +381,7 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
         return Difference.OVERFLOW, f"a value above the format's largest becomes {example}"
     if not bool(result.any()):
         return Difference.UNEXPLAINED, "all values are 0"
-    # 2. Check for the same values in a different order, or multiplied by a scale.
+    # 2. Check whether the values are correct, but in a different order or multiplied by a scale.
     float64_tensors = [tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (result, correct, source)]
     values, expected_values, source_values = float64_tensors
     layouts = list(find_permutations(values, expected_values))
@@ -396,8 +396,9 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
     bits = estimate_mantissa_bits(result)
     if bits < min(fmt.mantissa_bits, estimate_mantissa_bits(correct)):
         return Difference.UNEXPLAINED, f"values have {bits} mantissa bits, where {fmt.name} has {fmt.mantissa_bits}"
-    # 3. Check for a wrong neighbour on the grid. The source value must then be between the result and the correct
-    # value. If the result is nearer to the source than the correct value is, it is not on the grid.
+    # 3. Check whether values were rounded to the wrong neighbour on the grid. Then the source value is between the
+    # result and the correct value, which differ by one grid step. Except for subnormals, that step is at least half of
+    # `steps`.
     steps = largest_grid_steps(torch.maximum(values.abs(), expected_values.abs()), fmt, float(largest_value))
     distance = (values - expected_values).abs() / steps
     min_distance = torch.where(steps > steps.min(), 0.5 - _VALUE_TOLERANCE, 0.0)
@@ -451,11 +452,11 @@ def largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Ten
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * largest_value / fmt.largest)
 
 
-# Maps the name of each precision to both operands, rounded to this precision.
+# Maps the name of each precision to the two operands of a product, rounded to this precision.
 OperandsByPrecision = Mapping[str, tuple[Tensor, Tensor]]
-# A product counts as computed in a precision other than the promised one if its mean square error in that precision is
-# smaller by more than the factor _NEARER_RATIO. Sums in few bits and a library's rounding change the error by less. A
-# bfloat16 result from bfloat16 copies of FP8 values has three times the error of its rounding.
+# A product seems computed in a different precision than promised if its mean square error is smaller there by more than
+# this factor. Sums in few bits and a library's rounding change the error by less. A bfloat16 product of operands
+# rounded to bfloat16 has three times the error of rounding its result.
 _NEARER_RATIO = 2.0
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fp8bench.formats.grids import Format
 
 # For each operator, its arguments that are multiplied with each other. Operators of attention are found by their
-# prefix. While gradients are on, some operators (linear, matmul) are decomposed before a watch sees them.
+# prefix. While gradients are on, torch decomposes some operators (linear, matmul) before `__torch_dispatch__`.
 _FIRST_TWO_ARGUMENTS = slice(0, 2)
 _SECOND_AND_THIRD_ARGUMENTS = slice(1, 3)
 _ATTENTION_PREFIX = "_scaled_dot_product_"
@@ -127,15 +127,16 @@ def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
             )
 
 
-# How many lines of an operand are examined, how long they may be, and how long the runs are that may share a scale.
+# The maximum number of vectors that are examined along a dimension, their maximum length, and the lengths of runs that
+# may share a scale.
 _MAX_EXAMINED_LINES = 8
 _MAX_LINE_LENGTH = 1024
 _RUN_LENGTHS = (_MAX_LINE_LENGTH, 128, 32, 16)
-# The fewest values per distinct magnitude that show a coarser grid than bfloat16's. Among 128 values, bfloat16 has 1.2
-# values per distinct magnitude.
+# If each distinct magnitude occurs at least this often on average, the grid is coarser than bfloat16's. In 128 bfloat16
+# values, a distinct magnitude occurs 1.2 times on average.
 _MIN_VALUES_PER_MAGNITUDE = 1.5
 _MAX_SCALED_FORMAT_BITS = 8
-# The float32 error of a scaled value, as a share of the distance between neighbours on its grid.
+# The tolerance for float32 errors of a scaled value, relative to the value or to the grid spacing, whichever is larger.
 _GRID_TOLERANCE = 1e-5
 
 
@@ -162,7 +163,7 @@ def _is_on_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
         with_dimension_last = tensor.movedim(dimension, -1)
         line_count = with_dimension_last.numel() // with_dimension_last.shape[-1]
-        # Examine a few evenly spaced lines along the dimension.
+        # Examine a few evenly spaced vectors along the dimension.
         examined_lines = (
             with_dimension_last[..., :_MAX_LINE_LENGTH]
             .reshape(line_count, -1)[:: max(1, line_count // _MAX_EXAMINED_LINES)][:_MAX_EXAMINED_LINES]

@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8bench.formats.recipes import HOPPER_SUM_BITS, Accumulator
 from fp8bench.numerics.norms import relative_frobenius
 
-# The most FLOPs that exact rows cost by default, about half a second of one CPU core in fp64.
+# By default, rows of a product are computed exactly for at most this many FLOPs, about half a second of one CPU core.
 FLOPS_CAP = 4e9
 _CHUNK_COLUMNS = 1024
 
@@ -144,7 +144,7 @@ def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
         for instruction_start in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
             instruction_slice = slice(instruction_start, min(instruction_start + INSTRUCTION_LENGTH, start + length))
             short_sum.addmm_(wide_a[:, instruction_slice], wide_b[:, instruction_slice].t())
-            # Truncate after every instruction. Infinities and NaN are unchanged.
+            # Truncate the sum after every instruction. This does not change infinities and NaN.
             short_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_BITS - bits)))
         promoted_sum += short_sum
     return promoted_sum

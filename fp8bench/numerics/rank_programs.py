@@ -140,7 +140,7 @@ def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
             return [payload_of_ranks[rank - 1] for rank in ranks]
         case BroadcastFromFirst():
             return [payload_of_ranks[0] for _ in ranks]
-    # The only exchange without a case above is MaximumOverRanks.
+    # The only remaining exchange is MaximumOverRanks.
     return [torch.stack(payload_of_ranks).amax(0) for _ in ranks]
 
 

@@ -49,7 +49,7 @@ class Factors:
 
     def update_block_peaks(self, peaks: Tensor, magnitudes: Tensor, tile: Tile) -> None:
         """Updates `peaks`, the largest magnitude of each block, with the `magnitudes` of a tile."""
-        # 1. Reduce each row of the tile to one number for each block across.
+        # 1. For each row of the tile, find the largest magnitude in each block that the row crosses.
         row_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
         first_block = tile[1].start // self.columns if self.columns else 0
         peaks_across = peaks[:, first_block : first_block + row_peaks.shape[1]]
@@ -72,7 +72,7 @@ def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tens
     """
     if scaling is None:
         return Factors(torch.ones(1, 1, device=x.device))
-    # `steps` has the factor by which the elements of each block are decoded.
+    # `steps` has for each block the factor that decodes its elements.
     factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
     blocks_down = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
     return Factors(factors.reshape(blocks_down, -1), scaling.rows, scaling.columns)
@@ -88,7 +88,7 @@ def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
     return padded_matrix.reshape(x.shape[0], padded_matrix.shape[1] // size, size)
 
 
-# The block size for spreads. It is MX's block size for all scalings, so that spreads are comparable.
+# The block size for reporting how SQNR varies. It is MX's block size for all scalings, so that reports are comparable.
 SPREAD_BLOCK = 32
 # The factor by which a magnitude may exceed the format's largest value without counting as saturated. It allows for
 # the error of a float32 scale and its inverse.
@@ -240,7 +240,7 @@ class _ValueSums:
         self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
         self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._smallest = torch.full((), math.inf, dtype=torch.float64, device=device)
-        # The numbers of values that are not zero in x, that are finite only in x, and that became zero in y.
+        # The numbers of values that are nonzero in x, finite in x but not in y, and nonzero in x but zero in y.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     def add(

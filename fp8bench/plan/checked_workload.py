@@ -79,7 +79,7 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
     parameters. A quiet axis is left out of the parameters if it has its default, so that a new quiet axis does not
     change the ids of existing cases.
     """
-    # Without parameters, a quiet axis has its default.
+    # axis.of({}) returns the default of a quiet axis.
     quiet_values = {axis.name: axis.of({}) for axis in axes if axis.quiet}
     # Put chosen values first, because the order is part of a case's id. They also override the defaults.
     values = {**chosen_values, **quiet_values, **chosen_values}
@@ -211,7 +211,8 @@ def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, 
     """Returns why no device can run this precision in this workload. Returns '' if some device might."""
     backend = precision.backend
     suites = map(workloads.get, workloads.names())
-    # Without linear layers, a step must call casts and products separately, and the backend must allow this.
+    # Without linear layers, the step must call casts and products separately. This needs support of workload and
+    # backend.
     if backend is not None and precision.whole_layers and not workload.linear_layers:
         if not workload.single_products:
             usable_suites = ", ".join(suite.name for suite in suites if suite.linear_layers)

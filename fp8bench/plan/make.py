@@ -175,7 +175,7 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
         try:
             value = axis.parse(str(batch))
             (params,) = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
-        except (ValueError, UsageError):  # the axis refuses the batch, or several cases have it
+        except (ValueError, UsageError):  # the axis refuses the batch size, or several cases result from it
             return None
         case_with_batch = _plan_case(workload, params, facts, case.precision, case.precision_map)
     return replace(case_with_batch, case=replace(case_with_batch.case, static=case.static))
@@ -357,7 +357,7 @@ def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
     values = dict(params)
     precision = precisions.get(name)
-    # 1. Find the support of the case: that of the layer with the lowest level of support.
+    # 1. A case has the lowest support level of all its layers.
     supports = [
         checked_support(workload, values, precision, facts),
         *iterate_layer_supports(workload, values, facts, layers, name),

@@ -54,7 +54,7 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str)
             examples = ", ".join(names[:_MAX_EXAMPLES])
             choices_text = f"{kinds}; layers by name ({examples}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {owner}", key, keys, choices_text if layers else "")
-        # Elementwise operations have no product, and some precisions cannot be used for them.
+        # Some precisions need a product or earlier casts, which elementwise operations do not have.
         has_elementwise = any(not layer.product and find_map_key(layer, [key]) for layer in layers)
         if has_elementwise and (reason := explain_missing_product(precisions.get(precision), key)):
             raise UsageError(f"--precision-map {key}={precision}: {reason}.")
@@ -118,7 +118,7 @@ def iterate_layer_supports(
 def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
     """Returns the modes in which the layers of a case compute, each mode once."""
     mode_by_key = dict(case.precision_map)
-    # Layers with `high` compute in the precision of the values between products, unless the map names them.
+    # By default, layers with the flag `high` compute in the precision of the values between products.
     high_precision = precisions.get(case.precision).carried_by or case.precision
     modes: dict[str, None] = {}
     for layer in checked_products(workload, dict(case.params)):

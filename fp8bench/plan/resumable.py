@@ -11,7 +11,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, PlannedCase, Run, Scalar
 from fp8bench.model.run import SWITCHES_SET
 
-# A run can only be resumed if these facts of the environment are unchanged. The values name the facts in messages.
+# The properties of the environment that must be unchanged in a resumed run, with their names in messages.
 _REQUIRED_FACTS = {
     "machine": "machine",
     "fp8bench": "fp8bench",

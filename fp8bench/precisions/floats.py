@@ -78,8 +78,8 @@ class Tf32(PlainPrecision):
     rank = 10
     dtype = "float32"
     carried_by = "fp32"
-    # torch's switch applies to the whole process, so on a GPU fp32 layers use TF32 too. On a CPU it does not change
-    # products of values that TF32 can represent.
+    # torch's TF32 switch applies to the whole process, so on a GPU fp32 layers use TF32 too. On a CPU it does not
+    # change products of values that TF32 can represent.
     float32_products = "high"
 
     def support(self, facts: DeviceFacts) -> Support:
@@ -118,7 +118,7 @@ class Untouched(PlainPrecision):
     name = "untouched"
     summary = "An unchanged model, in its own dtypes."
     rank = -1
-    dtype = "float32"  # every case has an arithmetic, which an unchanged model does not use
+    dtype = "float32"  # needed to make an Arithmetic, which an unchanged model ignores
     listed = False
 
     def support(self, facts: DeviceFacts) -> Support:

@@ -124,8 +124,8 @@ class Fp8Delayed(RecipePrecision):
     def make_recipe(self) -> Recipe:
         history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
-        # A delayed scale is known before its tensor is read, and applies to the whole tensor. So the options choose the
-        # formats and the history, but no other scaling.
+        # A delayed scale is known before its tensor is read, so there is one for the whole tensor. Therefore no option
+        # selects a different scaling.
         return self.build_recipe((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 

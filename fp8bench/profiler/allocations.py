@@ -57,8 +57,8 @@ class LiveAddresses:
     addresses: frozenset[int]
 
 
-# A DeviceNote describes what the memory of a device with the emulated formats would be: between the notes Laid and
-# Lifted, the device would hold the memory of a tensor. Emulating and EmulationEnd surround an emulation.
+# A DeviceNote describes the memory of hardware with the emulated formats, which would hold a tensor between the notes
+# Laid and Lifted. Emulating and EmulationEnd surround an emulation.
 Note = PhaseStart | RoleNote | LiveAddresses | DeviceNote
 Event = MemoryChange | Note
 
@@ -91,7 +91,8 @@ class _PeakMemoryFinder:
 
     def __init__(self) -> None:
         self.blocks: list[_Allocation] = []
-        # The events at which backward passes start: memory changes in a node after changes outside of nodes.
+        # The indices of events that start a backward pass: the first memory change in an autograd node after changes
+        # outside of nodes.
         self.backward_starts: list[int] = []
         self.peak: int | None = None
         self.peak_event = 0
@@ -192,7 +193,7 @@ class _DevicePeakMemoryFinder:
         self._has_begun = False
 
     def read(self, event: Event) -> None:
-        # Events come in the order of execution, so this object follows the memory of the device event by event.
+        # Events come in the order of execution, so apply each to the current memory of the device.
         match event:
             case MemoryChange():
                 self._apply_change(event)
@@ -208,8 +209,8 @@ class _DevicePeakMemoryFinder:
                 self.has_notes = True
             case EmulationEnd():
                 self._end_emulation(event.replaced)
-            # The device would hold a tensor from here on, in new memory or in a block that is already held. The key
-            # connects this note with the note Lifted.
+            # From here on the hardware would hold a tensor, in new memory or in an existing block, until the Lifted
+            # note with the same key.
             case Laid() if not event.address:
                 self._layouts[event.key] = _DeviceBlock(event.size)
                 self._current_bytes += event.size

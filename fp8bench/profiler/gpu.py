@@ -154,7 +154,7 @@ class AllocatorMeter(StreamMeter):
         self._phase = ""
         self._phases = {}
         if blocks:
-            # Autograd's thread still runs backward passes, until the first phase begins.
+            # Before the first phase, backward passes still run in autograd's thread.
             self._stream.start(alone=False)
 
     def enter(self, phase: str) -> None:
@@ -164,7 +164,7 @@ class AllocatorMeter(StreamMeter):
             # Autograd's thread may release memory late and without events. After one more backward pass, it has
             # released everything.
             self._backward.run()
-            # The thread still holds its separate cuBLAS workspace, which is in this list and counts as memory.
+            # The list of live addresses includes the cuBLAS workspace of autograd's thread, which counts as memory.
             self._stream.note(LiveAddresses(self._list_live_addresses()))
             self._stream.keep_backward_in_thread()
         self._close_phase()
@@ -179,7 +179,7 @@ class AllocatorMeter(StreamMeter):
                 self._backend.synchronize(self._index)
                 self._close_phase()
                 self._stream.note(_STEP_END_NOTE)
-                self._end_workspaces()  # what is released after the end note are workspaces
+                self._end_workspaces()  # releases after _STEP_END_NOTE are those of cuBLAS workspaces
         finally:
             self._phase = ""
             events = self._stream.stop()
@@ -246,7 +246,7 @@ def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
     previous_memory_fraction = backend.get_per_process_memory_fraction(index)
     max_reserved_bytes = backend.memory_reserved(index) + limit
     total_memory = backend.get_device_properties(index).total_memory
-    # If a limit was set before, never raise it.
+    # Keep an earlier limit if it is lower.
     backend.set_per_process_memory_fraction(min(previous_memory_fraction, max_reserved_bytes / total_memory), index)
     try:
         yield

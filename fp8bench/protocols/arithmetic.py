@@ -45,7 +45,7 @@ class ScaleBook:
 
     def begin_step(self) -> None:
         self._steps += 1
-        # A book with known magnitudes watches in one of `refresh` steps, a book without them in every step.
+        # If the magnitudes are known, calibrate again only in every `refresh`-th step.
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
 
@@ -243,8 +243,8 @@ class Arithmetic(ABC):
         return (operand.data.to(torch.float32) * operand.scale).to(dtype)
 
 
-# A function that is called after each cast. It gets the operand, the source of the operand (None if it was not kept),
-# the role, and, if the operand was transposed, the operand before that.
+# A function that is called after each cast with the operand, its source (None if it was not kept), its role and, for a
+# transposed operand, the operand before the transposition.
 Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
 
 

@@ -156,11 +156,11 @@ CACHE = Axis.choice(
     ROTATING,
     quiet=True,
 )
-# To flush the last-level cache, this many times its size is written. With cache=rotating, the states together have at
-# least this many times its size. Its size alone is not enough, because caches need not replace their oldest lines
-# first.
+# The number of bytes that flush the last-level cache, as a multiple of its size. With cache=rotating, all states
+# together are at least this large. A multiple of 1 would not suffice, because caches need not replace their oldest
+# lines first.
 CACHE_FLUSH_FACTOR = 2
 # The axes that every workload has. The worker applies their values, and workloads never see them.
 COMMON_AXES = (CACHE,)
-# The values of quiet axes in cases whose parameters leave these axes out.
+# The default values of axes that may be missing in the parameters of a case.
 QUIET_DEFAULTS: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}

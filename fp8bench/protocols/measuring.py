@@ -209,7 +209,7 @@ class Markers:
             setattr(self, name, make(str(name)))
 
 
-Phases = Markers  # workloads use this name
+Phases = Markers  # the name under which workloads import this class
 
 
 @dataclass(slots=True, eq=False)

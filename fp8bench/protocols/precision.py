@@ -52,11 +52,9 @@ class Precision(ABC):
     # The setting of torch's float32 matmul precision while this precision runs. The whole process has one setting, so a
     # case cannot mix two.
     float32_products: ClassVar[str] = "highest"
-    # In a native product, the contraction must be a multiple of the first number, and the number of columns a multiple
-    # of the second.
+    # Native products require K as a multiple of the first number, and N as a multiple of the second.
     multiples: ClassVar[tuple[int, int]] = (1, 1)
-    # In a graph that torch compiles, the contraction and the number of columns of each product must be multiples of
-    # this number.
+    # In a graph compiled by torch, K and N of each product must be multiples of this number.
     compiled_multiple: ClassVar[int] = 1
     options: ClassVar[tuple[Option, ...]] = ()
     takes_backend: ClassVar[bool] = False
@@ -122,7 +120,7 @@ class Precision(ABC):
         """Returns an arithmetic that stores codes in memory as hardware with these formats would. It is used only to
         count memory. Returns the reason if it is unknown how hardware would store the codes.
         """
-        # A native arithmetic already stores codes as the device does.
+        # A native precision already stores codes as the device does.
         if self.support(facts).is_native:
             return self.arithmetic(facts)
         return f"{self.mode} is emulated, which does not show how hardware would store it"
@@ -132,7 +130,7 @@ class Precision(ABC):
         """A context in which the switches of the process are set for this precision. By default, float32 products are
         plain IEEE products.
         """
-        # Set the switch in every case, because an earlier case may have left another setting.
+        # Set the float32 matmul precision for every case, because an earlier case may have changed it.
         with float32_products(self.float32_products):
             yield
 
@@ -202,8 +200,8 @@ def float32_products(setting: str) -> Iterator[None]:
     import torch
 
     matmul_setting, cudnn_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    # Remember torch's newer switches, which setting the older switch overwrites: they may have a value that the older
-    # switch cannot express.
+    # Save torch's newer switches, because setting the older one overwrites them. They may have values that it cannot
+    # express.
     backends: Any = torch.backends
     newer_switches = [(switch, switch.fp32_precision) for switch in (backends.cuda.matmul, backends.mkldnn.matmul)]
     torch.set_float32_matmul_precision(setting)

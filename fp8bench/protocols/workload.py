@@ -33,7 +33,7 @@ class Layer(NamedTuple):
     group: str = ""
 
 
-# A precision map can name these kinds of layers by a second key.
+# Aliases for kinds of layers in a precision map.
 _SECOND_KEY_OF_KIND = {"head": "output"}
 
 
@@ -86,7 +86,7 @@ def explain_missing_product(precision: Precision, key: str) -> str:
     return ""
 
 
-# A function that calls its argument, unless an earlier case has called it, and returns the result.
+# Calls the function that it gets and returns the result, or returns the result of an earlier case's call.
 Shared = Callable[[Callable[[], Any]], Any]
 
 
@@ -123,7 +123,7 @@ class Setup:
         unmapped_arithmetic = self.high if layer.high else self.arithmetic
         selected_arithmetic = unmapped_arithmetic if key is None else self.layers[key]
         arithmetic = selected_arithmetic.layer(layer.name)
-        # Static scales are stored by the name of their layer.
+        # The name selects the static scales of the layer.
         return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:

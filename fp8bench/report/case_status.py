@@ -135,7 +135,7 @@ def describe_intervals(results: Iterable[Result]) -> str:
         speed = speed_up(result)
         if speed is None:
             continue
-        # An interval that earlier runs have widened covers the spread between runs as well.
+        # If earlier runs have widened the interval, it also covers the spread between runs.
         if speed.level and result.record.reruns is not None:
             reruns.append(result.record.reruns)
         elif speed.level:

@@ -145,7 +145,7 @@ def figure_tables(panel: Panel) -> Tables:
     case of the panel has one of its metrics.
     """
     names = dict.fromkeys(spec.table for spec in METRICS.values())
-    # Each table that is built here has the metrics of a single feature.
+    # Each table that is made here has the metrics of a single feature.
     for name in names:
         if name in ("", *TABLES_WITH_OWN_COLUMNS):
             continue

@@ -91,8 +91,8 @@ def describe_direction(comparison: Comparison) -> str:
 
 def split_case_id(case_id: str) -> tuple[str, str]:
     """Splits 'gemm[m=512]@cpu/bf16' into 'gemm[m=512]@cpu', which all modes share, and the mode 'bf16'."""
-    # In a case's id, the mode follows the device. A parameter may be a path with slashes, so search behind the
-    # parameters. Without parameters in the id, the mode follows the last slash.
+    # A case's id has the mode after the device. Search for its slash after the parameters, because they may contain
+    # paths. Without parameters, the mode follows the last slash.
     device_index = case_id.rfind("]@")
     mode_separator_index = case_id.find("/", device_index) if device_index >= 0 else case_id.rfind("/")
     return case_id[: max(mode_separator_index, 0)], case_id[mode_separator_index + 1 :]
@@ -192,7 +192,7 @@ def describe_side(side: Side) -> str:
     return f"{side.name}: {' and '.join(dict.fromkeys(commits))}, {many(len(ids), 'run')} ({ids_text}){unfinished_text}"
 
 
-# The key of the environment's fact that has the digest of the user's code (modules of --import, and callables).
+# The name of the environment property with the digest of the user's code (modules of --import, and callables).
 CODE_FACT = "imports_sha256"
 
 
@@ -216,7 +216,7 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
     """Yields a table with a row for each compared figure. A label that all time figures have is printed once, above the
     table.
     """
-    # A label that all times share describes the machine, not a single case.
+    # A label that all times have describes the machine, not a single case.
     labels = [times.labels for times in comparisons if times.metric in TIME_METRICS and times.ratio is not None]
     shared_labels = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []
     if shared_labels:

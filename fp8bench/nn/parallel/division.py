@@ -115,7 +115,7 @@ def to_local_tensor(tensor: Tensor) -> Tensor:
 
 def make_silent_group() -> ProcessGroup:
     """Returns a group of all ranks that sends nothing, to time a step without communication."""
-    # The import registers this backend, whose exchanges return their input.
+    # This import registers the backend `fake`, which sends nothing.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
     return dist.new_group(list(range(dist.get_world_size())), backend="fake")

@@ -325,7 +325,7 @@ class OwnedTensors:
             )
         self._group.phase = phase
         with phase.cast:
-            sent_gradients = [gradient.to(self.sent_dtype) for gradient in gradients]  # no copy if they are float32
+            sent_gradients = [gradient.to(self.sent_dtype) for gradient in gradients]  # no copy if the dtypes are equal
         self._group.reduce_to_owners(sent_gradients, self.owners)
         means = [tensor.to(torch.float32) for tensor in self.select_own_items(sent_gradients)]
         torch._foreach_div_(means, self._group.size)

@@ -124,7 +124,7 @@ class Limits(NamedTuple):
         )
         sentences = []
         for description, value, limit in figures:
-            if not value <= limit:  # a NaN exceeds the limit too
+            if not value <= limit:  # unlike `value > limit`, this is True for NaN
                 sentences.append(f"{description} is {value:.3g}, but rounding explains at most {limit:g}")
         return "; ".join(sentences)
 
@@ -211,7 +211,7 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
     exchanges, because wrong ones may change results less than rounding does. Raises RanksDisagree if a scale or an
     exchange is wrong.
     """
-    # 1. Train with several ranks and with one, and watch exchanges and scales.
+    # 1. Train on several ranks and on one rank, and record scales and exchanges.
     witnesses = parallel.model.witnesses()
     initial_weights = {name: weight.clone() for name, weight in single.model.gather_weights().items()}
     phase = SilentPhases()
@@ -220,12 +220,13 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
         loss = parallel.model.average_loss(parallel.train_step(phase))
         loss_differences.append((loss.double() - single.train_step(phase).double()).abs().max())
 
-    # 2. Ask every witness on all ranks for a fault. Continue after a fault, because the ranks exchange their answers.
+    # 2. Check the recorded scales and exchanges. Continue after a fault, because every rank must take part in all
+    # checks.
     faults = [witness.find_fault() for witness in witnesses]
     for fault in filter(None, faults):
         raise RanksDisagree(fault)
 
-    # 3. Compare the weights, and their changes by these steps.
+    # 3. Compare the final weights, and how much each has changed since the start.
     weights = parallel.model.gather_weights()
     reference_weights = single.model.gather_weights()
     distances = []

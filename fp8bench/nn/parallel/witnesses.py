@@ -23,7 +23,7 @@ from fp8bench.nn.parallel.exchanges import find_first_fault, gather_answers
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Role
 
-# A function that returns the roles in which ranks share a layer's scales. Its argument is the layer's name.
+# Maps a layer's name to the roles of the operands whose scales several ranks share.
 SharedRoles = Callable[[str], Collection[Role]]
 
 
@@ -97,7 +97,7 @@ class ScaleWitness:
 
     def _find_own_fault(self, magnitudes_by_rank: list[dict[str, list[float]]]) -> str:
         for (path, role), source in self._sources.items():
-            # 1. For a shared scale, take the largest magnitude on any rank, cast by cast.
+            # 1. If ranks share the scale, take for each cast the largest magnitude of these ranks.
             magnitudes = source.magnitudes
             if source.is_shared:
                 magnitudes_of_ranks = [

@@ -119,7 +119,7 @@ def _break_even_fields(row: BreakEvenRow) -> TidyRow:
     }
 
 
-@lru_cache(maxsize=4096)  # most of these texts occur in every row of a case
+@lru_cache(maxsize=4096)  # most texts are repeated in every row of a case
 def _clean_line(text: str) -> str:
     return printable(text).strip()
 
