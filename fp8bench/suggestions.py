@@ -7,8 +7,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-# For each kind of name: fp8bench's names, and for each of them the names that other tools and papers use. If a name of
-# an option ends in "=", the value that the user gave to the other tool's option is appended.
+# For each kind of name: our names, each with the names of the same thing in other tools and papers. If our name ends in
+# "=", the value that the user gave to the other tool's option is appended.
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "command": {
         "suite": "benchmark measure run test",

@@ -26,7 +26,7 @@ from fp8bench.model import (
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET_DEFAULTS
 
-# If a note applies to more settings than this, the settings are counted instead of named.
+# A note names the settings that it applies to. If there are more than this, it only counts them.
 _MAX_NAMED_SETTINGS = 3
 K = TypeVar("K")
 V = TypeVar("V")
@@ -252,8 +252,8 @@ class Figures(dict[str, Metric]):
 
     def __init__(self, case: NamedCase) -> None:
         super().__init__()
-        # Do not show a rate if its work was only declared and never checked, or if the check contradicts the
-        # declaration.
+        # Do not show a rate of work per second if the amount of work was declared but not checked, or contradicts the
+        # check.
         is_unchecked = case.record.tape is None and case.record.ceiling is None and Label.FEW_SAMPLES in case.labels
         self._sound = not is_unchecked and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {
             *case.labels
@@ -276,7 +276,7 @@ class Figures(dict[str, Metric]):
 
 
 def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
-    # 1. Group results by setting. If the reference of a group was not measured, take the planned reference.
+    # 1. Group results by setting. If the reference of a group was not measured, take the reference from the plan.
     planned_references = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
     records_by_setting = together((record.case.setting, record) for record in run.records)
     groups = []

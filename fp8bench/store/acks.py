@@ -42,7 +42,7 @@ def load_acks(store: Path) -> Acks:
     try:
         lines, troubles = _open_acks_log(store).lines()
     except StoreError as error:
-        # The error's text is '<path> cannot be read (...).', and a report names the file before this sentence.
+        # The error's text begins with the file's path, which reports already print before this sentence.
         reason = str(error).removeprefix(str(acks_path(store))).rstrip(".")
         return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
     undone_ids = {line.id for line in lines if isinstance(line, Undo)}

@@ -23,7 +23,7 @@ from fp8bench.store.kept_lines import Log
 # Increase this version when a rate is measured differently under the same name.
 _CEILINGS_VERSION = 2
 MAX_CEILINGS_AGE_DAYS = 7
-# Facts of the environment and of a device. Ceilings measured with other values of these facts are stored separately.
+# Ceilings (measured peak rates) are stored separately for each combination of these facts of environment and device.
 _DISTINGUISHING_FACTS = (
     "machine",
     "torch",
@@ -73,7 +73,7 @@ def _store_ceilings(store: Path, environment: Environment, device: DeviceFacts, 
     stamped_ceilings = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=settings)
     with contextlib.suppress(StoreError):
         _open_ceilings_log(store).append([stamped_ceilings])
-    with contextlib.suppress(OSError):  # the run can use the ceilings even if they cannot be stored
+    with contextlib.suppress(OSError):  # ceilings that cannot be stored are still valid for this run
         log = _open_ceilings_log(store, ceilings_file_name(environment, device))
         write_whole(log.path, f"{format_checksummed_line(log.encode_value(stamped_ceilings))}\n")
     return stamped_ceilings

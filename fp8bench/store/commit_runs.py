@@ -262,7 +262,7 @@ def find_runs(words: str, store: Path) -> ChosenRuns:
 def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
     if not word:
         raise RunNotFound("an empty word names no run. Give an id, a file, a commit, a store, or 'last'.")
-    # 1. Try the word as a store's folder, a file, or the id of a run.
+    # 1. Try the word as a store's folder, a run file, or a run's id.
     try:
         if Path(word).is_dir():
             return _find_newest_runs(Path(word))

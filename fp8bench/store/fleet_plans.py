@@ -35,8 +35,7 @@ from fp8bench.store.runs.run_file import find_incomplete_groups, load_header, lo
 
 _PLAN_SCHEMA = 1
 _PLAN_ID_PATTERN = re.compile(r"[A-Za-z0-9]+")
-# The states of cells that still have to be measured. Damaged cells have to be, because a new measurement repairs
-# them.
+# Cells in these states still have to be measured. Damaged cells do, because a new measurement repairs them.
 _UNFINISHED_CELL_STATES = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
 # Matches the name of a run's cell, even in a header that is not valid JSON.
 _CELL_NAME_PATTERN = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
@@ -217,7 +216,7 @@ def _compute_cell_state(
     if complete_run is not None:
         failed_modes = [record.case.mode for record in complete_run.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed_modes)}" if failed_modes else "")
-    # 2. Without a complete run, find the cell's state from its lock, its damaged files and its last attempt.
+    # 2. Without a complete run, the cell's status follows from its lock, its damaged files and its last attempt.
     with contextlib.suppress(OSError):
         if is_locked(folder / LOCK_FILE):
             return replace(state, status=CellStatus.RUNNING)

@@ -31,7 +31,7 @@ _DECODING_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 # The numbers of characters that are shown of an error and of a broken line.
 _MAX_ERROR_CHARACTERS, _LINE_START_CHARACTERS = 120, 20
 _SCHEMA_PATTERN = re.compile(r'{"schema": ?(\d+)\b')
-# The files of a store that have checksums, without runs and acknowledgements, which have separate checks.
+# Files with checksums, except for runs and acknowledgements, which are verified separately.
 SEALED_FILE_PATTERNS = (
     "advice.jsonl",
     "ceilings/*.json",
@@ -199,7 +199,7 @@ def parse_file_lines(content: bytes) -> FileLines:
                     number, line[:_LINE_START_CHARACTERS].decode(errors="replace"), str(error)[:_MAX_ERROR_CHARACTERS]
                 )
             )
-    # 2. Find out whether lines are missing, by the numbers that lines contain and by the digests of runs that ended.
+    # 2. Detect missing lines by the number in each line, and by the digest in the end line of a finished run.
     sorted_lines, troubles = _sort_lines(sealed_lines)
     troubles += _describe_missing_lines(sorted_lines, broken_lines)
     is_incomplete = bool(sorted_lines) and sorted_lines[-1].written_number > len(sorted_lines)

@@ -129,7 +129,7 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
         if is_beginning(content, read_file(target)):
             return CopyOutcome.SAME
         if content.startswith(read_file(target)):
-            with open_file(target, "ab") as file:  # if this is killed, the next merge appends the rest
+            with open_file(target, "ab") as file:  # if the process is killed here, the next merge appends the rest
                 lock_run(file, target)
                 stored_content = read_file(target)
                 if content.startswith(stored_content):

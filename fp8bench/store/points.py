@@ -56,8 +56,8 @@ _FACTS_IRRELEVANT_TO_COUNTS = frozenset(
         *DEVICE_SETTINGS,
     }
 )
-# The variable that switches the compiling of quantisers (software casts). It is not a condition of all cases, because
-# the records of cases with quantisers show how these ran.
+# Measuring conditions exclude the variable that turns compiled quantisers (software casts) on or off, because records
+# of cases with quantisers show how these ran.
 _QUANTISERS_FACT = f"env_{QUANTISERS_VARIABLE}"
 
 

@@ -25,19 +25,18 @@ from fp8bench.model import Level, Record, Reruns, Run, Timing
 from fp8bench.model.run import BENCH
 from fp8bench.store.ceilings import ceilings_file_name
 
-# A spread is computed from at least this many comparisons of runs.
+# At least this many comparisons between runs are needed to estimate how much runs differ.
 MIN_COMPARISONS = 4
-# The spread of a case is averaged with the typical spread of the other cases, which counts as much as this many
-# comparisons of the case itself. The weight is small because cases differ in spread, and because in one of ten runs
-# the process is in a different mode than in earlier runs.
+# The variance of a case is averaged with the typical variance of the other cases, which counts as this many comparisons
+# of runs. The weight is small because cases differ in variance, and because in one of ten runs the process is in a
+# different mode than in earlier runs.
 _OTHER_CASES_WEIGHT = 2
-# The typical variance is this quantile of the cases' variances, weighted by comparisons.
+# The typical variance is this quantile of the variances of all other cases, each weighted by its comparisons of runs.
 _VARIANCE_QUANTILE = 2 / 3
-# An interval that covers the spread of runs reaches from its point at most this many times the largest distance
-# between two runs of one case. In the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the
-# ratio of the long run.
+# An interval reaches from its estimate at most this multiple of the largest difference between two runs of one case. In
+# the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the long run.
 _MAX_REACH_OF_WIDEST = 2.0
-# The machine was busy if other programs disturbed more than this share of the slots.
+# The machine counts as busy if other programs disturbed more than this share of the timing slots.
 _BUSY_SLOTS_SHARE = 0.2
 # Increase this version when the same runs give different numbers.
 _RERUNS_VERSION = 2
@@ -102,8 +101,8 @@ def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
     """Returns the 2/3 quantile of the variances between runs of the same case. A case counts once for each run after
     the first.
     """
-    # The mean would be dominated by the worst case, and no other case would get a verdict. On a machine with other
-    # users, the intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
+    # The mean would be dominated by the noisiest case, and no other case would get a verdict. On a shared machine, the
+    # intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
     min_freedom = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
     freedom = 0
     for variance, case_freedom in sorted((runs.squares / runs.freedom, runs.freedom) for runs in cases):
@@ -123,7 +122,7 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
         if record.timing is None:
             records_with_spread.append(record)
             continue
-        # The last part of the key is 'busy' or 'quiet', followed by the A/A suffix for the reference.
+        # The key ends with the machine's load ('busy' or 'quiet'), followed by the A/A suffix for the reference.
         key = _rerun_key(record, records, run)
         is_aa, load_state = key.endswith(_AA_SUFFIX), key.rpartition("|")[2]
         runs_of_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
@@ -135,7 +134,7 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
         }
         reruns = learn_spread(key, runs_in_load_state) or learn_spread(key, runs_of_kind)
         if reruns is not None:
-            # The range covers all runs of this case, both those on a busy machine and those on a quiet one.
+            # `low` and `high` cover all runs of this case, on a busy and on a quiet machine.
             runs_of_case = [
                 runs for case, runs in runs_of_kind.items() if case.rpartition("|")[0] == key.rpartition("|")[0]
             ]
@@ -176,14 +175,14 @@ def _log_of_ratio(record: Record, records: Sequence[Record]) -> float | None:
     reference = _find_reference(records)
     if reference is None or not record.paired or Level.EMULATED in (record.support.level, reference.support.level):
         return None
-    # `fresh` has new rounds of the case that was chosen as the fastest. Its verdict is computed from them alone.
+    # The verdict on the case that was chosen as the fastest is computed only from new rounds (`fresh`).
     if record.fresh is not None:
         return log_of_best_ratio(record.fresh.timing, record.fresh.reference, record.fresh.control)
     timing, reference_timing, control = record.timing, reference.timing, reference.control
     if record is reference:
         timing, control = reference.control, None
     elif record.paired_with is not None:
-        # The case was timed in a later session, with a second timing of the reference.
+        # The case was timed in a later session, in which the reference was timed again.
         reference_timing, control = record.paired_with, record.control
     return (
         log_of_best_ratio(timing, reference_timing, control)

@@ -20,12 +20,11 @@ from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 
-# Increase this version when the same samples give different figures. Figures with different versions of the method are
-# not compared.
+# Increase this version when the same samples give different figures. Then old figures are not compared with new ones.
 METHOD_VERSION = "1"
 # asv's names for units.
 ASV_UNITS = {"s": "seconds", "B": "bytes", "J": "joules"}
-# An example device of each class. Axes have the same names and parsers on all devices of a class.
+# One device of each class is enough: axes have the same names and parsers on all devices of a class.
 _DEVICE_BY_CLASS = {"cpu": DeviceFacts("cpu", 0, "", 0, ""), "gpu": DeviceFacts("cuda", 0, "", 0, "")}
 
 

@@ -23,7 +23,7 @@ from fp8bench.store.runs.run_file import file_name, find_incomplete_groups, load
 
 _INSPECT_REMEDY = "Check whether it is useful, and delete it"
 _MAX_SHOWN_TROUBLES = 3
-# The verbs that may follow the name of a file in an error message.
+# After the file's name is removed, an error text that begins with one of these gets "it" as its subject.
 _VERBS_AFTER_FILE_NAME = ("is ", "was ", "cannot ")
 
 
@@ -78,11 +78,11 @@ def _check_run(path: Path) -> tuple[bool, list[Fault]]:
     except OSError as error:
         return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
     faults = [_make_line_fault(run, file_lines.lost)] if run.troubles and not is_being_written else []
-    # Without a header, the run has no environment, and its file name cannot be known.
+    # Without a header, the correct file name is unknown, because it has the run's start and commit.
     if run.environment.facts and path.name != file_name(run):
         remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
         faults.append(Fault(str(path), "its name does not fit the run in it", remedy))
-    # A file with troubles counts as sealed, so that it is not counted as a file of an older version.
+    # Damage may hide checksums, so only an intact file without checksums counts as a file of an older version.
     return file_lines.sealed or bool(run.troubles), faults
 
 
@@ -99,7 +99,7 @@ def _make_line_fault(run: Run, lost: bool) -> Fault:
     if not run.environment.facts:
         return Fault(run.path, problem, "Its records belong to no commit; restore it from a copy")
     if run.finished and not find_incomplete_groups(run):
-        if lost and not run.resumptions:  # a resumed run has measured the lost cases again
+        if lost and not run.resumptions:  # resuming the run measured the lost cases again
             return Fault(run.path, problem, "Every case of its plan still has a record; restore it from a copy")
         return Fault(run.path, problem, "Nothing is missing: every case of its plan has a record", broken=False)
     return Fault(run.path, problem, f"`fp8bench suite --resume {run.id}` measures what is missing")

@@ -51,8 +51,8 @@ _METADATA_OPERATORS = frozenset(
 )
 # Operators that add their first argument to a product. They do not read that argument if `beta` is 0.
 _PRODUCTS_WITH_BETA = frozenset({"addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"})
-# Maps each operator that reads only a part of one argument to that argument's name. The part has as many elements as
-# the result.
+# Maps operators that read only a part of one argument to that argument's name. They read as many elements as the result
+# has.
 _PARTLY_READ_ARGUMENTS = {
     "embedding": "weight",
     "index": "self",
@@ -63,8 +63,7 @@ _PARTLY_READ_ARGUMENTS = {
     "masked_select": "self",
 }
 _EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
-# Maps each operator that writes only a part of its tensor to the name of the argument that has as many elements as the
-# written part.
+# Maps operators that write only a part of a tensor to the argument that has as many elements as this part.
 _PARTLY_WRITTEN_COUNTS = {
     "index_put_": "values",
     "_index_put_impl_": "values",
@@ -113,7 +112,7 @@ def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[
     shape = arguments["self"].shape
     if name == "index_fill_":
         count *= math.prod(shape) // max(1, shape[arguments["dim"]])
-    # the values may be broadcast over the indices, so count the elements of the indices' shape
+    # The values may be broadcast to the shape of the indices, so count the elements of that shape.
     if "indices" in arguments:
         indices = [*arguments["indices"], *(None for _ in shape[len(arguments["indices"]) :])]
         given_indices = [index for index in indices if index is not None]
@@ -149,7 +148,7 @@ class CallTraffic:
             "self" if self._name.removesuffix("_") in _PRODUCTS_WITH_BETA and arguments.get("beta") == 0 else ""
         )
         self.overwritten_unread = list(iterate_tensors(arguments.get(unread_argument)))
-        # 1. The operator's schema and a few names determine which arguments it reads and writes.
+        # 1. The operator's schema, with exceptions for some operators, determines which arguments are read and written.
         for name, value in arguments.items():
             tensors = list(iterate_tensors(value))
             only_receives_result = written_names.get(name)
@@ -169,7 +168,7 @@ class CallTraffic:
             self.written = []
             return
         self.written += self.new_tensors
-        # 3. Some operators touch only a part of an argument.
+        # 3. Some operators read or write only a part of an argument.
         argument, count = _find_partial_access(self._name, arguments, self.new_tensors)
         for tensor in iterate_tensors(arguments.get(argument)):
             self._partial_bytes[id(tensor)] = count * tensor.dtype.itemsize

@@ -34,7 +34,7 @@ from fp8bench.tape.timed_calls import RunningModules
 # each expert changes from step to step.
 _FLOPS_TOLERANCE = 0.05
 _MAX_LISTED_NAMES = 3
-# The code (`Holder.rule`) of a parameter that looks like a stack of weights, but is in no product of its module.
+# `Holder.rule` of a stack of expert weights that the step multiplies nothing by.
 _NO_PRODUCT_RULE = "no-product"
 _LATE_PARAMETERS_REMARK = (
     "the first step creates parameters after copies were converted and optimizers made: {}; call the model once in "
@@ -49,7 +49,7 @@ def list_products(call: Call) -> list[HeldProduct]:
     if called_operator(call) not in PRODUCT_SHAPES:
         return []
     _, shapes = PRODUCT_SHAPES[called_operator(call)]
-    # The functions in PRODUCT_SHAPES find the result of the call under the name "".
+    # The functions in PRODUCT_SHAPES take the call's result as an argument with the name ''.
     named = {**bind_arguments(call), "": next(iterate_tensors(call.result), None)}
     return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named)]
 
@@ -68,7 +68,7 @@ class _CallSiteTracker(RunningModules[_CallSite]):
     """
 
     def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
-        # Modules with one weight. A module with several weights under other names, such as an LSTM, has no entry.
+        # Modules such as an LSTM, with several weights under other names, have no entry.
         weights_by_module = {
             weight.module: weight
             for weight in product_weights
@@ -90,14 +90,14 @@ class _CallSiteTracker(RunningModules[_CallSite]):
         super().enter_module(label)
 
     def _handle_module_start(self, module: nn.Module, inputs: Any) -> None:
-        # A module with stacked expert weights runs several products. Each product enters its own call site.
+        # A module with stacked expert weights runs several products, so each product gets a separate call site.
         super()._handle_module_start(module, inputs)
         if (stacked_weights := self._stacked_weights.get(module)) is None:
             return
         path = self._running[-1].label.path
 
-        # StackedWeightWatch calls `around` in place of a function such as matmul or einsum that gets a stacked weight.
-        # `run` calls that function.
+        # StackedWeightWatch calls `around` in place of a function, such as matmul, that gets a stacked weight. `run`
+        # makes the original call.
         def around(name: str, is_product: bool, run: Callable[[], Any]) -> Any:
             if not is_product:
                 self.unrecognised.add(id(stacked_weights[name]))
@@ -228,8 +228,8 @@ class _CoverageSums:
             for name, parameter in model.named_parameters()
             if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.dim() > 1
         }
-        # A node of the backward pass has two products, one for each gradient. Only the input gradient's product reads
-        # the weight. So store the weight's name for both.
+        # A backward node runs one product for each of two gradients. Only the input gradient's product reads the
+        # weight, so use the weight's name for both.
         self._node_weights = {}
         for call, node in zip(tape.calls, tape.nodes, strict=True):
             if node is not None:
@@ -237,7 +237,7 @@ class _CoverageSums:
                     self._node_weights[node] = name
 
     def add(self, call: Call, site: _CallSite, node: int | None) -> None:
-        # The count is 0 if the call has no product, and None if it has one of unknown size.
+        # The count is 0 for a call without a matrix product, and None for a product of unknown size.
         count, _ = count_flops(call)
         if count == 0:
             return
@@ -315,7 +315,7 @@ def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _Loc
         reason=reason,
         rule=rule,
         native=explain_misfit(product_weight, products, multiple),
-        also=product_weight.further_names,  # further paths of the same module
+        also=product_weight.further_names,  # other paths at which this module occurs
     )
 
 
@@ -330,7 +330,7 @@ def explain_misfit(product_weight: ProductWeight, products: Sequence[HeldProduct
     misfit_sizes = sorted({size for size in contracted_and_output_sizes if size % multiple})
     if not misfit_sizes:
         return ""
-    # Name sizes as in the forward pass. There N and K are the sides of the weight, and M is the number of rows.
+    # Use the letters of the forward product: N and K are the sides of the weight, and M is the number of rows.
     names = dict(zip(product_weight.sides, "NK", strict=True))
     sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in misfit_sizes)
     padded_sizes = ", ".join(str(round_up(size, multiple)) for size in misfit_sizes)

@@ -33,8 +33,8 @@ from fp8bench.tape.recorder import (
     operator_name,
 )
 
-# A formula takes a call's arguments by name, and the call's result under the name ''. FORMULAS has a pair for each
-# operator: the argument whose dtype is that of the product, and the formula.
+# A formula takes a dict of a call's arguments by name, with the call's result under ''. FORMULAS maps each operator to
+# the argument with the dtype of the product, and to the formula.
 NamedArguments = Mapping[str, Any]
 FlopsFormula = Callable[[NamedArguments], int]
 # The sizes M, N and K of a product (M, K) times (K, N), and the number of products with these sizes.
@@ -156,8 +156,8 @@ def _make_lstm_formula(times: int, *weights: str) -> tuple[str, FlopsFormula]:
     return "input", flops
 
 
-# For each operator that multiplies matrices: the argument whose dtype is that of the product, and the sizes of the
-# products.
+# For each operator that multiplies matrices: the argument with the dtype of the products, and a function that lists the
+# sizes of the products.
 PRODUCT_SHAPES: dict[str, tuple[str, ListProducts]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"),
                     ("self", _make_matrix_shapes("self", "mat2"))),
@@ -261,7 +261,7 @@ def count_flops(call: Call) -> tuple[int | None, str]:
         argument, formula = entry
         result = next(iterate_tensors(call.result), None)
         return formula({**bind_arguments(call), "": result}), argument
-    # Operators without a formula in FORMULAS may have one of torch's.
+    # If FORMULAS has no formula for the operator, use torch's formula if there is one.
     torch_formula = _find_torch_formula(call.operator)
     if torch_formula is not None:
         return _apply_torch_formula(call, torch_formula), next(iter(bind_arguments(call)), "")
@@ -330,7 +330,7 @@ def _multiplies_nothing(operator: Any) -> bool:
 
 
 ACCUMULATION_NODE = "AccumulateGrad"
-# Phases in which every operator has the same kind. In all other phases the operator decides.
+# In these phases, all operators have the same kind. In all other phases, each operator's kind depends on the operator.
 _KIND_OF_PHASE = {
     Phase.CAST: ShareKind.CAST,
     Phase.ATTENTION: ShareKind.ATTENTION,

@@ -167,18 +167,18 @@ def _sort_value(field: Field) -> str:
     """
     if field.value is None or math.isnan(field.value):
         return ""
-    # JavaScript would sort 'inf' as text, so infinity is written as in JavaScript.
+    # Write infinity in JavaScript's spelling, because JavaScript would sort 'inf' as text.
     if math.isinf(field.value):
         return "Infinity" if field.value > 0 else "-Infinity"
     exact_text = repr(float(field.value)).removesuffix(".0")
     return "" if exact_text == field.text else exact_text
 
 
-# The card is within this many bytes from the beginning of a page.
+# A report's card (its entry in a list of reports) is within this many bytes from the start of its page.
 CARD_BYTES = 16384
 # The index lists at most this many reports, the newest ones.
 MAX_REPORTS = 500
-# These limits ensure that an escaped card fits into CARD_BYTES even if a report has many runs.
+# With these limits, a report's card fits into CARD_BYTES after HTML escaping, even if the report has many runs.
 _MAX_ANSWERS = 12
 _MAX_ANSWER_LENGTH = 240
 _REPORT_CARD_TAG = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
@@ -218,7 +218,7 @@ class ListedReport:
 
 
 def make_card(page: Page) -> Card:
-    # A list or table has the answers. Otherwise the first text is the answer.
+    # The card shows the answers in the first list or table that has some, otherwise the first text.
     elements = sorted(page.parts[0].elements if page.parts else (), key=lambda element: isinstance(element, Text))
     answers = next(filter(None, map(_card_answers, elements)), ())
     return Card(page.kind, page.title, page.subtitle, answers[:_MAX_ANSWERS], page.remark)

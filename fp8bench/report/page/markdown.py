@@ -78,8 +78,8 @@ def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
     part_start_indices = [index for index, block in enumerate(blocks[:num_visible]) if block.startswith("## ")]
     if len(part_start_indices) > 1 and not blocks[num_visible].startswith("## "):
         num_visible = part_start_indices[-1]
-    # 2. If the block that does not fit is a list or table, divide it. The rest of a table has the header again.
-    # Otherwise fold the block, together with its headings.
+    # 2. Split a list or table that does not fit, and repeat the table's header. Fold any other block together with its
+    # headings.
     block = blocks[num_visible]
     num_lines = _MAX_VISIBLE_LINES - _count_lines(blocks[:num_visible]) - 3
     if num_lines >= _MIN_LINES_OF_CUT_BLOCK and block.startswith(("- ", "| ")):

@@ -50,7 +50,7 @@ from fp8bench.report.words.naming import (
 
 _FASTER_AND_SLOWER = frozenset({CaseStatus.FASTER, CaseStatus.SLOWER})
 _UNCERTAIN_STATUSES = frozenset({CaseStatus.DOUBTED, CaseStatus.UNSURE})
-# The table of speeds has at most this many rows. `show --all` and the page have all groups.
+# The table of speeds has a row for each group, at most this many. `show --all` and the page have all groups.
 _MAX_GROUPS = 16
 # If a panel has more tensors than this, the answer names only the best precision of each width.
 _MAX_TENSORS = 2
@@ -82,11 +82,11 @@ def _parts_without_links(entry: LabelledRun, width: int) -> Iterator[Part]:
         for panel in entry.timed_panels:
             yield _answer_panels([panel], entry)
             yield from _requested_tables(panel)
-    # 3. Answer for suites that measure errors of tensors.
+    # 3. Print the answers of suites that measure errors of tensors instead of times.
     for panel in entry.panels:
         if not panel.is_timed:
             best_precisions = [Text(f"{sentence}.") for sentence in name_best_precisions(panel)]
-            # A table of more tensors would be wider than the terminal.
+            # A table of more tensors than _MAX_TENSORS would be wider than the terminal.
             has_table = not best_precisions or len(panel.groups) <= _MAX_TENSORS
             yield Part(
                 "tensors",
@@ -167,7 +167,7 @@ def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
         f"{run.request.ranks} ranks (the slowest counts)" if run.request.ranks else "",
         f"torch {devices[0].torch.partition('+')[0]}" if devices else "",
     )
-    # 3. Give the number of rounds and their duration.
+    # 3. Add the number of timing rounds, and the duration of all timing slots.
     timings = [timing for case in list_cases(panels) if (timing := case.record.timing) is not None]
     slots = chain.from_iterable(timing.slots for timing in timings)
     seconds = sum(slot.wall_seconds for slot in slots)
@@ -264,7 +264,7 @@ def _speed_field(cases: Cases) -> Field:
         return Field(first_case.figures.rate.shown)
     if len(cases) == 1 and first_case.is_reference and first_case.best_seconds and not first_case.is_emulated:
         return Field(units.seconds(first_case.best_seconds))
-    # The field has one word for all cases, so this word must be true for each of them.
+    # One text describes all cases, so it must be true for each of them.
     statuses = list(map(find_case_status, cases))
     speeds = [speed.point for speed in list_speeds(cases)]
     if CaseStatus.FAILED in statuses or not speeds:

@@ -71,7 +71,7 @@ def changes_page(search_result: FoundChanges, store: str, with_closed: bool = Fa
             parts.append(Part("changes", title, (table(title, "", _CHANGE_COLUMNS, rows),)))
     ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.skip_counts))
     parts += make_list_part("left", "not looked at", ignored_series)
-    # Show the commands for the first alarm only, because readers can adapt them to other changes.
+    # Print commands for the first change with an alarm only. Readers can adapt them to other changes.
     first_alarm = next((change for change in search_result.changes if change.alarms), None)
     if first_alarm is not None:
         parts.append(Part("summary", "", tuple(_next_steps(first_alarm, store_options))))
@@ -161,10 +161,10 @@ def _summarize_search(search_result: FoundChanges) -> str:
 
 
 _REGRESSIONS_TITLE = "regressions"
-# A count of operations that went down may be an improvement, or the step may do different work.
+# If a step runs fewer operations, this may be an improvement, or the step may do different work.
 _LOWER_COUNTS_TITLE = "counts that went down"
 _IMPROVEMENTS_TITLE = "improvements"
-# The titles of the sections of changes. The first four are always listed.
+# The titles of the sections of changes. Unless closed changes are requested, only the first four are printed.
 _SECTION_TITLES = (
     _REGRESSIONS_TITLE,
     _LOWER_COUNTS_TITLE,

@@ -24,13 +24,13 @@ from fp8bench.report.panels import join_parts
 from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import count_missing, environment_fact, many
 
-# How often each name occurs, as the number of skipped runs by reason.
+# How often each name occurs, for example the number of skipped runs for each reason.
 CountByName = Mapping[str, int]
 _SIGN_OF_ROUGH_FIGURE = "~"
 # At most this many reasons for skipped runs are listed, so that they do not hide the runs.
 _MAX_REASONS = 20
-# The digits of a median next to its interval. With three digits, the median and the ends of the interval would often
-# look equal.
+# The significant digits of a median next to its interval. With three digits, the median and the ends of the interval
+# would often look equal.
 _MEDIAN_DIGITS = 4
 
 # The page of all series begins with the number of series whose median changed by more than this.
@@ -289,7 +289,7 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
         if previous_figure is not None and figure.value is not None:
             new_conditions += _new_conditions(dict(previous_figure.under), dict(figure.under))
         conditions = "; ".join(new_conditions) or conditions
-        # 2. Show the figure. Show its change only if it is comparable with the previous figure.
+        # 2. Print the figure, and its change if the previous figure measured the same work.
         change_text = units.NONE
         if previous_figure is not None and _is_same_work(figure, previous_figure):
             change_text = _show_change(figure, previous_figure)

@@ -217,7 +217,7 @@ def _case_notes(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
         yield "", record.detail
 
 
-# Lines of the legend, each with the outputs below which it is shown.
+# Each line of the legend, after the names of the outputs that print it.
 _LEGEND_BY_OUTPUT = (
     ("answer all", legend.BEST_TIME_LEGEND), ("all", legend.CACHE_LEGEND), ("answer all", legend.SPEED_UP_LEGEND),
     ("answer all", legend.VERDICT_LEGEND), ("answer all", legend.PHASES_LEGEND),
@@ -316,7 +316,7 @@ def _planned_cases(groups: Iterable[Group]) -> list[PlannedCase]:
 def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
     case = groups[0].cases[0].case
     common_params = shared_params([group.cases[0].case.params for group in groups])
-    lines = []  # as 'one group: fp32 (reference), bf16; skip nvfp4'
+    lines = []  # for example 'one group: fp32 (reference), bf16; skip nvfp4'
     skip_notes = []
     for group in groups:
         setting = show_params(pair for pair in group.cases[0].case.params if pair not in common_params)

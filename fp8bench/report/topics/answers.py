@@ -45,7 +45,7 @@ _EQUAL_ERROR_RATIO = 1.05
 MAX_REASON_LENGTH = 300
 # A run is not proposed if it would take longer than this.
 _MAX_PROPOSED_SECONDS = 900
-# With one of these options, a command measures a stored plan. So it cannot be repeated with more rounds.
+# A command with one of these options measures a stored plan, so changing its precisions or rounds is not proposed.
 _OPTIONS_OF_A_STORED_PLAN = ("--plan", "--cell", "--resume")
 _OPTIONS_WITH_VALUE = ("--budget", "--dtypes", "--rounds", "--seeds")
 # A run without --budget spends about this many seconds on each group.
@@ -88,7 +88,7 @@ def find_answer(cases: Cases) -> Answer:
         speed_text = units.span((speed.point for speed in speeds), units.speed_up) or _explain_emulation(cases)
     accuracy_text = _describe_callable_accuracy(cases) if cases[0].suite == BENCH else _describe_accuracy(cases)
     is_wrong = any(case.record.measurement(BEYOND_ROUNDING_ERROR) for case in cases)
-    # The answer has a reason only if all cases have the same reason.
+    # The answer for several cases has a reason only if it is the same for all of them.
     reasons = {explain_speed(case) or case.record.reason for case in cases}
     return Answer(
         cases[0].mode,
@@ -337,8 +337,8 @@ def propose_commands(cases: Cases, command: str, under_load: bool = False, budge
 
 
 def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
-    # 1. If only references were measured, propose precisions to compare. Otherwise, under load, propose to free the
-    # machine, because more rounds would not help.
+    # 1. If only references were measured, propose precisions. Otherwise, if the machine is loaded, propose to free it,
+    # because more rounds would not help.
     is_measuring_command = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
     is_measuring_command = is_measuring_command and not any(
         f" {option}" in command for option in _OPTIONS_OF_A_STORED_PLAN
@@ -351,7 +351,7 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
         return
     # 2. Propose more rounds for verdicts that are open.
     if not under_load:
-        # If a label removed the verdict, more rounds cannot restore it.
+        # If a label other than CONTENDED prevents a verdict, more rounds do not help.
         unsure_cases = [
             case
             for case in cases
@@ -370,7 +370,7 @@ def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
     if not speeds:
         return
     full_run_command = remove_option(command, "--quick", "--rounds")
-    # The range of a few rounds does not show how many rounds would be enough.
+    # A run of only a few rounds does not show how many rounds a verdict needs.
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {full_run_command}"
         return

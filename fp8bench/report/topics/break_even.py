@@ -99,7 +99,7 @@ def list_remarks(mode: SweptMode) -> Iterator[str]:
     if break_even is not None:
         unclear_ranges = []
         for stretch in break_even.stretches:
-            # Sizes within the interval of a crossing are expected to be unclear, so they get no remark.
+            # Near a break-even size, unclear results are expected. So sizes between its bounds get no remark.
             is_within_crossing = any(
                 crossing.low <= stretch.first_size <= crossing.high for crossing in break_even.crossings
             )

@@ -115,14 +115,13 @@ def _describe_missing(result: Result) -> Sentences:
     figures = energy_figures(result.record)
     label_reason = result.reason(Label.ENERGY_UNRESOLVED)
     energy_use = result.record.energy
-    # Prefer the reason of the label, because it has more details than `why_no_energy`.
+    # Prefer the label's reason, because it has more details than `why_no_energy`.
     if label_reason:
         yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {label_reason}"
     elif figures is None and energy_use is not None and energy_use.source != NO_SOURCE:
         yield f"no energy: {why_no_energy(result.record)}"
     if figures is None or energy_use is None:
         return
-    # A certified energy needs no remark.
     energy_validity = classify_energy_validity(result.record)
     if energy_validity not in (None, EnergyValidity.CERTIFIED) and not label_reason:
         yield f"its energy is not certified: {energy_validity}"
@@ -137,7 +136,7 @@ def _describe_pace(result: Result) -> Sentences:
     slots.
     """
     figures = energy_figures(result.record)
-    # If there is a table of sustained speeds, it already compares energy windows with slots.
+    # A table of sustained speeds already compares the long energy windows with the short timing slots.
     if figures is None or result.is_emulated or sustained_figures(result.record, result.finding) is not None:
         return
     pace_ratio = compare_pace(figures, result.finding)
@@ -175,7 +174,7 @@ def energy_table(panel: Panel) -> Tables:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
     measured_cases = panel.find_values(lambda result: energy_figures(result.record))
     rows = [_EnergyRow(case, figures, ratio_to_reference(case)) for case, figures in measured_cases]
-    # Show only the first kind of work, as tokens, because it is the usual one of the suite.
+    # Show energy per unit of the first kind of work only (such as tokens), because it is the suite's usual one.
     counted_work_kinds = {row.energy.per[0][0] for row in rows if row.energy.per}
 
     def metric_column(spec: str, heading: str) -> Col[_EnergyRow]:

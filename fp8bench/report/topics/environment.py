@@ -76,7 +76,7 @@ def _list_facts(entry: LabelledRun) -> Iterator[tuple[str, str]]:
     usable_processors = get_fact("cpu_affinity")
     if num_processors and usable_processors not in ("", num_processors):
         num_processors = f"{usable_processors} of {num_processors}"
-    # The vector widths of compiled quantisers, on machines where the compiler lets fp8bench choose the width.
+    # The vector widths of compiled quantisers in bits, on CPUs that have several vector widths.
     vector_bits: set[int] = set()
     seconds = 0.0
     for record in run.records:

@@ -42,9 +42,9 @@ from fp8bench.report.panels import (
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import figure_words, join_words
 
-# The errors of one precision by the name of the error. Each error has a measurement for each case.
+# Maps each error metric to its measurements in all cases with one precision.
 _ErrorsByName = dict[str, list[Measurement]]
-# A measurement in one of these units is not an error.
+# Measurements in these units are sizes and times, and not error metrics.
 _NON_ERROR_UNITS = ("B", "s")
 _SCALE_COLUMNS: tuple[Col[CaseValue[LayerScale]], ...] = (
     PRECISION_COLUMN,
@@ -257,7 +257,7 @@ def sampler_step_seconds(timing: Timing) -> tuple[float, ...]:
     ]
     if not calls or not step_end_blocks or timing.varying:
         return ()
-    # Blocks of a step after the last ACCUMULATE belong to the last step of the sampler.
+    # Time after the last ACCUMULATE counts towards the sampler's last step.
     step_of_block = [min(bisect_left(step_end_blocks, block), len(step_end_blocks) - 1) for block in blocks]
     sums_by_call = []
     for call in calls:
@@ -276,7 +276,7 @@ def _sampler_steps(case: NamedCase) -> list[SamplerStep]:
         if match and value is not None:
             errors_by_step.setdefault(int(match[2]), {})[match[1]] = value
     seconds = sampler_step_seconds(case.record.timing) if errors_by_step and case.record.timing else ()
-    # If the marks do not separate the steps of the sampler, their times are unknown.
+    # Unless there is exactly one time for each step of the sampler, the times cannot be assigned to steps.
     seconds_by_step = seconds if len(seconds) == len(errors_by_step) else (None,) * len(errors_by_step)
     return [
         SamplerStep(case, number, time, errors_by_step[number])

@@ -144,7 +144,7 @@ def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
                 description = _VARYING_STEPS_DESCRIPTION
     if len(used_phases - {UNATTRIBUTED}) < _MIN_PHASES:
         return
-    # 2. Make a row of pieces from each step, with the sum of each phase.
+    # 2. Collect each step's phases in order, and the total time of each phase in the step.
     phases = sorted(used_phases, key=phase_sort_key)
     rows = []
     pieces = []

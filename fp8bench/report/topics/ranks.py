@@ -70,7 +70,7 @@ def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseVa
         for figure in figures:
             if isinstance(figure, MissingFigure):
                 modes_by_reason.setdefault(figure, []).append(case.mode)
-    # Leave out pipelines: the remark on the pipeline's bubble explains how long ranks wait.
+    # Leave out pipeline parallelism: the remark on the pipeline's bubble explains how long ranks wait.
     modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []
     for reason, modes in modes_by_reason.items():
@@ -140,7 +140,7 @@ def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Ta
     return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, rows)
 
 
-# A case with its messages of one operation and dtype, one message for each rank.
+# A case with the bytes of one operation and dtype that each rank sends.
 _CaseMessages = CaseValue[Sequence[Sent]]
 
 

@@ -49,7 +49,7 @@ from fp8bench.report.words.naming import figure_words, shorten_line
 _MAX_UNFILTERED_ROWS = 8
 # At most this many cases get a sentence that compares them with earlier runs.
 _MAX_COMPARED_CASES = 6
-# A case, with the name of its row that distinguishes it from all other rows of the page's table.
+# A case with a row title that is unique in the page's table.
 _TitledCase = CaseValue[str]
 
 

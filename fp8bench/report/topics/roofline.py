@@ -170,7 +170,7 @@ def roofline_section(material: Material) -> Elements:
 
 
 def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, Sequence[PhaseRoof]]]) -> Elements:
-    # The table shows what limits each phase, so only possible gains need sentences.
+    # The table shows what limits the speed of each phase, so sentences are only needed for possible improvements.
     yield from bullet_list(describe_gains(panel))
     yield from map(Text, cite_peaks([case for case, _ in cases]))
 

@@ -169,7 +169,7 @@ _LAYER_KINDS = {
     "head": "the head",
 }
 _OUTSIDE_OF_LAYERS = "outside of layers"
-# A reason for not converting, the names of the weights or products that it applies to, and their FLOPs.
+# Why products are not in a lower precision, the names of their weights (or of the products), and their FLOPs.
 UnconvertedProducts = tuple[str, list[str], int]
 
 

@@ -184,7 +184,7 @@ def _speed_mark(case: NamedCase) -> Mark:
     """Returns the bar of a case. Its value is the case's speed. Its samples are the reference's median time divided
     by the case's time in each round.
     """
-    # 1. Take a sample from each round. If the case was chosen as the fastest, only later rounds count.
+    # 1. Take a sample from each round. For the case that was chosen as the fastest, only use rounds after the choice.
     fresh_timing = case.record.fresh
     timing = fresh_timing.timing if fresh_timing is not None else case.record.timing
     reference_timing = fresh_timing.reference if fresh_timing is not None else case.record.paired_with

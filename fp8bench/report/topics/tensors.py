@@ -64,8 +64,7 @@ TENSOR_METRICS = {
         "of scales from earlier steps: by how many octaves a scaled amax exceeded the format's largest",
     ),
 }
-# Options of a precision that has one format and one scaling, and the values of these options that stand for the
-# default.
+# Names and default values of the options of precisions with a single format and scaling.
 _FORMAT_OPTION = "format"
 _SCALING_OPTION = "scaling"
 _EXACT_ROUNDING = "exact"
@@ -83,7 +82,7 @@ TENSORS_LEGEND = (
 _OVERVIEW_CAPTION = (
     "SQNR in dB, higher is better; all other figures are in the report, in --csv and in a run of one tensor"
 )
-# The width of a page in characters: enough for a column for every tensor.
+# The width of the report's page in characters: large enough to give each tensor a column.
 _PAGE_WIDTH = 10_000
 # If there are more tensors than this, the terminal shows only SQNRs.
 _MAX_TENSORS_IN_FULL = 2
@@ -129,7 +128,7 @@ def _split_precision(mode: str) -> NamedFormat:
         options.get(role, _SAME_FORMAT) != _SAME_FORMAT for role in _ROLE_OPTIONS
     ):
         return unsplit_name
-    # The name has the rounding of scales, because MX formats can round their scales in different ways.
+    # The format's name includes how its scales are rounded, because MX formats support several roundings.
     recipe = getattr(precision, "recipe", None)
     scaling = recipe.input.scaling if recipe is not None else None
     rounding = "" if scaling is None or str(scaling.rounding) == _EXACT_ROUNDING else str(scaling.rounding)

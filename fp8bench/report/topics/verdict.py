@@ -179,7 +179,7 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
     finding = result.finding
     if result.is_emulated or not result.is_ok:
         return
-    # The answer mentions the load of the machine once for the whole run, so do not repeat it for each case.
+    # The load of the machine is mentioned once for the whole run, so do not repeat it for each case.
     is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
     is_doubted = find_case_status(result) is CaseStatus.DOUBTED
     labels = [label for label in result.labels if is_doubted and label.casts_doubt]
@@ -201,7 +201,7 @@ def warn_of_false_verdicts(entry: LabelledRun) -> Texts:
     """If a run has several cases, yields how many false verdicts to expect, because each case is judged separately."""
     num_judged_cases = len(list_speeds(list_cases(entry.panels)))
     if num_judged_cases > 1:
-        # At most 1% of the verdicts on cases that are really as fast as their reference are wrong.
+        # If a case is really as fast as its reference, the probability of a wrong verdict is at most 1%.
         expected_mistakes = num_judged_cases * (1 - FINAL_LEVEL)
         mistakes_text = f"the chance is {expected_mistakes:.0%} that one is"
         if expected_mistakes >= 1:
@@ -258,7 +258,7 @@ def _describe_labelled_run(entry: LabelledRun, is_single_run: bool) -> Elements:
             answers += map(Text, name_best_precisions(panel))
     if answers:
         yield Items(tuple(answers))
-    # 2. Propose a command. Then give the reasons for doubt, and name the cases without a verdict.
+    # 2. Propose the next command. Then list doubts about the results, and cases without a verdict.
     if action := next(propose_next_commands(panels, entry), ""):
         yield Text(f"Do this: {action}")
     cases = list_cases(entry.panels)

@@ -90,7 +90,7 @@ DATA_LEGEND = (
     "% underflow (not zero, but would become zero); -: none"
 )
 
-# The two names of each use of memory: as the title of a column, and within a sentence.
+# For each use of memory: the title of its column, and its name within a sentence.
 _MEMORY_ROLES: dict[str, tuple[str, str]] = {
     MemoryRole.WEIGHTS: ("weights", "weights"),
     MemoryRole.LOW_WEIGHTS: ("low w", "low-precision copies of weights"),

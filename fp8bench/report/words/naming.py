@@ -20,7 +20,7 @@ from fp8bench.report.elements import Tone
 from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find_device, join_parts, together
 
 COMMIT_LETTERS = 8
-# Values of parameters that mean "off" or "torch decides".
+# These values mean that a parameter is off, or that torch chooses its value.
 _OFF_VALUES = frozenset({"no", "auto", "none"})
 # The name of the parameter that holds text data.
 _DATA_PARAM = "data"
@@ -229,7 +229,7 @@ def name_work_outside_phases(case: NamedCase) -> str:
     """Returns the name of the time outside of phases, as 'forward and backward', if the reference is a model of the
     user. Otherwise returns ''.
     """
-    # Only data loading, casts and the optimizer are phases of such a model.
+    # In a user's model, only data loading, casts and the optimizer are phases. All other time is that of the passes.
     if case.group.reference != UNTOUCHED:
         return ""
     return "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"
@@ -254,7 +254,7 @@ def figure_words(name: str) -> str:
     return f"time of {phase_words(phase)}" if phase in CELL_PHASES else name.replace("_", " ")
 
 
-# If at least this share of the cases has a tone, this is the tone of most cases.
+# The common tone (such as good or bad) is one that at least this share of the cases has.
 MAJORITY_SHARE = 0.75
 
 

@@ -109,7 +109,7 @@ def rename_broken_file(path: Path) -> Path:
     for number in itertools.count(1):
         new_path = path.with_name(f"{path.name}.broken-{number}")
         try:
-            new_path.open("x").close()  # reserves the new name
+            new_path.open("x").close()  # an empty file reserves the new name
         except FileExistsError:
             continue
         except OSError as error:
@@ -288,8 +288,7 @@ def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
         try:
             rows[name] = read_row(columns, cells)
         except Malformed as error:
-            # Cells without a column mean nothing, and must not move into columns that are added when the file is
-            # written again.
+            # Drop extra cells. Otherwise they would move into columns that are added when the file is written again.
             unreadable_rows[name] = cells[: len(columns)] if isinstance(cells, list) else cells
             troubles.append(f"the row {name!r:.120} was left out ({error})")
     return ResultsFile(

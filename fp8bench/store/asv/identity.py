@@ -20,9 +20,9 @@ from fp8bench.model import Scalar
 
 Entry = Mapping[str, Scalar | None]
 
-_MACHINE_FILE_VERSION = 1  # the version of asv's machine files
-_FACT_PREFIX = "asv_"  # marks asv's parameters among the facts of a run
-_INTERPRETER_FACT = "interpreter"  # the fact of a run that has the resolved interpreter
+_MACHINE_FILE_VERSION = 1  # the version of the format of asv's machine.json
+_FACT_PREFIX = "asv_"  # the facts of a run that begin with this are parameters of asv
+_INTERPRETER_FACT = "interpreter"  # this fact of a run is the same for all paths of an interpreter
 _FORBIDDEN_CHARACTERS = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
 _MAX_NAME_LENGTH = 127  # asv replaces a longer name of an environment by a hash
 
@@ -88,7 +88,7 @@ def find_identity(stored_entry: Entry | None = None) -> Identity:
     """
     stored_facts = {
         name: value for name, value in (stored_entry or {}).items() if name != "version"
-    }  # the version is that of the file, and not a fact of the machine
+    }  # `version` is the version of the file format, and not a fact of the machine
     machine = (
         _select_usable_facts(_read_user_entry(platform.node()))
         or _select_usable_facts(stored_facts)
@@ -143,7 +143,7 @@ def _select_usable_facts(entry: object) -> dict[str, Scalar | None] | None:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.sep in name:
         return None
     facts = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
-    facts.pop("python", None)  # asv calls the interpreter `python` too, and its name is added later
+    facts.pop("python", None)  # asv's `python` is the interpreter, which is added later
     return facts
 
 

@@ -37,8 +37,8 @@ COLUMNS = (
 )
 # The confidence level of the intervals that asv's compute_stats returns.
 _INTERVAL_LEVEL = 0.99
-# The largest number of combinations that a row may have. The parameter lists of a broken file may have more
-# combinations than fit into memory.
+# The parameter lists of a broken file may have more combinations than fit into memory, so a row with more than this is
+# refused.
 MAX_COMBINATIONS = 100_000
 
 

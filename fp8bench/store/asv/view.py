@@ -163,7 +163,7 @@ def _settle_identity(results: Path, identity: Identity, renamed_files: list[Path
     bin/python to bin/python3 or an update of the kernel should not begin a new line, so the stored identity is used.
     The user's entry in ~/.asv-machine.json takes precedence.
     """
-    # 1. Load the entry that the folder already has.
+    # 1. Load the machine's entry from its results folder, if there is one.
     folder = results / str(identity.machine["machine"])
     folder_entry = load_if_present(load_machine, folder / "machine.json", renamed_files) or {}
     if folder_entry and folder_entry["machine"] != folder.name:
@@ -171,7 +171,7 @@ def _settle_identity(results: Path, identity: Identity, renamed_files: list[Path
             f"{folder / 'machine.json'} names the machine {folder_entry['machine']!r:.80}, but its folder is "
             f"{folder.name!r:.80}: asv ignores that folder. Make both names equal."
         )
-    # 2. Update the entry. If the run is from this machine, use the current facts of this machine.
+    # 2. Update the machine's entry. If the run is from this machine, use the machine's current facts.
     current_identity = find_identity(folder_entry or identity.machine)
     is_this_machine = current_identity.machine["machine"] == identity.machine["machine"]
     machine = current_identity.machine if is_this_machine else folder_entry or identity.machine
@@ -246,6 +246,6 @@ def _make_figures(point: Point, keeps_samples: bool) -> Figures:
     if point.samples and all(map(math.isfinite, point.samples)):
         value, stats = summarize_samples(point.samples)
         return value, stats, point.samples if keeps_samples else None
-    # asv reads NaN as not measured. An infinite figure is stored like a failure, because it would make asv's search for
-    # slow-downs fill the memory.
+    # asv treats NaN as not measured. Infinite figures are stored like failures, because asv's search for regressions
+    # would run out of memory on them.
     return (None, None, None) if point.samples or point.status is Status.FAILED else NOT_MEASURED

@@ -32,9 +32,9 @@ from fp8bench.store.series import fingerprint_grid
 _COMMIT_KIND, _LAYOUT_KIND = "commit", "layout"
 # The cache is written after this many commits, so a killed process loses at most their figures.
 _COMMITS_PER_WRITE = 25
-# If more runs than this were read, a failure to cache their figures is reported, because reading them takes long.
+# A failure to write the cache is reported if more runs than this were read, because reading them again is slow.
 _MIN_REPORTED_RUNS = 20
-UNKNOWN_DIGEST = ""  # the digest of the grid of a suite that is not imported
+UNKNOWN_DIGEST = ""  # stands for the unknown grid of cases of a suite that is not imported
 
 
 class CommitFigures(NamedTuple):
@@ -169,7 +169,7 @@ def _load_cached_figures(store: Path) -> dict[str, CommitFigures]:
     layouts = {digest: layout.decode() for digest, layout in read_values(store, _LAYOUT_KIND).items()}
     figures = {}
     for commit, value in read_values(store, _COMMIT_KIND).items():
-        with contextlib.suppress(KeyError):  # another process may have deleted a layout of the commit's tables
+        with contextlib.suppress(KeyError):  # skip commits with a layout that another process deleted
             figures[commit] = _decode(value, layouts)
     return figures
 

@@ -61,7 +61,7 @@ class AllFacts:
         self.is_complete = self._make_flags(lambda facts: facts.has_value and not facts.hasty)
         groups: dict[object, int] = {}
         numbers = [groups.setdefault((facts.version, facts.under), len(groups)) for facts in self.facts]
-        # The facts of figures that can be compared with each other have the same group number.
+        # Figures can be compared with each other if their facts have the same group number.
         self.group = np.array(numbers, np.int64)
 
     def _make_flags(self, has_property: Callable[[FigureFacts], bool]) -> BoolArray:
@@ -208,7 +208,7 @@ class History:
         """Returns the lines whose names `is_wanted` accepts, sorted by `trend_sort_key`. Lines without any number or
         failure are left out.
         """
-        # A cell may have columns in several blocks. Its line is listed if one of them has a number or a failure.
+        # A cell may have columns in several blocks. Its line is listed if one column has a number or a failure.
         columns: dict[tuple[Home, str, Cell], list[Column]] = {}
         keys_with_information = set[tuple[Home, str, Cell]]()
         for block, has_information in zip(self.blocks, self._columns_with_information, strict=True):
@@ -259,7 +259,7 @@ def make_history(tables: Sequence[FigureTable], *counts: Any) -> History:
     groups: dict[tuple[Home, str], list[tuple[int, FigureTable]]] = {}
     for position, index in enumerate(table_indices):
         groups.setdefault((home_of_each[index], tables[index].layout), []).append((position, tables[index]))
-    # 3. Number the facts of all tables together.
+    # 3. Give equal facts the same number in all tables.
     fact_numbers: dict[str, int] = {}
     blocks = [_make_block(home, members, fact_numbers) for (home, _), members in groups.items()]
     return History(

@@ -23,7 +23,7 @@ from fp8bench.store.commit_runs import TrackedRun, collect_series, merge_commit_
 
 # The numbers of one figure. `facts` is an index into the table's list of FigureFacts.
 ROW = np.dtype([("value", "<f8"), ("low", "<f8"), ("high", "<f8"), ("facts", "<u4")])
-_MAX_CACHED_LAYOUTS = 50  # neighbouring commits mostly share their layout
+_MAX_CACHED_LAYOUTS = 50  # neighbouring commits mostly have the same layout
 
 Rows = NDArray[np.void]
 
@@ -120,7 +120,7 @@ def _make_row(
         point.status,
         point.reason,
     )
-    # Conditions are long and many points share them, so each is hashed only once.
+    # Measuring conditions are long and many points share them, so each is hashed only once.
     conditions_number = index_by_key.get(id(point.under))
     if conditions_number is None:
         conditions_number = index_by_key[id(point.under)] = index_by_key.setdefault(point.under, len(index_by_key))
@@ -150,7 +150,7 @@ def commit_date(tracked: TrackedRun) -> int | None:
     return date if isinstance(date, int) else None
 
 
-@lru_cache(maxsize=_MAX_CACHED_LAYOUTS)  # cells have only texts and integers, for which equality implies equal JSON
+@lru_cache(maxsize=_MAX_CACHED_LAYOUTS)  # equal arguments have equal JSON: cells have only strings and integers
 def _encode_layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> str:
     index_by_name = {metric.name: series_index for series_index, metric in enumerate(series)}
     series_values = [list(vars(metric).values()) for metric in series]

@@ -37,8 +37,8 @@ _HEADER_START_BYTES = 256
 _COLLECTED_FOLDERS = "machine=*/month=*"
 _COLLECTED_FILES = f"{_COLLECTED_FOLDERS}/*.jsonl"
 _MONTH_PATTERN = re.compile(r"\d{4}-\d{2}")
-# Runs that are being measured are searched only among this many newest files, and only among files that were modified
-# within this many seconds.
+# Only this many newest files are checked for runs in progress, and only files that were modified within this many
+# seconds.
 _MAX_CHECKED_FILES = 100
 _MAX_AGE_SECONDS = 7 * 86400.0
 REFUSAL_REMEDY = "Keep the correct file, and move the others away"
@@ -113,7 +113,7 @@ def remove_copies(paths: Iterable[Path]) -> Listing:
     paths_by_id: dict[str, list[Path]] = {}
     for path in files:
         paths_by_id.setdefault(find_run_id(path), []).append(path)
-    # 2. Choose the file of each group that counts, or none if the files differ.
+    # 2. For each run with several files, choose the file to read, or none if the files contradict each other.
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
     for group in paths_by_id.values():

@@ -159,7 +159,7 @@ def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, st
                 return number, _parse_header(content, path), ""
             except ValueError as error:
                 suspected_headers.append((number, None, str(error)[:200]))
-    # A broken line with the word "schema" was probably the header. Without such a line, the first line was.
+    # A damaged line that contains "schema" was probably the header. Without such a line, the first line was.
     start_by_line = {broken.number: broken.start_text for broken in file_lines.broken}
     for suspected_header in sorted(suspected_headers):
         if '"schema"' in start_by_line.get(suspected_header[0], '"schema"'):

@@ -37,7 +37,7 @@ _MAX_PLACE_LABELS = 7
 # If there are more places than this, marks are visible only on hovering.
 _MAX_VISIBLE_MARKS = 60
 
-# the marks of a series, each with the index of its place on the axis
+# the marks of a series, each with its index on the axis
 Marks = list[tuple[int, Mark]]
 Series = Sequence[tuple[str, Marks]]
 Point = tuple[float, float]
@@ -74,7 +74,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     series = [(name, _find_drawable_marks(marks[-MAX_PLACES:])) for name, marks in chart.series[:MAX_SERIES]]
     num_marks = sum(len(marks) - marks.count(None) for _, marks in chart.series)
     sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in series))
-    # 2. Fit the value axis to the places from `settled` on. If these have no marks, fit it to all places.
+    # 2. Fit the value axis to the marks from the index `chart.settled` on, or to all marks if none are there.
     settled_index = chart.settled - len(chart.places[:-MAX_PLACES])
     values = _values_and_ends(series, settled_index) or _values_and_ends(series, 0)
     if not values:
@@ -123,7 +123,7 @@ def _write_event_names(plot: _LinePlot) -> None:
             if mark.flag and plot.is_on_axis(mark):
                 position, style = plot.position(place, mark), f"flag {plot.looks[name][1]}"
                 texts += [(*position, flag, style) for flag in mark.flag.split(", ")]
-    # Keep flags away from the ticks on the left and the last values on the right.
+    # Keep the marks' labels away from the ticks on the left, and from the last values on the right.
     frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
     write_labels(plot.sheet, texts, [], [frame], boxes_above_and_below)
 
@@ -147,7 +147,7 @@ def _draw_axes_of_lines(plot: _LinePlot) -> None:
     sheet.add_lines("axis", [plot.horizontal_line(y.low)], layer=0)
     positions = [plot.x.to_pixels(place) for place in range(len(places))]
     sheet.add_lines("ticks", [[(x, y.start), (x, y.start + 4)] for x in positions])
-    # Choose the labels of places so that the last place has a label.
+    # Label every n-th place, counted from the last one, so that the last place has a label.
     max_label_width = (plot.x.end - plot.x.start) / _MAX_PLACE_LABELS
     stride = max(1, -(-(len(places) - 1) // (_MAX_PLACE_LABELS - 1)))
     labels = [(x, sheet.cut_to_width(place, max_label_width)) for x, place in zip(positions, places, strict=True)]
@@ -204,7 +204,7 @@ def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
     """Cuts a line at the ends of the value axis. Returns the pieces of it that lie within the axis."""
     line_pieces: list[list[Point]] = []
     for (left_x, left_y), (right_x, right_y) in pairwise(points):
-        # Where the segment enters and leaves the axis, as fractions of its length.
+        # The part of the line inside the range of the y axis: its start and end as fractions of the line's length.
         entry_fraction, exit_fraction = 0.0, float(y.low <= left_y <= y.high)
         if left_y != right_y:
             entry_fraction, exit_fraction = sorted((end - left_y) / (right_y - left_y) for end in (y.low, y.high))

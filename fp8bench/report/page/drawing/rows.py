@@ -193,7 +193,7 @@ def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, 
 
 
 _STACK_HEIGHT = 18.0
-# A part is drawn without text if its share is smaller than this.
+# A part of a bar with a smaller share than this is drawn without text.
 _MIN_SHARE_WITH_TEXT = 0.03
 # Parts with these names are what remains of a total, and are drawn in grey.
 _REMAINDER_PARTS = ("other", "the rest")
@@ -293,7 +293,7 @@ def _draw_stack(
         value_text = show_number(sum_by_part[part], unit)
         value_text += "" if unit == "%" else f" ({units.percent(part_share)})"
         value_text += f" in {len(piece_edges)} pieces" if len(piece_edges) > 1 else ""
-        # All pieces of a part form one shape with one hint, so that the tab key stops once at the part.
+        # Draw all pieces of a part of the bar as one shape with one hint, so that the tab key stops there only once.
         boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in piece_edges]
         style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
         sheet.add_lines(style, boxes, hint=make_hint(f"{row.label}, {name}", value_text), closed=True)

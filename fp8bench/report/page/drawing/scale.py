@@ -234,7 +234,7 @@ _LETTER_WIDTHS = {
 }
 # All digits have this width, and most letters are close to it.
 _DIGIT_WIDTH = 0.64
-# The widths of two kinds of letters: letters outside of ASCII, and East Asian letters.
+# Estimated widths of letters outside of ASCII: of most letters, and of East Asian letters.
 _OTHER_LETTER_WIDTH = 0.75
 _EAST_ASIAN_WIDTH = 1.3
 # Bold letters are wider than regular ones by this factor.

@@ -14,11 +14,10 @@ from fp8bench.report.page.drawing.scale import MAX_SERIES, cut_to_width, escape,
 _SHEET_WIDTH = 880.0
 # The font size in pixels, equal to that in charts.css.
 _FONT_SIZE = 13.0
-# The shapes of series, so that readers can distinguish series without colour. The factors make all shapes look equally
-# large.
+# Different marker shapes distinguish series without colour. The scale factors make all shapes look equally large.
 _SHAPE_SCALES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1}
 MARKER_SHAPES = tuple(_SHAPE_SCALES)
-# Corners of each shape around its centre, with y pointing up.
+# Corners of each marker shape, relative to its centre. Positive y is upwards.
 _SHAPE_CORNERS: dict[str, Sequence[tuple[float, float]]] = {
     "s": ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)),
     "^": ((0, 0.5), (-0.5, -0.5), (0.5, -0.5)),
@@ -50,8 +49,8 @@ class Sheet:
     def __init__(self, chart: Chart) -> None:
         self._chart = chart
         self._name = f"chart-{chart.name}"
-        self._elements: list[tuple[int, str]] = []  # pairs of a layer and an SVG element
-        # The SVG id of each marker, by the path of its outline.
+        self._elements: list[tuple[int, str]] = []  # (layer, SVG element)
+        # Maps the path of each marker's outline to its SVG id.
         self._markers: dict[str, str] = {}
         self._role = "img"
         self._omitted = ""
@@ -130,7 +129,7 @@ class Sheet:
 
 def choose_series_looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Returns the shape and CSS class of each series. The first 40 series all look different."""
-    # Classes repeat after MAX_SERIES series, each time with the next shape.
+    # There are MAX_SERIES CSS classes. Series beyond that reuse the classes with different shapes.
     return {
         name: (MARKER_SHAPES[(index + index // MAX_SERIES) % len(MARKER_SHAPES)], f"s{index % MAX_SERIES + 1}")
         for index, name in enumerate(dict.fromkeys(names))
