@@ -77,7 +77,7 @@ def _measure_busy_cores() -> float | None:
     earlier_ticks = _read_cpu_ticks()
     time.sleep(_SLEEP_SECONDS)
     ticks = [new - old for old, new in zip(earlier_ticks, _read_cpu_ticks(), strict=False)]
-    # The fourth and fifth counts are idle time and waiting for I/O.
+    # In /proc/stat, the fourth and fifth values are idle time and I/O wait.
     busy_part = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
     return round(busy_part * (os.cpu_count() or 1), 2) if ticks else None
 

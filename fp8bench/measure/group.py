@@ -35,7 +35,7 @@ from fp8bench.registry import precisions, workloads
 
 # Two workers may measure at the same time if the machine has this many times the memory that one worker needs.
 _TWO_WORKERS_MEMORY_FACTOR = 4
-# A case is small if its device has this many times the least memory of one state. Workers hold several copies of it.
+# A case is small if its device has more than this many times the memory that one state needs at least.
 _SMALL_CASE_FACTOR = 64
 _Answers = TypeVar("_Answers")
 # A session is a set of arms that are timed in the same rounds. Its plan: the reference (or None), whether there is a
@@ -116,7 +116,7 @@ class GroupMeasurement:
             for outcome in self._outcomes:
                 outcome.reset_draft()
         timed_reference = self._find_reference()
-        # 2. Start the worker for tapes only now, because its start would have disturbed the timing.
+        # 2. Start the worker for untimed passes only now: an earlier start would have disturbed the timing.
         if self._untimed_worker is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # the first request to the worker reports the reason
                 self._untimed_worker.begin()
@@ -133,7 +133,7 @@ class GroupMeasurement:
             limits, rule = self._method.limits, self._method.capacity
             capacity_pass = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             capacity_pass.find_largest_batches([outcome for outcome in self._outcomes if outcome.may_fit_memory])
-        # `why` is the reason if the counting worker cannot count allocator calls.
+        # If the counting worker cannot count allocator calls, its `why` is the reason.
         if self._counting_worker is not None:
             self._make_passes(self._counting_worker).count_allocations(self._list_alive(), self._counting_worker.why)
         reference = self._find_reference()
@@ -151,7 +151,7 @@ class GroupMeasurement:
         # If the reference has failed, the other cases have nothing to be compared with.
         if reference is not timed_reference:
             self._remove_pairing()
-        # The statistics describe the data, which all precisions share.
+        # Compute the statistics of the data once, because all precisions use the same data.
         if reference is not None:
             passes.ask("statistics", [reference])
         # 2. Check which products a step computes and what it changes, and measure transfers and coverage. Measure
@@ -179,7 +179,7 @@ class GroupMeasurement:
             untimed_passes.measure_shares(self._list_alive() if method.shares else ())
             # Restart a worker that used a GPU (not in a brisk group), so that it frees the memory for later cases.
             untimed_passes.leave_gpus(self._list_alive())
-        # Leave out cases that take long to prepare, for example to compile: a tape needs another state.
+        # Skip cases that take long to prepare, for example to compile: recording operators prepares a case again.
         if method.tapes and not method.tapes_apart:
             passes.ask("tape", [outcome for outcome in self._list_alive() if not outcome.planned.work.setup_seconds])
 
@@ -204,7 +204,7 @@ class GroupMeasurement:
         small_cases = [
             CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small(outcome.planned)
         ]
-        # Skip this if errors are known already, from an earlier session or from earlier groups.
+        # Skip this if numerical errors are known already, from an earlier session or from earlier groups.
         if self._second_worker is None or self._errors or not small_cases:
             yield
             return
@@ -230,7 +230,7 @@ class GroupMeasurement:
             try:
                 yield
             except BaseException:
-                waiting.clear()  # the pass ends when it asks for the next case
+                waiting.clear()  # the pass ends when this list is empty
                 self._second_worker.restart()
                 raise
             future.result()
@@ -356,7 +356,7 @@ class GroupMeasurement:
         rule = method.rule.after(time.monotonic() - self._start, session_count)
         report_progress = self._make_progress_callback("measuring")
         end_reason = session.run(self._worker, rule, method.judge, self._seed, report_progress, after=after_slot)
-        # 3. Time the fastest candidate again. The time for which it was chosen as the fastest is biased.
+        # 3. Time the fastest candidate again, because the fastest of several noisy timings is biased.
         fastest = None
         if method.choose is not None:
             report_progress = self._make_progress_callback("timing the fastest again")
@@ -365,7 +365,7 @@ class GroupMeasurement:
             )
         if watch:
             watch.finish()
-        # Examine the work first, because later calls could reveal to the suite's code that the rounds are over.
+        # Examine late steps before any other call, which could reveal to the suite's code that the timing is over.
         self._check_work(session)
         session.check_states(self._worker)  # raises ArmFailed if the timed steps have damaged a state
         pairing_fields = {}
@@ -433,7 +433,7 @@ class GroupMeasurement:
         rule = self._method.windows
         if self._meter is None or rule is None:
             return
-        # Leave out arms whose energy or turns of seconds (`sustained`) an earlier session has stored.
+        # Leave out arms whose energy, or speed in long windows (`sustained`), an earlier session has stored.
         pending = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
         # With `turn_seconds`, an arm runs steps for at least that long in each window.
         activity = "running for seconds" if rule.turn_seconds else "measuring energy"
@@ -465,7 +465,7 @@ class GroupMeasurement:
             return [(reference, False, candidates)]
         if not candidates:
             return []
-        # Time the reference and the candidate apart. The reference may have a timing from an earlier session.
+        # Time reference and candidate in two sessions. The reference may have a timing from an earlier session.
         reference_sessions: list[_SessionPlan] = [(reference, False, [])] if reference.draft.timing is None else []
         return [*reference_sessions, (None, False, candidates)]
 

@@ -42,7 +42,7 @@ RANK_MODULE = "fp8bench.worker.ranks.main"
 TIME_LIMITED_MODULES = (BENCH_MODULE, RANK_MODULE)
 
 
-# The active runs of this process. True: the run has a worker process (isolation).
+# For each active run of this process: whether it has a worker process (isolation).
 _active_runs: list[bool] = []
 _runs_lock = threading.Lock()
 
@@ -208,8 +208,8 @@ class ProcessWorker(Worker):
             try:
                 self._open_bench(self._process)
             except WorkerFault as fault:
-                self.close()  # without a bench, the process could not answer any request
-                # if an import fails before anything was measured, it is the user's mistake
+                self.close()  # the process has no Bench object, so it cannot answer any request
+                # a failed import is the user's mistake, if nothing was measured before it
                 if is_first_request and fault.kind == ImportFailed.__name__:
                     raise ImportFailed(str(fault).removeprefix(f"{fault.kind}: ")) from None
                 raise
@@ -252,7 +252,7 @@ class ProcessWorker(Worker):
     def _environment(self) -> dict[str, str]:
         thread_count = str(self.settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": thread_count, "MKL_NUM_THREADS": thread_count}
-        # each of these variables would lower the precision of products below what its name promises
+        # these variables would lower the precision of products below the one in the case's name
         for name in PRECISION_LOWERING_VARIABLES:
             environment.pop(name, None)
         # Inductor's pool of compiling processes would keep running during the timing.
@@ -261,7 +261,7 @@ class ProcessWorker(Worker):
         return environment
 
     def _exchange_request(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
-        # The number of the request distinguishes a late answer to an earlier request.
+        # The request's number reveals late answers to earlier requests.
         self._request_number += 1
         try:
             process.send_request((self._request_number, name, arguments))

@@ -89,8 +89,7 @@ class CaseOutcome:
     def fail_case(self, reason: str, cause: WorkerError) -> None:
         self.failure = reason
         failed_rank = cause.rank if isinstance(cause.rank, FailedRank) else None
-        # If the worker was lost or hung, the detail stays empty. From this, a gate distinguishes a fault of the case
-        # from a fault of the machine.
+        # A gate takes an empty detail as a fault of the machine. So leave it empty if the worker was lost or hung.
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed_rank)
 
     def add_detail(self, reason: str) -> None:
@@ -160,8 +159,8 @@ def _make_peak_measurements(use: MemoryUse) -> Iterator[Measurement]:
         )
 
 
-# For each method of the bench that answers a pass: the text that is shown during the pass, and the name of the missing
-# figure in error messages. The record's field has the same name as the method.
+# For each Bench method that answers a pass: the progress text, and the figure's name in error messages. The record's
+# field is named like the method.
 PASS_TEXTS: Mapping[str, tuple[str, str]] = {
     "statistics": ("", "statistics of the data"),
     "products": ("looking at products", "check of its products"),
@@ -307,7 +306,7 @@ class Passes:
         for outcome in outcomes:
             with self._requesting(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
-                # In a duel, the worker may be of an older source tree, whose `memory` does not take `with_growth`.
+                # A duel compares source trees. The older tree's `memory` may have no parameter `with_growth`.
                 memory_use = bench.memory(case, facts, key) if with_growth else bench.memory(case, facts, key, False)
                 if device is not None:
                     memory_use = self._add_process_memory(memory_use, device)

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from fp8bench.model.codec import PlainUnpickler
 
-# Seconds between two checks of the exit status. The socket alone does not show the end, because an orphan of the
-# worker may keep it open.
+# Seconds between two checks of whether the worker has exited. The socket is not enough, because an orphan of the worker
+# may keep it open.
 _POLL_SECONDS = 0.5
 _CLOSING_SECONDS = 2.0
 # How long to wait for the end of a process that has closed its socket. On a loaded machine the process must wait for

@@ -70,8 +70,8 @@ DISCARD_BELOW_SECONDS = 100e-3
 # A function that returns whether the comparison is decided, from the timings of a candidate, the reference and the
 # control.
 JudgeArm = Callable[[Timing, Timing, Timing | None], bool]
-# A function that returns the index of the candidate that is fastest relative to the reference and its control; None if
-# no candidate is faster.
+# A function that returns the index of the fastest candidate, from the timings of the candidates, the reference and the
+# control. None if no candidate is faster.
 ChooseFastest = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
 
 

@@ -18,8 +18,8 @@ from fp8bench.protocols.axes import COLD
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
-# The least calls of a slot on an accelerator. The device's queue is empty at first, so kernels of the first call wait
-# for the host. Later calls find the queue as full as the host can keep it.
+# The minimum number of calls in a slot on an accelerator. The device's queue is empty at first, so kernels of the first
+# call wait for the host. Later calls find the queue as full as the host can keep it.
 DEVICE_CALLS = 3
 # The most calls of a slot with a cold cache. There are few, because flushing some megabytes takes longer than most
 # steps.
@@ -27,7 +27,7 @@ MAX_COLD_CALLS = 4
 # The longest time for which a device is kept busy. A queue holds about 1,024 launches of some 5 us each. When the
 # queue is full the host waits, so a longer time gains nothing.
 MAX_FILLING_SECONDS = 10e-3
-# The host may need up to this many times as long to enqueue a later step as to enqueue the measured step.
+# The host may take up to this many times as long to enqueue a later step as to enqueue the measured one.
 _HOST_TIME_MARGIN = 1.25
 
 

@@ -31,7 +31,7 @@ from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 # The seconds that the worker runs for one request.
 CHUNK_SECONDS = 0.25
 _WARM_UP_SECONDS = 0.3
-# The part of the device's memory for copies of a phase's inputs. The states of all cases are also in memory.
+# The share of the device's memory that copies of a phase's inputs may take. The states of all cases are also in memory.
 _PHASE_MEMORY_SHARE = 0.25
 _COLD_CACHE_REASON = (
     "energy is not measured with a cold cache, which is flushed between steps: measure it with cache=hot"
@@ -176,7 +176,7 @@ class WindowPass:
         results_by_arm_and_phase = {(arm.key, ""): results[arm.key] for arm in arms}
         self._run_all_windows([(arm, "") for arm in arms], results_by_arm_and_phase, worker)
         idle_energy_after = self._measure_idle() if has_energy_source else None
-        # Without an energy source, store no energy, but only the speed in the turns (long windows).
+        # Without an energy source, store only the speed in long windows.
         for result in (results[arm.key] for arm in arms):
             if idle_energy_before is None or idle_energy_after is None:
                 result.energy_use = EnergyUse(SourceKind.NONE, why=self._meter.why)

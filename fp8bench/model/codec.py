@@ -49,20 +49,20 @@ class Malformed(ValueError):
 def encode(value: Any) -> Any:
     """Converts a value to JSON values. Infinity and NaN, which JSON lacks, become strings."""
     kind = type(value)
-    # Most values are plain numbers and strings.
+    # Most values are integers, strings, booleans or None.
     if kind in _PLAIN_TYPES:
         return value
     if kind is float:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return str.__str__(value)  # a MetricSpec is a string too: only its name is stored
+        return str.__str__(value)  # store only the name of a MetricSpec, which is a string too
     if dataclasses.is_dataclass(kind):
         return {name: encode(getattr(value, name)) for name in _list_field_names(kind)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
         if set(map(type, value)) <= _ONLY_INTEGERS:
-            return list(value)  # fast, because there are many raw samples
+            return list(value)  # do not encode each item, because a run has many raw samples
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
@@ -131,7 +131,7 @@ def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
         for key, item in json_value.items():
             try:
                 values[key] = decode_one(item)
-            # Put the key in front of the path in the message.
+            # The message begins with a path. Prepend the key to it.
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
         return values
@@ -149,7 +149,7 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except ValueError:  # the value is nested too deeply
             return decode(json_value)
         if key not in decoded_values:
-            # Clear a full cache completely. This costs little, because values repeat within a few records.
+            # Clear a full cache completely. This costs little, because most repeated values are in nearby records.
             if len(decoded_values) >= _MAX_SHARED_VALUES:
                 decoded_values.clear()
             with collect_ignored_names() as names:
@@ -212,7 +212,7 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
             instance.__dict__.update(values if is_complete else defaults | values)
             return instance
         try:
-            # If the class rejects its values, make its message one that has a path.
+            # An error of the class has no path. Convert it to Malformed, to which callers add the path.
             return kind(**values)
         except UsageError as error:
             raise Malformed(f": {error}") from None
@@ -235,7 +235,7 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
         if is_repeated and not json_value:
             return ()
         if holds_integers and set(map(type, json_value)) <= _ONLY_INTEGERS:
-            return tuple(json_value)  # fast, because there are many raw samples
+            return tuple(json_value)  # do not decode each item, because a run has many raw samples
         has_only_lists = holds_integer_lists and set(map(type, json_value)) <= _ONLY_LISTS
         if has_only_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _ONLY_INTEGERS:
             return tuple(map(tuple, json_value))
@@ -252,7 +252,7 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
-    # A value of one of these types is returned unchanged. Integers are checked first.
+    # Return values of these types unchanged. Integers need their decoder, which checks their size.
     plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type) and kind is not int)
     decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 

@@ -34,7 +34,7 @@ def name_case_file(case: Case) -> str:
         short_part for name, part in parts.items() if (short_part := _shorten(part, _MAX_LENGTHS[name]))
     )
     full_name = "-".join(part for part in parts.values() if part)
-    # Add a digest if letters were cut or replaced, because another case may differ only in these letters.
+    # Append a digest of the id if letters were cut or replaced: another id may differ only in these letters.
     return short_name if short_name == full_name.lower() else f"{short_name}-{_make_short_digest(case.id)}"
 
 

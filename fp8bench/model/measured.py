@@ -15,7 +15,7 @@ from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Se
 from fp8bench.model.step import Coverage, LateSteps, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
-# If the runs of a rate differ by more than this relative amount, the rate is not used as an upper bound.
+# A rate is not used as an upper bound if its repeated measurements differ by more than this relative amount.
 MAX_RATE_SPREAD = 0.05
 
 

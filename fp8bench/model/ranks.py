@@ -17,7 +17,7 @@ OUTSIDE_OF_STEPS = -1
 RANK_LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
 # The processes of several ranks share a folder. In it, this is the name of the socket of the process that measures.
 PARENT_SOCKET = "parent"
-# In the same folder, the name of the file by which ranks find each other. Only the user who owns the file and the
+# In the folder that the ranks share, the name of the file by which they find each other. Only the owner of file and
 # folder can open them.
 MEETING_FILE = "meeting"
 # The name of an environment variable that every rank and all processes started by a rank have. Its value identifies

@@ -345,7 +345,7 @@ class Request:
     scales_from: str | None = option(
         None, _PATH_RULE, "use the scales stored in a run instead: its id, its file, or last", "RUN", WHAT_TO_MEASURE
     )
-    # The largest magnitudes that were read from the run `scales_from`.
+    # The largest magnitudes of tensors, read from the run that `scales_from` names.
     known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:

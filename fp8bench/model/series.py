@@ -169,9 +169,9 @@ class Direction(StrEnum):
 class Evidence(StrEnum):
     """How the two sides of a comparison were measured, the most reliable way first. A gate decides by this evidence."""
 
-    PAIRED = "paired"  # measured in the same rounds
-    CROSS_RUN = "cross-run"  # measured at different times
-    HISTORY = "history"  # measured as a step in a series of commits
+    PAIRED = "paired"  # both sides were measured in the same rounds
+    CROSS_RUN = "cross-run"  # the sides were measured at different times
+    HISTORY = "history"  # the sides are before and after a jump in a series of commits
 
 
 @dataclass(frozen=True)

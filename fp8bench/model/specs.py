@@ -121,7 +121,7 @@ _NEITHER = Better.NONE
 _HIGHER = Better.HIGHER
 _MAIN = Rank.MAIN
 _RESTATED = Rank.RESTATED
-# Each threshold is a relative and an absolute amount. A new memory layout changes a time by less than 5%.
+# Pairs of a relative and an absolute threshold. A new memory layout changes a time by less than 5%.
 _TIME_THRESHOLD = (0.05, 5e-6)
 _RATIO_THRESHOLD = (0.05, 0.005)
 _ENERGY_THRESHOLD = (0.05, 1e-3)
@@ -143,8 +143,7 @@ MEAN_TIME = _add_spec(
 for _phase in CELL_PHASES:
     _add_spec(time_of_phase(_phase), "s", f"time of the {_phase} phase", rank=_RESTATED, threshold=_TIME_THRESHOLD,
          history=f"the {_phase} phase of a step", kept_where=_phase)
-# The times for a fixed amount of work. For each count of work, such as FLOPs: the figure, and the amount of work for
-# which it has the time.
+# A step's time for a fixed amount of work. For each kind of work, such as FLOPs: the figure, and the amount.
 TIME_PER_WORK: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _add_spec(f"seconds_per_{name}", "s", f"the step's time for {amount:.0e} {count}", rank=_RESTATED,
@@ -169,7 +168,7 @@ SHARE_OF_STEP = _add_spec(
     "share_of_step", units.RATIO,
     "share of a phase in the step's best time; the median is over the shares of single calls", better=_NEITHER
 )
-# The rates of work per second, by what is counted.
+# Work per second, by kind of work: tokens, FLOPs or bytes.
 WORK_RATES: Mapping[str, MetricSpec] = {
     count: _add_spec(
         f"{count}_per_second", unit,
@@ -218,7 +217,7 @@ RESIDENT_MEMORY = _add_spec(
     "resident_memory", "B", "most memory of the machine that the process used, torch included",
     heading="resident",
 )
-# The figures of a step's memory besides its peak.
+# Memory figures other than the peak memory of a step.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
 COUNTERS_TABLE = "counters"
 _COUNTER_FIELDS: dict[str, Any] = {"table": COUNTERS_TABLE, "page": "method.md#counters"}
@@ -309,7 +308,7 @@ ENERGY = _add_spec(
 ENERGY_NET = _add_spec(
     "energy_net", "J", "energy of a step beyond idle power", rank=_MAIN, threshold=_ENERGY_THRESHOLD, heading="net/step"
 )
-# The energy of a step for a fixed amount of its work. The most useful amount comes first.
+# A step's energy for a fixed amount of work, by kind of work. The most useful kind comes first.
 ENERGY_PER: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _add_spec(f"energy_per_{word.lower()}", "J", f"energy for {amount_text} of the step's work", rank=_MAIN,
@@ -402,16 +401,16 @@ SHARE_VANISHING = _add_spec(
     "share_vanishing_*", units.RATIO, "share of the nonzero values that become zero in the format", better=_NEITHER,
 )
 
-# The figures that suites measure. Most of these rows match the ends of names, and come after rows with full names.
+# The figures that suites measure. Most of these rows match the end of a name, and come after rows with full names.
 _WORKLOAD_FIELDS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
 # The errors of a callable: compared with float64, and compared with the unchanged reference.
 OUTPUT_ERROR = "output_error"
 DIFFERENCE_ERROR = "difference_error"
-# The difference from the reference, if rounding does not explain it.
+# The difference from the reference. It is stored only if rounding does not explain it.
 BEYOND_ROUNDING_ERROR = "beyond_rounding_error"
-# Relative losses are near 1, and a difference of a thousandth matters. The threshold of the gate is above the least
+# Relative losses are near 1, and a difference of a thousandth matters. The gate's threshold is twice the smallest
 # change that the history counts.
 _add_spec(
     f"*{RELATIVE_LOSS}", "x", "mean loss of a small training over that of bf16, in the suite `learning`",
@@ -440,7 +439,7 @@ _add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="fo
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):
     _add_spec(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NEITHER, page="formats.md",
     **_WORKLOAD_FIELDS)
-# The figures of mixtures of experts, of RLHF's models, and of samplers: neither more nor less is better.
+# Figures of mixtures of experts, RLHF models and samplers. Neither higher nor lower values are better.
 for _name, _unit, _description in (
     ("load_ratio", "x", "most tokens of an expert, over the mean"),
     ("distinct_experts", "count", "experts that have any token, in all layers"),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-# The number of rounds for emulated cases: one more than the three rounds whose mean is a best case. More rounds are not
-# needed, because the times of emulated cases get no verdict.
+# The number of rounds for emulated cases, whose times get no verdict. A best-case time is the mean of three rounds, so
+# one more is enough.
 EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10

@@ -25,12 +25,12 @@ class Phase(StrEnum):
 UNATTRIBUTED = "unattributed"
 # The name of the precision of a user's unchanged model.
 UNTOUCHED = "untouched"
-# The optimization levels of MS-AMP. A training can have them as arms, but they are not precisions.
+# The optimization levels of MS-AMP. They can be arms of a training, but they are not precisions.
 MSAMP_LEVELS = ("msamp-o1", "msamp-o2", "msamp-o3")
 PHASES: tuple[str, ...] = tuple(Phase)
 # The phases that load data and compute nothing with tensors.
 LOADING_PHASES = frozenset({Phase.DATA_LOAD, Phase.DECODE})
-# All phases and the unattributed time (the part of a step outside of all phases), in the order of cells and tables.
+# All phases and the unattributed time (the part of a step outside of all phases), in the order of tables.
 CELL_PHASES: tuple[str, ...] = (*PHASES, UNATTRIBUTED)
 
 
@@ -100,7 +100,7 @@ class Label(StrEnum):
         return self not in REMARK_LABELS
 
 
-# The labels that do not cast doubt on a speed.
+# Labels that are only remarks: they do not cast doubt on a measured speed.
 REMARK_LABELS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
 # The labels of a case that may do other work than its name promises, or other work than the reference. They cast doubt
 # on a verdict however large the effect is.

@@ -32,7 +32,7 @@ def round_values(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
     """Rounds a tensor by an arithmetic's cast and returns the rounded values in the tensor's dtype."""
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     y = arithmetic.restore(arithmetic.cast(rows, role), x.dtype).view(x.shape)
-    return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # images keep their strides
+    return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # keep the strides of channels-last images
 
 
 def widen_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +73,7 @@ def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
             continue
         norm: Any = model.get_submodule(name)
         norm.arithmetic = arithmetic
-        for buffer_name, statistic in norm.named_buffers():  # the running statistics of a batch norm
+        for buffer_name, statistic in norm.named_buffers():  # the buffers of a batch norm are its running statistics
             setattr(norm, buffer_name, cast_to(statistic, arithmetic))
 
 
@@ -81,7 +81,7 @@ def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[
     """Returns a forward pass for an embedding or a norm that computes in an arithmetic. Its result has the input's
     dtype, or the parameters' dtype if the input is not floating-point.
     """
-    # The copy shares its tensors with the module. It keeps the original forward pass when the module's is replaced.
+    # The copy shares the module's tensors, and keeps the module's original forward pass when that is replaced.
     module_copy = copy.copy(module)
 
     def forward(x: Tensor, *more_inputs: Any, **named: Any) -> Any:

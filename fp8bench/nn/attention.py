@@ -97,8 +97,8 @@ class _RecomputedFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            # This gives the same bits as backward(gradient), which would import sympy to inspect the gradient.
-            # Parameters that `run` uses also get their gradients here.
+            # This gives the same bits as backward(gradient), which would import sympy to inspect the gradient. It also
+            # computes the gradients of parameters that `run` uses.
             (ctx.run(*inputs) * gradient.detach()).sum().backward()
         return None, *(leaf.grad for leaf in inputs)
 
@@ -238,7 +238,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         q, k, v = self.project_heads(x, phase)
         if rotation is not None:
-            rotation = rotation.to(q.dtype)  # the stream may have another dtype than the model
+            rotation = rotation.to(q.dtype)  # the residual stream, and so q, may have another dtype than the model
             q = apply_rotary(q, rotation)
             k = apply_rotary(k, rotation)
         if cache is not None:
@@ -249,7 +249,7 @@ class SelfAttention(nn.Module):
 
     def project_heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
         """Returns queries, keys and values of (batch, tokens, width), each as (batch, heads, tokens, head width)."""
-        # The product may return a different carrier. The core works in the dtype of the stream.
+        # The product may return another dtype. Attention computes in the dtype of the residual stream.
         projections = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
         return [part.view(*part.shape[:2], -1, self.head_width).transpose(1, 2) for part in projections]
 

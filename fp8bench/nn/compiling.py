@@ -53,7 +53,7 @@ def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> ForwardPass:
     for block in model.blocks:
         vars(block)["forward"] = torch.compile(MethodType(block_forward, block), fullgraph=True, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=max(8, len(model.blocks))), warnings.catch_warnings():
-        # The compiler reads the gradient of each input. torch warns of that, because inputs of blocks are computed.
+        # The compiler reads `.grad` of all inputs. torch warns, because inputs of blocks are not leaf tensors.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         return _compile_by_first_call(model, model, tokens, targets, graphs=len(model.blocks))
 

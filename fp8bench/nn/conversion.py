@@ -81,7 +81,7 @@ class Conversion:
         self.phase: Phases = SilentPhases()
         self._row_multiple = multiples[0]
         self._replaced: list[nn.Module] = []
-        # 1. Find all weights of products, and the layers around them that the map names.
+        # 1. Find all weights of products, and the layers around them (such as norms) that the precision map names.
         holders = find_product_weights(model, skip)
         surrounding_layers = list_surrounding_layers(model, holders)
         check_precision_map(keys, holders, [layer for layer, _ in surrounding_layers])
@@ -108,8 +108,7 @@ class Conversion:
             for product_weight, (_, arithmetic) in zip(self.product_weights, arithmetics, strict=True)
             if arithmetic is not None and not product_weight.reason
         }
-        # 3. Refuse a conversion that converts nothing. It would report the carrier's figures under the precision's
-        # name.
+        # 3. Refuse a conversion that converts no layer. Its figures would not be those of the precision.
         if not self._arithmetics:
             raise UsageError(
                 f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.product_weights)}). "
@@ -212,7 +211,7 @@ def explain_misfit(product_weight: ProductWeight, multiples: tuple[int, int]) ->
     """Returns why native products refuse the shape of a layer's weight, or '' if they accept it. The rows of the
     layer's input are not checked, because they can be padded.
     """
-    side_multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in a second one
+    side_multiple = max(multiples)  # each side is K in one product of the layer and N in a second one
     outputs, inputs = product_weight.sides
     misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % side_multiple]
     verb_text = "is no multiple" if len(misfit_sides) == 1 else "are no multiples"
@@ -276,7 +275,7 @@ class LayerProducts:
         padded_sizes = [max(part_rows, round_up(size, part_rows)) for size in sizes]
         row_parts = torch.split_with_sizes(x, list(sizes))
         weight_sides = {side for weight in weights for side in weight.shape}
-        # If most rows would be padding, or the kernel refuses the sides, one product for each part is faster.
+        # If most rows would be padding, or the grouped kernel refuses a weight's sides, multiply each part separately.
         if not side_multiple or sum(padded_sizes) > 2 * len(x) or any(side % side_multiple for side in weight_sides):
             parts_and_weights = zip(row_parts, weights, strict=True)
             products = [self.linear(part, weight) for part, weight in parts_and_weights if len(part)]
@@ -291,7 +290,7 @@ class LayerProducts:
             y = grouped_linear(
                 rows, limited_weights, padded_sizes, ends, self.arithmetic, self.phase(), [None] * len(limited_weights)
             ).to(dtype)
-        # Remove the padding rows of each part.
+        # Remove the padding rows.
         results = zip(torch.split_with_sizes(y, padded_sizes), sizes, strict=True)
         return torch.cat([part[:size] for part, size in results])
 
@@ -324,7 +323,7 @@ class LayerProducts:
                 for part, filters in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
             y = (group_outputs[0] if groups == 1 else torch.cat(group_outputs, -1)).permute(0, 3, 1, 2).to(dtype)
-        return y if channels_last else y.contiguous()  # the next layer may view it as rows
+        return y if channels_last else y.contiguous()  # the next layer may call `view`, which needs contiguous memory
 
 
 def make_forward(module: nn.Module, kind: str, products: LayerProducts) -> Callable[..., Any]:

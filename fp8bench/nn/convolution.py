@@ -240,7 +240,7 @@ def convolve(
     operands.
     """
     x = x.to(arithmetic.carrier)
-    # Without rotations or short sums, torch's own convolution can compute the product of the rounded operands.
+    # With fp32 accumulation and no Hadamard rotation, torch's convolution can compute the product of rounded operands.
     if not arithmetic.explicit:
         operand_form = _OperandForm(arithmetic, geometry, layout)
         return _ConvolvedProduct.apply(x, weight, operand_form, phase, operands)  # type: ignore[no-untyped-call]
@@ -321,8 +321,7 @@ class BatchNorm(nn.Module):
         x_cast = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         statistics = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
         uses_batch_statistics = self.training or not statistics
-        # Backward refers to these statistics. If there is an arithmetic, use copies, because the module's statistics
-        # are rounded below.
+        # Autograd saves these statistics for backward. Copy them if the module's statistics are rounded below.
         running_statistics = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
         mean, variance = running_statistics or (None, None)
         y = F.batch_norm(x_cast, mean, variance, weight, bias, uses_batch_statistics, momentum=0.1, eps=1e-5)

@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         loads = self.loads
         total_bytes = 0
         for path, stored_weight in self.layers.items():
-            # Count experts only: the path of an expert's layer has the number of the block and that of the expert.
+            # Skip layers other than experts. The path of an expert has the number of its block and that of the expert.
             block, _, expert = path.removeprefix("blocks.").partition(".mlp.experts.")
             if expert and loads[int(block)][int(expert.partition(".")[0])]:
                 total_bytes += sum(tensor.nbytes for tensor in stored_weight.tensors())

@@ -55,15 +55,15 @@ class Sampling(Exercise):
 
     plan: SamplerPlan
     high: Arithmetic
-    # The layers whose arithmetic changes between steps. Each has its attributes for low-precision steps, then those
-    # for high-precision steps.
+    # The layers whose arithmetic changes between steps, each with its attributes for low-precision and for
+    # high-precision steps.
     switched_layers: list[tuple[nn.Module, _LayerAttributes, _LayerAttributes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for layer in self.layer.modules():
             if not isinstance(layer, Linear | Convolution):
                 continue
-            # Convert the weights of plain products to the carrier now, so that no step casts them again.
+            # Convert the weights of plain products to the products' dtype now, so that no step converts them again.
             if layer.arithmetic.plain:
                 layer.weight.data = layer.weight.data.to(layer.arithmetic.carrier)
                 continue
@@ -155,7 +155,7 @@ def measure_step_errors(
             latents_after_one_step.append(sampling.take_sampling_step(start.to(sampling.inputs[0].dtype), step, phases))
         return {"free": latents_from_noise, "single": latents_after_one_step}
 
-    # 1. Sample in all arithmetics. The variant also uses a different attention kernel.
+    # 1. Sample in each arithmetic, and for `variant` also with a different attention kernel.
     with select_attention_kernel("math"):
         variant_latents = sample_whole_and_by_step(variant)
     low_latents = sample_whole_and_by_step(low)

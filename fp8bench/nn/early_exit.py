@@ -67,9 +67,8 @@ class EarlyExit(nn.Module):
             yield rows, logits
             if self.exit_rule is None or number == len(self.blocks) - 1:
                 continue
-            # Rows that leave now cost nothing in later blocks. With a schedule the confidence is computed too, so
-            # that the step does the same work as with thresholds. With thresholds the host waits for the number of
-            # rows that stay.
+            # Rows that exit here skip the later blocks. Confidences are computed even with `staying_rows`, so that the
+            # step does the same work as with thresholds. With thresholds the host waits for the number of staying rows.
             confidences = compute_confidence(logits)
             exits = self.exit_rule
             staying_rows = (
@@ -119,7 +118,7 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
     staying_rows = torch.arange(len(x), device=x.device)
     with torch.no_grad():
         for count, (row_indices, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
-            # 1. In `exact` no row leaves. So select the rows that would stay under all earlier thresholds.
+            # 1. No row leaves `exact` early. So select the rows that stay under all earlier thresholds.
             confidences = compute_confidence(logits[torch.isin(row_indices, staying_rows)])
             sorted_confidences = confidences.sort().values
             if count and not sorted_confidences[count - 1] < sorted_confidences[count]:
@@ -127,11 +126,11 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
                     "several rows have the same confidence, so that no threshold lets the requested fraction leave: "
                     "choose exits=held, or another width"
                 )
-            # 2. Put the threshold half-way between two rows, so that rounding does not move a row across it.
+            # 2. Put the threshold half-way between two confidences, so that rounding does not move a row across it.
             confidence_thresholds.append(
                 float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0
             )
             staying_rows = staying_rows[confidences < confidence_thresholds[-1]]
-    # 3. Blocks that no row reaches still need a threshold.
+    # 3. Each block needs a threshold, even if all rows leave before it.
     unreached_blocks = len(exact.blocks) - 1 - len(confidence_thresholds)
     return ExitRule((*confidence_thresholds, *[math.inf] * unreached_blocks))

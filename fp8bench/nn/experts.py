@@ -106,7 +106,7 @@ class Experts(nn.Module):
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        # 1. The router scores each token and chooses its experts, or a plan does.
+        # 1. Choose the experts of each token by the router's scores, or take them from a plan.
         token_rows = x.reshape(-1, x.shape[-1])
         scores = F.linear(token_rows.to(self.router.dtype), self.router)
         chosen_scores, chosen_experts = self._choose_experts(scores)
@@ -139,7 +139,7 @@ class Experts(nn.Module):
 
     def _run_experts_on_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
         """Returns the results of each expert for its part of the rows."""
-        # 1. Pad each part with zeros to the multiple that products require.
+        # 1. Pad the rows of each expert with zeros to the multiple that products require.
         is_grouped = self._are_groupable()
         row_multiple = self._get_row_multiple(is_grouped)
         min_rows = row_multiple if self.feeds_empty_experts else 0
@@ -148,7 +148,7 @@ class Experts(nn.Module):
             F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, padded_sizes, strict=True)
         ]
 
-        # 2. Multiply all parts in one grouped product, or one expert after the other.
+        # 2. Run all experts in one grouped product, or one after the other.
         outputs: Sequence[Tensor]
         if is_grouped:
             counts = counts.clamp(min=1) if self.feeds_empty_experts else counts
@@ -305,7 +305,7 @@ class LoadedExperts(Experts):
         self.last_routing = (torch.empty(0), list[int]())
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        # 1. The router scores each token and chooses its experts, or a plan does.
+        # 1. Choose the experts of each token by the router's scores, or take them from a plan.
         scores = linear(x, self.router, self.travel.router, phase)
         scores = scores.to(widen_dtype(scores.dtype))
         chosen_experts = scores.topk(self.top_k).indices if self.plan is None else self.plan
@@ -328,7 +328,7 @@ class LoadedExperts(Experts):
         elif not arithmetic.plain:
             product_multiple = arithmetic.part_rows
         else:
-            # Only the weight gradient contracts over rows. So plain products need a multiple only if there is a
+            # Only the weight gradient contracts over rows. So plain products need padded rows only if there is a
             # backward pass.
             product_multiple = arithmetic.groups if torch.is_grad_enabled() else 1
         return max(self.travel.row_multiple, product_multiple)

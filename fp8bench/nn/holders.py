@@ -52,8 +52,7 @@ RESIDUAL_KIND = "residual"
 _NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
 # Usual last parts of a head's path. They are used if neither the model nor a tied embedding identifies the head.
 _HEAD_NAMES = ("head", "lm_head", "classifier", "score")
-# The largest number of channel groups of a convolution that is converted. More groups would be too many small
-# products.
+# A convolution with more channel groups is not converted, because it would become too many small products.
 MAX_GROUPS = 64
 _MAX_LISTED_NAMES = 4
 
@@ -122,7 +121,7 @@ def get_weight(module: nn.Module, name: str = "weight") -> Any:
     parametrizations = getattr(module, "parametrizations", {})
     if name not in parametrizations:
         return getattr(module, name, None)
-    # Read in eval mode, because some parametrizations update themselves in training mode.
+    # Read the weight in eval mode, because some parametrizations update themselves in training mode.
     training_modes = [(part, part.training) for part in parametrizations[name].modules()]
     parametrizations[name].eval()
     try:
@@ -180,7 +179,7 @@ def list_surrounding_layers(model: nn.Module, holders: Sequence[ProductWeight]) 
 
 
 def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
-    # Kinds, names and prefixes of names are valid keys.
+    # The valid keys are kinds of layers, names of layers, and prefixes of names.
     existing_keys = list_map_keys(
         [*(layer for product_weight in holders for layer in _make_layers(product_weight)), *around]
     )
@@ -249,7 +248,7 @@ def _list_module_weights(module: nn.Module, paths: Sequence[str], in_attention: 
                 yield replace(product_weight, rule="class", reason=reason)
     elif not type(module).__module__.startswith("torch.nn."):
         for attribute, parameter in module.named_parameters(recurse=False):
-            # Three dimensions suggest a matrix for each of several experts.
+            # A parameter with three dimensions probably has a matrix for each of several experts.
             if is_lazy(parameter):
                 continue
             if parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point():
@@ -385,13 +384,13 @@ class StackedWeightWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Turn keywords into positional arguments, so that one search finds the weight.
+        # Make keyword arguments positional, so that the weight is searched for in `args` only.
         args, named = _bind_positions(func, args, kwargs or {})
         position = next((position for position, arg in enumerate(args) if self._find_name(arg)), None)
         if position is None:
             return func(*args, **named)
         name = self._find_name(args[position])
-        # Replace a product of the weight, or run it inside the callback.
+        # Replace a product with the weight, or pass the product to the callback `_around`.
         if func in _REPLACEABLE_FUNCTIONS or func in _UNREPLACEABLE_FUNCTIONS:
             is_product = _is_replaceable(func, args, named, position)
             if is_product and self._products is not None:
@@ -447,7 +446,7 @@ def _is_replaceable(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], 
         return False
     weight = args[position]
     operand = args[1 - position]
-    # The function decides where the weight must be and how many dimensions it must have.
+    # Functions differ in which argument may be the weight, and in how many dimensions the weight must have.
     if func in _LINEAR_FUNCTIONS:
         return position == 1 and weight.dim() == 2
     if func in _GROUPED_FUNCTIONS:
@@ -493,5 +492,5 @@ def _multiply_groups(x: Tensor, weight: Tensor, ends: list[int], multiplier: Mul
     """
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     y = multiplier.multiply_groups(x[: sum(sizes)], weight.mT.unbind(), sizes)
-    # Rows after the last end belong to no group.
+    # Rows after the last group are not multiplied. Their results are zeros.
     return F.pad(y, (0, 0, 0, len(x) - len(y)))

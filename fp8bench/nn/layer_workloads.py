@@ -58,7 +58,7 @@ class LayerWorkload(Workload):
         return explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        # If the precision `settles`, the first pass only fills the history of its scales, and a second one is measured.
+        # If scales depend on earlier passes (`settles`), the first pass only fills their history.
         return self.prepare(setup).measure_errors(self.exact(setup), setup.settles)
 
     def exact(self, setup: Setup) -> Exercise:
@@ -76,8 +76,8 @@ class LayerWorkload(Workload):
 
         ledger = Ledger()
         state = self.exercise(setup, self.count_operands(setup, ledger), setup.arithmetic.carrier)
-        ledger.tallies.clear()  # preparing runs a forward pass, which does not count
-        state.outcome()  # runs the layer, so that the ledger counts the operands of its casts
+        ledger.tallies.clear()  # preparing runs a forward pass, whose casts must not be counted
+        state.outcome()  # runs the layer, whose casts the ledger counts
         return ledger.statistics()
 
     def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
@@ -104,7 +104,7 @@ class ConvolvedWorkload(LayerWorkload):
 
         def choose_counting_arithmetic(name: str) -> Arithmetic:
             arithmetic = choose_arithmetic(name)
-            # An explicit arithmetic would cast the copied windows, so count with a plain one.
+            # An explicit arithmetic casts im2col's copies, so count with a plain one.
             if arithmetic.explicit:
                 arithmetic = PlainArithmetic(arithmetic.carrier)
             return count_casts(arithmetic, kinds[name], ledger)

@@ -138,7 +138,7 @@ class _LinearProduct(torch.autograd.Function):
         with cast_marker(arithmetic, phase):
             a, a_transposed = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
             b, b_transposed = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
-        # Saved tensors count as memory of the step. So save codes, and sources only if codes do not suffice.
+        # Saved tensors count as memory of the step. So save low-precision codes, and sources only if necessary.
         ctx.save_for_backward(
             *_select_saved_tensors(arithmetic, a, a_transposed, x, needs_weight_gradient),
             *_select_saved_tensors(arithmetic, b, b_transposed, weight, needs_x_gradient),
@@ -245,7 +245,7 @@ class Linear(nn.Module):
         self._library_forward = arithmetic.whole(self.weight)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        if self._library_forward is not None:  # the library casts inside its layer, where no phase can be opened
+        if self._library_forward is not None:  # the library casts inside its layer, so their time counts as `gemm`
             return region(phase.gemm, self._library_forward, x.to(self.arithmetic.carrier))
         if self.unit_scaling is not None:
             return self.unit_scaling(self, x, phase)

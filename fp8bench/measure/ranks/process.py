@@ -119,7 +119,7 @@ class RanksProcess(WorkerProcess):
         for rank in self._ranks:
             rank.reply = None
             assert rank.requests is not None
-            with contextlib.suppress(OSError):  # if the rank has ended, this is noticed when its answer is received
+            with contextlib.suppress(OSError):  # if the rank has ended, receiving its answer raises EOFError
                 rank.requests.send_bytes(pickled_request)
 
     def wait_for_answer(self, limit: float) -> bool:
@@ -312,11 +312,11 @@ class RanksProcess(WorkerProcess):
             if listening in ready:
                 # Ranks connect in any order, so each connection begins with the number of its rank.
                 connection = Connection(listening.accept()[0].detach())
-                with contextlib.suppress(EOFError, ConnectionError):  # a rank that has ended is noticed below
+                with contextlib.suppress(EOFError, ConnectionError):  # if the rank has ended, the launcher ends as well
                     number, pid, channel = unpickle_answer(connection.recv_bytes())
                     self._ranks[number].pid = pid
                     setattr(self._ranks[number], channel, connection)
-            # ranks send nothing before a request, so one has ended
+            # before a request, a connection becomes readable only if its rank has ended
             elif ready or self._popen.poll() is not None:
                 raise self._make_start_error()
             elif time.monotonic() > deadline:

@@ -20,7 +20,7 @@ WAIT_SECONDS = 30.0
 
 # Environment variables that would send ranks to a different machine, or let them connect late. They are removed.
 _REMOVED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
-# Requests before the first case, for planning. A single process can answer them as well.
+# Requests for planning a run. If a rank fails before the first case, a single process answers them.
 _PLANNING_REQUESTS = ("probe", "software", "overheads")
 
 
@@ -58,7 +58,7 @@ class RanksWorker(ProcessWorker):
                 self._start_error = error
         if name in _PLANNING_REQUESTS:
             answer = self._single_worker.ask(limit, name, *arguments)
-            if name == "probe":  # each rank uses one device of a kind
+            if name == "probe":  # list each kind of device once, because a rank uses one device
                 return tuple(replace(facts, ranks=self._launch.ranks) for facts in answer if facts.index == 0)
             return answer
         start_error, self._start_error = self._start_error, None

@@ -17,7 +17,7 @@ from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import list_throttle_reasons
 from fp8bench.model.readings import NoReading, Reading, Unavailable, describe_missing_readings
 
-# The driver's facts that are stored in the environment. The name of the device is stored elsewhere.
+# The facts from the driver that are stored in the environment. The device's name is stored elsewhere.
 _STORED_FACTS = (
     "driver",
     "cuda_driver",

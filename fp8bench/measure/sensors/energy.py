@@ -35,7 +35,7 @@ from fp8bench.measure.sensors.mean_power import (
 )
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
-# Seconds between two readings: of a counter that will change soon, of a counter that changes fast, and of a power
+# Seconds between two readings of a counter shortly before it changes, of a counter that changes often, and of a power
 # sensor.
 TICK_PAUSE_SECONDS = 2e-3
 FAST_PAUSE_SECONDS = 20e-3
@@ -50,7 +50,7 @@ _CPU_ADVANCE_SECONDS = 1.0
 _PAUSE_GROWTH_FACTOR = 1.5
 _MAX_TICK_INTERVAL_SECONDS = 0.4
 _MAX_PAUSE_SECONDS = 50e-3
-# The longest pause between two readings near a tick: 0.5% of a window of a second at each end.
+# The longest pause between two readings near a tick: at each end of a window of one second, 0.5% of the window.
 _MAX_TICK_PAUSE_SECONDS = 5e-3
 
 
@@ -91,8 +91,8 @@ class Polling:
         if (self._every_tick or count > MIN_INTERVALS) and (
             was_resting or tick.time - self._last_wake_at > 2 * self._margin
         ):
-            # The sampler woke up too late: the expected tick had already passed, or was missed so that `tick` is the
-            # one after it.
+            # The sampler woke up too late: the tick came while it slept, or it missed the tick and `tick` is the next
+            # one.
             self._margin = min(2 * self._margin, period)
         return self._pause_until_tick(period, last_tick_at - now)
 
@@ -142,9 +142,9 @@ class Source:
 
 
 THREAD_NAME = "fp8bench-sampler"
-# Seconds between two readings of the device's state. Seconds between two checks of how much CPU time sampling takes,
-# and of whether the energy is precise enough.
+# Seconds between two readings of the device's state.
 _STATE_READING_SECONDS = 0.2
+# Seconds between two checks of the CPU time of sampling and of the precision of the energy.
 _PRECISION_CHECK_SECONDS = 0.05
 _TICK_AGE_MARGIN = 1.5
 
@@ -272,8 +272,8 @@ class Sampler:
             self.is_enough = self.is_enough or self._has_enough(self)
 
 
-# For each summary of a device's state: the name of the summarised value, and the function that summarises its readings.
-# The summary of throttle reasons has all reasons that occurred.
+# For each summary of a device's state: the name of the value, and a function that summarises its readings. The summary
+# of throttle reasons has all reasons that occurred.
 SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
     "throttle": ("throttle", lambda masks: reduce(or_, map(int, masks))),
     "sm_clock": ("sm_clock", median),

@@ -23,8 +23,8 @@ MAX_UNCERTAINTY = 0.005
 # The largest relative uncertainty of a window in a brisk run (one that takes about 10 s). It may be larger than
 # MAX_UNCERTAINTY, because a brisk run compares two windows of each case.
 MAX_BRISK_UNCERTAINTY = 0.01
-# The measured part may begin a second later, or end a second earlier, if the time of the tick there is known more
-# precisely by at least this many seconds.
+# The measured part may lose a second at either end, if the tick at the new end is timed more precisely by at least this
+# many seconds.
 _PRECISION_GAIN_PER_SECOND = 0.1
 
 
@@ -118,7 +118,7 @@ def _choose_end_ticks(ticks: Sequence[Tick]) -> tuple[int, int]:
     return first_index, last_index
 
 
-# The least seconds of readings: some sensors measure a quarter of the time only, in several parts of a second.
+# Power must be read for this many seconds: some sensors measure only a quarter of the time, in several parts.
 MIN_SAMPLED_SECONDS = 1.0
 MIN_SAMPLES = 11
 

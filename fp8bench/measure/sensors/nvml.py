@@ -266,7 +266,7 @@ def instant_power(ask: AskLibrary) -> Reading:
 # Values that are read within a window. Power is not among them, because the energy is measured.
 CHANGING_QUERIES: tuple[DeviceQuery, ...] = (
     DeviceQuery("sm_clock", _make_positive_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
-    # The chip's temperature. The second function is for older drivers; current drivers announce its removal.
+    # The chip's temperature. Older drivers have only the second function; current drivers deprecate it.
     DeviceQuery("temperature", _make_fallback_reader(
         _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_SENSOR),
         _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_SENSOR),

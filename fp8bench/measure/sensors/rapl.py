@@ -91,7 +91,7 @@ def _measure_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -
 def _make_domain(name: str, path: Path) -> EnergyDomain:
     range_uj = None
     with suppress(NoReading, ValueError):
-        # The file has the largest value that the counter reaches.
+        # The counter wraps around after the value in this file.
         range_uj = int(read_text(path / "max_energy_range_uj")) + 1
     return EnergyDomain(name, path / "energy_uj", range_uj)
 
