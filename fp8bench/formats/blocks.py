@@ -177,7 +177,7 @@ _RECTANGLE_DIMENSIONS = 4
 
 Lanes = Sequence[Tensor]
 
-# With these roundings of scales, no element saturates, except an infinity.
+# With these modes of rounding scales, only an infinite element can saturate.
 _SATURATION_FREE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 

@@ -22,8 +22,8 @@ from fp8bench.formats.scaled import largest_magnitude, quantise
 
 ALIGNED_SIDE = 16
 SQUARE_SIDE = 128
-# The sizes of example matrices, in squares. Examples of transposed matrices have other sizes, because a pair of
-# kernels may contain both.
+# The numbers of squares in example matrices. Matrices and transposed matrices have different examples, because one
+# kernel may handle both.
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 40, 48
 _TURNED_DOWN, _TURNED_ACROSS = 44, 52
 _SQUARES_DOWN, _SQUARES_ACROSS = 9, 10
@@ -172,7 +172,7 @@ class SquareScalesKernel(Kernel):
             self.block,
         ).transpose(1, 2)
         scale = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS, device=self.device)
-        # The two outputs for inverses have rows of different lengths in memory.
+        # In memory, the two outputs for inverse scales have rows with different padding.
         inverse = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS + 3, device=self.device)[:, :_SQUARES_ACROSS]
         turned = torch.empty(_SQUARES_ACROSS, _SQUARES_DOWN + 2, device=self.device)[:, :_SQUARES_DOWN].t()
         return [source, scale, inverse, turned]

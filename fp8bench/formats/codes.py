@@ -137,7 +137,7 @@ def _decode(codes: Tensor, fmt: Format) -> Tensor:
 def _split_into_pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     flat_tensors = source.flatten(), target.flatten()
     if source.device.type != "cpu":
-        # Pieces stay in the caches of a CPU. A GPU handles all elements in one launch.
+        # Only a CPU profits from pieces that fit into its caches. A GPU handles all elements in one launch.
         return iter([flat_tensors])
     return zip(*(torch.split(tensor, _PIECE_ELEMENTS) for tensor in flat_tensors), strict=True)
 

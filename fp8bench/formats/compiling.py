@@ -156,7 +156,7 @@ def _compile_fastest(kernel: Kernel, widths: Sequence[int], stored_choice: vecto
         with contextlib.suppress(Exception):  # a compiler may raise any error
             compiled_by_width[bits] = _compile_with_width(kernel, bits)
     if not compiled_by_width:
-        return Compiled(_compile_with_width(kernel, widths[0]), widths[0])  # raises the error of the compiler
+        return Compiled(_compile_with_width(kernel, widths[0]), widths[0])  # raise the compiler's error
     bits, seconds = vector_width.measure_fastest(compiled_by_width, kernel.examples())
     bits = stored_choice.store(bits, kernel=str(kernel), seconds=seconds)
     return Compiled(compiled_by_width[bits] if bits in compiled_by_width else _compile_with_width(kernel, bits), bits)
@@ -172,7 +172,7 @@ def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
 
     with config.patch(_list_inductor_options(kernel, bits, config)):
         mode, graph, inputs = _trace_graph(kernel)
-        # Without this context, torch 2.11 finds no outputs in the graph and treats fixed sizes as free.
+        # Without this context, torch 2.11 finds no outputs in the graph and treats static sizes as dynamic.
         with (
             torch._guards.tracing(torch._guards.TracingContext(mode)),
             stored_kernels.collect_modules() as generated_modules,

@@ -102,7 +102,7 @@ def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtyp
     the words from which the magnitudes were computed.
     """
     bits = [value.view(torch.int32) for value in values]
-    # One lane: take the sign bits from the float32 numbers.
+    # With one lane, each word is a single number: take its sign from `origin` as a float32.
     if len(values) == 1:
         sign_bits = origin.to(torch.float32).view(torch.int32).bitwise_and(_SIGN_MASK)
         return bits[0].bitwise_or(sign_bits).view(torch.float32)
@@ -146,7 +146,7 @@ class Layout(StrEnum):
     UPRIGHT = "upright"
 
 
-# The free dimensions of the tensor of words, by layout.
+# The dimensions of the tensor of words whose sizes are dynamic, by layout.
 _FREE_DIMENSIONS = {
     Layout.FLAT: (0,),
     Layout.ROWS: (0, 1),
@@ -161,7 +161,7 @@ _FREE_DIMENSIONS = {
 _SHORTEST_PAIRED_BLOCK = 16
 
 
-# The sizes of free dimensions in example arguments. No block has one of these sizes.
+# Example sizes of the dynamic dimensions. No block has one of these sizes.
 _EXAMPLE_ELEMENTS, _EXAMPLE_ROWS, _EXAMPLE_COLUMNS = 1 << 20, 20, 24
 
 
@@ -213,8 +213,8 @@ class ValuesKernel(Kernel):
         """Whether bfloat16 can hold every result without rounding. It can for formats of up to 8 bits, if they have no
         scales or power-of-two scales.
         """
-        # This holds even where elements have smaller steps than bfloat16's subnormals. There, all numbers are whole
-        # multiples of the smallest subnormal, before and after rounding.
+        # This holds even where the format has smaller steps than bfloat16's subnormals. There, the numbers before and
+        # after rounding are multiples of bfloat16's smallest subnormal.
         is_unscaled = self.scaling is None and not self.factor
         return self.fmt.bits <= 8 and (is_unscaled or (self.scaling is not None and self.scaling.scale is E8M0))
 

@@ -107,7 +107,7 @@ def is_amd(facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.hip is not None
 
 
-# Each of these three functions makes a Support of one level from a reason.
+# Each of these three functions takes a reason, and makes a Support with a fixed level.
 native, emulated, refused = (partial(Support, level) for level in (Level.NATIVE, Level.EMULATED, Level.REFUSED))
 
 

@@ -110,8 +110,8 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
     unsplit_length = block[1] if block[1] > 1 else row_length
     has_pairs = x.dtype is torch.bfloat16 and unsplit_length % 2 == 0
     source = torch.bfloat16 if has_pairs else torch.float32
-    # 4. Make the kernel for this layout and the parameters of the call. Without blocks, a kernel with a scaling takes
-    # the factor of the tensor, row or column. With UPRIGHT blocks of NVFP4, it takes the tensor's scale.
+    # 4. Make the kernel. If one scale covers the tensor, a row or a column, the kernel takes factors as an argument.
+    # With UPRIGHT blocks of NVFP4, it takes the tensor scale.
     has_blocks = block != (0, 0)
     is_upright_nvfp4 = scaling is not None and scaling.scale is E4M3 and layout is Layout.UPRIGHT
     kernel = ValuesKernel(
@@ -143,8 +143,7 @@ def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, s
     factors = factor(x, quantisation.fmt, quantisation.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return factors.reshape(())
-    # A COLUMNS kernel reads the transpose of x, in which each row of x is a column. So it takes the factors of the rows
-    # of x as one row.
+    # A COLUMNS kernel reads the transpose of x, so the column of row factors becomes a row.
     row_factors = factors.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
         return row_factors.reshape(layout.height, 1)

@@ -141,7 +141,7 @@ class _RowCast(NamedTuple):
 
     def result(self, out: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         data = out if out.shape[1] == self.columns else out[:, : self.columns].contiguous()
-        # torch's products check strides even of sides of 1. Row scales are a column, block scales stored by columns.
+        # torch's products check strides even in dimensions of size 1. Block scales must be stored column by column.
         return data, transpose_rows(inverse) if self.block else inverse.view(-1, 1)
 
 
@@ -166,7 +166,7 @@ def square_codes(
     torch.ops.fp8bench.square_scales(
         matrix, scale, inverse[:, :across], turned_inverse[:, :down].t(), fmt.name, rounding.value
     )
-    # `codes` needs the scales in the order of the squares in memory, which `scale` has.
+    # Pass `scale`, because `codes` expects the scales in the memory order of the squares.
     results = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
     inverses = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)
@@ -248,10 +248,10 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
     if not x.numel():
         return None
     matrix, is_swapped = as_row_major(x)
-    # In memory `x` may be transposed. The kernel's straight codes then belong to the transpose of `x`.
+    # If `x` is a transposed matrix, the kernel reads the transpose of `x`. So the two outputs are swapped.
     if is_swapped:
         out, turned = turned, out
-    # `side` is the side of a square that has a scale. Without such scales it is chosen for the matrix's shape.
+    # If each square has a scale, their number gives the side of a square. Otherwise, the matrix's shape decides.
     has_square_scales = scale is not None and scale.dim() == 2
     side = len(matrix) // len(scale) if scale is not None and has_square_scales else choose_side(matrix.shape)
     kernel_flags = out is not None, turned is not None, scale is not None, has_square_scales
@@ -379,7 +379,7 @@ class PreparedCall(NamedTuple):
 
     def run_together_with(self, second: PreparedCall) -> Launch | None:
         """Runs this call and `second` as one kernel if exactly one matrix is transposed, otherwise one by one."""
-        # A compiled pair would assume that matrices of the same orientation have equal sizes.
+        # If both matrices had the same orientation, the compiler would assume that their sizes are always equal.
         if self.turned != second.turned:
             return run_kernel(PairKernel(self.kernel, second.kernel), *self.tensors, *second.tensors)
         self.run()
@@ -435,7 +435,7 @@ def run_cast(
         else:
             addresses.append(tensor.data_ptr())
             call_description += tensor.shape, tensor.stride(), tensor.dtype
-    if len({*addresses}) < len(addresses):  # two inputs are the same matrix
+    if len({*addresses}) < len(addresses):  # the same address may be passed twice, so describe which arguments share it
         call_description += map(addresses.index, addresses)
     key = tuple(call_description)
     # 2. Repeat the launches of an earlier call.
@@ -443,7 +443,7 @@ def run_cast(
     if relaunch is not None and (memory := relaunch.run(x.device, [*addresses])) is not None:
         operators.KERNELS.count_launch()
         return memory
-    # 3. Plan and launch. The launches can be repeated if they used the inputs themselves and not copies.
+    # 3. Plan and launch. Launches that read copies of the inputs cannot be repeated.
     memory = allocate()
     launch = _IMPLEMENTATIONS[name](*inputs, *memory, *plain_arguments)
     addresses += [out.data_ptr() for out in memory if out is not None]

@@ -50,7 +50,7 @@ class Relaunch(NamedTuple):
                 outputs.append(None)
                 continue
             shape, stride, dtype = layout
-            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # torch.empty takes twice as long
+            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # torch.empty would take twice as long
             outputs.append(out)
             addresses.append(out.data_ptr())
         return tuple(outputs) if self.launch(self.take(addresses)) else None
@@ -116,7 +116,7 @@ class Kernels:
             except Exception as error:
                 self.refused[kernel] = f"{type(error).__name__}: {error}"
                 raise
-            # Whether the kernel was compiled or failed, it is not requested again.
+            # Remove the request even after a failure, because the kernel would fail again.
             finally:
                 with self._lock:
                     self.wanted.pop(kernel, None)

@@ -215,7 +215,7 @@ def _name_row_output_dtypes(device: DeviceClass) -> str:
 
 def _list_shape_objections(product: Product, device: DeviceClass) -> Iterator[Objection]:
     for index, side in enumerate("MNK"):
-        # One objection for each side is enough. The largest multiples come first.
+        # Report only the largest required multiple that a side violates. Larger multiples come first.
         factors = (rule[index] for rule in _list_required_multiples(product.scheme, device))
         if factor := next((factor for factor in factors if product.sides[index] % factor), 0):
             m, n, k = (factor if place == index else 1 for place in range(3))
@@ -248,7 +248,6 @@ def explain_te_refusal(product: Product, device: DeviceClass) -> str:
     scheme = product.scheme
     if scheme not in _TE_SCHEMES:
         return ""
-    # The rules are in the order in which devices gained the recipes.
     if not device.at_least(ADA):
         return "its FP8 begins at compute capability 8.9"
     if scheme is Scheme.BLOCK and not device.at_least(HOPPER):

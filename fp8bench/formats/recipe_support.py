@@ -22,7 +22,7 @@ from fp8bench.formats.product_rules import Product, Scheme, explain_missing, lis
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.model import DeviceFacts, Support
 
-# A multiple of all sizes that products require. The support of a recipe does not depend on shapes.
+# A side length that satisfies every required multiple. The support of a recipe does not depend on shapes.
 _TYPICAL_SIDE = 4096
 _SCALE_EXTENTS = {
     Scheme.TENSOR: "a scale a tensor",
@@ -31,7 +31,7 @@ _SCALE_EXTENTS = {
     Scheme.MXFP8: "a scale for 32 elements",
     Scheme.NVFP4: "a scale for 16 elements and one a tensor",
 }
-# The first CUDA version whose cuBLASLt has these products.
+# The first CUDA version whose cuBLASLt supports products with these scales.
 _FIRST_CUDA = {Scheme.BLOCK: (12, 9), Scheme.MXFP8: (12, 8), Scheme.NVFP4: (12, 8)}
 _FNUZ_FORMATS = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 

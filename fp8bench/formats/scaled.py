@@ -161,7 +161,7 @@ def largest_magnitude(x: Tensor) -> Tensor:
     x = x.detach()
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.is_meta:  # reads as much as the norm below, which would import the compiler for a meta tensor
+    if x.is_meta:  # reads as many bytes as the norm below; the norm would import torch's compiler
         return torch.sum(x, dtype=torch.float32)
     if x.device.type != "cpu":
         largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # a single GPU kernel

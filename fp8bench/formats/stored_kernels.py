@@ -94,7 +94,7 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
             helpers.append(name)
         elif isinstance(value, BuiltinFunctionType) and (file := getattr(value.__self__, "__file__", None)):
             libraries[name] = [file, _hash_file(Path(file))]
-        # Anything else cannot be loaded again without torch's compiler.
+        # Without torch's compiler, other objects cannot be loaded again.
         else:
             raise LookupError(name)
     return {"call": textwrap.dedent(inspect.getsource(call)), "libraries": libraries, "helpers": sorted(helpers)}
@@ -104,7 +104,7 @@ def _load_call(stored: dict[str, Any]) -> Call:
     """Returns a stored kernel as a function. Raises LookupError if a library has changed."""
     guards: Any = torch._C._dynamo.guards
     namespace: dict[str, Any] = {"torch": torch}
-    # If a library has changed, it belongs to a different kernel.
+    # A changed library file has the code of a different kernel.
     for name, (file, digest) in stored["libraries"].items():
         if _hash_file(Path(file)) != digest:
             raise LookupError(file)

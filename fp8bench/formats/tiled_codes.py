@@ -34,7 +34,7 @@ _QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
 _TILE_SCALES = TILE_ROWS * TILE_COLUMNS
-# The rows and the columns of a block are these two dimensions of the views that `Places` makes.
+# The last two dimensions of the views that `Places` makes: the rows and the columns of a block.
 _BLOCK_DIMENSIONS = (5, 6)
 
 
@@ -94,7 +94,7 @@ class Places:
         """Returns the int32 index in memory of the scale of each row of a block. `parts`, a view of the matrix or of
         its codes, gives the sizes.
         """
-        # Each of these tensors counts along one dimension, and broadcasts over the other dimensions.
+        # Each of these tensors has the indices along one dimension, and is broadcast along the others.
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
         down, quarter, line, row, across, block, _ = (
             torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
@@ -103,7 +103,7 @@ class Places:
             for place in order
         )
         tiles_across, tile_row = parts.shape[order[4]], line * self.scaling.rows + row
-        # Without tiles, scales are row-major. With tiles, a line of a tile has the scales of four rows, one from each
+        # Without tiles, scales are row-major. With tiles, 16 consecutive scales belong to four rows, one from each
         # quarter of the tile's 128 rows.
         if not self.tiled:
             return (down * self.scaling.rows + row) * tiles_across + across
@@ -164,8 +164,7 @@ class TiledCodesKernel(Kernel):
             ]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         block_scales = encode_values(block_scales, scaling.scale)
-        # If a block is a part of one row, scales have the order of the codes. If it is a square, its scale is repeated
-        # for each row.
+        # A block in one row has one scale, so the scales are copied in order. A square repeats its scale for each row.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
         # Each element writes its scale, although one element of a row would be enough. Writing fewer would need a
@@ -435,8 +434,7 @@ def _run_tiled_codes(*arguments: Any) -> Launch | None:
 
 
 def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
-    # The arguments are the first five arguments of _prepare_call for each of two matrices, whether each matrix is
-    # tiled, and the recipe.
+    # Each of the two matrices has five arguments. Two flags for tiled scales and the recipe follow.
     tensors, second_tensors, (tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
     first, second = [*tensors, tiled, *recipe], [*second_tensors, second_tiled, *recipe]
     return _prepare_call(*first).run_together_with(_prepare_call(*second))

@@ -32,8 +32,7 @@ from fp8bench.protocols import limit_to_one_thread
 
 NARROW_BITS, WIDE_BITS = 256, 512
 _TIMED_CALLS = 7
-# Wider vectors must save at least this fraction of the time. Without a limit, nearly equal times would be decided
-# differently each time.
+# Wider vectors must save at least this fraction of the time. Otherwise, noise would choose between nearly equal times.
 _LEAST_GAIN = 0.1
 
 

@@ -39,8 +39,8 @@ def measure_for_asv(
     if not measured_points.points:
         reason = measured_points.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
-    # 2. Combine the points (one per series, cell and commit) of this run with those of earlier runs of the same commit.
-    # If this run measured a different commit, use only stored points.
+    # 2. Combine this run's points (one per series, cell and commit) with those of earlier runs of the same commit. If
+    # this run measured a different commit, use only stored points.
     commit = (find_commit(asv_commit, root) if asv_commit else None) or str(run.environment.get("commit"))
     mismatch_reason = _explain_other_commit(commit, run) if asv_commit else ""
     points = _list_earlier_points(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []

@@ -78,7 +78,7 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
             environment = environment.also(device_settings)
             for _, rates in groupby(ceilings.rates, lambda rate: rate.limit):
                 groups.append([_make_record(rate, device) for rate in rates])
-    # 2. Write the records as a run with one group for each limit.
+    # 2. Write the records as a run with one group for each kind of limit.
     plans = [[PlannedCase(record.case, record.support, record.work) for record in group] for group in groups]
     plan = Plan(tuple(Group(tuple(cases), reference=0) for cases in plans))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
@@ -115,7 +115,7 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     rates = Measurement(
         specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate, per second"
     )
-    # A time is the seconds for 1e9 FLOPs or bytes, or for one launch.
+    # The time of 1e9 FLOPs or bytes, or of one launch, at the measured rate.
     timed_amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
     times = Measurement(specs.CEILING_TIME, "s", tuple(timed_amount / run for run in rate.runs))
     return Record(
@@ -130,8 +130,8 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     )
 
 
-# Figures of datasheets that are not peak rates. For each: the field, the factor to the field's unit, and the unit of
-# quoted numbers.
+# Figures of datasheets that are not peak rates. Each has the field's name, the factor from the quoted unit to the
+# field's unit, and the quoted unit.
 _DATASHEET_FIGURES = {
     "bandwidth": ("bandwidth", 1e9, "GB/s"),
     "memory": ("capacity", 1e9, "GB"),

@@ -37,8 +37,8 @@ def compare_runs(
             f"{old_name!r:.80} and {new_name!r:.80} have the run {min(common_ids)} in common. Give two sides of "
             "different runs."
         )
-    # If a side has runs of several machines, compare only the runs of one machine that both sides have. If both sides
-    # have several machines in common, choose the machine with the newest run of the new side.
+    # Compare only runs of one machine if a side (old or new) has runs of several. If both sides have several machines
+    # in common, choose the machine with the newest run of the new side.
     old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
     if len(old_machines) > 1 or len(new_machines) > 1:
         comparable_runs = [run for run in new if hardware_of(run) in old_machines]

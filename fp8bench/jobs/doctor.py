@@ -111,7 +111,7 @@ def describe_backends(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     for name in backends.names():
         backend = backends.get(name)
         version = facts.version_of(backend.package)
-        # Both calls return why the backend cannot be used, or ''. The second one imports the backend.
+        # `missing` and `backend` return why the backend cannot be used, or ''. `backend` also imports it.
         reason = backend.missing(version) or worker.within(START_SECONDS).backend(name)
         if reason:
             yield f"{name:<9} {reason}"
@@ -204,7 +204,7 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
     yield f"axes, with their default values on {facts.key} (--set AXIS=A,B):"
     for axis in checked_axes(workload, facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
-    # The layers depend on the parameters of a case, so plan the default cases.
+    # A case's layers depend on its parameters, so list the layers of the default cases.
     plan = make_plan(Request(workload.name, devices=(facts.key,)), (facts,))
     layers = merge_layers(workload, [group.cases[0].case.params for group in plan])
     if layers:

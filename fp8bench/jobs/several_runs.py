@@ -52,8 +52,7 @@ def execute_sessions(
         if not _wait_between_sessions(run, pause, observer, number + 2, sessions):
             break
         records = [replace(record, sessions=(), reruns=None) for record in run.records]
-        # Use the ratios of disturbed sessions as well. Without them, the intervals would be too narrow on a busy
-        # machine.
+        # Keep the ratios of disturbed sessions too. Otherwise, the intervals would be too narrow on a busy machine.
         for case, finding in findings(replace(run, records=tuple(records))).items():
             if finding.ratio is not None:
                 earlier_ratios[case] = (*earlier_ratios.get(case, ()), finding.ratio)

@@ -30,7 +30,7 @@ _PCIE_LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 # NVLink's data rate as a part of its signal rate. The driver reports the signal rate: 18 links of 26.562 GB/s give the
 # 450 GB/s of an H100.
 _NVLINK_DATA_SHARE = 16 / 17
-# The most runs that are searched for an all-reduce, newest first.
+# Search at most this many runs, newest first, for the measured rate of an all-reduce.
 _MAX_RUNS = 200
 _NVIDIA_SMI_FIELDS = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 INFINIBAND = Path("/sys/class/infiniband")

@@ -56,15 +56,15 @@ class Quantisers:
     why_eager: str = ""
 
 
-# The number of states of a short step. Its time depends on the addresses of its tensors: a product of 0.3 ms varies
-# by 0.25% on one processor, and by more than the noise band on another one. So a short step gets several copies of
-# its state at different addresses, and each slot uses one of them.
+# The number of copies of a short step's state. The time of a short step depends on the addresses of its tensors: a
+# product of 0.3 ms varies by 0.25% on one processor, and by more than the noise band on another. Each slot uses one
+# copy.
 STATES_PER_SHORT_STEP = 4
 # If a step takes at least this many seconds, its first call alone determines the size of its slots.
 LONG_STEP_SECONDS = 5.0
 _CALIBRATING_CALLS = 3
 _MAX_RECOMPILATIONS = 2
-# The phase codes of a step that sets no marks between phases.
+# Phase codes of a step that marks no phases: the whole step is unattributed.
 _UNMARKED_STEP_CODES = (CELL_PHASES.index(UNATTRIBUTED),)
 _REQUESTED_LATE_REASON = "they were first requested during the timing"
 
@@ -129,16 +129,17 @@ class MeasuredArm:
             worker.within(self.limits.for_first_step(self.planned.work, static_scales.batches)).calibrate(
                 self.planned.case, self.facts
             )
-        # 2. Build the state, and compile the quantisers that it requests.
+        # 2. Build the state, and compile the quantisers that building it requested.
         worker.within(step_limit).prepare(self.key, self.planned.case, self.facts)
         self._compile_quantisers(worker, quantisers, tell)
         fastest_step = self._time_fastest_step(worker, step_limit)
-        # 3. Compile quantisers that only the timed steps requested.
+        # 3. Timed steps may request further quantisers. Compile these, and time the step again.
         for _ in range(_MAX_RECOMPILATIONS):
             if not self._compile_quantisers(worker, quantisers, tell):
                 break
             fastest_step = self._time_fastest_step(worker, step_limit)
-        # 4. Size the slots by the fastest step: a disturbed, slow step would give them too few calls.
+        # 4. Choose the number of calls per slot from the fastest step. A disturbed step is slower and would give too
+        # few calls.
         self.step_seconds = max(fastest_step.seconds, 1e-7)
         self.calibrated = fastest_step
         self.segmentation = cut_into_cells(
@@ -268,7 +269,8 @@ class MeasuredArm:
         late_steps = LateSteps()
         with suppress(WorkerFault):
             try:
-                # Run slots after the timing, without storing their times, until the worker has examined enough steps.
+                # The timing is complete. Run further slots, without storing times, until the worker has examined enough
+                # steps.
                 bench.begin_late(key)
                 while bench.is_late_due(key):
                     bench.slot(key, self.calls, self.discard_count, self.filling)
@@ -309,7 +311,8 @@ class MeasuredArm:
         self.has_fused_calls |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
         step_cells = _divide_into_cells(raw.steps, self.segmentation.cells)
-        # A step with different marks does not have the cells of the calibrating step.
+        # A step whose phase marks differ from those of the calibrating step has different cells. So use totals per
+        # phase.
         if self.marks_vary or any(row is None for row in step_cells):
             self._convert_to_phase_totals()
             step_cells = _divide_into_cells(raw.steps, sum_by_phase)

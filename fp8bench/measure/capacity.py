@@ -19,7 +19,7 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
 
-# The number of batches that are predicted by a line. After that, the search halves the interval.
+# Extrapolate a line for at most this many batches. After that, search by bisection.
 _MAX_PREDICTIONS = 4
 # If the prediction exceeds the last attempt by more than this factor, a third of the predicted batch is tried first.
 _MAX_BATCH_JUMP = 8
@@ -116,9 +116,9 @@ class NumberSearch:
 
 
 LARGEST_BATCH = 1 << 20
-# A precision may allow only multiples of some number as a batch. Numbers up to this one are tried.
+# The largest power of two that is tried as the required multiple of a precision's batch.
 _MAX_BATCH_MULTIPLE = 1024
-# Odd factors: they show that a precision needs multiples of two, because it refuses odd batches.
+# Odd factors, because a precision that refuses odd batches needs multiples of two.
 _TRIED_FACTORS = (1, 3, 5, 7)
 
 # A function that plans the same case with a different batch. It returns None if the suite refuses that batch.
@@ -296,7 +296,7 @@ class _BatchSearch:
         smaller_peak, larger_peak = (
             self._measure_device_peak(number) if half_batch else None for number in (half_batch, batch)
         )
-        # The line through both points reaches the available memory only if the peak memory grows with the batch.
+        # Memory can be extrapolated to larger batches only if the peak grows with the batch.
         if smaller_peak is None or larger_peak is None or larger_peak <= smaller_peak:
             return None
         return min(

@@ -13,11 +13,11 @@ from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Limit, PlannedCase
 from fp8bench.registry import precisions
 
-# The seconds in which all rates of a device are measured. If allocating large arrays takes too long, rates of memory
+# The time limit in seconds for measuring all rates of a device. If allocating large arrays takes too long, memory rates
 # are measured in fewer runs.
 CEILING_SECONDS = 12.0
 RUNS_PER_RATE, MIN_RUNS_PER_RATE = 5, 2
-# The part of CEILING_SECONDS that is used to search the best shape, before the runs begin.
+# The share of CEILING_SECONDS in which the fastest shapes are searched, before the runs begin.
 _SEARCH_TIME_SHARE = 0.4
 
 

@@ -21,7 +21,7 @@ from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, describe_missing_readings, subtract_counters
 from fp8bench.model.stopping import ClockLook, Settling, fit_slopes, is_clock_flat
 
-# The seconds that the arm runs between two readings.
+# The arm runs for this many seconds between two readings of the device.
 _SECONDS_BETWEEN_READINGS = 0.15
 
 
@@ -89,7 +89,7 @@ class SessionWatch:
 
     def read_state_after_slot(self, arm: MeasuredArm) -> None:
         slot, seconds = arm.slots[-1], self._clock()
-        # Read the state for all arms of a round, or for none, so that the arms stay comparable.
+        # Read the device's state after all slots of a round or after none, so that the arms stay comparable.
         if slot.round != self._round:
             self._round, self._reads_this_round = slot.round, seconds >= self._next_reading_at
         if not self._reads_this_round:

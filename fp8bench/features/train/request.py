@@ -50,7 +50,7 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt",
 # `warmup` is the share of the steps in which the rate rises. `floor` is the share of the rate that remains at the end;
 # the schedule `constant` has none.
 _SCHEDULE_KEYS: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
-# The smallest and the largest value of each key.
+# The allowed range of each key of --optimizer and --schedule.
 _KEY_BOUNDS = {
     "betas": (0, 0.999999),
     "momentum": (0, 0.999999),
@@ -204,7 +204,7 @@ def check_ranks_options(request: Any) -> None:
     settings = request.settings
     if ranks is not None and not settings.parallel:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
-    # An option in --sweep counts as given.
+    # An option needs --ranks even if only --sweep sets it.
     swept_options = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
     rank_options = {"--parallel": settings.parallel, "--wire": settings.wire != "fp32"}
     for option_name, is_set in rank_options.items():

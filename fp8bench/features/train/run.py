@@ -85,7 +85,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     training = stored.training
     request = stored.request
     title = f"the training {training.id}"
-    # Relative paths of the first command may refer to another working directory.
+    # Relative paths belong to the working directory of the original command, which may be a different one.
     check_files_exist(title, request.imports, request.data)
     with _prepare(request, store) as (worker, text):
         for difference in _list_differences(training, _plan_arms(request, worker, text)):
@@ -184,7 +184,7 @@ def _build_reference(training: Training, worker: Worker) -> ArmState:
     lab = call_lab(worker, START_SECONDS)
     try:
         if not (states := lab.begin(training.make_task((reference,)))):
-            lab.validate(reference.name)  # raises the error because of which the reference could not be built
+            lab.validate(reference.name)  # raise the error that prevented the reference from being built
         if training.request.settings.metric:
             # Score the reference now, so that a metric that fails does so before any step.
             call_lab(worker, FIRST_CALL_SECONDS).validate(reference.name, True)
@@ -212,7 +212,7 @@ class _CompleteRun(TrainingRun):
             # would cost hours.
             check_memory(self.training, self._load_lines(ArmCost))
             self._train_seeds()
-            # Energy is measured while arms take further steps like the last ones. No loss depends on these steps.
+            # Measuring energy trains the arms further, so it begins when all losses are stored.
             self._measure_energy()
             self._find_own_batches()
             self.writer.finish("finished")

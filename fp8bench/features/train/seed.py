@@ -134,12 +134,12 @@ class SeedRun(TrainingRun):
         lab = call_lab(self.worker, START_SECONDS)
         with _convert_faults():
             states = lab.begin(self.task)
-        if not states:  # no arm could be built although the worker was empty, and a fresh worker would fail as well
+        if not states:  # no arm could be built although none was loaded, so a fresh worker would fail as well
             lab.validate(self.task.arms[0].name)
         point = self._restore_checkpoint(lab)
         self.writer.go_back(point)
         self._health = Health(self._seed_arms, self.training.request.settings)
-        # Health rules first read the lines before the step where training continues.
+        # Health rules need the earlier lines of the seed too, so replay the stored lines.
         self._health.find_alarms(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not point.step:
             lines: list[StreamLine] = []
@@ -169,7 +169,7 @@ class SeedRun(TrainingRun):
         if step == 0:
             self._validate_arms(step)
         while step < request.steps:
-            # A turn ends at the next validation or checkpoint, if that is earlier.
+            # An arm's turn ends early if a validation or a checkpoint is due.
             turn_end = min(
                 step + STEPS_PER_TURN,
                 request.steps,

@@ -64,7 +64,7 @@ def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
     for sized_arm in sizes:
         for pair in sized_arm.verdict.pairs:
             gaps_by_seed[pair.seed].append(pair.gap)
-    # The slope of a seed is only computed if the seed counts in the trainings of all models.
+    # Compute a slope only for seeds that have a valid gap at every model size.
     complete_gaps = [gaps_by_seed[seed] for seed in sorted(gaps_by_seed) if len(gaps_by_seed[seed]) == len(sizes)]
     return average_gaps([linear_regression(log_parameters, values).slope for values in complete_gaps])
 
@@ -76,7 +76,7 @@ def describe_trend(name: str, trend: Gap | None) -> str:
     if trend is None or trend.shown is None or interval is None:
         pairs = trend.pairs if trend else 0
         return f"{name}: trend unknown: {pairs} seeds count in every model, fewer than {MIN_PAIRS}"
-    # As in verdicts, the 99% interval decides.
+    # The conclusion uses the 99% interval, as verdicts do.
     conclusion = "no trend is visible" if interval.low <= 0 <= interval.high else "the gap changes with size"
     low = 100 * trend.shown.low
     high = 100 * trend.shown.high

@@ -62,7 +62,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     rate_share = trainer.rate_share()
     scale = trainer.loss_scale.scale
     casts = trainer.copy_casts()
-    rate = optimizer.rate * rate_share  # read before the update, in which a user's schedule changes the rate
+    rate = optimizer.rate * rate_share  # the update may call a user's schedule, which changes the rate
     wire = StepWire(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
     hooks = trainer.watch.watch_step() if watched else nullcontext()
     with wire or nullcontext(), trainer.materialise(phase), hooks as readings:
@@ -90,7 +90,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         change_norms = norms[: len(norms) // 2]
         weight_norms = norms[len(norms) // 2 :]
         figures = torch.stack([loss, norm, clipping, join_norms(change_norms), join_norms(weight_norms)]).tolist()
-        # List what the step sent before the readings are made, because these also send values between ranks.
+        # List the sent bytes before taking the readings, because the readings send values between ranks too.
         messages = () if wire is None else wire.list_sent_bytes(parallelism.rank)
         if readings is not None:
             parallelism.load_weights(phase)
@@ -122,7 +122,7 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
     arm_model = trainer.arm_model
     micro_batches = trainer.settings.micro_batches
     losses = []
-    # The gradients of the previous step were kept until now, because they are watched after their step.
+    # The gradients of the previous step were kept for inspection. Release them now.
     trainer.optimizer.gradients.begin()
     with arm_model.cached_weights.cast(phase):  # each weight is cast once, for all micro-batches
         for number in range(micro_batches):

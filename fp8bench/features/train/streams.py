@@ -29,7 +29,7 @@ from fp8bench.features.train.values import (
 from fp8bench.files import is_not_folder, open_file, parse_json, read_file
 from fp8bench.model import DeviceFacts, Environment
 
-# A file with a longer first line is not a stream.
+# A file with a longer first line, in bytes, was not written by `fp8bench.watch`.
 _MAX_LINE_LENGTH = 1 << 16
 _MAX_NAME_LENGTH = 100
 

@@ -21,12 +21,12 @@ TASK_PREFIX = "task:"
 METRIC_PREFIX = "metric:"
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 DIGITS = b"0123456789"
-# The number of questions of a task, or of each length in a task with several lengths.
+# The number of questions per task, or per question length if the task has several lengths.
 QUESTION_COUNT = 128
-# The length of the shortest window with room for a question.
+# The smallest --sequence, in tokens, that has room for a question of a task.
 MIN_SEQUENCE = 16
 _CLOZE_CHOICES = 4
-# A passage that ends in a hidden word has at most this many bytes.
+# The largest length of a cloze question in bytes, including the hidden word.
 _PASSAGE_BYTES = 48
 CHANCE_SCORES: Mapping[str, float] = {
     "cloze": 1 / _CLOZE_CHOICES,
@@ -159,7 +159,7 @@ def _make_clozes(generator: random.Random, sequence: int, text: bytes) -> Iterat
     for match in matches:
         words_by_length[len(match[0])].append(match[0])
     lengths = {length for length, words in words_by_length.items() if len(set(words)) >= _CLOZE_CHOICES}
-    # A word is only hidden if three other words have its length.
+    # Hide only words for which the text has at least three alternatives of the same length.
     suitable_matches = [match for match in matches if len(match[0]) in lengths]
     if len(suitable_matches) < QUESTION_COUNT:
         raise UsageError(

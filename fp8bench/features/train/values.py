@@ -230,18 +230,18 @@ BYTES_PER_PARAMETER = "bytes_per_parameter"
 WATCHED_SECONDS = "watched_seconds"
 # Figure: bytes that a rank sends in a step. The figure's `layer` names operation and dtype ('all_to_all uint8').
 WIRE_BYTES = "wire_bytes"
-# Figures of mistakes in a user's loop, in the step where a mistake begins: gradients are not cleared, the optimizer has
-# lost its moments, or another optimizer trains another module.
+# Figures that report mistakes in a user's loop at the step where they begin: gradients are not cleared, the optimizer
+# has lost its moments, or a second optimizer updates parameters outside the module.
 GRADIENTS_LEFT = "gradients_left"
 MOMENTS_GONE = "moments_gone"
 OTHERS_TRAIN = "others_train"
-# Recorded loops have this name in place of a kind of tokens, and in place of a function that makes a model.
+# For loops recorded by `fp8bench.watch`, the fields `tokens` and `make` have this value.
 WATCHED_NAME = "watched"
 # Event: a step had NaN or infinity.
 NOT_FINITE_EVENT = "not-finite"
 # Event: the matrix products of an arm are computed in a precision other than the arm's.
 FALLBACK_EVENT = "fallback"
-# Event: the share of a user's model that an arm converts, or the precision to which it changes.
+# Event: the share of a user's model that an arm converts, or a switch of an arm to a different precision.
 COVERAGE_EVENT = "coverage"
 # Event: a user's loop could not be observed for some updates.
 UNSEEN_EVENT = "unseen"

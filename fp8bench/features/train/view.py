@@ -43,7 +43,7 @@ from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
 _MAX_EVENTS = 12
-# Columns that the short answer leaves out.
+# Columns of the complete page that the short answer leaves out.
 _LONG_COLUMNS = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION_PREFIX = "position:"
 _VALIDATION_TITLE = "After the last step, on text that was never trained on"
@@ -138,7 +138,7 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     command = judged.training.command
     if not judged.kept.finished:
         return f"train the rest: fp8bench train --resume {judged.training.id}{store}"
-    # All arms get as many seeds as the arm that needs most.
+    # All arms train with the same seeds, so propose the largest number of further seeds.
     further_seeds = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
     if not further_seeds or "fp8bench train" not in command:
         return ""
@@ -373,7 +373,7 @@ def render_validations(stored: KeptTraining) -> Iterator[Part]:
     arms = [arm.name for arm in stored.training.arms if not arm.is_chance_arm and arm.name in held_out]
     cols: list[Col[str]] = [Col("arm", str)]
     for name, mean_by_arm in means_by_text.items():
-        if name not in position_names[1:-1]:  # the first and the last range of positions are enough
+        if name not in position_names[1:-1]:  # show only the first and the last range of positions
             cols.append(Col(name, mean_by_arm.get, show="{:.3f}".format))
     if not stored.request.settings.make:  # the loss of a user's model may not be a cross entropy
         perplexities = {arm: math.exp(min(loss, 700.0)) for arm, loss in held_out.items()}
@@ -390,7 +390,7 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
         event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE_EVENT
     )
     is_watched = stored.training.is_watched
-    # A single loop has no verdict, so held-out text would decide nothing.
+    # A single watched loop is compared with nothing, so held-out text would not improve a verdict.
     if not verdicts.has_held_out and (verdicts.arms or not is_watched):
         loop_advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
         advice = loop_advice if is_watched else "return held_out from make()"
@@ -410,7 +410,7 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
         )
     if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    # A resumed training measures again, and then only the last measurement counts.
+    # A resumed training may measure energy again. The last measurement of an arm replaces earlier ones.
     energies = {cost.arm: cost.energy for cost in costs if cost.energy}
     reasons = {
         arm: use.why or ("" if energy_samples(use) else "no window was measured") for arm, use in energies.items()

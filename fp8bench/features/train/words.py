@@ -148,7 +148,7 @@ FAILURE_WORDS = (
 
 def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -> Iterator[str]:
     for arm in judged.verdicts.arms:
-        # A difference inside the margin is tolerated. A rate that is not the best one is no failure of the precision.
+        # Neither a gap within the margin nor an unsuitable learning rate is a failure of the precision.
         is_failure = not arm.judged.is_tolerated and arm.judged.why is not InconclusiveReason.OTHER_RATE
         if is_failure and arm.judged.learned.replace(" ", "-") in requested_failures:
             yield f"{arm.arm.name}: {describe_verdict(arm, judged.verdicts)}"

@@ -55,7 +55,7 @@ def scale_factor(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     usable = (bits > 0) & (bits < INFINITY_BITS)
     amax = tl.where(usable, bits, ONE_BITS)
     if POWER_OF_TWO:
-        # The exponent of the quotient, rounded down. A division would need registers for each scale of a thread.
+        # Compute the exponent of LARGEST / amax, rounded down. A division would need more registers in each thread.
         largest = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True)
         exponent = tl.minimum((-amax + largest) >> MANTISSA_BITS, LARGEST_EXPONENT)
         factor = ((exponent + EXPONENT_BIAS) << MANTISSA_BITS).to(tl.float32, bitcast=True)
@@ -292,7 +292,7 @@ def cast_long_rows(
         largest = tl.maximum(largest, magnitude_bits(values))
     factor = scale_factor(widen_bits(tl.max(largest, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
     tl.store(inverse + tl.program_id(0), scale_inverse(factor, POWER_OF_TWO))
-    # Second pass: write codes. The row is not read again, so it may leave the cache.
+    # Second pass: write codes. The row is not read again, so the cache may evict it.
     for start in range(0, columns, WIDTH):
         in_bounds = start + offsets < columns
         values = tl.load(x + row_start + start + offsets, mask=in_bounds, other=0.0, eviction_policy="evict_first")
@@ -380,7 +380,7 @@ def cast_blocks(
     offset = row[:, None] * columns + column[None, :]
     values = tl.load(x + offset, mask=in_bounds, other=0.0)
     bits = magnitude_bits(values)
-    # A square has one scale for both orientations. Parts of rows have a scale for each orientation.
+    # Both orientations of a square have the same scale. Parts of rows have a scale for each orientation.
     if SQUARE:
         factor = scale_factor(
             widen_bits(tl.max(tl.max(bits, axis=1), axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO

@@ -20,10 +20,10 @@ from fp8bench.formats.compiling import Compiled, Definition
 from fp8bench.formats.triton_casts import disable_triton, kernels
 from fp8bench.formats.triton_casts.plans import Argument, Counter, Plan, Pointer, Zeros, plan_launches
 
-# The number of bytes that a vector instruction reads or writes, and the arguments that vector instructions access.
+# Vector instructions need addresses that are multiples of this many bytes. They access these arguments.
 ALIGNMENT = 16
 _VECTORIZED_ARGUMENTS = ("x", "codes", "turned")
-# Plans without a GPU are made for this number of multiprocessors.
+# Without a GPU, launches are planned for this number of multiprocessors.
 _PROCESSORS_WITHOUT_GPU = 4
 # The counter of programs for each device and stream.
 _COUNTERS: dict[tuple[int | None, int], Tensor] = {}
@@ -136,11 +136,10 @@ class Repeat:
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
         self._device, self._vector_indices = device, tuple(_list_vector_tensors(plans))
         self._scratch = _find_required_scratch(plans)
-        # `operands` has the addresses of tensors, then the counter, then the zeros. Negative positions count from its
-        # end.
+        # `operands` has the addresses of tensors, and ends with those of the counter (-2) and of the zeros (-1).
         self._launches = []
         for plan, kernel in zip(plans, compiled, strict=True):
-            # Constants are arguments too, because the compiled function takes both.
+            # The compiled function takes the constants too, in the order of the kernel's parameters.
             names = getattr(kernels, plan.function).arg_names
             values = [plan.arguments[name] if name in plan.arguments else plan.constants[name] for name in names]
             pointer_positions = []

@@ -139,7 +139,7 @@ def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], process
 def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     delayed = kernel.delayed
     straight, turned = _number_pointers(6, kernel.straight, kernel.turned)
-    # The number of a pointer is the position of its argument in DelayedCodesKernel (code_kernels.py).
+    # `Pointer(i)` is argument i of DelayedCodesKernel (code_kernels.py).
     arguments: Arguments = {
         "x": Pointer(0),
         "codes": straight,
@@ -188,7 +188,7 @@ def _plan_cast(
         "ACROSS": across,
     }
     tiles = count_blocks(rows, down) * count_blocks(columns, across)
-    # If each program ends with an atomic operation on the same address, use few programs.
+    # With delayed scaling, all programs end with an atomic operation on one address. Few programs limit the contention.
     programs = min(tiles, 4 * processors) if delayed else tiles
     sizes = {"rows": rows, "columns": columns}
     return Plan("cast", programs, 16 if delayed else 8, {**_ARGUMENTS_WITHOUT_HISTORY, **arguments, **sizes}, constants)
@@ -225,8 +225,8 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
     )
 
 
-# Kernels that read one matrix. Each comes with the number of its first argument. One kernel may write codes of the
-# matrix and another those of its transpose.
+# Kernels that read the same matrix, each with the index of its first argument. One kernel may write codes of the matrix
+# and another those of its transpose.
 Oriented = Sequence[tuple[Kernel, int]]
 
 
@@ -237,7 +237,7 @@ def _plan_orientations(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Pla
         return []
     if isinstance(first, RowCodesKernel):
         stretches, down, side, length, width = tensors[first_argument].shape
-        # The input is a view by view_stretches, so products of its sizes are the sides of the matrix.
+        # The input is a view by view_stretches. Compute the height and width of the matrix from the view's dimensions.
         operand = down * side, stretches * length * width
         rows, columns = operand[::-1] if first.turned else operand
         outputs = {_is_turned(kernel): number for kernel, number in kernels}
@@ -329,8 +329,8 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     if scaling.scale is not E8M0 or kernel.fmt.bits < _BYTE_BITS or kernel.stochastic:
         return []
     shape = tensors[first_argument].shape
-    # If the matrix is transposed, `Places` (tiled_codes.py) puts the dimensions of columns first. Otherwise they are
-    # between the dimensions of rows.
+    # The view splits rows and columns of the matrix into several dimensions. `Places` (tiled_codes.py) orders them
+    # differently for a transposed matrix.
     down, across = ((2, 3, 4, 5), (0, 1, 6)) if kernel.places.turned else ((0, 1, 2, 5), (3, 4, 6))
     rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in across)
     if kernel.places.turned:
@@ -363,7 +363,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "DOWN": BLOCK_SIDE,
         "ACROSS": BLOCK_SIDE,
     }
-    # Transposed codes need more warps than straight codes.
+    # Writing transposed codes needs more warps.
     warps = _MOST_WARPS if True in outputs else 16
     return [
         Plan("cast_mx", count_blocks(rows, BLOCK_SIDE) * count_blocks(columns, BLOCK_SIDE), warps, arguments, constants)

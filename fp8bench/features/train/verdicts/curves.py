@@ -152,7 +152,7 @@ class SeedPair:
 def pair_curves(reference: Curve, arm: Curve, seed: int) -> SeedPair | VoidReason:
     if not (reference.is_complete and arm.is_complete):
         return VoidReason.NOT_FINISHED
-    # If an endpoint is not finite, nothing can be compared, whatever the earlier steps.
+    # A gap needs two finite endpoints, even if all earlier losses are finite.
     reference_endpoint = reference.endpoint
     arm_endpoint = arm.endpoint
     if math.isnan(reference_endpoint) or math.isnan(arm_endpoint):
@@ -190,7 +190,7 @@ def _measure_gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None
     """Returns the gap between the mean losses of the reference and the arm. Pairs of losses that are not both finite
     are left out. Returns None if the reference's mean is not positive.
     """
-    # A step that only one arm skipped is left out in both arms.
+    # Both means must cover the same steps.
     finite_pairs = [pair for pair in losses if math.isfinite(sum(pair))]
     reference_sum, arm_sum = map(sum, zip(*finite_pairs, strict=True)) if finite_pairs else (0.0, 0.0)
     return arm_sum / reference_sum - 1 if reference_sum > 0 else None
@@ -217,8 +217,8 @@ DECIDING_LEVEL = 0.99
 SHOWN_LEVEL = 0.95
 # No verdict proposes more seeds than this.
 MAX_SEEDS = 1000
-# If gap and deviation are as estimated, the proposed number of further seeds decides with a probability of at least
-# 80%. In 80 of 100 cases, chance moves the mean by no more than this many standard errors.
+# The statistical power of a proposal: if gap and deviation are estimated correctly, the proposed seeds give a verdict
+# with a probability of at least 80%. The 0.9 quantile excludes 10% of cases on each side.
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
@@ -290,7 +290,7 @@ class JudgedArm:
         return self.learned is Learned.WORSE and self.matters is Importance.NO
 
 
-# Reasons for which further seeds would not count either.
+# If a seed is void for one of these reasons, further seeds would be void as well.
 LASTING_VOIDS = (VoidReason.NOT_FINISHED, VoidReason.NEARLY_ZERO, VoidReason.OTHER_TOKENS)
 
 
@@ -350,8 +350,8 @@ def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
         gaps += filter(None, [average_gaps(earlier_gaps)])
     deciding_interval = _join_intervals([end_gap.decides for end_gap in gaps if end_gap.decides])
     shown_interval = _join_intervals([end_gap.shown for end_gap in gaps if end_gap.shown])
-    # The deviation between pairs that would result in the wider interval. It is used to estimate the number of further
-    # seeds.
+    # Convert the joint interval back to a standard deviation of the gaps, from which the number of further seeds is
+    # estimated.
     half_width = (deciding_interval.high - deciding_interval.low) / 2
     deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_LEVEL, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=deciding_interval, shown=shown_interval)
@@ -411,7 +411,7 @@ def count_further_seeds(gap: Gap, margin: float) -> int | None:
         furthest = abs(gap.point) + chance_distance
         return nearest > half_width or furthest <= margin - half_width or 2 * half_width <= margin
 
-    # More seeds decide more cases, so the smallest number is found by bisection.
+    # A larger number of seeds is decisive whenever a smaller one is, so use bisection.
     counts = range(max(gap.pairs + 1, MIN_PAIRS), MAX_SEEDS + 1)
     index = bisect_left(counts, True, key=is_decisive)
     return counts[index] - gap.pairs if index < len(counts) else None
@@ -429,7 +429,7 @@ def bound_single_gap(gap: float, chaos: float) -> Interval | None:
     from `chaos`, the gap that a one-bit change of the reference's weights (one ulp) causes in that seed. Returns None
     if that change had no effect.
     """
-    # The interval is slightly too wide: both gaps have the same reference, so their ratio varies slightly less than
-    # Student's t.
+    # The interval is slightly too wide. `gap` and `chaos` are relative to the same reference, so their ratio varies
+    # slightly less than Student's t.
     half_width = student_quantile(SHOWN_LEVEL, 1) * abs(chaos)
     return Interval(gap, gap - half_width, gap + half_width, SHOWN_LEVEL) if half_width else None

@@ -141,7 +141,7 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
         wire_bytes_by_arm[figure.arm][figure.layer] = figure.value
     events = Counter(event.arm for event in judged.kept.select_lines(TrainingEvent))
     rows = judged.kept.select_lines(StepRow)
-    # The rows of watched steps have no time.
+    # Rows of watched steps have 0 seconds, because watching slows a step down.
     seconds_per_token = together((row.arm, row.seconds / row.tokens) for row in rows if row.seconds > 0 and row.tokens)
     summaries = []
     for arm in training.arms:

@@ -130,7 +130,8 @@ def judge_arms(
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
     required_fall = compute_required_fall(margin)
     has_learned = not any(curve.blew_up or curve.loss_fall < required_fall for curve in best_curves.values())
-    # 1. The effect of chance on the reference: nondeterminism in every seed, chaos in the first seed.
+    # 1. Compare the reference with its repetitions: an exact one in every seed (nondeterminism), and one with a one-ulp
+    # change in the first seed (chaos).
     chaos_pairs: list[SeedPair] = []
     for arm in arms_by_role.get(ArmRole.CHAOS, ()):
         chaos_pairs += _pair_seeds(base_curves, arm, curves)[0]
@@ -138,8 +139,8 @@ def judge_arms(
     for arm in arms_by_role.get(ArmRole.REPEAT, ()):
         for seed, curve in select_curves(curves, arm.name).items():
             repeated_rows += zip(base_curves[seed].rows, curve.rows, strict=False)
-    # 2. Compare each candidate with the reference at the reference's best rate. If a candidate has several rates,
-    # only the best one keeps its verdict.
+    # 2. Compare each candidate with the reference at the reference's best learning rate. Unless the candidate diverged,
+    # its verdict becomes inconclusive if a different learning rate suits it better.
     candidates = arms_by_role.get(ArmRole.CANDIDATE, [])
     verdicts = []
     for arm in candidates:
@@ -214,9 +215,9 @@ def _judge_arm(
         and not curve.blew_up
         and (
             arm_curve.blew_up or (arm_curve.loss_fall <= 0 and curve.loss_fall >= required_fall)
-        )  # its loss did not fall
+        )  # the arm did not learn, although the reference did
     )
-    # If an arm diverged, or the reference did not learn, the verdict on pairs does not count.
+    # The verdict from pairs of losses is replaced below if the arm diverged or the reference did not learn.
     judged = judge_pairs(pairs, margin, has_held_out)
     void_reason = Counter(reason for _, reason in void_seeds).most_common(1)[0][0] if void_seeds else None
     if judged.why is InconclusiveReason.FEW_PAIRS and void_reason in LASTING_VOIDS:
