@@ -353,7 +353,8 @@ class LineWriter:
             self._sums += find_checksums(text.encode())
             self._last_number += len(values)
         except OSError as error:
-            # Find out how many of the lines reached the file, so that the next line gets the right number.
+            # The write may have stored some lines before it failed. Count them, so that the next line gets the right
+            # number.
             with contextlib.suppress(OSError):
                 self._count_lines()
             has_lines = os.path.isfile(self.path) and self._last_number > 1  # noqa: PTH113 - is_file raises where it may not look

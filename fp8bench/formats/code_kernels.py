@@ -90,7 +90,7 @@ class CodesKernel(Kernel):
     def examples(self) -> list[Tensor]:
         down, across = (_SQUARES_DOWN, _SQUARES_ACROSS) if self.by_square else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
         rows, columns = down * self.side, across * self.side
-        # Outputs exist only for the orientations that the kernel writes.
+        # A kernel may write codes of the matrix, of its transpose, or of both.
         outputs = []
         if self.straight:
             outputs.append(view_squares(_allocate_codes(self, rows, columns), self.side))

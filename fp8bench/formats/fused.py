@@ -265,8 +265,8 @@ class ValuesKernel(Kernel):
         return [free, free, *([factor] if self.factor else []), *([()] if self.stochastic else [])]
 
     def options(self) -> Mapping[str, object]:
-        # Keep the indices of elements as integer vectors. If Inductor propagated them down the columns, it would
-        # compute them one at a time.
+        # Inductor's propagation of indices would make Inductor compute the indices in a column one at a time, without
+        # vectors.
         draws_upright = self.stochastic and self.layout is Layout.UPRIGHT
         return {"constant_and_index_propagation": False} if draws_upright else {}
 

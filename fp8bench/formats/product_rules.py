@@ -129,7 +129,7 @@ def _explain_missing_units(scheme: Scheme, device: DeviceClass) -> str:
     # 2. FP8 units exist on NVIDIA's GPUs from Ada on, and on all AMD devices that are listed.
     if scheme in FP8_SCHEMES:
         return "" if device.is_amd or device.at_least(ADA) else "NVIDIA's FP8 units begin at compute capability 8.9"
-    # 3. Units for blocks of 32 elements (MX) or 16 elements (NVFP4) came later. Some devices have only one of the
+    # 3. Hardware for blocks of 32 elements (MX) or 16 elements (NVFP4) came later. Some devices support only one of the
     # two.
     if device.is_amd and scheme is Scheme.NVFP4:
         return "AMD has no units for NVFP4's scales"

@@ -115,8 +115,8 @@ def round_magnitudes(
     has_float32_exponents = fmt.min_exponent == _MIN_EXPONENT
     if has_float32_exponents:
         return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
-    # Limit the magnitudes. The limit is so high that rounding still shows what overflows, and so low that no sum
-    # becomes infinite.
+    # Clamp magnitudes to a limit that is high enough to detect overflow after rounding, and low enough to avoid
+    # infinite sums.
     clamp_limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
     return _replace_overflow(round_to_grid(magnitudes.clamp(max=clamp_limit), fmt, random), fmt, overflow)
 
@@ -128,7 +128,7 @@ def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None)
     It rounds to nearest even by adding a power of two and subtracting it again. Each number has its own power of two:
     the one whose last float32 bit is worth one step of the grid.
     """
-    # Find the power of two at or below each magnitude. It is at least the format's smallest normal number.
+    # Round each magnitude down to a power of two, but not below the format's smallest normal number.
     smallest_exponent_bits = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
     exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest_exponent_bits)
     if random is not None:

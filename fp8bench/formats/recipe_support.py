@@ -143,7 +143,7 @@ def _find_nvidia_objection(scheme: Scheme, products: list[Product], facts: Devic
         return f"{reason}; this device has {'.'.join(map(str, facts.capability))}" if is_unsupported else reason
     if scheme is Scheme.MXFP4:
         return "torch multiplies MXFP4 by FBGEMM's kernels, which are not used here"
-    # The class of devices decides what can be multiplied. The version of CUDA decides whether torch offers it.
+    # The device supports the products, but torch may need a newer version of CUDA for them.
     required_cuda = _FIRST_CUDA.get(scheme, (0, 0))
     torch_cuda = tuple(int(number) for number in (facts.cuda or "0.0").split(".")[:2])
     return (

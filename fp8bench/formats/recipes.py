@@ -72,7 +72,7 @@ class Scaling:
     rounding: ScaleRounding = ScaleRounding.EXACT
 
     def __post_init__(self) -> None:
-        # Refuse roundings of scales that no hardware has.
+        # Refuse rounding modes of scales that no hardware has.
         if self.rounding not in ROUNDINGS[self.scale]:
             choices_text = ", ".join(ROUNDINGS[self.scale])
             scale_format = self.scale.name if self.scale else "float32"
@@ -115,8 +115,8 @@ NVFP4_SQUARE = Scaling(16, 16, E4M3, ScaleRounding.NEAREST)
 
 LONGEST_HISTORY = 1 << 16
 LARGEST_MARGIN = 32
-# The number of significant bits of the sums in Hopper's FP8 units, and the range of this number for short sums. A
-# float32 has 24.
+# The significant bits of sums in Hopper's FP8 units, and the allowed range for sums with fewer bits than the 24 of
+# float32.
 HOPPER_SUM_BITS = 14
 SHORT_SUM_BITS = range(2, 24)
 

@@ -29,8 +29,8 @@ from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, count_tile_b
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
 _QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
-# The sizes of example matrices, in tiles or blocks. Examples of transposed matrices have other sizes, because a pair
-# of kernels may contain both.
+# The numbers of tiles or blocks in example matrices. Matrices and transposed matrices have different examples, because
+# one kernel may handle both.
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
 _TILE_SCALES = TILE_ROWS * TILE_COLUMNS

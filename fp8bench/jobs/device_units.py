@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8bench.model import DeviceFacts
 
 CPUINFO = Path("/proc/cpuinfo")
-# Flags of x86 and Arm processors in /proc/cpuinfo, and the names of the low-precision units that they stand for.
+# Flags of x86 and Arm processors in /proc/cpuinfo, with the names of the low-precision units.
 _CPU_UNITS = {
     "amx_bf16": "AMX bf16",
     "amx_fp16": "AMX fp16",

@@ -161,8 +161,8 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 def _make_index(reports: Path) -> Page:
     dated_pages = []
     for path in reports.glob(f"*/{PAGE_NAME}"):
-        # The folder of a page about losses that `fp8bench.watch` has written has no start time in its name. Use the
-        # time when the page was written.
+        # Most folders have a start time in their name. Folders of loss pages from `fp8bench.watch` have none, so use
+        # the time when the page was written.
         start = show_folder_time(path.parent.name)
         if not start:
             start = f"{datetime.fromtimestamp(path.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"

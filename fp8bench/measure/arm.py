@@ -263,8 +263,8 @@ class MeasuredArm:
         work, case = self.planned.work, self.planned.case
         if case.ranks > 1:
             return {}
-        # Each session chooses a state at random. So a suite that cheats in only one of its states is caught in some
-        # sessions.
+        # Choose one of the copied states at random in each session. If a suite cheats in only one state, some sessions
+        # catch it.
         bench, key = worker.within(self.limits.for_untimed_pass(work)), random.choice([self.key, *self.copy_keys])
         late_steps = LateSteps()
         with suppress(WorkerFault):

@@ -56,8 +56,7 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
             / len(rates)
         )
         for index, rate in enumerate(rates):
-            # A rate that has used up its part of the time gets no further runs. They would take the time of other
-            # rates.
+            # If a rate has used its share of CEILING_SECONDS, stop its runs, so that the other rates get their time.
             is_rate_too_slow = run > MIN_RUNS_PER_RATE and spent_seconds[index] > CEILING_SECONDS / len(rates)
             if rate.why or is_rate_too_slow:
                 continue

@@ -26,7 +26,7 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.units import parse_number
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
-# Kinds of parameters that may have their own learning rates.
+# Kinds of parameters for which users can set separate learning rates.
 PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
 # The kinds of groups of gradients. Each group is clipped by its joint norm.
 CLIP_GROUPS = ("kind", "block", "tensor")
@@ -47,8 +47,8 @@ UNSUPPORTED_OPTIMIZERS = {
 }
 # Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR).
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
-# `warmup` is the share of the steps in which the rate rises. `floor` is the share of the rate that remains at the end;
-# the schedule `constant` has none.
+# `warmup` is the share of steps in which the learning rate rises. `floor` is the final learning rate as a share of the
+# largest; the schedule `constant` has none.
 _SCHEDULE_KEYS: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
 # The allowed range of each key of --optimizer and --schedule.
 _KEY_BOUNDS = {

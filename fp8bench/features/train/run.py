@@ -323,7 +323,7 @@ class _CompleteRun(TrainingRun):
         for arm in arms:
             try:
                 reason = lab.check(arm.name).wrong
-                # The length of a window depends on the duration of a step, which a few steps show.
+                # Estimate the duration of a step, which determines the length of an energy window.
                 seconds = 0.0 if reason else lab.loop(arm.name, _ESTIMATE_STEPS) / _ESTIMATE_STEPS
             except WorkerError as error:
                 reason = str(error)

@@ -209,7 +209,7 @@ class SeedRun(TrainingRun):
         """Calls a method of the lab. `steps` is the number of training steps in the call, which sets the time limit."""
         start = time.monotonic()
         with _convert_faults(arm):
-            # The limit follows the slowest step, so that a slow machine is not taken for one that hangs.
+            # The slowest step sets the time limit, so that a slow machine does not seem to hang.
             answer = getattr(call_lab(self.worker, self.pace.time_limit(max(steps, STEPS_PER_TURN))), name)(*arguments)
         if steps:
             self.pace.record(time.monotonic() - start, steps)

@@ -59,7 +59,7 @@ class ArmRole(StrEnum):
     OTHER_RATE = "other-rate"
 
 
-# Settings that only candidates can have. Other arms get these values.
+# Settings that only candidates can change. All other arms have these values.
 _CANDIDATE_SETTINGS: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
@@ -175,7 +175,7 @@ class StreamLine:
 
 L = TypeVar("L", bound=StreamLine)
 Lines = Sequence[StreamLine]
-# The state of an arm, or of a part of it, as a checkpoint stores it.
+# A checkpoint stores the state of an arm, or of a part of it, in this form.
 State = dict[str, Any]
 
 

@@ -54,7 +54,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     training = judged.training
     stored = judged.kept
     verdicts = judged.verdicts
-    # Arms that repeat the reference have no verdict. They are only on the whole page.
+    # Arms that repeat the reference have no verdict, so the short answer leaves them out.
     rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
     store = _format_store_option(stored)

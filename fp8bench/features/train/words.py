@@ -35,7 +35,7 @@ _ROLE_WORDS = {
     ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
-# At most this many reasons for unconverted layers are listed, and at most this many names for each reason.
+# The most reasons for unconverted layers that are listed, and the most layer names per reason.
 _MAX_LISTED = 3
 VERDICT_WORDS = {
     Learned.DIVERGED: "no: diverges",
@@ -108,7 +108,7 @@ def _count_decimals(interval: Interval) -> int:
     """Returns the number of decimals with which an interval is shown in percent. They show two significant digits of
     half the interval's width. If the interval excludes 0, neither end is rounded to 0.
     """
-    # Half of the interval's width shows how many decimals are meaningful.
+    # The width of the interval determines how many decimals are meaningful.
     half_width = 100 * (interval.high - interval.low) / 2
     decimals = min(4, max(0, 1 - math.floor(math.log10(half_width)))) if 0 < half_width < math.inf else 2
     # If an end of the interval were rounded to 0, the interval would seem to include 0.

@@ -95,8 +95,8 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     }
     for target in arguments.log:
         check_target(target)
-    # Launchers such as torchrun start one process per rank, and only the first writes. Other programs may set RANK to
-    # any text.
+    # Launchers such as torchrun start one process per rank and set RANK. Only rank 0 writes. Other programs may set
+    # RANK to any text.
     rank_text = os.environ.get("RANK", "")
     rank = int(rank_text) if rank_text.isdecimal() else 0
     stream = arguments.stream.absolute() if arguments.stream else _choose_stream_file(arguments.store, path.stem, rank)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from fp8bench.features.train.lab.script_loops import ScriptLoops
 
-# `import torch` imports this module, which has the base class of all torch optimizers.
+# The module with the base class of all torch optimizers. `import torch` imports it.
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
 
 

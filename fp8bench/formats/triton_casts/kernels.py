@@ -476,7 +476,7 @@ def cast_mx(
     in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
     offset = row[:, None] * columns + column[None, :]
     values = tl.load(x + offset, mask=in_bounds, other=0.0)
-    # Blocks run along rows for STRAIGHT and down columns for TURNED. Both branches use the tile in registers.
+    # Blocks run along rows for STRAIGHT and down columns for TURNED. The tile is loaded only once for both.
     if STRAIGHT:
         parts = tl.reshape(values, (DOWN, ACROSS // 32, 32))
         bits = widen_bits(tl.max(magnitude_bits(parts), axis=2), x.dtype.element_ty)

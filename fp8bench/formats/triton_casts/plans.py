@@ -288,7 +288,7 @@ def _plan_rows(
     in_one_pass = straight and turned and width <= _LONGEST_ROW_WITH_PEAKS
     if straight and width > _LONGEST_ROW:
         plans.append(Plan("cast_long_rows", rows, 8, arguments, {**scale_constants, "WIDTH": _ELEMENTS_PER_PROGRAM}))
-    # Several short rows are in one program, because otherwise most of its threads would be idle.
+    # A program handles several short rows, because otherwise most of its threads would be idle.
     elif straight:
         down = max(1, 4096 // width)
         lines = max(_ROWS_PER_PROGRAM, down) if in_one_pass else down

@@ -215,7 +215,7 @@ def _measure_held_out_gap(reference: Curve, arm: Curve) -> float | None:
 MIN_PAIRS = 5
 DECIDING_LEVEL = 0.99
 SHOWN_LEVEL = 0.95
-# No verdict proposes more seeds than this.
+# The largest total number of seeds that a verdict proposes.
 MAX_SEEDS = 1000
 # The statistical power of a proposal: if gap and deviation are estimated correctly, the proposed seeds give a verdict
 # with a probability of at least 80%. The 0.9 quantile excludes 10% of cases on each side.

@@ -302,7 +302,7 @@ def _make_score_verdict(
     new, old = zip(*pairs, strict=True)
     verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(new) / len(pairs))
     if name.startswith(TASK_PREFIX):
-        # If n questions show no difference, the true difference is at most 4.6 / n, with 99% confidence.
+        # If two arms answer n questions equally, their true scores differ by at most 4.6 / n, with 99% confidence.
         floor = -math.log(1 - DECIDING_LEVEL) / (QUESTION_COUNT * len(pairs))
         chance = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
         score_gap = _widen_gap(average_gaps([before - after for after, before in pairs]), floor)
