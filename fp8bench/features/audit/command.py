@@ -60,7 +60,7 @@ _EXIT_CODES = {
 }
 # How many failures and layers are shown without --all.
 _SHOWN_FAILURES, _SHOWN_LAYERS = 3, 8
-# The fields of a signature that are optional with --kind and --precision.
+# The other fields of a signature: options that require --kind and --precision.
 _SIGNATURE_OPTIONS = fields(Signature)[2:]
 EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",

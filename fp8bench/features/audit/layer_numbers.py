@@ -157,7 +157,7 @@ class LayerNumbers:
             name: compare_with_output(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()
         }
         name = min(wide_differences, key=lambda dtype: wide_differences[dtype].level)
-        # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
+        # 4. Compare with each emulated cast, likely ones first. Stop if a likely cast matches.
         guesses = {name: self.guesses[name] for name in (*likely_precisions, *self.guesses) if name in self.guesses}
         matching_casts = dict[str, float]()
         casts_with_same_error = []
@@ -276,7 +276,8 @@ class LayerNumbers:
         )
         casts = () if promised_casts is None else promised_casts.treatments
         has_few_bits = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in casts)
-        # 3. If its tensor is trained, each gradient must exist, have the right shape, and be near the exact one.
+        # 3. Each gradient must have the right shape, and be near the exact one. In training, no gradient may be
+        # missing.
         for (name, _), layer_gradient in zip(tensors.items(), gradients, strict=True):
             if layer_gradient is None and is_trained:
                 return f"its {name} gradient does not exist{_IN_TRAINING_MODE}"

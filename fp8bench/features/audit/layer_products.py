@@ -17,7 +17,7 @@ from fp8bench.features.audit.operands import PromisedCasts, round_operand
 from fp8bench.formats.recipes import Treatment
 from fp8bench.nn.holders import CONV1D_KIND, CONV2D_KIND, classify_module
 
-# The relative difference that counts as equal to an emulated cast: overall, and in one row or column.
+# A result matches an emulated cast up to this relative difference: over all elements, and in one row or column.
 _NEGLIGIBLE, _NEGLIGIBLE_IN_LINE = 2.0**-7, 0.2
 # How many rows, or images of a convolution, are multiplied at most.
 ROWS, IMAGES = 512, 8

@@ -106,7 +106,7 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
         name = layer.row.name
         if layer.row.low:
             return "", ""
-        # The reasons are tried from the most certain one to the fallback.
+        # Try the most certain reason first, and the fallback last.
         if id(layer.weight) in name_by_weight:
             converted_name = name_by_weight[id(layer.weight)]
             return "shared", f"it shares its weight with {converted_name}, and only that layer was converted"

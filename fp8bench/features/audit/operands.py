@@ -72,7 +72,8 @@ def _draw_many_octaves(rows: int, columns: int, random: torch.Generator) -> Tens
     return magnitudes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
 
 
-# Functions that draw each kind of data. A pair has one function for the first operand and one for all other operands.
+# Functions that draw each kind of data. In a pair, the first function draws the first operand, and the second one all
+# others.
 DATA_KINDS: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     "normal": _draw_normal,
     "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
@@ -344,7 +345,7 @@ def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[s
     if scaling == NVFP4:
         square_blocks = Scaling(16, 16, NVFP4.scale, NVFP4.rounding)
         candidates.append(("cast as in blocks of 16 x 16", replace(promised_treatment, scaling=square_blocks)))
-    # 4. Yield each cast once, and never the promised one.
+    # 4. Skip duplicates and the promised cast.
     yielded_treatments = [promised_treatment]
     for description, treatment in candidates:
         if treatment not in yielded_treatments:

@@ -47,8 +47,8 @@ _DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
 # A mistake is named if the kernel's result is this many times nearer to that of the mistake than to the expected one,
 # by mean square distance. Products and attention have different factors.
 _NEARER_FACTOR, _NEARER_FACTOR_IN_ATTENTION = 4.0, 16.0
-# The relative difference of two values (elements times float32 scales) whose scales were computed in different ways. In
-# attention, it also covers float32 exponentials and the order of summation.
+# The tolerated relative difference of values whose float32 scales were computed differently. In attention, it also
+# covers float32 exponentials and the order of summation.
 _LAST_BITS = 2.0**-18
 # If a scale was rounded differently, a value may be off by this many steps of the format's grid.
 _GRID_STEPS = 2.0
@@ -56,25 +56,25 @@ _GRID_STEPS = 2.0
 _STANDARD_ERRORS = 6.0
 # With fewer results than this, no mistake is named and no error is judged.
 _MIN_RESULTS = 64
-# The mean gain of all results is reported if it exceeds _MIN_GAIN and _GAIN_STANDARD_ERRORS standard errors. At least
-# _INDEPENDENT_SHARE of the variance must not come from ties, because ties may cause a gain too.
+# A mean gain (results too large or small on average) is reported above _MIN_GAIN and _GAIN_STANDARD_ERRORS standard
+# errors. Ties may cause gains, so at least _INDEPENDENT_SHARE of the variance must not come from ties.
 _MIN_GAIN, _GAIN_STANDARD_ERRORS, _INDEPENDENT_SHARE = 1e-3, 6.0, 0.05
 # The mean gain is checked only if the median sum has at least this many effective terms.
 _MIN_TERMS = 8.0
-# If the error of a result cannot be judged, sums in fewer than _SHORT_SUM_BITS bits fail: Hopper's FP8 products have
-# 14. A result that seems to be summed in fewer than _MIN_SUM_BITS bits is not a sum of products of the operands.
+# How many bits a kernel's sums seem to keep. If the error of a result cannot be judged, fewer than _SHORT_SUM_BITS
+# fail: Hopper's FP8 products have 14. With fewer than _MIN_SUM_BITS, it is not a sum of products of the operands.
 _SHORT_SUM_BITS, _MIN_SUM_BITS = 13, 6
 # At most this many terms of sums in Hopper's units are simulated, one by one, which takes about a second.
 _SIMULATED_TERMS = 1 << 25
 ROUNDING_REASON = "casts round differently: scales differ in their last bits, or ties are rounded the other way"
 # Values above this share of the dtype's largest number may become infinite.
 _NEAR_LARGEST = 0.9
-# Failures that one input proves, and codes of figures. Figures may be chance, so a second input must confirm them.
+# Codes of failures that one input proves, and of numerical errors that a second input must confirm, because they may be
+# chance.
 CERTAIN_CODES = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
 FIGURE_CODES = ("too-bad", "too-good", "gain")
-# Two errors of attention count as equal if their ratio exceeds this.
+# Errors of attention count as equal if the smaller one is at least this share of the larger one.
 _EQUAL_RATIO = 0.999
-# The codes of the audit for differences that `numerics/conformity.py` explains.
 _CODE_BY_DIFFERENCE = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
 _RESULT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Matrices = tuple[Tensor, ...]
@@ -167,7 +167,7 @@ class ExpectedProduct:
         float64_result = result.double()
         if sums.is_within_bound(float64_result):
             return AuditFinding()
-        # 2. Report the short sums of Hopper's units as a remark, not a failure.
+        # 2. Report sums in 14 bits, as in Hopper's FP8 units, as a remark, not a failure.
         if self.accepts_hopper_sums and self._matches_hopper_units(result, sums):
             return make_remark("short-sums", "equal to the bit to what Hopper's FP8 units give, which sum in 14 bits")
         # 3. Accept small differences if operands halfway between two codes explain them.
@@ -185,7 +185,7 @@ class ExpectedProduct:
             mistake_code, reason = self._explain_difference(float64_result, result, sums)
             if mistake_code:
                 return make_failure(mistake_code, reason)
-        # 5. Report the results that no rounding of the operands explains, or their mean.
+        # 5. Report results that the rounding of operands does not explain, or that are too large or small on average.
         if not self._is_lossless:
             if not is_near:
                 places = [self.sample.rows, self.sample.columns] if self.sample else map(torch.arange, result.shape)
@@ -331,7 +331,7 @@ class ExpectedProduct:
     def _iterate_guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         first_mistakes = list(iterate_mistakes(self.a))
         second_mistakes = list(iterate_mistakes(self.b))
-        # A precision may have several casts. Pair the first ones of both operands.
+        # Pair each cast of the first operand with the first cast of the second one.
         second_operands = {(mistake, description): values for mistake, description, values in reversed(second_mistakes)}
         for mistake, description, values in first_mistakes:
             if (mistake, description) in second_operands:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8bench.formats.recipes import Recipe, ScaleRounding
 from fp8bench.registry import precisions
 
-# Precisions that results are compared with to find the one that was computed. The usual ones come first.
+# Precisions that may explain a kernel's results. The usual ones come first.
 USUAL_PRECISIONS = (
     "fp8",
     "fp8:scale=pow2",

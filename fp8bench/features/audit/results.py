@@ -96,7 +96,7 @@ _SMALL_CALLS, _SMALL_SECONDS = 1200, 4.0
 _POISONED_CALLS = 4
 # If results differ from call to call, this many are judged: the results furthest from the first one.
 _JUDGED_RESULTS = 8
-# The slot that holds the second set of arguments of a check.
+# The slot of the kernel's process for a second set of arguments.
 _SECOND_SLOT = 1
 
 
@@ -377,8 +377,8 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
     subject = auditor.subject
     first_input = auditor.first_input
     matrices = auditor.draw_matrices(first_input)
-    # Multiply operands by large and small powers of two. Only operands with scales that are not in fp16 can represent
-    # such values. In attention, only the values are multiplied, because other queries and keys change the softmax.
+    # Multiply operands by large and small powers of two, which fp16 or casts without scales cannot represent. In
+    # attention, multiply only the values, because larger queries and keys change the softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
     is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised_casts.treatments)
     for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
@@ -420,7 +420,7 @@ def _check_inputs(
             break
         try:
             failure = judge_input(audit_input)
-        # A kernel may refuse an input, unless the refusal is a deception.
+        # A kernel may refuse an input, unless the error shows that the kernel cheats.
         except REFUSAL_ERRORS as error:
             raise_deception(error)
             refusals.append(auditor.add_input(audit_input, make_remark("refused", describe_error(error))))

@@ -27,10 +27,10 @@ from fp8bench.protocols import Setup
 from fp8bench.worker.bits import replace_numbers
 from fp8bench.worker.state_tensors import get_address, is_foreign
 
-# Two results with a larger relative difference come from different inputs. Equal inputs at other addresses may be
-# summed in a different order, but their results differ by less.
+# Results that differ by more than this share have different inputs. For equal inputs at other addresses, another order
+# of summation changes results by less.
 _STALE_DIFFERENCE = 0.01
-# A column is named if it has more than this share of the squared difference.
+# A column is reported if it has more than this share of the squared difference.
 _MAIN_SHARE = 0.9
 # The error at another shape may be at most _ERROR_LIMIT, or _ERROR_FACTOR times the error at the first shape if that is
 # larger.

@@ -142,7 +142,7 @@ class Callables(Workload):
             errors[DIFFERENCE_ERROR] = measure_difference(results, expected_results)
             exceeds_rounding_by_result = list(map(exceeds_rounding, results, expected_results))
             if any(exceeds_rounding_by_result):
-                # A callable that draws random numbers differs as much from itself.
+                # If a callable draws random numbers, its results differ from call to call.
                 repeated_results = [run_callable(name, make_inputs(setup)) for name in (setup.case.precision, against)]
                 draws_random_numbers = any(
                     map(exceeds_rounding, [*results, *expected_results], [*repeated_results[0], *repeated_results[1]])

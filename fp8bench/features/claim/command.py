@@ -40,7 +40,8 @@ EXAMPLES = (
     "fp8bench claim my-claims.toml --keep evidence",
     "fp8bench claim check evidence",
 )
-# Options that `run` may not have: the row or this command sets them, or they would load code of the row's author.
+# Options that a claim's `run` must not have: the claim or this command sets them, or they load code of the claim's
+# author.
 _REFUSED_OPTIONS = {
     "--device",
     "--devices",

@@ -144,12 +144,12 @@ def read_answers(folder: Path) -> StoredAnswers:
 
 
 def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns) -> tuple[AnswerStanding, str]:
-    # 1. The rows of the claim and its parts must be the same as when the claim was answered.
+    # 1. The claim and its parts must be unchanged since the answer.
     for row in (stored.row, *stored.part_rows):
         if difference := _describe_edit(row, claims.claims.get(row.id)):
             part_prefix = f"its part {row.id}: " if row is not stored.row else ""
             return AnswerStanding.ANSWER_FAILS, part_prefix + difference
-    # 2. The runs must exist unchanged. An answer without runs is computed from its row, unless a run was missing then.
+    # 2. The runs of the answer must exist unchanged. A claim that needed a run, but was not measured, cannot be judged.
     for run in stored.runs:
         if change := source.describe_change(run):
             return AnswerStanding.ANSWER_FAILS, change
@@ -158,7 +158,7 @@ def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns)
     claim = claims.claims[stored.row.id]
     if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(iterate_measured_claims([claim], claims.claims)):
         return AnswerStanding.CANNOT_JUDGE, "the claim was not measured"
-    # 3. The same answer must follow from these rows and runs.
+    # 3. The answer must be the same when it is computed again from these runs.
     recomputed_answer = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
         current = getattr(recomputed_answer, name)

@@ -23,7 +23,7 @@ from fp8bench.registry import precisions
 # emulation.
 _DEVICE_FIGURES = ("device_peak_memory", "device_max_batch", "useful_flops", "wire_bytes", "logical_bytes")
 _TOO_FEW_ROUNDS = "too few rounds for an interval"
-# Costs of a training arm that emulation changes.
+# Costs of a training arm, which differ under emulation.
 _ARM_COST_FIGURES = ("tokens_per_second", "peak_memory", "joules_per_step")
 
 
@@ -42,7 +42,7 @@ def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> FigureReadi
     ratio, returns the ratio of the two sums.
     """
     readings = [_read_case(claim, run, record) for record in records]
-    # Weight each ratio by its reference, so that the result is the ratio of the sums.
+    # Weight each ratio by the reference's value, so that the result is the ratio of the sums.
     weights = [_read_reference_value(claim, run, record) if claim.is_ratio else 1.0 for record in records]
 
     def sum_figures(figures: Iterable[float]) -> float:
@@ -80,7 +80,7 @@ def _read_case(claim: Claim, run: Run, record: Record) -> FigureReading:
     if metric is None:
         metric_names = ", ".join(metrics)
         raise UsageError(f"{claim.id}: the run {run.id} has no figure {name} of {mode}. It has {metric_names}.")
-    # 2. Refuse costs of an emulation, because they are not the costs of the precision.
+    # 2. Refuse costs of emulated cases, because they are not the costs of the precision.
     if metric.cost or (record.support.is_emulated and not metric.spec.of_workload and name not in _DEVICE_FIGURES):
         raise _refuse_emulation(claim, mode, metric.name)
     # 3. A throttled or shared device gives no time, rate or energy.

@@ -37,7 +37,7 @@ TRAINING_FIGURES = (
     "joules_per_step",
 )
 _SPEED_WORDS = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
-# Words about times, which arithmetic cannot decide. A peak speed is a figure of a datasheet, not a time.
+# Words for times. A claim about a time needs a measurement. A peak speed is a figure of a datasheet, not a time.
 _TIME_WORDS = rf"(?<!peak )(?:{_SPEED_WORDS}|time|duration|seconds)"
 # Each rule: a pattern of words in a claim's sentence, a pattern of the figures that measure what such words promise,
 # and a remedy for a claim with a different figure.
@@ -124,7 +124,7 @@ def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
         claim = decode(Claim, {**_normalize_row(row), "source": source})
     except (Malformed, OverflowError) as error:
         raise UsageError(f"{error}. docs/claims.md lists the values of each key.") from None
-    # 2. Check that the row can be decided.
+    # 2. Check that the claim can be decided.
     _check_required_keys(claim)
     if claim.kind is not ClaimKind.ALL_OF:
         _check_bound(claim)
@@ -271,8 +271,7 @@ def _find_metric_spec(claim: Claim) -> MetricSpec | None:
                 f"{name} is already relative to the loss of the reference, so it has no ratio. Remove ` ratio`."
             )
         return None
-    # A suite may define figures that METRICS lacks. `spec_of` has a description for those whose names end in known
-    # words.
+    # A suite may define metrics that METRICS lacks. `spec_of` describes those whose names end in known words.
     spec = spec_of(name)
     if name not in METRICS and not spec.description:
         names = [metric for metric in METRICS if "*" not in metric]

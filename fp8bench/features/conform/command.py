@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
     document = {"device": encode(facts), "conforms": conforms, "modes": values}
     tell(arguments, partial(render_page, facts, modes, arguments.all), lambda: document)
-    # A comparison of nothing proves nothing, so it has a separate exit code.
+    # If no mode was compared, conformity is unknown, which has a separate exit code.
     if not conforms:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.is_compared for mode in modes) else EXIT_FAILED
@@ -89,7 +89,7 @@ def compare_precisions(
                 f"{facts.key} supports none of these ({reasons}). Give other --dtypes, or another --device."
             )
         conformities: list[ModeConformity] = []
-        # 2. Compare one precision after the other, each with time to compile.
+        # 2. Compare each precision separately, with a time limit that includes compiling.
         with observer.counting() as tell:
             for name, support in supported_by_name.items():
                 tell(len(conformities), len(supported_by_name), "precisions", name)

@@ -282,7 +282,7 @@ def run_duel(
     corpus = resolved_request.corpus(store)
     start = time.monotonic()
     sessions = question.sessions or count_default_sessions(request)
-    # 2. Open both sides with their processes. If anything fails, the processes end and the folders are removed.
+    # 2. Start the processes of both sides. If anything fails, the processes end and their folders are removed.
     with ExitStack() as stack:
         *starts, notes = stack.enter_context(open_sides(question, request.imports))
         sides = []
@@ -335,7 +335,7 @@ def _measure_sessions(
     cases = [start_case(case, pair) for case in duel.cases]
     try:
         _check_loaded_code(pair)
-        if pair[1].start.commit:  # warn early if the sides cannot differ, as far as known now
+        if pair[1].start.commit:  # warn early that both sides may run the same code
             for note in (*(note for note in notes if note == EQUAL_SIDES), *_note_idle_sides(pair)):
                 observer.note(f"{note}. Ctrl-C ends the duel")
         for note in notes:
@@ -347,12 +347,12 @@ def _measure_sessions(
         writer.finish("finished")
     except KeyboardInterrupt:
         with ignore_interrupts():
-            with contextlib.suppress(StoreError):  # a duel without an end line also counts as unfinished
+            with contextlib.suppress(StoreError):  # a duel file without its last line counts as unfinished
                 writer.finish("interrupted")
             observer.note(f"interrupted; finished sessions are stored in {writer.path}")
     except Fp8benchError as error:
         results = tuple(case.result for case in cases if case.sessions)
-        if results:  # keep the results that were measured before the store or a side was lost
+        if results:  # keep the results that were measured before the error
             raise DuelCutOff(error, replace(duel, results=results, troubles=(str(error),))) from None
         writer.path.unlink(missing_ok=True)
         raise

@@ -46,7 +46,7 @@ def scratch_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)).resolve()
         lock_file = (folder / PARTIAL_SUFFIX).open("w")
         lock(lock_file, 0)
-        (folder / PARTIAL_SUFFIX).rename(folder / _LOCK_FILE)  # no other process can find the folder unlocked
+        (folder / PARTIAL_SUFFIX).rename(folder / _LOCK_FILE)  # the lock file gets its name when it is already locked
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be created ({error.strerror}). Free disk space, or set TMPDIR to "
@@ -89,7 +89,7 @@ def link_package(folder: Path, package: Path) -> Path:
 
 
 _GIT_SECONDS = 600.0
-# A git hook sets these variables to its own repository, which would override the folder.
+# A git hook sets these variables to its own repository, so git would ignore the current folder.
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
 
@@ -213,7 +213,7 @@ OpenSides = tuple[WorkerStart, WorkerStart, tuple[str, ...]]
 
 @contextmanager
 def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[OpenSides]:
-    # 1. Allow only one difference at a time.
+    # 1. Allow only one difference between the sides.
     if question.against is not None and question.against_self is not None:
         raise UsageError(
             "--against and --against-self would change two things at once, so the cause would stay unknown. Omit one."
@@ -291,7 +291,7 @@ def _open_revision(
                 f"{option} {revision!r:.200} ({commit[:8]}) has no package {PACKAGE_FOLDER.name}. "
                 "Choose a newer commit."
             )
-        # Both sides get the same paths of the user, but a different fp8bench.
+        # Both sides import the user's code from the same paths, but fp8bench from different ones.
         old_paths = (str(link_package(folder / "before", working_tree / PACKAGE_FOLDER.name)), *paths)
         new_paths = (str(link_package(folder / "after", PACKAGE_FOLDER)), *paths)
         yield (

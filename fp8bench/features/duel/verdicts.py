@@ -51,11 +51,12 @@ from fp8bench.model import (
 from fp8bench.model.specs import MEAN_TIME, TIME, Better, spec_of
 
 MIN_ROUNDS = 5
-# With too few processes for an interval, the nearest processes of the two sides must differ by more than this share.
+# With too few processes for an interval, a verdict requires that the nearest processes of both sides differ by more
+# than this share.
 CLEAR_DIFFERENCE = 0.10
 _MAX_ASSIGNMENTS = 4096
 _BISECTION_STEPS = 12
-# Shifts below this count as zero.
+# Smaller offsets of log ratios count as zero.
 _NEGLIGIBLE_SHIFT = 1e-9
 
 
@@ -111,12 +112,12 @@ def judge_sessions(
         return None
     # Compare complete steps if parts of a step compensate for each other by more than processes differ.
     uses_whole_steps = 2 * sum(map(_do_parts_compensate, shared_sessions)) >= len(shared_sessions)
-    # 1. For each process, compute the logarithms of its best case and of its mean over all calls.
+    # 1. For each process, compute the logarithms of its fastest time and of its mean time.
     session_logs = [_compute_logs(session, uses_whole_steps) for session in shared_sessions]
     logs, mean_logs = np.concatenate(session_logs, axis=1)
     sizes = [(len(session.before), len(session.after)) for session in shared_sessions]
     is_after = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
-    # 2. Find how often the sides are as far apart if the names of the sides are assigned at random.
+    # 2. Run a permutation test: assign processes to sides at random, and count how often the sides differ as much.
     assignments = _NameAssignments(logs, is_after, sizes)
     rounds = min(len(_list_rounds(session)) for session in shared_sessions)
     logs_a = logs[~is_after]
@@ -130,10 +131,10 @@ def judge_sessions(
         if is_resolved
         else _judge_without_interval(logs_a, logs_b)
     )
-    # 4. Require that the mean over all calls does not contradict the fastest calls.
+    # 4. Without enough rounds, or if the means over all calls contradict the fastest calls, the verdict is UNSURE.
     if rounds < MIN_ROUNDS or not verdicts.mean_agrees(verdict, ratio, mean_ratio):
         verdict = Verdict.UNSURE
-    # 5. Compute the seconds of both sides around their common level.
+    # 5. Compute both sides' seconds from their ratio and geometric mean.
     common_level = (_mean_of_fastest(logs_a) + _mean_of_fastest(logs_b)) / 2
     process_spread = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
     return DuelVerdict(
@@ -155,7 +156,7 @@ def judge_sessions(
 
 
 def explain_unsure(times: DuelVerdict) -> str:
-    # The order is that in which a reader can remove the causes.
+    # The causes are in the order in which a user can remove them.
     if times.rounds < MIN_ROUNDS:
         rounds = "1 round per session is" if times.rounds == 1 else f"{times.rounds} rounds per session are"
         return f"{rounds} too few; give more time (--budget) or --rounds"
@@ -240,7 +241,7 @@ class _NameAssignments:
             index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
             after_masks = _mark_processes_named_b(sizes, list(itertools.product(*index_choices)))
         else:
-            # Use the true assignment and a seeded sample, so that the same samples always give the same verdict.
+            # Use the actual assignment and a seeded sample, so that the same samples always give the same verdict.
             rng = np.random.default_rng(0)
             sampled_assignments = []
             for _ in range(_MAX_ASSIGNMENTS - 1):
@@ -251,7 +252,7 @@ class _NameAssignments:
             after_masks = np.concatenate([[is_after], _mark_processes_named_b(sizes, sampled_assignments)])
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
         self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))
-        # Store the indices of the processes with the names B and A. Every assignment has equally many of each.
+        # Store the indices of the processes on side B and side A. Every assignment has equally many on each side.
         self._after, self._before = (
             np.nonzero(names)[1].reshape(len(after_masks), -1) for names in (after_masks, ~after_masks)
         )
@@ -274,15 +275,15 @@ class _NameAssignments:
         return Interval(math.exp(log_ratio), math.exp(low), math.exp(high), level)
 
     def compute_p_value(self, log_shift: float) -> float:
-        # Sums in a different order differ in the last bits, but the true assignment must count.
+        # Allow for rounding: the actual assignment must count, but is summed in a different order.
         distances, observed_distance = self._measure_distances(log_shift)
         return float((np.abs(distances) >= abs(observed_distance) - 1e-12).mean())
 
     def _find_bound(self, log_ratio: float, outer_offset: float, p_limit: float) -> float:
-        # Even the farthest shift is explained by chance, so no bound exists.
+        # If chance explains even the largest offset, no bound exists.
         if self.compute_p_value(log_ratio + outer_offset) > p_limit:
             return math.copysign(math.inf, outer_offset)
-        # Halve the distance until chance explains the shift, then bisect the last interval.
+        # Halve the offset until chance explains it, then bisect between the last two offsets.
         while self.compute_p_value(log_ratio + outer_offset / 2) <= p_limit and abs(outer_offset) > _NEGLIGIBLE_SHIFT:
             outer_offset /= 2
         explained_offset = outer_offset / 2
@@ -305,7 +306,7 @@ class _NameAssignments:
 
     def _measure_distances(self, log_shift: float) -> tuple[NDArray[np.float64], float]:
         logs = self._logs - log_shift * self._is_after
-        # the median of a session is the same for every assignment of names
+        # the median of a session does not depend on the assignment of processes to sides
         for places in self._sessions:
             logs[places] -= np.median(logs[places])
         distances = _mean_of_fastest(logs[self._after]) - _mean_of_fastest(logs[self._before])
@@ -327,8 +328,8 @@ def _mark_processes_named_b(
     return rows
 
 
-# These labels are ignored: they are about rounds, which these verdicts do not use, or about noise, which the interval
-# includes.
+# These labels are ignored: they are about rounds, which a duel's verdict does not use, or about noise, which its
+# interval includes.
 _IGNORED_LABELS = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTION_BY_VERDICT = {
     Verdict.FASTER: Direction.BETTER,

@@ -43,7 +43,6 @@ _VERDICT_LEGEND = (
 )
 
 
-# A case, with one of its comparisons.
 _CaseComparison = tuple[CaseResult, Comparison]
 
 

@@ -97,8 +97,8 @@ def measure_waiting_cells(
     refusal_by_cell: dict[int, str] = {}
     finished_cells: set[int] = set()
     while True:
-        # 1. Read the states of all cells again, because other workers measure cells too. Runs of finished cells are
-        # not read again, which would take long.
+        # 1. Read the states of all cells again, because other workers measure cells too. Skip the runs of finished
+        # cells.
         states = compute_cell_states(plan, store, finished_cells)
         finished_cells.update(state.number for state in states if state.status is CellStatus.DONE)
         waiting_states = [
@@ -129,7 +129,7 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     folder, start_time = cell_folder(plan, number, store), now()
     arguments = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
     start = time.monotonic()
-    # With COLUMNS, messages would be wrapped, and a quotation of a message would lose its end.
+    # The environment variable COLUMNS would wrap messages, so a report would quote them incompletely.
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with (
         convert_write_errors(folder / OUTPUT_FILE, "Move it away."),
@@ -242,7 +242,7 @@ def _is_queued(names: Sequence[str]) -> bool:
     return not squeue_result.returncode and bool(squeue_result.stdout.strip())
 
 
-# Ray sets this variable for its tasks, and it affects measurements. So cells get its value in the submitting process.
+# Ray sets OMP_NUM_THREADS for its tasks, which affects measurements. So cells get the submitting process's value.
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 _ADDRESS_OPTION = "address"
 _CANCEL_SECONDS = 30.0

@@ -74,7 +74,7 @@ def make_fleet_report(source: Path, store: Path, expected_machines: Collection[s
         if reasons:
             problem = f"{store}: no run counts ({'; '.join(reasons).rstrip('.')})"
         raise UsageError(f"{problem}. Give --store DIR, or a store that `fleet collect` made.")
-    del store_reading.skipped[REFUSED_REASON]  # `doubts` already has a sentence about each of these runs
+    del store_reading.skipped[REFUSED_REASON]  # `doubts` already lists these runs
     exclusion_reasons = (*store_reading.skipped_reasons, *store_reading.doubts, *_describe_failed_cells(store, plans))
     return build_report(store_reading.runs, plans, expected_machines, exclusion_reasons)
 

@@ -93,7 +93,7 @@ def _hardware_name(kind: MachineKind) -> str:
 
 def _cases_table(report: FleetReport) -> Table:
     figures = sorted(report.figures, key=lambda figure: figure.case)
-    # Times of other kinds are divided by the times of the first kind, which has the most machines.
+    # Times of other kinds of machines are divided by those of the first kind, which has the most machines.
     figures_of_first_kind = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
     def compare_with_first(figure: FleetFigure) -> float | None:
@@ -176,12 +176,12 @@ def report_rows(report: FleetReport) -> Rows:
 
 def _problems_by_machine(report: FleetReport) -> dict[str, str]:
     problems = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
-    # List a problem only once, even if several kinds have it.
+    # Several alarms of a machine may be about the same problem.
     return {machine: ", ".join(dict.fromkeys(names)) for machine, names in problems.items()}
 
 
 def report_page(report: FleetReport, name: str) -> Page:
-    # Odd machines come first, because most users need nothing else.
+    # Outliers come first, because most users need nothing else.
     parts = [
         Part("named", "Machines that stand out", (_outliers_table(report),)),
         Part("machines", "Machines", (_machines_table(report),)),

@@ -137,7 +137,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     # 1. Read the thresholds before anything is measured.
     _check_options(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
-    # 2. Choose the source of the numbers.
+    # 2. Choose the measurements to judge.
     if arguments.against is not None:
         request, sessions = _read_request(arguments.asked)
         question = DuelQuestion(against=arguments.against, sessions=sessions)
@@ -153,7 +153,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     for note in check_rules(rules, (*source.comparisons, *source.unchanged_figures), str(arguments.thresholds)):
         observer.note(note)
     verdict = judge_comparisons(source, rules, arguments.rerun, observer)
-    # 4. Write the comment on a pull request. It addresses authors, and has a separate exit code.
+    # 4. Write the comment on a pull request. The exit code is then that of the review.
     exit_code = verdict.exit_code
     text = ""
     if arguments.comment is not None and source.duel is not None:
@@ -176,7 +176,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         "--history": arguments.history,
         "--against": arguments.against is not None,
     }
-    # Require exactly one source of numbers. With two sources, it would be unclear which one decides.
+    # Require exactly one set of measurements. With two, it would be unclear which one is judged.
     option_names = " and ".join(name for name, is_given in is_source_given.items() if is_given)
     if option_names not in is_source_given:
         subject = f"{option_names} were" if option_names else "nothing was"

@@ -69,7 +69,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
             problem=f"the newest run is of commit {commit[:8]}. Measure the current commit, {head_commit[:8]}, first.",
             code=EXIT_FAILED,
         )
-    # 2. Find steps in series, and cases that fail now but did not fail at the commit before.
+    # 2. Find change points in series, and cases that fail now but did not fail at the commit before.
     history = read_history(store, observer)
     series_states = tuple(_current_series_states(history, newest_run))
     found_steps = find_all_changes(history, store, observer)
@@ -89,7 +89,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
             code=EXIT_BASELINE,
             series_states=series_states,
         )
-    # 3. Measure each suspected step a second time, to confirm it.
+    # 3. Measure each suspected change a second time, to confirm it.
     changes = _select_judged_changes(found_steps, newest_run, history)
     remeasurer = Remeasurer(store, observer)
 
@@ -98,7 +98,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         return _remeasure_suspects(suspected_changes, current_runs, remeasurer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    # 4. Mention acknowledged steps, and series that are too short to search for steps. The gate does not fail for
+    # 4. Mention acknowledged changes, and series that are too short to search for changes. The gate does not fail for
     # them.
     acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found_steps.changes)
     notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` lists them"] if acknowledged else []
@@ -283,8 +283,7 @@ def _duel_or_remeasure(
             if figure is not None:
                 figures[case_and_metric(step)] = replace(figure, case=step.case)
         yield replace(second_look, comparisons=figures)
-    # 2. If a commit cannot be built any more, measure its suspects again here, and compare the values with their
-    # history.
+    # 2. If a commit can no longer be built, measure its suspects again without a duel, and compare with stored values.
     if not suspects_without_duel:
         return
     rerun, refusal = remeasurer.measure_cases(run, {case for _, case in suspects_without_duel})
@@ -302,7 +301,7 @@ def _duel_or_remeasure(
 def _compare_with_step(change: Change, run: Run) -> Comparison | None:
     trend = change.trend
     step = change.comparison
-    # 1. Collect the new run's values of the same series.
+    # 1. Collect the new run's values of the series that changed.
     series_version = trend.series.name, trend.cell, change.version
     points = [
         point for point in extract_points(run).points if (point.series, point.cell, point.version) == series_version
@@ -313,15 +312,13 @@ def _compare_with_step(change: Change, run: Run) -> Comparison | None:
     if not values or step.before is None or step.after is None:
         return None
     new_value = statistics.median(values)
-    # 2. NaN and infinity have no ratio to other values. If the new value is also NaN or infinite, the step is
-    # confirmed.
+    # 2. NaN and infinity have no ratio to other values. If the new value is not finite either, the change is confirmed.
     if not (math.isfinite(step.after) and math.isfinite(new_value)):
         direction = Direction.SAME if math.isfinite(new_value) else Direction.WORSE
         return replace(step, direction=direction, after=new_value)
     if not step.before or not step.after:
         return None
-    # 3. Check whether the value is nearer to the level after the step. Compare logarithms, because levels differ by a
-    # ratio.
+    # 3. Check whether the logarithm of the new value is nearer to the level after the change than to the one before.
     is_nearer_to_new_level = new_value > math.sqrt(step.before * step.after)
     measured_ratio = new_value / step.before
     return replace(

@@ -30,16 +30,16 @@ from fp8bench.model.specs import COUNTS, RELATIVE_TIME, TIME
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import many
 
-# The largest expected share of suspects that are due to chance. The second look removes nearly all of these.
+# The largest expected share of suspects that are due to chance. The second measurement removes nearly all of these.
 FALSE_SUSPECT_SHARE = 0.02
 # The fewest cases from which the spread of a single case can be estimated.
 MIN_CASES_FOR_SPREAD = 12
-# The change that the second look (measurement) shows must exceed this many standard deviations. Both looks share the
-# noise of one baseline, so the second one is not independent.
+# The change in the second measurement must exceed this many standard deviations. Both measurements share the noise of
+# one baseline, so the second one is not independent.
 CONFIRMING_DEVIATIONS = 3.0
 _NORMAL_QUARTILE = statistics.NormalDist().inv_cdf(0.75)
-# The nearer quartile of n normal values is nearer to the median than that of the distribution: by this number, divided
-# by sqrt(n), in standard deviations.
+# The quartile of n normal values that is nearer to the median is too near: by this number, divided by sqrt(n), in
+# standard deviations.
 _QUARTILE_BIAS = 0.888
 
 
@@ -232,7 +232,7 @@ def _judge_figure(figure: Comparison, rules: ThresholdRules, cases_with_ratio: s
         outcome = GateOutcome.IGNORED
         reason = "the time over the reference's, which does not depend on the machine's speed, is judged instead"
     elif exceeds_threshold(figure, threshold):
-        # Counts do not vary between runs, so they need no second look.
+        # Counts do not vary between runs, so they need no second measurement.
         outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
     elif figure.direction is Direction.BETTER:
         outcome = GateOutcome.BETTER
@@ -246,9 +246,9 @@ def exceeds_threshold(figure: Comparison, threshold: Threshold) -> bool:
         return False
     if figure.after - figure.before <= threshold.smallest:
         return False
-    if figure.ratio is None:  # the value before was 0, so it has no ratio
+    if figure.ratio is None:  # the previous value was 0, so the ratio is undefined
         return figure.direction is Direction.WORSE
-    # A difference below 10% between few stored runs is uncertain, but still suspected.
+    # Between few stored runs, a slow-down below 10% is uncertain, but must be measured again.
     is_surely_worse = figure.direction is Direction.WORSE or (is_from_few_runs(figure) and figure.ratio.low > 1)
     return is_surely_worse and figure.ratio.point > 1 + threshold.relative
 
@@ -270,8 +270,8 @@ def is_from_few_runs(figure: Comparison) -> bool:
 
 def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: ThresholdRules) -> bool:
     if second.evidence is Evidence.HISTORY:
-        # The second look at a series has only one value, so it need not exceed the threshold: if the new level is just
-        # at the threshold, half of its values are below.
+        # A series is measured again only once. This value need not exceed the threshold: at a slow-down equal to the
+        # threshold, only half of all values do.
         return second.direction is Direction.WORSE
     if (
         figure.spread
@@ -280,8 +280,7 @@ def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: ThresholdRule
         and math.log(second.ratio.point) <= CONFIRMING_DEVIATIONS * figure.spread.deviation
     ):
         return False
-    # A duel measures the time, and not the ratio to the reference. So the time decides for the ratio, by the
-    # threshold of the time.
+    # A duel measures the time, not the ratio to the reference. So the time and its threshold decide.
     is_same_metric = second.metric == figure.comparison.metric
     return exceeds_threshold(second, figure.threshold if is_same_metric else find_threshold(second, rules))
 
@@ -315,7 +314,7 @@ def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
 
 
 def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) -> JudgedFigure:
-    # 1. If the figure was not measured again, it fails only if it needs no confirmation.
+    # 1. A figure that was not measured again fails only if the first measurement suffices.
     first = figure.comparison
     failed_looks = (second for second in look.comparisons.values() if second.failed and second.case == first.case)
     second = next(failed_looks, None) or look.comparisons.get(figure.key)
@@ -325,22 +324,22 @@ def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdR
         if can_fail_without_confirmation(first):
             return replace(figure, outcome=GateOutcome.REGRESSION, why=reason)
         return replace(figure, why=f"{reason}; {suggestion}")
-    # 2. A case that failed in the second look has no number to compare.
+    # 2. A case that failed when measured again has no number to compare.
     figure = replace(figure, again=second)
     if second.failed:
         return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}")
-    # 3. If the second look does not confirm the slow-down, the figure is cleared or remains suspected. It is cleared if
-    # that look would have detected the slow-down.
+    # 3. If the second measurement does not confirm the slow-down, the outcome is CLEARED if it would have detected it,
+    # and otherwise SUSPECTED.
     if not _is_confirmed(figure, second, rules):
         if _is_ruled_out(figure, second):
             return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not worse")
         reason = f" ({second.why})" if second.why else ""
         return replace(figure, why=f"{look.how}, it was neither confirmed nor ruled out{reason}: {suggestion}")
-    # 4. If both looks show the slow-down, the figure is a regression.
+    # 4. If both measurements show the slow-down with enough evidence, the figure is a regression.
     is_proven = second.p_value is not None or second.evidence is Evidence.HISTORY
     if is_proven or can_fail_without_confirmation(second):
         return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was worse again")
-    # 5. Otherwise the evidence of both looks is too weak, and the figure remains suspected.
+    # 5. Otherwise the evidence is too weak, and the figure remains suspected.
     reason = "against a single stored run nothing fails below 10%"
     if second.why and second.ratio is not None and second.ratio.point > 1 + MIN_CHANGE_OF_FEW_RUNS:
         reason = second.why
@@ -349,7 +348,7 @@ def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdR
 
 # A slow-down counts as detectable if the gate would find it in this share of all builds.
 DETECTION_PROBABILITY = 0.8
-# A series with fewer nightly values since its last step may be unable to detect a slow-down by its threshold.
+# With fewer nightly values since the last change of a series, a slow-down by its threshold may remain undetected.
 SENSITIVE_AFTER_NIGHTS = 14
 # The gate passes only if it can detect a slow-down in each figure of these metrics.
 TIME_METRICS = (TIME, RELATIVE_TIME)

@@ -146,9 +146,9 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
     )
     freedom = change.noise.freedom or math.inf
     band = math.log1p(MIN_CHANGE_OF_FEW_RUNS if is_from_few_runs(change) else BAND)
-    if remeasurement is Remeasurement.NONE:  # without a second measurement, the first look decides alone
+    if remeasurement is Remeasurement.NONE:  # without a second measurement, the first one decides alone
         return [_make_requirement(band, first_evidence, error, freedom)]
-    if remeasurement is Remeasurement.DUEL:  # a duel has negligible noise, compared with stored runs
+    if remeasurement is Remeasurement.DUEL:  # the noise of a duel is negligible compared with that of stored runs
         return [
             _make_requirement(0.0, first_evidence, error, freedom),
             _LookRequirement(math.log1p(verdicts.VERDICT_BAND), 0.0),
@@ -250,8 +250,8 @@ def _make_step_requirements(
     min_log, error = smallest_visible_step(level, p_limit)
     requirements = [_make_requirement(math.log1p(band), min_log, error, level.freedom)]
     if remeasurement is Remeasurement.MEASURED_AGAIN:
-        # The new value must be beyond the middle between the old and the new level, which is half of the step.
-        # So the noise of this value counts twice.
+        # The new value must be beyond the midpoint of the old and the new level, only half of the change away. So its
+        # noise counts twice.
         requirements.append(_LookRequirement(0.0, 2 * level.noise))
     if remeasurement is Remeasurement.DUEL:
         requirements.append(_LookRequirement(math.log1p(min(verdicts.VERDICT_BAND, band)), 0.0))

@@ -146,7 +146,7 @@ def _settle_suspects(
     for number in range(MAX_LOOKS):
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
         look_start = time.monotonic()
-        # Do not start a look that would exceed the budget.
+        # Do not start a measurement that would exceed the budget.
         is_over_budget = (
             number > 0 and source.budget is not None and look_start - start + last_look_seconds > source.budget
         )
@@ -196,7 +196,7 @@ class Remeasurer:
         # 1. A quick run has few rounds, so its duel gets more sessions.
         if request.quick:
             question = replace(question, sessions=question.sessions or SESSIONS)
-        # 2. If the duel is impossible, return a refused look instead of an error, because other suspects may still be
+        # 2. If the duel is impossible, return the reason instead of raising an error: other suspects may still be
         # measured.
         cases = {suspect.case for suspect in suspects}
         try:
@@ -327,7 +327,7 @@ def _explain_unjudgeable(compared: ComparedSides) -> tuple[str, int]:
     has_failed = any(comparison.failed for comparison in compared.comparisons)
     if not compared.after.is_measured:
         return ("" if has_failed else f"no case of {compared.after.name} was measured."), EXIT_FAILED
-    # A case that fails on the second side is judged, even if no case can be compared.
+    # A case that fails only on the second side is enough for a verdict.
     if has_failed:
         return "", 0
     if compared.conditions:
@@ -403,7 +403,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
     path = next(iter(DuelKind().files(store)), None) if name == "last" else DuelKind().find(name, store)
     if path is None:
         raise RunNotFound(f"no duel {name!r:.200} in {store}. Give an id, a duel's name, a path, or 'last'.")
-    # 1. If the duel measured nothing, this is a problem. The duel's notes are shown in any case.
+    # 1. A duel without measurements is an error. The duel's notes are shown in any case.
     duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(side.title or side.name for side in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)

@@ -32,7 +32,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import many, shorten_line
 
-# The JUnit element of each outcome. Figures that block the gate undecided are errors. Outcomes without an element pass.
+# The JUnit element of each outcome. Undecided figures that block the gate are errors. Outcomes without an element pass.
 _JUNIT_TAGS = {
     GateOutcome.REGRESSION: "failure",
     GateOutcome.FAILED: "error",

@@ -25,9 +25,9 @@ LEVEL, _RESAMPLED_SHARE = 0.95, 0.99
 _INTERVAL_QUANTILES = ((1 - _RESAMPLED_SHARE) / 2, (1 + _RESAMPLED_SHARE) / 2)
 # The number of contexts at which two lines are compared.
 _GRID_CONTEXTS = 256
-# The times of arms that read whole pages rise in steps, away from a line. Intervals are widened by this many times
-# the range of these distances. In simulated sweeps with pages of any size, the widened intervals contained every
-# context at which the faster arm changes in 9 of 10 cases. With pages of powers of two, they did so in all cases.
+# If an arm reads whole pages, its time jumps at page boundaries, away from a line. Intervals are widened by this many
+# times the range of these distances. In simulated sweeps with any page size, the widened intervals contained every
+# context at which the faster arm changes in 9 of 10 cases. With powers of two, they did so in all cases.
 _STEP_MARGIN = 2.0
 
 
@@ -95,9 +95,9 @@ def spread_factor(rounds: int) -> float:
     freedom = max(1, rounds - 1)
     # this approximation is accurate to 1% from 2 degrees of freedom on
     student_t = 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3
-    # The quantile of Student's t is relative to 1.96, that of the normal distribution. The square root corrects that
-    # resamples of few values vary too little. The last factor, from a simulation, corrects that the fastest of few
-    # rounds are slower than the fastest of many.
+    # Widen the normal distribution's quantile, 1.96, to that of Student's t. The square root corrects that resamples of
+    # few values vary too little. The last factor, from a simulation, corrects that the fastest of few rounds are slower
+    # than the fastest of many.
     return student_t / 1.96 * math.sqrt(rounds / freedom) * (1 + 6 / rounds)
 
 
@@ -124,8 +124,8 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
         return ContextCrossing(None, shortest, longest, faster_at_ends)
     a, b = arm.point - reference.point
     crossing = float(min(max(-a / b, shortest), longest))
-    # Two lines cross once. The interval begins at the last grid context whose faster arm is certainly that of the
-    # shortest context. It ends at the first one whose faster arm is certainly that of the longest context.
+    # Two lines cross once. The interval begins at the last grid context where the arm that is faster at the shortest
+    # context certainly wins. It ends at the first one where the arm that is faster at the longest context does.
     start, end = grid[line_signs == line_signs[0]][-1], grid[line_signs == line_signs[-1]][0]
     lower_bound, upper_bound = min(float(start), crossing), max(float(end), crossing)
     # If a measured context outside the interval contradicts the lines, the interval is widened to include this
@@ -157,10 +157,10 @@ def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured_contex
     expected_seconds = reference.point[0] + reference.point[1] * measured_contexts
     relative_distances = (arm.seconds_above - reference.seconds_above) / expected_seconds
     seconds_at_largest = expected_seconds[np.abs(relative_distances).argmax()]
-    # Steps at shorter contexts are assumed to be as high as at long ones.
+    # The time is assumed to jump as much at short contexts as at long ones.
     reference_seconds = np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
-    # The margin is needed because few contexts seldom hit both ends of a step.
+    # The margin is needed because few contexts seldom hit the times just before and after a jump.
     measured_steps: Floats = _STEP_MARGIN * np.ptp(relative_distances) * reference_seconds
-    # If all measured contexts are multiples of a number, steps shorter than this number could not be measured.
+    # If all measured contexts are multiples of a number, jumps at shorter distances could not be measured.
     hidden_steps = (math.gcd(*map(int, measured_contexts)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
     return measured_steps + hidden_steps

@@ -64,7 +64,7 @@ SHIPPED, SHIPPED_WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.
 # ecade0ae trained it). WINDOW_TOKENS is the number of positions of this model.
 HELD_OUT_MODULES, WINDOW_TOKENS = ("argparse.py", "statistics.py", "textwrap.py"), 128
 _WORKER_SECONDS = 1800.0
-# The default contexts. The key True has those for --quick.
+# The default contexts, without and with --quick.
 _DEFAULT_CONTEXTS = {False: (256, 1024, 1025, 2048, 4096), True: (128, 512, 513, 1024, 2048)}
 
 
@@ -107,7 +107,7 @@ def answer_question(
         answer = _measure_times(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
-    # 4. Store only finished answers, because later comparisons assume that all arms were measured.
+    # 4. Do not store interrupted answers, because later comparisons assume that all arms were measured.
     if not answer.finished:
         return answer
     try:
@@ -265,10 +265,10 @@ def collect_arm_times(
 ) -> Iterator[ArmTimes]:
     case_findings = findings(decode)
     reference: LineDraws | None = None
-    # The reference comes first, because the other arms are compared with its line.
+    # The reference comes first, because the other arms are compared with its fitted line.
     for arm in native_arms:
-        # 1. Collect the arm's steps at each context, the reason of the first that was not timed, and the labels that
-        # make a verdict impossible.
+        # 1. Collect the arm's times at each context, why the first untimed context has none, and the labels that
+        # prevent a verdict.
         records = sorted((_context_length(record), record) for record in decode.records if is_of_arm(record, arm))
         rounds, reason, doubts = {}, "", dict[str, None]()
         for context, record in records:

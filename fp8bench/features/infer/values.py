@@ -46,7 +46,6 @@ def format_arm(arm: ServedArm) -> str:
     """Returns the text of an arm, in the syntax of --arms."""
     settings_texts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
     settings_texts += ["activations=low"] if arm.low_inputs else []
-    # The default carrier is left out.
     if not settings_texts:
         return arm.carrier
     return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *settings_texts])

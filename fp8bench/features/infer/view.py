@@ -100,19 +100,19 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
     runs have serious labels gets no verdict.
     """
     crossing = time.crossing
-    # 1. Give no verdict to an arm without a line. Such an arm was emulated, refused or interrupted.
+    # 1. Give no verdict to an arm without a fitted line. Such an arm was emulated, refused or interrupted.
     if crossing is None:
         if time.why and not time.kernel:
             return "speed unknown", Tone.DOUBT, ""
         return "not timed", Tone.DOUBT, time.why
-    # 2. Collect objections. Some do not change the verdict.
+    # 2. Collect objections to the verdict. Some do not change it.
     notes = [WORDS_BY_LABEL[Label(doubt)].meaning for doubt in time.doubts]
     if crossing.contrary:
         direction = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
         notes.append(f"measured {direction} at {', '.join(map(str, crossing.contrary))}, unlike its line")
     if time.line is not None and time.line.off > 0.1:
         notes.append(f"measured times are up to {units.percent(time.line.off, 0)} off the line through them")
-    # 3. If the lines cross, the arm is faster from the crossing on, or up to it.
+    # 3. If the lines cross, the arm is faster either at longer contexts or at shorter ones.
     if crossing.at is not None:
         context_range = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
         if time.doubts:
@@ -254,7 +254,7 @@ def table_rows(answer: ServingAnswer) -> Rows:
     rows = []
     for arm in answer.question.arms:
         time, quality, step_bytes = answer.arm_times(arm), answer.arm_quality(arm), answer.bytes_read(arm)
-        # If runs have doubts, no crossing is shown, as in the short answer.
+        # If the times are doubtful, omit the crossing, as in the short answer.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(
             {

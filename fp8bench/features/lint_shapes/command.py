@@ -159,7 +159,7 @@ def judge_product(shape: LinearShape, kind: str, mode: RecipePrecision, device: 
     reason = "; ".join(objection.why for objection in unsolvable_objections or objections)
     if unsolvable_objections or not objections:
         return make_finding(why=reason)
-    # Pad each side to a multiple that satisfies all problems.
+    # Pad each side to the least common multiple of all required ones.
     side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in objections))
     m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, side_multiples, strict=True))
     return make_finding(why=reason, padded=(m, n, k))
@@ -174,7 +174,7 @@ def find_unfit_products(findings: Sequence[ShapeFinding]) -> dict[str, list[str]
 
 
 def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
-    # 1. Count the products that fit, by device and mode.
+    # 1. Count the products that need no padding, by device and mode.
     fits_by_device = together(((finding.device, finding.mode), finding.fits) for finding in findings if finding.exists)
 
     def count_fits(mode: str, device: str) -> Field:
@@ -194,7 +194,7 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
     ):
         rows = table("refused", "", _REFUSED_COLUMNS, refused_products.items())
         parts.append(Part("refused", "products that a device refuses without padding, and the size to pad to", (rows,)))
-    # 3. List the modes without such a product, for which padding does not help.
+    # 3. List the modes without a matrix product on a device: padding does not help.
     if missing_products := together(
         (finding.why, (finding.mode, finding.device)) for finding in findings if not finding.exists
     ):

@@ -165,7 +165,7 @@ def _parse_gpu_counts(text: str) -> tuple[int, ...]:
 
 
 def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
-    # 1. Describe the work of a step before layouts divide it.
+    # 1. Describe the work of a step before it is divided among GPUs.
     model = parse_model(arguments.model)
     level = (
         Checkpointing.NONE
@@ -197,7 +197,7 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         topology = calibrate_topology(topology, training, recipe)
     elif arguments.recipe:
         topology = set_product_rate(topology, topology.bf16, recipe)
-    # 3. Make one question for each number of GPUs. The default batch is eight sequences per GPU.
+    # 3. Make one `ParallelQuestion` for each number of GPUs. The default batch is eight sequences per GPU.
     return [
         ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, training, recipe)
         for gpus in arguments.gpus
@@ -262,7 +262,7 @@ def _list_topology_names() -> list[str]:
 
 
 _TOPOLOGY_SYNTAX = "six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`"
-# The factor and the unit of each line. The lines `node` and `memory` are parsed differently.
+# The factor and the unit of each line of a topology file. `node` and `memory` are parsed differently.
 _UNIT_FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 _UNIT_NAMES = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
 # Less memory than this means that the user forgot the unit.
