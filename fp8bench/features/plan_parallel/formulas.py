@@ -237,7 +237,7 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
     stage_weights = model.stage_weights(layout.pipeline) / layout.tensor
     batches_in_flight = min(layout.pipeline, load.micro_batches)
     ranks_of_shards, is_zero_one = layout.shards * layout.context, load.zero_one and layout.copies > 1
-    # 1. Count the copies of weights that products read, and unsharded gradients.
+    # 1. Count the weight copies that matrix products use, and unsharded gradients.
     state_bytes = load.state_bytes
     if ranks_of_shards == 1 and (is_zero_one or layout.pipeline == 1):
         gathered_bytes = state_bytes.resident_copy * stage_weights
@@ -252,7 +252,7 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
     # 2. Count master weights, gradients and moments.
     optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
     states = (state_bytes.gradient + optimizer) * stage_weights / ranks_of_shards
-    # 3. Count the other models of RLHF. Without a pipeline, one model is gathered at a time.
+    # 3. Add RLHF's critic and frozen models. Without a pipeline, the weights of one model are gathered at a time.
     resident_bytes = gathered_bytes if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
     logit_bytes = _FUSED_LOGIT_BYTES if load.fused_loss else _LOGIT_BYTES if load.compiled else _EAGER_LOGIT_BYTES
     return GpuMemory(
@@ -287,7 +287,7 @@ def _block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
     return activations + 4 * _BF16_BYTES * width * (layout.tensor - 1) / layout.tensor
 
 
-# Attention kernels reach this share of the rate of products.
+# Attention kernels reach this share of the FLOP rate of matrix products.
 _ATTENTION_RATE = 0.55
 # Backward recomputes this share of attention's scores.
 _RECOMPUTED_SCORES = 0.5
@@ -348,7 +348,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     seconds_per_byte = stage_weights * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
     gather = load.gathered_bytes * seconds_per_byte
     scatter = load.state_bytes.gradient * seconds_per_byte
-    # Stages of a pipeline keep their gathered weights and sum gradients unsharded until the end of the step.
+    # Pipeline stages keep the gathered weights and the unsharded sums of gradients until the end of the step.
     gather_in_backward = 0.0 if has_pipeline else gather
     shards = gather + scatter if has_pipeline else 2 * micro_batches * gather + micro_batches * scatter
 
@@ -358,8 +358,8 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     gradient_sum = (1 if load.zero_one else 2) * load.state_bytes.gradient * seconds_per_byte
     weight_return = load.state_bytes.weight_copy * seconds_per_byte if load.zero_one else 0.0
 
-    # 5. Products wait for traffic of FSDP and DDP that takes longer than the pass of its micro-batch. Messages on the
-    # same link wait for each other. Messages on different links overlap.
+    # 5. Compute waits for FSDP and DDP traffic that takes longer than the pass of its micro-batch. Messages on one link
+    # wait for each other. Messages on different links overlap.
     share_one_link = topology.link(layout.tensor * ranks) == topology.link(layout.gpus)
     combine_seconds = sum if share_one_link else max
     forward_pass, backward_pass = forward / micro_batches, backward / micro_batches

@@ -34,7 +34,8 @@ from fp8bench.features.plan_parallel.formulas import (
 
 # Products narrower than this utilize a GPU less than its rates suggest.
 _NARROW_WIDTH = 1024
-# The ratio of FP8's rate to bf16's in whole trainings, with casts: the median over published machines.
+# The FLOP rate of whole trainings in FP8, with casts, as a multiple of the rate in bf16: the median over published
+# machines.
 FP8_RATE_RATIOS = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
 DEFAULT_RECIPE = "tensorwise"
 _MIN_RATE, _MAX_RATE, _HALVINGS = 1e9, 1e18, 60
@@ -57,9 +58,9 @@ def layout_kind(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
     return LayoutKind.MODEL_PARALLEL if layout.tensor > 1 or layout.pipeline > 1 else LayoutKind.DATA_PARALLEL
 
 
-# The largest error of a pace predicted from another training on the same machine, with each of 8 published machines
-# held out in turn. Keys are the kind of the measured training, the predicted kind, and whether their dtypes agree.
-# Other pairs of kinds have too few machines for a band.
+# The largest error of a throughput predicted from another training on the same machine, by leave-one-out
+# cross-validation over 8 machines. Keys are the layout kind of the measured training, the predicted layout kind, and
+# whether their dtypes agree. Other pairs have too few machines.
 HELD_OUT_ERRORS = {
     (LayoutKind.DATA_PARALLEL, LayoutKind.DATA_PARALLEL, True): 0.24,
     (LayoutKind.DATA_PARALLEL, LayoutKind.DATA_PARALLEL, False): 0.28,
@@ -74,7 +75,7 @@ HELD_OUT_TEXT = (
     "machines, 62 of 106 on the one with long sequences)"
 )
 UNCALIBRATED_TEXT = "25% to 396% too fast in 44 published trainings (median 87%)"
-# Trainings with this recipe are published for only one machine, so no machine could be held out.
+# Only one machine has published trainings with this recipe, so the error on other machines is unknown.
 _FP8_RECIPE_OF_ONE_MACHINE = "mxfp8"
 
 

@@ -41,7 +41,7 @@ _ACCURACY_TEXT = (
     f"Pace, by leave-one-machine-out: {HELD_OUT_TEXT}. Without calibration it was {UNCALIBRATED_TEXT}. Memory: "
     f"off by {MEMORY_ERROR} at most on the 20 published figures that the formulas were fitted to; none was held out."
 )
-# The seconds of a small message within a node. This figure is an assumption, and printed as one.
+# The assumed latency of a small message within a node, in seconds. It is reported as an assumption.
 _MESSAGE_SECONDS = 1e-5
 # In steps shorter than this, the overhead of launches dominates. The formulas leave out this overhead.
 _SHORT_STEP_SECONDS = 0.02
@@ -133,7 +133,7 @@ def _scale_traffic(question: ParallelQuestion, plan: PlannedLayout) -> ScaleTraf
     """
     if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)
-    # A pipeline stage waits only for the scales of its layers.
+    # A pipeline stage does not wait for the scales of other stages, so count only the layers of one stage.
     blocks = -(-question.model.layers // plan.layout.pipeline)
     return count_scale_traffic(blocks * plan.load.micro_batches, plan.layout.tensor)
 
@@ -180,7 +180,7 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
         f"{units.size(first_question.topology.memory)}: sequences of {load.sequence} tokens, {load.precision}; "
         "tokens/s of one GPU, and of all together"
     )
-    # All questions have the same model, recipe and measured training, so they have the same bands.
+    # All questions share the model, recipe and measured training, so these columns suit all.
     columns: list[Col[PlannedLayout]] = [
         Col("GPUs", lambda plan: str(plan.layout.gpus), number=True),
         *_plan_columns(first_question),
@@ -188,7 +188,7 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
         Col("checkpointing", "load.checkpointing"),
     ]
     best_plans = table("counts", "", columns, [plans[0] for _, plans in answers])
-    # The order of kinds is the same for all numbers of GPUs.
+    # `judge_parallelism` returns its verdicts in the same order for every number of GPUs.
     verdicts = {str(question.gpus): judge_parallelism(question) for question, _ in answers}
 
     def show_verdict(index: int, gpus: str) -> Field:

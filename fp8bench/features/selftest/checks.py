@@ -82,7 +82,7 @@ def make_product_params(side: int) -> Params:
     return make_base_params("gemm", m=side, n=side, k=side, product="forward", operands="cast")
 
 
-# The sides of square products that take some tenths of a millisecond, on a CPU and on a GPU.
+# The m, n and k of a matrix product that takes a few tenths of a millisecond, on a CPU and on a GPU.
 CPU_SIDE, GPU_SIDE = 256, 2048
 
 
@@ -97,12 +97,12 @@ def check_verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     20% of extra work is called slower.
     """
     side = GPU_SIDE if facts.accelerated else CPU_SIDE
-    # 1. Measure the same product four times: as reference, as control, unchanged, and slowed down.
+    # 1. Time one matrix product four times: as reference, as control, as a candidate, and as a slowed candidate.
     arms = [
         MeasuredArm(key, PlannedCase(_make_slowed_case(side, extra, facts.key), NATIVE_SUPPORT, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
-    # 2. Run rounds as a suite does, so that the usual estimator is checked.
+    # 2. Run the same rounds as a benchmark suite, to check the estimator that suites use.
     session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
     session.run(worker, StoppingRule(budget=8.0), is_decided, 0, lambda arm, share: None)

@@ -42,7 +42,7 @@ TRIALS_PER_STATE = 5
 _MIN_PROBE_CALLS = 200
 _TINY_SECONDS = 5e-8
 _SIZING_ROUNDS = 20
-# The facts of the environment that are written next to the figures.
+# Properties of the environment that are stored with the results.
 _RECORDED_FACTS = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
 
 
@@ -176,7 +176,8 @@ def run_power(
                 with observer.counting() as tell:  # each operation shows its own remaining time
                     return measure_power(worker, facts, operation, trials, len(results), report_trial)
 
-            # 3. Measure one operation after the other. An interrupt only loses the current trial.
+            # 3. Measure the operations one by one. Every trial is written to `path`, so an interrupt only loses the
+            # current trial.
             for operation in list_operations(corpus.identity, facts):
                 if operation.key in (names or OPERATION_NAMES):
                     results += [measure_operation(operation)]
@@ -199,14 +200,14 @@ def measure_power(
     """
     start_seconds = time.monotonic()
     result = OperationResult(operation.name)
-    # To time a tiny call, compare the step without tiny calls with one that has enough of them for about half as much
-    # extra work.
+    # A tiny call is too short to time alone, so compare the step with and without enough of them for about 50% extra
+    # work.
     result.step_seconds = base_seconds = _measure_best_seconds(worker, operation, facts, 0)
     probe_calls = max(_MIN_PROBE_CALLS, round(0.5 * base_seconds / _TINY_SECONDS))
     extra_seconds = _measure_best_seconds(worker, operation, facts, probe_calls) - base_seconds
     result.tiny_seconds = max(extra_seconds / probe_calls, 1e-9)
     for trial in range(trials):
-        # Create new states, to vary the memory layout.
+        # Prepare the arms again: a new memory layout may change timings.
         if trial % TRIALS_PER_STATE == 0:
             session = _make_session(operation, facts, result, trial)
             session.prepare(worker)
@@ -236,8 +237,7 @@ def _make_session(operation: Operation, facts: DeviceFacts, result: OperationRes
     def make_arm(name: str, effect: float = 0.0) -> MeasuredArm:
         return _make_arm(operation, facts, f"{name}-{trial}", result.count_tiny_calls(effect))
 
-    # The keys of states contain the number of the trial, so that a trial does not reuse the states of the previous
-    # one.
+    # The arms' keys contain the trial's number, so that a trial does not reuse tensors of the previous trial.
     return RoundSession(
         make_arm("reference"), make_arm("control"), [make_arm(f"candidate-{effect}", effect) for effect in SLOWDOWNS]
     )
@@ -254,7 +254,7 @@ def _run_trial(worker: Worker, session: RoundSession, operation: Operation, resu
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), should_stop, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
-    # All slow-downs share the rounds of one reference.
+    # The slowed candidates are compared with the same reference timings.
     for effect, arm in zip(SLOWDOWNS, session.candidates, strict=True):
         timing = arm.timing()
         conclusion = conclude(timing, reference, control)
@@ -271,7 +271,7 @@ def _run_trial(worker: Worker, session: RoundSession, operation: Operation, resu
 
 def _sum_seconds(case: Timing, reference: Timing, control: Timing | None) -> float:
     """Returns the seconds of all three arms of a comparison, in the rounds in which the candidate was measured."""
-    # The reference also ran in rounds of other candidates. These rounds do not count for this candidate.
+    # The reference also ran in rounds without this candidate. Leave out those rounds.
     rounds = {slot.round for slot in case.slots}
     slots = [*case.slots, *reference.slots, *(control.slots if control is not None else ())]
     return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
@@ -301,7 +301,7 @@ def _summarize_row(operation: str, effect: float, outcomes: Sequence[PowerOutcom
     )
 
 
-# The columns of the table behind the operation, with their widths.
+# Names and widths of the columns to the right of the operation's column.
 _COLUMN_WIDTHS = {"planted": 9, "found": 8, "trials": 8, "slower": 8, "faster": 8, "same": 7}
 _COLUMN_WIDTHS |= {"cannot tell": 13, "time a verdict": 24}
 
@@ -328,7 +328,7 @@ def format_power_table(power: PowerResult) -> str:
         time_text = f"{seconds(row.seconds_median, 2)} (at most {seconds(row.seconds_longest, 2)})"
         cells = percent(row.planted), percent(row.found), str(row.trials), *shares, time_text
         lines.append(_format_row(row.operation, *cells))
-    # Without a slow-down, every difference that is found is false. With a slow-down, "faster" is false.
+    # A difference between identical arms is a false alarm. A slowed arm that is called "faster" has a wrong sign.
     identical_rows = [row for row in rows if row.planted == 0]
     alarms = sum(row.slower + row.faster for row in identical_rows)
     pairs, comparisons = sum(row.trials for row in identical_rows), sum(row.trials for row in rows)

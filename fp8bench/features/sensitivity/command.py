@@ -129,8 +129,8 @@ def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         raise UsageError(
             f"--by format chooses among {', '.join(FORMATS)}, and not {arguments.dtype}. Leave --dtype out."
         )
-    # 2. Request two cases of a suite, in the low and the reference precision. Maps assign these precisions to their
-    # layers.
+    # 2. Request a suite's case in the low and in the reference precision. A map assigns one of these precisions to each
+    # layer.
     cases = {
         "suite": Model.name if target else "transformer",
         "axes": [axis],
@@ -198,7 +198,7 @@ def _describe_reference(study: Study) -> str:
 
 
 def _probes_table(study: Study) -> Table:
-    lowers_kinds = study.by is LoweredUnit.KIND  # then `name` is that of a kind
+    lowers_kinds = study.by is LoweredUnit.KIND  # then a trial lowers a kind of layers
     cols: list[Col[LayerTrial]] = [
         Col("low" if lowers_kinds else "low layer", "name"),
         Col("kind", "kind", when=not lowers_kinds),
@@ -252,7 +252,7 @@ def _describe_suggestion(study: Study) -> Iterator[Element]:
     trial = study.suggestion
     if study.gradient_tolerance is not None:
         tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
-    # 1. No map is suggested: every map lost too much, or the noise is as large as every gap.
+    # 1. Explain why no map is suggested: every map lost too much, or every gap is within the noise.
     if trial is None:
         reason = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
         sentence = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {reason}"
@@ -273,7 +273,7 @@ def _describe_suggestion(study: Study) -> Iterator[Element]:
         f"suggested: {study.low} in {trial.name}{share_text}. That map was trained: its loss gap is "
         f"{_signed_percent(gap)}, within the tolerance of {tolerance}"
     )
-    # 3. If the tolerance is below the noise, chance decides.
+    # 3. Warn if the tolerance may be below the noise.
     if study.noise is None or study.tolerance < study.noise:
         noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_show_noise(study)}"
         yield Text(f"note: the {noise}: a gap may be within the tolerance by chance")

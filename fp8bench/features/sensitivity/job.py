@@ -199,8 +199,8 @@ def _find_layers(planned_case: PlannedCase, device: DeviceFacts, bench: RemoteBe
     )
 
 
-# The number of further trainings of the reference, each from other random initial weights. Their losses show which
-# gaps are noise.
+# The number of times that the reference is retrained with other initial weights. The differences between the losses are
+# noise.
 WEIGHT_DRAWS = 2
 _ALL_LAYERS = "all layers"
 
@@ -301,8 +301,7 @@ class StudyRunner:
         reference = self.reference_case.precision
         if reference != UNTOUCHED:
             return reference, make_map_of_one(self.layers, key, names, (mode, reference))
-        # An unconverted model has no layers for a map, so the map is for a converted copy, with all other layers
-        # unchanged.
+        # Maps cannot change an unconverted model. So convert it, and leave all other layers unchanged.
         return mode, make_map(self.layers, names, (mode, reference), self.high_mode)
 
     def _lower_layers(self, names: Sequence[str]) -> PrecisionMap:

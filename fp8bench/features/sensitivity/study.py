@@ -149,7 +149,7 @@ class Study:
 
         def sort_key(trial: LayerTrial) -> tuple[bool, float, float]:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
-            # Gaps within the noise are random, so the gradient error decides.
+            # Only a gap beyond the noise counts. Without such gaps, sort by the gradient error.
             significant_gap = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
             finite_error = math.inf if error is None or math.isnan(error) else error
             return verdict is LossVerdict.FAILED, significant_gap, finite_error
@@ -158,7 +158,7 @@ class Study:
 
     def keeps_loss(self, trial: LayerTrial) -> bool:
         gap, error, max_error = self.gap(trial), trial.gradient_error, self.gradient_tolerance
-        # A NaN fails each of these comparisons, so it never counts as small.
+        # Comparisons with NaN are False, so a NaN is never within its limit.
         has_small_error = max_error is None or (error is not None and error <= max_error)
         return gap is not None and gap <= self.tolerance and has_small_error
 
@@ -170,7 +170,7 @@ class Study:
         if self.gradient_tolerance is not None or self.by is LoweredUnit.FORMAT:
             return False
         trials = (*self.probes, *self.candidates)
-        # Choosing among maps that do not differ would be arbitrary.
+        # If every gap is within the noise, any choice among the maps would be random.
         return bool(trials) and all(self.verdict(trial) is LossVerdict.WITHIN_NOISE for trial in trials)
 
     def format_errors(self, layer: str) -> dict[str, float]:
@@ -187,7 +187,7 @@ class Study:
             nearly_best_formats = (
                 form for form in FORMATS if form in errors and errors[form] <= _ERROR_TOLERANCE * min(errors.values())
             )
-            format_by_layer[layer] = next(nearly_best_formats, self.reference)  # if every format failed: the reference
+            format_by_layer[layer] = next(nearly_best_formats, self.reference)  # fallback if every format failed
         return format_by_layer
 
     def explicit_map(self, trial: LayerTrial) -> PrecisionMap:
@@ -231,7 +231,7 @@ def shorten_map(
     for kind in dict.fromkeys(layer.kind for layer in layers):
         names = [layer.name for layer in layers if layer.kind == kind]
         modes = {requested_modes[name] for name in names}
-        # Use one key for a kind if all its layers have the same mode, unless that is their default.
+        # If all layers of a kind have the same mode, one entry suffices. The default needs none.
         if len(modes) == 1 and any(requested_modes[name] != defaults[name] for name in names):
             keys[kind] = modes.pop()
     return _add_exceptions(layers, keys, requested_modes, defaults)
@@ -253,7 +253,7 @@ def _add_exceptions(
     """Returns the map `keys` with an entry added for each layer that would not get its requested mode. This happens if
     a layer has the same name as the kind of a different layer.
     """
-    # Each iteration adds entries for more layers, so the loop ends.
+    # The loop ends because each iteration adds entries for layers that had none.
     while True:
         modes = {layer.name: keys.get(find_map_key(layer, keys) or "", defaults[layer.name]) for layer in layers}
         exceptions = {name: requested_modes[name] for name, mode in modes.items() if mode != requested_modes[name]}

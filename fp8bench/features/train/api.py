@@ -139,7 +139,7 @@ def train(
         store_folder = parse_folder("store", store)
         page = None if live is None else Path(live)
         check_files({"live": page})
-        # The inner observer shows progress. The outer one also writes pages and logs scalars for boards.
+        # `inner` shows progress. `outer` also writes pages, and logs scalars to TensorBoard or wandb.
         with (
             _choose_observer(observer, progress) as inner,
             with_outputs(inner, store_folder, page, targets, on_alarm) as outer,

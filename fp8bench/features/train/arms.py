@@ -78,7 +78,7 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     if arms[0].skip:
         raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
     candidates = [arm for arm in arms if arm.role is ArmRole.CANDIDATE]
-    # A refused candidate is a note in the report. To have no candidate at all is an error.
+    # The report explains why a candidate is skipped. Only a training without any candidate is an error.
     if all(arm.skip for arm in candidates):
         reasons = "; ".join(f"{arm.name}: {arm.skip}" for arm in candidates)
         raise UsageError(f"nothing is left to compare with {arms[0].name} on {facts.key}: {reasons}.")
@@ -96,7 +96,7 @@ def select_arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 def choose_device(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     if request.device is not None:
         return find_device(request.device, facts)
-    # The first device in the facts is the CPU, which is used if there is no accelerator.
+    # `facts` lists the CPU first. It is used if there is no accelerator.
     return next((fact for fact in facts if fact.accelerated), facts[0])
 
 
@@ -154,7 +154,7 @@ def _check_precision_change(arm: Arm, settings: TrainerSettings, request: Traini
             raise UsageError(f"--then: {mode.mode} needs a model that is unit-scaled from its beginning. Choose fp8.")
 
 
-# Settings of the built-in models, and of their division among ranks.
+# Settings that apply to built-in models, but not to a user's model.
 _BUILT_IN_SETTINGS = (
     "model",
     "arch",
@@ -183,7 +183,7 @@ def _check_own_model(request: TrainingRequest) -> None:
             name,
             f"--model {name}",
         )
-    # A misspelt built-in model would be taken for the name of a function.
+    # Otherwise, a misspelt built-in model would be taken for a function's name.
     meant_model = meant_name("model", name, SIZES)
     if meant_model and ":" not in name and not Path(f"{name}.py").is_file():
         message = f"fp8bench has no model {name!r:.80}. Did you mean --model {meant_model}?"
@@ -242,7 +242,7 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     reference = min(reference_modes, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
         reference = precisions.canonical(request.reference)
-    # If settings are swept without another precision, the reference's precision is compared with itself.
+    # If only settings are swept, the candidates have the reference's precision.
     modes_compared = [mode for mode in modes if mode != reference] or [reference]
     candidates = {}
     for mode, settings in _list_swept_arms(request, modes_compared):
@@ -254,7 +254,7 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
                 f"--sweep {min(conflicts).replace('_', '-')}: {mode} sets it already. Leave one of them out."
             )
         candidates[name] = replace(arm_template, name=name, settings=(*arm_template.settings, *settings))
-    # In the reference's precision, an arm with all swept settings at their defaults would repeat the reference.
+    # A candidate with the reference's precision and default settings would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:
         raise UsageError(
@@ -372,7 +372,7 @@ def check_memory(training: Training, costs: Iterable[ArmCost]) -> None:
     available_bytes = int(_USABLE_SHARE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
     reference, *_ = arms = select_arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
-    # All arms need memory between steps, and one arm at a time needs the additional memory of its step.
+    # Add each arm's memory between steps, and the largest additional memory of a step: arms train one at a time.
     required_bytes = largest_step_bytes = 0
     for arm in arms:
         cost = costs_by_arm.get(reference.name if arm.is_chance_arm else arm.name)

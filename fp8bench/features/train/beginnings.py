@@ -295,7 +295,7 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     if request.scales_from is None:
         return request
     word = request.scales_from
-    # 'last' means the last training, not the last run.
+    # 'last' means the newest training, even if a run is newer.
     path = find_training(word, store) if word == "last" else KIND.find(word, store)
     if path is None:
         run = load_stored_run(word, store)

@@ -105,7 +105,7 @@ def _find_curve_name(row: Row) -> str:
     """Returns the name of a figure's curve in TensorBoard or wandb; '' if the figure has no curve."""
     match row.line, row.figure:
         case "StepRow", "tokens" | "seconds":
-            return ""  # tokens and seconds are shown as a speed
+            return ""  # throughput has a curve instead
         case "StepRow", figure:
             return f"training/{figure}"
         case "StepFigure", figure:

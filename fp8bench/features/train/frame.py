@@ -27,7 +27,7 @@ from fp8bench.features.train.values import (
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 
 TOKEN_SPEED = "tokens_per_second"
-# the figure for the speed of a loop whose number of tokens is unknown
+# The figure for a loop's speed if the number of tokens per step is unknown.
 STEP_SPEED = "steps_per_second"
 
 
@@ -69,7 +69,7 @@ class Figure:
 
 
 _FIGURES = (
-    # Figures of every step.
+    # Figures that are measured in every step.
     Figure("gradient_norm", "norm of the gradients, before clipping", "gradient norm", folded=False),
     Figure("update_ratio", "norm of the update over that of the weights", "update/weights", folded=False),
     Figure("parameter_norm", "norm of the weights", "weight norm"),
@@ -78,7 +78,7 @@ _FIGURES = (
     Figure("rate", "learning rate", "rate"),
     Figure(TOKEN_SPEED, "throughput in tokens/s", pick=statistics.median, window="of native arms, the median"),
     Figure(STEP_SPEED, "throughput in steps/s", pick=statistics.median, window="the median"),
-    # Figures of a watched step.
+    # Figures that are measured in watched steps only.
     Figure("memory", "memory in use", pick=max, shared=True, unit="B", window="in watched steps", over_ranks=max),
     Figure("watched_seconds", over_ranks=max),
     # Figures of a layer or a tensor in a watched step.
@@ -88,7 +88,7 @@ _FIGURES = (
 )
 FIGURES: dict[str, Figure] = {figure.name: figure for figure in _FIGURES}
 
-# Fields that locate a figure, but are not figures.
+# Fields that identify a line. All others are figures.
 _KEY_FIELDS = ("arm", "seed", "step", "layer", "role", "of", "name")
 _FIGURE_FIELDS: Mapping[type, Sequence[str]] = {
     kind: [field.name for field in fields(kind) if field.name not in _KEY_FIELDS]

@@ -108,13 +108,12 @@ class TrainingWriter(LineWriter):
         """Stores a point where the training can be resumed, and drops earlier points whose checkpoints are not needed
         any more. `out` has the reasons why some arms are no longer trained.
         """
-        # The checkpoint of the new point is already on disk.
+        # The checkpoint in `folder` is already on disk.
         name = folder.name if folder is not None else ""
         point = ResumePoint(
             number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_checksums(self._sums)
         )
-        # The point before a seed's first step stays: it needs no checkpoint, and can be used if both checkpoints are
-        # damaged.
+        # Keep the resume point before a seed's first step: it works even if all checkpoints are damaged.
         earlier_points = [old for old in self.points if old.number == number and old.step < step]
         first_point = earlier_points[:1]
         checkpoints = earlier_points[1:][1 - _CHECKPOINT_COUNT :]
@@ -125,13 +124,13 @@ class TrainingWriter(LineWriter):
         """Truncates the stream at a resume point. Keeps later events about the training itself, such as 'resumed'."""
         points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
         with convert_write_errors(self.path.parent, _DISK_ADVICE):
-            if points != self.points:  # later points belong to steps that will be repeated
+            if points != self.points:  # drop the resume points after `point`
                 self._write_points(points)
             lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
             self._count_lines()
-        # Events such as 'resumed' stay, because repeated steps do not write them again.
+        # Append events such as 'resumed' again, because the repeated steps do not write them.
         events = [content for _, content in lines_cut if content.get("event", {}).get("kind") in _STAYING_EVENTS]
         self._append_numbered_lines(events)
 
@@ -141,7 +140,7 @@ class TrainingWriter(LineWriter):
         remove_old_checkpoints(self.path.parent, places)
 
 
-# Events about the training itself: repeated steps do not write them again.
+# Events that stay when the stream is truncated, because repeated steps do not write them again.
 _STAYING_EVENTS = ("resumed", "restarted", "out")
 
 
@@ -185,7 +184,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
         raise StoreError(
             f"{file}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
-    # A point is only used if the stream before it is unchanged, bit for bit.
+    # Use a resume point only if the stream before it is unchanged, bit for bit.
     stream = read_file(path)
     first_point = ResumePoint(0, 0, stream.find(b"\n") + 1)
 
@@ -305,7 +304,7 @@ class TrainingKind(Kind[KeptTraining]):
         for path in self.files(store):
             if (path.parent / _CHECKPOINTS_FOLDER).is_dir():
                 try:
-                    # Only the last line shows whether the training is finished.
+                    # The last line is enough to know whether the training is finished.
                     last_lines = parse_file_lines(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
                 except OSError:  # an unreadable file does not show whether its training is finished
                     continue
@@ -408,7 +407,7 @@ class SizesKind(Kind[ModelSweep]):
         trainings = tuple(map(load_training, paths))
         sizes = SizeComparison(trainings, "+".join(training.training.id for training in trainings))
         models = {training.request.settings.model for training in trainings}
-        # The gaps only show the effect of model size if the trainings differ in nothing else.
+        # Gaps show the effect of model size only if the requests are equal in everything else.
         requests = [training.request for training in trainings]
         same_model_requests = {
             replace(request, settings=replace(request.settings, model="nano")) for request in requests
@@ -429,5 +428,5 @@ class SizesKind(Kind[ModelSweep]):
 KIND = TrainingKind()
 STREAM_KIND = StreamKind()
 SIZES_KIND = SizesKind()
-# Streams come first, because a stream's file may have the name of a training's file.
+# Try StreamKind first, because a stream's file may have the same name as a training's file.
 KINDS = (STREAM_KIND, KIND, SIZES_KIND)

@@ -24,7 +24,7 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
     """Returns the largest batch whose tensors fit into `limit` bytes, and the seconds of steps with this batch. The
     worker drops all arms that it has.
     """
-    # Otherwise the arm's own setting `batch` would replace the batch that is tried.
+    # The arm's setting `batch` would replace the batch size that is tried.
     arm = replace(arm, settings=tuple(pair for pair in arm.settings if pair[0] != "batch"))
     search = NumberSearch(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
     lab = call_lab(worker, FIRST_CALL_SECONDS)

@@ -87,8 +87,8 @@ def _is_worth_showing(element: Element) -> bool:
 
 def _render_memory(stored: KeptTraining) -> Iterator[Element]:
     memory_by_arm = {cost.arm: cost.memory for cost in stored.select_lines(ArmCost) if cost.memory is not None}
-    # The end of the first forward pass is the same moment in all arms, but the peak may occur at different moments.
-    has_forward = any(use.forward for use in memory_by_arm.values())  # older trainings did not store these sizes
+    # Compare memory at the end of the first forward pass: peaks may occur at different moments in different arms.
+    has_forward = any(use.forward for use in memory_by_arm.values())  # older trainings did not store this size
     sizes: dict[str, dict[str, int]] = defaultdict(dict)
     for name, use in memory_by_arm.items():
         for role, size in use.forward if has_forward else use.roles:
@@ -109,13 +109,12 @@ _MAX_POINTS_PER_LINE = 30
 _MAX_DRAWN_ARMS = 3
 # A chart of tensors has at most this many layers.
 _MAX_DRAWN_LAYERS = 4
-# The name of a figure of a reading, the function that selects its worst value, the function that returns it, and the
-# function that formats it.
+# For each figure: its title, whether the minimum or the maximum is worst, how to get it from a reading, and its format.
 _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
     ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
     ("most underflow", max, lambda reading: reading.underflow, units.percent),
     ("most saturated", max, lambda reading: reading.saturated, units.percent),
-    # A negative lag is the unused part of the range.
+    # A negative lag is an unused part of the range. Show positive lags only.
     ("octaves beyond the range", max, lambda reading: reading.lag if (reading.lag or 0) > 0 else None, "{:.2f}".format),
 )
 
@@ -134,7 +133,7 @@ def render_worst_readings(stored: KeptTraining) -> Iterator[Element]:
             finite_pairs = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
             if finite_pairs:
                 value, worst_reading = pick(finite_pairs, key=itemgetter(0))
-                if stored.training.is_watched and not value:  # most loops have no casts that watching can read
+                if stored.training.is_watched and not value:  # usually the loop has no casts to measure
                     continue
                 location = f"{worst_reading.layer}, step {worst_reading.step}" if value else ""
                 rows.append((Field(arm), Field(role), Field(name), Field(show(value), value), Field(location)))
@@ -194,7 +193,7 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         )
 
 
-# The name of an arm, and its points in a chart.
+# A pair of an arm's name and the arm's points in a chart.
 ArmMarks = tuple[str, tuple[Mark | None, ...]]
 # At most this many points of a curve are drawn; the CSV has every number.
 _MAX_CURVE_POINTS = 60
@@ -268,8 +267,7 @@ def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Seque
     flagged_series = []
     for name, marks in series:
         flagged_marks = list(marks)
-        # The indices of the points that are drawn. An alarm is shown at the last of them that is not later than the
-        # alarm.
+        # An alarm is shown at the last drawn point that is not later than the alarm.
         drawn_indices = [index for index, last_mark in enumerate(marks) if last_mark is not None]
         rules_by_point = together(
             (bisect_right(drawn_indices, bisect_left(ends, event.step + 1)), event.rule)
@@ -314,15 +312,15 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
         rows = rows_by_figure.get(figure.name, [])
         if not figure.title or not rows:
             continue
-        # Recorded loops are different processes, which do not share memory.
+        # Recorded loops are separate processes, which do not share memory.
         is_value_shared = figure.shared and not judged.training.is_watched
-        # Watched figures exist in some steps only, and their charts have points at these steps only.
+        # Watched figures exist in some steps only, so a chart has points at these steps only.
         steps = sorted({row.step for row in rows})
         ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))]
         series = []
         distinct_values = set[float]()
         for name in ["all arms"] if is_value_shared else [arm.name for arm in arms]:
-            # Group the values by the point of the chart that covers them. They are in the order of steps.
+            # Collect the values of each point in the chart, in the order of their steps.
             values = sorted((row.step, row.value) for row in rows if is_value_shared or row.arm == name)
             end_values = together((bisect_left(ends, step + 1), value) for step, value in values)
             points = [figure.pick(end_values[place]) if place in end_values else math.nan for place in range(len(ends))]
@@ -352,7 +350,7 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     """
     window = count_tail_steps(curve.steps)
     window_means = []
-    # The loss of a watched script's first step is unknown. Leave it out, so that the first means are known.
+    # The losses before a watched script's first row are unknown, and would make the means NaN. Leave them out.
     first_known_step = len(curve.losses) - len(curve.rows)
     for end in ends:
         losses = curve.losses[max(first_known_step, end - window) : end] if end <= len(curve.losses) else ()

@@ -104,8 +104,7 @@ class _ProgressObserver(TrainingObserver):
         request = self._training.request
         done_share = (number + step / request.steps) / request.seeds
         if self._done_at_start is None:
-            # Count the time from a resume, or from the end of the first turn. Later turns do not include starting a
-            # worker.
+            # Start the clock only now, so that the estimate does not include the start of the worker.
             self._done_at_start, self._start = done_share, self._clock()
         time_left_words = ""
         if done_share < 1:
@@ -170,7 +169,7 @@ class TrainingBoard(_ProgressObserver):
     def note(self, sentence: str) -> None:
         self._block.close()
         super().note(sentence)
-        self._shown_at = -REDRAW_SECONDS  # the next turn will then redraw the board
+        self._shown_at = -REDRAW_SECONDS  # makes the next turn redraw the board
 
     def close(self) -> None:
         self._block.close()
@@ -363,7 +362,7 @@ class LivePage(_OutputObserver):
             stored = self._load_training()
             if stored is None:
                 return
-            # While the training runs, the page must not say that it was cut off.
+            # While the training runs, the page must not call it interrupted.
             page = render_page(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))

@@ -14,7 +14,7 @@ from fp8bench.features.train.health.tensors import FigureRule, PreviousReadings,
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-# How a magnitude changes over a training: pairs of a step and the log2 of the magnitude in this step.
+# A magnitude over time: pairs of a step and the log2 of the magnitude.
 OctaveCourse = list[tuple[int, float]]
 
 
@@ -136,7 +136,7 @@ class GradientVanished(HealthRule[Any]):
     _norm_shares: dict[str, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.window))
     )
-    # For each matrix, the length of a run of low readings: of the current run, and of the longest one until now.
+    # For each matrix, how many consecutive readings were low: in the current and in the longest streak.
     _runs: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
     def read_line(self, line: StepRow | StepFigure) -> str:

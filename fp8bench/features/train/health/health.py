@@ -22,7 +22,7 @@ from fp8bench.features.train.values import (
 from fp8bench.registry import precisions
 from fp8bench.report.words.naming import join_words
 
-# An episode ends once a rule has found nothing for this many steps. Then the rule may alarm again.
+# An alarm may be repeated once its rule has found no problem for this many steps.
 QUIET_STEPS = 50
 
 
@@ -35,7 +35,7 @@ class Health:
         self._arms = {arm.name: arm for arm in arms}
         self._settings = settings or TrainerSettings()
         self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
-        # The rules that read a line, by its seed, its arm, and the facts by which a rule accepts or refuses a line.
+        # The rules that read a line. The key is the line's seed, its arm, and the facts by which rules select lines.
         self._readers: dict[tuple[int, str, tuple[object, ...]], list[HealthRule[Any]]] = {}
         self._cast_tensors: set[tuple[int, str, str, str]] = set()
         self._seeds: set[int] = set()
@@ -49,7 +49,7 @@ class Health:
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
-                # Such an event after step 0 means that the arm has changed its precision.
+                # After step 0, this event means that the arm has changed its precision.
                 if line.kind == COVERAGE_EVENT and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue
@@ -106,8 +106,8 @@ class Health:
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, min_rate_factor=min_rate_factor)
         reference = ""
-        # Prefer a reference at the same rate, because then only the arithmetic differs. The only setting of an arm
-        # with the role OTHER_RATE is its rate.
+        # Prefer a reference at the candidate's learning rate: then only the arithmetic differs. An arm with the role
+        # OTHER_RATE differs from the reference only in its rate.
         for candidate_reference in self._arms.values():
             if candidate_reference.role is ArmRole.OTHER_RATE and set(candidate_reference.settings) <= set(
                 arm.settings

@@ -27,7 +27,7 @@ def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
     finite are left out. Returns 0 if the distance is less than `limit`, or if the value is not at least two octaves
     beyond all earlier values.
     """
-    # A jump exceeds all earlier values, so it exceeds the last one. Check that first, because it takes the least time.
+    # A jump must exceed all earlier values. Compare with the last value first, because this takes the least time.
     if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:
         return 0.0
     octaves = finite_octaves(earlier)

@@ -79,7 +79,7 @@ class LossBackUp(LossRule):
     _lowest_mean: float = math.inf
 
     def judge(self, losses: list[float]) -> str:
-        # A collapsed training returns to the level of its first losses.
+        # Store the first losses, because a collapsed training returns to their level.
         if len(self._first_losses) < self.losses_at_start:
             self._first_losses.append(losses[-1])
         earlier_losses, last_losses = losses[: -self.high_losses], losses[-self.high_losses :]
@@ -94,8 +94,8 @@ class LossBackUp(LossRule):
                 f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest_loss:.4g} or "
                 f"more in the last {self.high_losses}: is the learning rate too high, or did the data change?"
             )
-        # Compare the rise with what was learned. Under any loss function, a training that lost half of that has
-        # collapsed.
+        # Compare the rise of the loss with its earlier fall. Under any loss function, losing half of that progress is a
+        # collapse.
         learned_loss = first_loss - self._lowest_mean
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
         rate = self._newest_rates[-1]
@@ -117,7 +117,7 @@ class LossAboveGuessing(LossRule):
     """
 
     name = "loss-above-guessing"
-    # While a rise of the loss causes an alarm, that alarm is enough.
+    # If the loss rises as well, the alarm of `loss-back-up` is enough.
     suppressed_by = "loss-back-up"
     loss_count = 8
     guessing_factor = 1.25
@@ -180,7 +180,7 @@ class NoUpdate(HealthRule[Any]):
 
     name = "no-update"
     line_types = StepRow | StepFigure
-    # Watched steps have a digest of all weights, which shows any change.
+    # Watched steps have a digest of all weights. It reveals whether any weight changed.
     figures = ("weights_before",)
     still_steps = 5
     equal_readings = 3
@@ -242,7 +242,7 @@ class SameInputs(HealthRule[StepFigure]):
 
     def read_line(self, line: StepFigure) -> str:
         self._last_values[line.name] = line.value
-        # Of the figures of a step, the number of examples arrives last.
+        # 'examples' is the last figure of a step, so the others are already known.
         if line.name != "examples" or "inputs_again" not in self._last_values:
             return ""
         repeated = self._last_values["inputs_again"]
@@ -344,7 +344,7 @@ class NormGain(FigureRule):
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         lowest_gain, highest_gain = min(last), max(last)
-        # A gain near 0 is easily multiplied several times, so a minimum counts as at least `min_gain`.
+        # A gain near 0 easily grows by a large factor, so the lowest gain counts as at least `min_gain`.
         has_grown = line.value > self.gain_factor * max(lowest_gain, self.min_gain)
         has_shrunk = highest_gain >= self.min_gain and line.value * self.gain_factor < highest_gain
         if not has_grown and not has_shrunk:
@@ -466,7 +466,7 @@ class DataDrift(HealthRule[StepFigure]):
         usual_value, first_deviation = fmean(first_values), median(self._first_inputs["input_deviation"] or [0.0])
         distances = [value - usual_value for value in new_values]
         min_distance = min(map(abs, distances))
-        # Batches from one source have means on both sides of the average of these means.
+        # Batches of unchanged data have values on both sides of the usual value.
         is_one_sided = min(distances) > 0 or max(distances) < 0
         if (
             len(distances) < self.new_batches

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 
-# A loss below this share of the first loss leaves nothing to learn.
+# A loss below this share of the first loss has converged: nothing is left to learn.
 LEARNED_SHARE = 1e-4
 L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
@@ -109,7 +109,7 @@ class GradientSpike(HealthRule[StepRow]):
     """
 
     name = "gradient-norm-spike"
-    # While a rise of the loss causes an alarm, that alarm is enough.
+    # If the loss rises as well, the alarm of `loss-back-up` is enough.
     suppressed_by = "loss-back-up"
     window = 50
     multiples_window = 500
@@ -141,11 +141,11 @@ class GradientSpike(HealthRule[StepRow]):
         return alarm
 
     def _judge_norm(self, norm: float, loss: float) -> str:
-        # Medians are used, because one spike must not raise the limit for the next.
+        # A spike would raise a mean, and so hide the next spike. It does not raise a median.
         usual_norm = median(self._gradient_norms)
         multiple = norm / max(usual_norm, 1e-300)
         if multiple > self.norm_factor_with_loss:
-            # The largest gradient norm until now, as a multiple of the median norm, counts as usual for this training.
+            # Compare with the largest multiple of the median norm in this training so far.
             largest_multiple = max(
                 max(self._gradient_norms) / max(usual_norm, 1e-300), *self._norm_multiples, math.sqrt(self.norm_factor)
             )
@@ -332,7 +332,7 @@ class GradientScale(HealthRule[StepRow]):
             or gap < self.gap_octaves
         ):
             return ""
-        # If the loss changed by another factor than the gradients, the cause is the model and not the scale.
+        # A changed scale multiplies the loss by the same factor as the gradients, or not at all.
         if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
             return ""
         loss_words = ", and the loss has changed as much" if abs(loss_change) > 0.5 else ""

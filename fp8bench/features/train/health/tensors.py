@@ -226,7 +226,7 @@ class WeightsBehind(TensorRule):
     window = 20
     drop_db = 2.0
     low_readings = 3
-    exact_db = 150.0  # above this, nothing was rounded off: for example, if all weights are 1
+    exact_db = 150.0  # above this, nothing was rounded: for example, if all weights are 1
     alarms_at = (
         f"the last {low_readings} of 21 readings of a weight's signal to noise are all {drop_db:g} dB below the best "
         "of them"
@@ -327,7 +327,7 @@ class KeptScale(FigureRule):
         return f"{line.layer}, which a layer stores, moved by {distance:+.1f} octaves to {line.value:.3g}"
 
 
-# Spreads of an embedding, each with the loss at the time of its reading.
+# Pairs of an embedding's spread and the loss in the same step.
 EmbeddingSpreads = deque[tuple[float, float]]
 
 
@@ -385,15 +385,15 @@ class LayerStill(HealthRule[Any]):
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _update_ratios: dict[str, float] = field(default_factory=dict)
-    # All positive and finite update ratios, sorted: collecting them for each matrix would take too long.
+    # All positive and finite update ratios, sorted. Building this list for each matrix would be slow.
     _sorted_ratios: list[float] = field(default_factory=list)
     _non_matrices: set[str] = field(default_factory=set)
     _low_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _rate_shares: dict[str, float] = field(default_factory=dict)
     _moved_layers: set[str] = field(default_factory=set)
-    # By layer: the step and norm of the last gradient. Then the number of steps in a row without a gradient, now and at
-    # most until now.
+    # By layer: the step and the norm of the last gradient.
     _last_gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
+    # By layer: the number of consecutive steps without a gradient, now and in the longest streak.
     _steps_without_gradient: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def read_line(self, line: LayerReading | StepFigure) -> str:
@@ -401,7 +401,7 @@ class LayerStill(HealthRule[Any]):
             if line.role == Role.WEIGHT:
                 self._update_ratios.setdefault(line.layer, math.nan)
             return ""
-        # Embeddings and norms change at other rates, and are left out of the median.
+        # Only matrices count for the median: the update ratios of embeddings and norms differ.
         if line.name in ("embedding_spread", "gain"):
             self._non_matrices.add(line.layer)
             self._set_update_ratio(line.layer, math.nan)
@@ -409,7 +409,7 @@ class LayerStill(HealthRule[Any]):
             self._rate_shares[line.layer] = line.value
         if line.name == "weight_gradient":
             self._last_gradients[line.layer] = line.step, line.value
-        # Only a layer with readings of its weight counts as a matrix.
+        # A layer counts as a matrix only if its weight has readings.
         if line.layer not in self._update_ratios or line.layer in self._non_matrices or not math.isfinite(line.value):
             return ""
         if line.name == "steps_without_gradient":
@@ -441,9 +441,9 @@ class LayerStill(HealthRule[Any]):
         # A layer without a gradient changes by weight decay only, so it does not count for the median of the others.
         self._set_update_ratio(line.layer, line.value if gradient else math.nan)
         usual_ratio = median(self._sorted_ratios) if self._sorted_ratios else 0.0
-        # A layer may be slow intentionally, by --rates or by the rate of its group.
+        # --rates or a parameter group may intentionally give a layer a low learning rate.
         rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
-        # A rate of 0 from the start is intended. A layer that stops while others learn is a mistake.
+        # A rate of 0 from the start is intentional. A layer that stops changing while others change is a mistake.
         has_stopped = line.value == 0 < usual_ratio and line.layer in self._moved_layers
         is_low = has_stopped or line.value < self.update_share * rate_share * usual_ratio
         self._low_counts[line.layer] = self._low_counts[line.layer] + 1 if is_low else 0
@@ -488,7 +488,7 @@ class BatchNormDrift(FigureRule):
     _reading_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        # Running statistics begin at mean 0 and variance 1, far from those of any batch.
+        # Running statistics begin at mean 0 and variance 1, so the first five readings are ignored.
         self._reading_counts[line.layer] += 1
         if (
             self._reading_counts[line.layer] <= 5

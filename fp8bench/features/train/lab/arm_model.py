@@ -28,7 +28,7 @@ from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 
 SILENT = SilentPhases()
-# A function that receives the name of a precision and its arithmetic, and returns the arithmetic to use.
+# A function that may replace a precision's arithmetic, from the precision's name and arithmetic.
 WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
 
 

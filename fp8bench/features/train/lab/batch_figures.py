@@ -41,11 +41,11 @@ class BatchMemory:
     def __init__(self) -> None:
         self._steps, self._examples = 0, 0
         self._unread_batches: list[_StoredBatch] = []
-        # For each batch of the last 100 steps, by fingerprint: the last step that had it.
+        # By fingerprint: the last step that used this batch, for batches of the last 100 steps.
         self._last_steps: dict[float, int] = {}
-        # How many steps in a row had the batch of the step before (`_repeated_steps`), one of the last 100 batches
-        # (`_cycled_steps`), or an unchanged condition (`_same_condition_steps`). `_longest_cycle` is the age in steps
-        # of the oldest repeated batch. `_new_batches` counts the batches that were not among the last 100.
+        # Numbers of consecutive steps: with the batch of the previous step (`_repeated_steps`), with any batch of the
+        # last 100 (`_cycled_steps`), and with the same condition (`_same_condition_steps`). `_longest_cycle` is the
+        # largest age of a repeated batch, in steps. `_new_batches` counts the batches that were not among the last 100.
         self._repeated_steps = self._cycled_steps = self._longest_cycle = self._new_batches = (
             self._same_condition_steps
         ) = 0
@@ -91,7 +91,7 @@ class BatchMemory:
             return
         if target.is_floating_point():
             fingerprint = compute_fingerprint([sample_values(target)])
-            # Targets that all have one value, as those of a GAN's discriminator, repeat intentionally.
+            # Constant targets, as those of a GAN's discriminator, are repeated intentionally.
             is_same_target = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
             self._same_targets, self._last_targets = (self._same_targets + 1) * is_same_target, fingerprint
             self._watched_figures["targets_again"] = self._same_targets
@@ -129,8 +129,8 @@ class BatchMemory:
             age = self._count_batch(next(numbers))
             if condition is not None:
                 condition_fingerprint, first_number = next(numbers), next(numbers)
-                # A condition may be a length or a setting if it is a single number, or if it begins with 0, 1 or a size
-                # of an input.
+                # A condition with a single element, or with 0, 1 or a dimension of an input as its first element, may
+                # be a length or a setting.
                 may_be_setting = len(condition) == 1 or first_number in {0, 1}.union(*batch.shapes)
                 self._compare_condition(condition_fingerprint, age == 1, may_be_setting)
         self._last_steps = {

@@ -31,9 +31,9 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 Batch = tuple[Tensor, Tensor]
-# Philox's 256-bit counter: bits from 192 on hold the step, the lower ones count draws.
+# Philox's 256-bit counter: bits from 192 on are the step, lower bits count random draws.
 _STEP_FIRST_BIT = 192
-# Each count gives four random numbers.
+# Philox returns four random numbers per counter value.
 _NUMBERS_PER_COUNT = 4
 
 
@@ -61,8 +61,8 @@ class TokenWindows:
         """Returns random start positions of windows. All versions of numpy return the same positions, because numpy
         guarantees the numbers of Philox for a key and a counter.
         """
-        # Begin at the counter of this micro-batch's first number. A step then reads the same windows, however it is
-        # divided into micro-batches.
+        # The micro-batches of a step use consecutive random numbers. So a step reads the same windows, however it is
+        # divided.
         counter, offset = divmod(micro_batch * batch, _NUMBERS_PER_COUNT)
         generator = np.random.Philox(key=seed, counter=(step << _STEP_FIRST_BIT) + counter)
         random_numbers = generator.random_raw(offset + batch)[offset:]
@@ -93,8 +93,8 @@ class TokenWindows:
         return host_ids[:, :-1].contiguous(), host_ids[:, 1:].contiguous()
 
 
-# A finished model is also evaluated with its layers in each of these precisions, without the scales of the training. An
-# arm's losses are compared with the reference's, and the reference's losses with its loss in bf16.
+# A finished model is also evaluated with its layers in each of these precisions, but without the scales of the
+# training. An arm is compared with the reference in the same precision, and the reference with itself in bf16.
 QUANTISED_FORMATS = ("bf16", "fp8", "nvfp4")
 # A validation reads about 4096 tokens, but at least 16 windows, and about 1024 tokens per forward pass.
 _VALIDATED_TOKENS = 4096

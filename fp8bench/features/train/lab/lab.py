@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # The module that a ProcessWorker runs as a lab.
 LAB_MODULE = "fp8bench.features.train.lab.lab"
-# A finished arm is timed by repeating its last 50 steps, at the final learning rate and with other batches each time.
+# A finished arm is timed by training 50 more steps, at the final learning rate and with new batches each time.
 _REPEATED_STEPS = 50
 
 
@@ -183,7 +183,7 @@ class Lab(Bench):
         """
         from fp8bench.features.train.lab.trainer import change_precision
 
-        # Checkpoints leave out arms with NaN or infinity. Such an arm stays stopped.
+        # Checkpoints do not contain arms that have stopped at NaN or infinity. Such an arm stays stopped.
         states = self._read_checkpoint(folder)
         for name, trainer in list(self._trainers.items()):
             if name in states:

@@ -131,7 +131,7 @@ class LoopHabits:
         """
         self._had_backward = True
         if not self._are_gradients_cleared:
-            # Usually the first gradient was cleared, so the check ends there.
+            # Usually the first gradient was cleared, and `all` does not check the others.
             are_gradients_untouched = all(mark.is_untouched for mark in self._marks)
             self._are_gradients_cleared = not self._marks or not are_gradients_untouched
 
@@ -216,8 +216,8 @@ class LoopHabits:
         return len(state), 0.0 if would_wait_for_device else float(steps)
 
 
-# A function that is called at both ends of a backward: with the loss when it begins, and with the detached loss when
-# it is over. Without a loss of a single number, the argument is None.
+# A function that is called with the loss when a backward begins, and with the detached loss when the backward ends. The
+# argument is None if the loss is not a single number.
 LossListener = Callable[[Tensor | None], None]
 _backward_listeners: list[tuple[LossListener, LossListener]] = []
 _running_backwards: list[bool] = []

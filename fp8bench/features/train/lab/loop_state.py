@@ -22,7 +22,8 @@ class LoopState:
         self._module = module
         self._steps_without_gradient: dict[int, int] = {}
         self._initially_in_eval: set[str] | None = None
-        # Identity and version of each moment of the optimizer's first parameter, after the last update.
+        # Identity and version counter of each state tensor (moment) of the optimizer's first parameter, after the last
+        # update.
         self._moment_marks: list[tuple[int, int]] = []
 
     def begin_update(self, optimizer: Optimizer, without_gradient: Sequence[Tensor]) -> bool:

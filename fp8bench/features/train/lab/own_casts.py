@@ -28,8 +28,7 @@ _TENSOR_SCALING = Scaling(0, 0)
 # A virtual cast rounds a sample of about this many values.
 _SAMPLED_VALUES = 1 << 14
 _FORMAT_BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
-# Where `fp8_meta` of Transformer Engine has the scale of an operand: the key of an entry, and an index in the entry's
-# `scale`.
+# Where Transformer Engine stores the scale of an operand: a key of `fp8_meta`, and an index into the entry's `scale`.
 _TRANSFORMER_ENGINE_SCALES = {
     Role.INPUT: ("scaling_fwd", 0),
     Role.WEIGHT: ("scaling_fwd", 1),
@@ -82,13 +81,13 @@ class LayerCast:
         """
         rows = as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
         stride = max(1, rows.numel() // _SAMPLED_VALUES)
-        # With a scale for each square block, the sample consists of consecutive rows.
+        # Square blocks need adjacent rows, so sample consecutive rows.
         has_square_blocks = self.scaling is not None and self.scaling.rows > 1
         sample = rows[: -(-len(rows) // stride)] if has_square_blocks else rows[::stride]
         figures, sample_figures = measure_tensor(x), measure_tensor(sample, self.cast(sample, rows))
         for name in sample_figures.keys() - figures.keys():
             sample_figure = sample_figures[name]
-            # A number of values is extrapolated from the sample to the whole tensor.
+            # Counts are extrapolated from the sample to the whole tensor.
             is_number = name in ("vanished", "saturated")
             figures[name] = sample_figure * (rows.numel() / sample.numel()) if is_number else sample_figure
         return figures
@@ -98,7 +97,7 @@ def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast 
     """Returns how a module casts an operand: by its stored scales or configuration, or otherwise as `declared`. Returns
     None for modules other than linear layers and convolutions, or if nothing is known about the casts.
     """
-    # A layer of torch itself keeps no scales.
+    # Layers of torch.nn do not store scales.
     if type(module).__module__.startswith("torch.nn.") and not declared:
         return None
     if not is_product_layer(module):
@@ -129,7 +128,7 @@ def _find_torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
         return None
     has_power_of_two_scales = getattr(config, "round_scales_to_power_of_2", False)
     rounding = ScaleRounding.POWER_OF_TWO if has_power_of_two_scales else ScaleRounding.EXACT
-    # A scale for each row, or (0) one for the whole tensor.
+    # 1 means a scale for each row, 0 a scale for the whole tensor.
     rows = 1 if "AXISWISE" in str(cast.scaling_granularity) else 0
     return Treatment(fmt, Scaling(rows, 0, rounding=rounding))
 

@@ -77,11 +77,11 @@ class OwnLoop:
         self._backward_losses: list[Tensor] = []
         # The scale by which the last backward's loss was multiplied.
         self._loss_scale: Tensor | float = 1.0
-        # The number of losses in `_losses` whose backward is over.
+        # The backwards of this many losses in `_losses` are over.
         self._losses_used = 0
         self._is_loss_divided = self._is_first_batch = self._in_update = False
         self._steps_without_row, self._steps_skipped, self._had_rows = 0, 0, False
-        # Rows whose figures are still on the device: each row without its figures, and these figures.
+        # Rows whose figures are still on the device, as pairs of the incomplete row and its figures.
         self._rows: list[tuple[StepRow, Figures]] = []
         self._gradient_norm: Tensor | None = None
         self._predictions: Figures = {}
@@ -160,7 +160,7 @@ class OwnLoop:
         return run
 
     def _end_watching(self, error: Exception) -> None:
-        # Hooks of the optimizer cannot be removed while they run. From now on they return at once.
+        # An optimizer's hooks cannot be removed while they run, so `_has_ended` makes them return at once.
         self._has_ended = True
         with suppress(Exception):
             self._step_hooks.close()
@@ -256,7 +256,7 @@ class OwnLoop:
         closure has computed them.
         """
         self._in_update = True
-        # With a closure, gradients exist only once it has run.
+        # With a closure, gradients do not exist until the closure has run.
         closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
             self._read_gradients()
@@ -327,12 +327,12 @@ class OwnLoop:
         ratio: Tensor | float = math.nan
         if watched_step is not None and self._weights_before:
             ratio = self._record_update(watched_step)
-        # A row needs a loss and gradients that the optimizer received. A GradScaler skips gradients that are not
-        # finite.
+        # Record no figures without a loss, or without gradients that the optimizer received. A GradScaler skips
+        # gradients that are not finite.
         loss = self._combine_losses()
         is_skipped_by_scaler = is_skipped and self._scaler is not None
         norm = math.nan if is_skipped_by_scaler else self._gradient_norm
-        # The step in which watching began has no row. With a closure its loss is known, but not what came before it.
+        # Watching began in the middle of this step, so the step has no row.
         has_row = norm is not None and loss is not None and not self._in_step
         if norm is not None and loss is not None and not self._in_step:
             figures = Figures(loss=loss, gradient_norm=norm, parameter_norm=self._parameter_norm, update_ratio=ratio)
@@ -401,7 +401,8 @@ class OwnLoop:
         """
         if self._in_step:
             return []
-        # A single update without a row may be a warm-up. Three in a row mean that the loop cannot be observed.
+        # A single update without recorded figures may be a warm-up. Three in a row mean that the loop cannot be
+        # observed.
         self._steps_without_row = 0 if has_row else self._steps_without_row + 1
         self._had_rows |= has_row
         if self._steps_without_row != _STEPS_UNTIL_EVENT:

@@ -60,11 +60,11 @@ class OwnModel(ArmModel):
             task, self.settings, [move_to_device(batch, facts.key, copy=True) for batch in self._held_out]
         )
         self.tokens = count_tokens(self.user_parts.batch) * self.settings.micro_batches
-        self._steps_ahead = 0  # repeated steps read batches that are this many steps further on
+        self._steps_ahead = 0  # added to batch numbers, so that repeated steps read new batches
         self.loss_words = ""
         self.conversion = self._make_conversion()
         if self.conversion is not None:
-            self.conversion.__enter__()  # layers stay converted for as long as this copy lives
+            self.conversion.__enter__()  # layers stay converted as long as this object exists
         self.collect_parameters()
 
     def _make_conversion(self) -> Conversion | None:
@@ -169,7 +169,7 @@ class OwnModel(ArmModel):
         ).product_weights
         multiple = max(self.precision.multiples)
 
-        # No layer of the unconverted copy is replaced, so all of its operations are counted.
+        # Run the unconverted copy: its operations can all be counted, because no layer is replaced.
         batch = unconverted.read_batch(0, 0)
 
         def run_step() -> None:
@@ -181,7 +181,7 @@ class OwnModel(ArmModel):
 
 # At most this many held-out batches are read from an iterable, which may be endless.
 _MAX_HELD_OUT = 64
-# A function that returns held-out batches is called this many times.
+# If held-out batches come from a function, it is called this many times.
 _HELD_OUT_CALLS = 8
 # This many of the first batches are read twice and compared.
 _COMPARED_BATCHES = 3
@@ -220,7 +220,8 @@ class OwnBatches:
             if callable(self._source):
                 with self._seed_source("batch", number):
                     return self._source(number, self.seed)
-            # This arm is behind the arm that read last: restart the iterable, and read up to the arm's batch.
+            # An iterable cannot go back. If another arm has read further, restart the iterable, and skip to this arm's
+            # batch.
             if number < self._next:
                 self._next, self._reader = 0, self._iterate_batches()
             self._next, skipped = number + 1, number - self._next

@@ -42,8 +42,8 @@ class Ranks:
         if self.size > 1:
             self._store = make_store()
         self._sent = 0
-        # On rank 0: batches of rows that wait for the rows of other ranks. Each batch has its number, its rows, and the
-        # lines that follow these rows.
+        # On rank 0: rows that wait for the same rows of other ranks. Each entry has a number, the rows, and the lines
+        # after these rows.
         self._waiting_batches: deque[tuple[int, list[StepRow], Lines]] = deque()
         self._silent_ranks: set[int] = set()
 
@@ -125,7 +125,7 @@ class Ranks:
         """
         losses, gradients, parameter_norms, ratios = zip(*ranks, strict=True)
         norm_factor = math.sqrt(self.size / len(ranks))
-        # A rank without any part of the model has no ratio.
+        # Skip ranks that hold no part of the model.
         change_norms = [
             parameter_norm * ratio
             for parameter_norm, ratio in zip(parameter_norms, ratios, strict=True)

@@ -100,8 +100,7 @@ class RankLab(RankBench, Lab):
         return answer
 
 
-# Figures of a tensor that is divided among ranks. The first list is merged by the mean of the ranks' values, the second
-# by their maximum.
+# Figures of a tensor that is sharded among ranks are merged by the mean or by the maximum of the ranks' values.
 _AVERAGED = ("zeros", "underflow", "saturated", "not_finite")
 _MAXIMISED = ("amax", "largest_scale", "lag", "drift")
 
@@ -160,7 +159,7 @@ def _merge_readings(parts: Sequence[LayerReading]) -> LayerReading:
     first_reading = parts[0]
     if all(part == first_reading for part in parts):
         return first_reading
-    # The parts have equal sizes, so the tensor's moments are means over them.
+    # All parts have equally many values, so the tensor's moments are the means of the parts' moments.
     mean = _average([part.mean for part in parts])
     squares = _average([part.deviation**2 + part.mean**2 for part in parts])
     scales = [part.scale for part in parts]

@@ -53,7 +53,7 @@ class RateSchedule:
         step gets the share of the latest requested step.
         """
         while self._scheduler.last_epoch < step:
-            self._optimizer.step()  # changes no weight; torch warns if a scheduler steps before its optimizer
+            self._optimizer.step()  # changes no weight, but avoids torch's warning about a scheduler that steps first
             self._scheduler.step()
         return float(self._optimizer.param_groups[0]["lr"])
 
@@ -187,7 +187,7 @@ class LossScale:
     def adapt_scale(self, finite: bool) -> None:
         if not self.is_dynamic:
             return
-        # The count restarts at each overflow, as GradScaler's does.
+        # Like GradScaler, count consecutive steps without an overflow.
         self.finite_steps = self.finite_steps + 1 if finite else 0
         if not finite:
             self.scale = max(_MIN_LOSS_SCALE, self.scale / 2)

@@ -29,7 +29,7 @@ from fp8bench.numerics.tensor_error import to_decibels
 from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.units import EXACT_DB
 
-# Figures by name. A figure is a number on the host, or a tensor without dimensions on the device.
+# Figures by name. A value is a number on the host, or a scalar tensor on the device.
 FigureValue = float | Tensor
 Figures = dict[str, FigureValue]
 IntegerArray = npt.NDArray[np.signedinteger[Any]]
@@ -89,7 +89,7 @@ def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> Figures:
     if not x.numel():
         return {}
     cast = cast or TensorCast()
-    # On a CPU the extremes can be read without waiting, which saves most of the work.
+    # On a CPU, reading the smallest and the largest value needs no wait, and saves most of the work.
     figures = _measure_on_cpu(x, cast.rounded) if is_read_at_once(x) else None
     amax = None if figures is None else float(figures["amax"])
     if figures is None:
@@ -219,7 +219,7 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
     if cast.scale is not None:
         saturation_limit = saturation_limit / (cast.scale if amax is None else float(cast.scale))
         figures["scale"] = cast.scale
-    # A scale that is computed from a tensor is 1 if the tensor is not finite. Otherwise no value saturates.
+    # A scale that is computed from a finite tensor lets no value saturate. For other tensors, this scale is 1.
     elif cast.scaling is not None:
         figures["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
         saturation_limit = saturation_limit if amax is None else math.inf
@@ -249,7 +249,7 @@ def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -
     return {
         "fullest": largest_share,
         "saturated": saturated_count,
-        "octaves": torch.where(has_values, -steps.log2(), 0.0).sum() / has_values.sum(),  # the mean of the scales' log2
+        "octaves": torch.where(has_values, -steps.log2(), 0.0).sum() / has_values.sum(),  # mean log2 of the scales
         "largest_step": torch.where(has_values, steps, 0.0).amax(),
         "least_step": torch.where(has_values, steps, math.inf).amin(),
     }
@@ -285,7 +285,8 @@ def _find_extremes(bits: IntegerArray) -> tuple[int, int]:
     computing magnitudes, and needs no memory.
     """
     sign_bit = 1 << (8 * bits.itemsize - 1)
-    # All negative floats come after the positive ones as unsigned integers, and before them as signed ones.
+    # The bits of negative floats are larger than those of positive floats as unsigned integers, and smaller as signed
+    # ones.
     unsigned_bits = bits.view(f"u{bits.itemsize}")
     smallest = min(int(np.minimum.reduce(unsigned_bits)), int(np.minimum.reduce(bits)) + sign_bit)
     largest = max(int(np.maximum.reduce(bits)), int(np.maximum.reduce(unsigned_bits)) - sign_bit)
@@ -297,7 +298,7 @@ def _find_smallest_nonzero(bits: IntegerArray) -> int:
     all are 0.
     """
     magnitudes = (bits & np.iinfo(bits.dtype).max).view(f"u{bits.itemsize}")
-    # Subtracting 1 turns a zero into the largest integer.
+    # Subtracting 1 turns a zero into the largest integer, so the minimum ignores zeros.
     return int(np.minimum.reduce(magnitudes - 1)) + 1
 
 
@@ -348,7 +349,7 @@ def make_reading(
     has_block_scales = bool(figures.get("largest_step"))
     has_own_scale = (
         "own_scale" in figures and finite == count
-    )  # a scale that was computed from finite values makes no value saturate
+    )  # a scale computed from finite values lets no value saturate
     return LayerReading(
         arm,
         seed,
@@ -409,7 +410,7 @@ def _find_lag(largest_share: float) -> float | None:
 def _compute_signal_to_noise(figures: Mapping[str, float]) -> float | None:
     if not 0 < figures.get("signal", 0.0) < math.inf:
         return None
-    # Doubled, because `to_decibels` expects squares, but these figures are norms.
+    # `to_decibels` expects squared norms. Doubling the decibels is equivalent.
     return min(2 * to_decibels(figures["signal"], figures["noise"]), EXACT_DB)
 
 

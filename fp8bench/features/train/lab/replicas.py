@@ -54,8 +54,8 @@ class Replicas:
         return rank in self._once_equal
 
 
-# The number of sums that each rank has in the store, and the relative difference that rounding on two devices may
-# cause.
+# Each rank keeps its sums of `_STORED_STEPS` steps in the store. Rounding on two devices may change a sum by the share
+# `_ROUNDING`.
 _STORED_STEPS, _ROUNDING = 4, 1e-7
 
 

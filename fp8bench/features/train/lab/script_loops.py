@@ -107,7 +107,7 @@ class ScriptLoops:
         self._print_line(f"watching {loop.title} from its second step on: {short_path(path)}")
 
 
-# A script may train many models, such as one per fold: only this many are reported.
+# A script may train many models, such as one per fold. At most this many are reported.
 _MAX_REPORTED = 4
 _WATCH_ADVICE = "Add a line before its loop, and indent the loop: with fp8bench.watch(model, optimizer):"
 
@@ -141,7 +141,7 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     living_modules: list[nn.Module] = _list_instances(nn.Module)
     other_parameters = set[int]()
     for other in _list_instances(torch.optim.Optimizer):
-        # A wrapper around an optimizer has the same parameters.
+        # Wrappers of this optimizer have the same parameters, so they add nothing here.
         with suppress(AttributeError):
             parameters = set(map(id, list_parameters(other)))
             other_parameters |= parameters - trained_ids
@@ -151,8 +151,8 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     if not holders:
         return None
     trained_module = min(holders, key=lambda module: sum(1 for _ in module.modules()))
-    # 2. Go on to a parent of that module, unless it holds parameters of other optimizers. Always go on from a list of
-    # layers, because a list is never called.
+    # 2. Move up to that module's parent, unless the parent holds parameters of other optimizers. Always move up from a
+    # list of layers, because lists are never called.
     while parents := [module for module in holders if any(child is trained_module for child in module.children())]:
         parent = min(parents, key=lambda module: len(parameters_by_module[module]))
         has_forward = type(trained_module).forward is not nn.Module.forward

@@ -131,7 +131,8 @@ class Bucket:
         """
         optimizer: Any = self.optimizer
         groups = optimizer.param_groups
-        # `rate_share` applies to this step only, because a user's schedule also changes the rates.
+        # Save the rates and restore them after the step, because a user's schedule may compute the next rates from
+        # them.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * rate_share
@@ -193,8 +194,8 @@ class StepOptimizer:
 
     def __post_init__(self) -> None:
         self._round_updates = make_update_rounding(self.updates)
-        # The norm of each parameter's last update, and the norm of its weights, by the parameter's id. They are in the
-        # order of the model's parameters, not of the buckets.
+        # By the parameter's id: the norm of its last update, and the norm of its weights. The order is that of the
+        # model's parameters, not of the buckets.
         self._norms = {id(parameter): (torch.zeros(()), torch.zeros(())) for parameter in self.parameters.values()}
 
     @property
@@ -230,7 +231,7 @@ class StepOptimizer:
                 change_norms = list(torch._foreach_norm(old_weights))
             for parameter, change, size in zip(bucket.parameters, change_norms, weight_norms, strict=True):
                 self._norms[id(parameter)] = change.to(torch.float32), size.to(torch.float32)
-        # A skipped step is no step of the schedule.
+        # The schedule does not advance if the optimizer skipped its step.
         if self.schedule is not None and has_stepped:
             self.schedule.step()
         self.gradients.finish_step()
@@ -317,7 +318,7 @@ def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) 
             if name in _OPTIMIZERS_BY_NAME:
                 bucket.begin_states()
             buckets.append(bucket)
-    # The stored weights are made last, because making them frees the initial values that optimizers need.
+    # Create the stored weights after the optimizers, because this frees the initial values that optimizers need.
     weights = WEIGHTS_BY_MASTER[settings.master](trained_parameters, layers)
     return StepOptimizer(parameters, buckets, gradients, weights, settings.updates, settings.rate)
 
@@ -356,7 +357,7 @@ def wrap_own_optimizer(
         )
     optimizer_parameters = list_parameters(optimizer)
     low_weights, high_weights = (getattr(optimizer, word, optimizer_parameters) for word in ("trained", "masters"))
-    # A HighAccumulation updates masters, so the masters have the gradients.
+    # A HighAccumulation updates master weights, so its gradients belong to the masters.
     masters = dict(zip(map(id, low_weights), high_weights, strict=True))
     parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in masters}
     if len(parameters) < len(masters):

@@ -158,7 +158,7 @@ class Trainer:
 
     def prepare_repeat(self, step_count: int) -> None:
         """Sets a finished arm back by `step_count` steps, but keeps its weights, for later measurements."""
-        # Measurements of energy and time need steps after the last one.
+        # A finished arm has no steps left for measurements of energy and time.
         if self.step == self.task.steps:
             first_step = max(0, self.step - step_count)
             self.arm_model.repeat_steps(self.step - first_step)
@@ -246,7 +246,7 @@ class Trainer:
         finally:
             for module, mode in modes:
                 module.training = mode
-            # Casts of a validation would otherwise change delayed scales.
+            # The validation has changed the delayed scales of casts. Restore them.
             self.restore_casts(casts)
 
     def get_state(self) -> State:
@@ -266,7 +266,7 @@ class Trainer:
     def set_state(self, state: State) -> None:
         self.step = int(state["step"])
         self.stopped = bool(state["stopped"])
-        # The state of casts and the loss scale are only valid in the same precision.
+        # The state of casts and the loss scale may be restored only in the precision that they come from.
         if state["precision"] == self.arm.precision:
             self.loss_scale.scale, self.loss_scale.finite_steps = state["loss_scale"]
         else:

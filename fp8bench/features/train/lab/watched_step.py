@@ -120,7 +120,7 @@ class ModelWatch:
 
 _MATRIX_DIMENSIONS = 2
 Hook = Callable[..., Any]
-# A function that computes the factor applied to a tensor before rounding. It is only called for a faulty tensor.
+# Computes the factor that is applied to a tensor before rounding. Called only if the tensor has NaN or infinity.
 FindScale = Callable[[], float]
 
 
@@ -158,7 +158,7 @@ class FaultyTensorFinder:
         self.faulty_tensor: FaultyTensor | None = None
 
     def check(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: FindScale | None = None) -> None:
-        # The first faulty tensor is the cause of all later ones.
+        # Report only the first tensor with NaN or infinity: it causes the others.
         if self.faulty_tensor is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
@@ -233,8 +233,8 @@ class WatchedStep:
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.figures: dict[tuple[str, str], FigureValue] = {}
         self._watch = watch
-        # The latest input with its version, cast and figures. Queries, keys and values often share one input, which
-        # is then measured once.
+        # The input measured last, with its version, cast and figures. Queries, keys and values often share one input,
+        # which is then measured once.
         self._last_input: tuple[Tensor, int, LayerCast | None, Figures] | None = None
         # The paths of the modules whose forwards are running. A call of attention belongs to the last of them.
         self._running_modules: list[str] = []
@@ -345,7 +345,7 @@ class WatchedStep:
         return find_cast(module, role, self._watch.treatments)
 
     def _end_forward(self, *_: object) -> None:
-        # `_running_modules` is empty here if the step began to be watched during this forward.
+        # If watching began during this forward, `_running_modules` is empty here.
         del self._running_modules[-1:]
 
     def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
