@@ -25,8 +25,8 @@ from fp8bench.model import Finding, Interval, Params, Record
 MIN_SIZES = 3
 # The number of points at which the bounds are interpolated between two measured sizes.
 _POINTS_PER_GAP = 64
-# The speed-up leaps between two sizes if it changes there by this many times as much as between the sizes on either
-# side.
+# The speed-up leaps between two neighbouring sizes if it changes there by this many times as much as between the next
+# sizes on either side.
 _LEAP_RATIO = 3.0
 
 
@@ -94,7 +94,7 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     for sign, same_signs in groupby(signs):
         last_index = first_index + len(list(same_signs)) - 1
         stretches.append(SizeStretch(sign > 0 if sign else None, sizes[first_index], sizes[last_index]))
-        # 2. Find a crossing between two clear stretches of opposite signs.
+        # 2. A crossing is between a certainly faster and a certainly slower stretch.
         if sign and last_certain_index is not None and signs[last_certain_index] != sign:
             crossing_size = _find_crossing_size(sizes, middle, last_certain_index, first_index)
             crossings.append(Crossing(crossing_size, sizes[last_certain_index], sizes[first_index], sign > 0))

@@ -42,15 +42,15 @@ _DECLARED_FLOPS_MARGIN = 1.05
 _RECORDED_FLOPS_MARGIN = 4.0
 # Two steps do different work if their FLOPs differ by more than this share.
 _FLOPS_TOLERANCE = 0.05
-# Declared bytes may exceed recorded bytes by this factor, because suites count bytes in the input dtype. If that is
-# fp32, they count four bytes where an FP8 case reads one.
+# The limit of declared bytes divided by recorded bytes. Suites count bytes in the input dtype: with fp32 inputs, they
+# declare four bytes where an FP8 case reads one.
 _DECLARED_BYTES_MARGIN = 4.0
 # On a GPU, recorded products may exceed the measured peak by this factor, because the search for the peak may have
 # missed the best shape. Convolutions are exempt, because some algorithms need fewer FLOPs than are counted.
 GPU_PRODUCT_MARGIN = 1.25
 _CONVOLUTION = "convolution"
-# On a CPU, fp32 matrix products may exceed the measured peak by this factor, which is larger because the clock varies
-# more. The fastest product of six suites reached 1.0 times the peak. Products in bf16 are exempt: on CPUs without
+# On a CPU, fp32 matrix products may exceed the measured peak by this factor. It is larger than on a GPU, because the
+# clock varies more. The fastest product of six suites reached the peak. Products in bf16 are exempt: on CPUs without
 # bf16 support, a vector-matrix product reached 2.6 times the peak. Attention is exempt, because it may skip masked
 # elements.
 CPU_FP32_MARGIN = 1.5
@@ -79,7 +79,7 @@ def label_false_claims(record: Record, reference: Record | None, threads: int = 
 
 
 def _check_no_work(record: Record) -> Iterator[Labelled]:
-    # The effect shows whether the results of a step change if its inputs change. An empty tape has no operator.
+    # `effect` states whether the results of a step change if its inputs change. An empty tape contains no operator.
     if record.effect is not None and record.effect.changes is False:
         yield Labelled(Label.NO_WORK, record.effect.why, hard=True)
     elif record.tape == Tape() and record.work.flops and (record.effect is None or not record.effect.changes):
@@ -237,7 +237,7 @@ def _check_ceiling(record: Record) -> Iterator[Labelled]:
 
 def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[str]:
     """Describes phases that were too fast to do their recorded work, even at the peak rates of the device."""
-    # If the timed steps vary, the recording of an untimed step does not show the work of each timed step.
+    # If timed steps do different work, the recording of one untimed step does not describe them all.
     if record.tape is None or record.timing is None or (record.late is not None and record.late.varies):
         return
     upper_bounds = upper_bounds_of(ceiling)
@@ -296,7 +296,7 @@ def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labell
     Suites without products are exempt, because it is unknown what a precision changes in them.
     """
     reason = _describe_product_fallback(record) or _describe_fp64_products(record, reference)
-    # `low` is whether a product had an operand in the case's formats.
+    # `low` means that at least one product had an operand in the case's formats.
     if not reason and reference is not None and record.products is not None and record.products.low:
         equal_errors = _list_equal_errors(record, reference)
         reason = f"{', '.join(equal_errors)} equal to {reference.case.mode}'s to the last bit" if equal_errors else ""

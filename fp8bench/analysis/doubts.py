@@ -25,7 +25,8 @@ from fp8bench.model.stopping import EMULATED_ROUNDS, fit_slopes
 
 # A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
-# Two times count as equal if their ratio is below _MAX_EQUAL_RATIO, even after _ADDED_STANDARD_ERRORS are added.
+# Two times count as equal if the interval of their ratio begins at or below 1 and ends below _MAX_EQUAL_RATIO. Its
+# half-width is _ADDED_STANDARD_ERRORS standard errors.
 _ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
 # The seconds that the host may need for each operator, with autograd and Python. This is twice the 14 us of a
 # convolution with 8 channels on an AMD EPYC (Zen 5). If a step takes less time per operator, the host may set the
@@ -136,8 +137,9 @@ def _describe_work(work: Work) -> str:
     return units.count(work.bytes, "B") if work.bytes else units.count(work.tokens, "tokens")
 
 
-# A comparison of two cases is void if their clocks differ by more than the first share, and by more than the second
-# share after subtracting the error. Drivers report clocks in steps of 15 MHz, which is 0.8% of a fast clock.
+# A comparison of two cases is void if their clocks differ by more than CLOCK_TOLERANCE, and if the lower bound of this
+# difference is above _CERTAIN_CLOCK_DIFFERENCE. Drivers report clocks in steps of 15 MHz, which is 0.8% of a fast
+# clock.
 CLOCK_TOLERANCE = 0.01
 _CERTAIN_CLOCK_DIFFERENCE = 0.005
 # The number of rounds with clock readings that are needed to see how much readings differ by chance.
@@ -224,15 +226,15 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     slots of its round. So a machine that slows down over many rounds causes no effect. In 1 of 100 groups, some
     position seems to have an effect by chance.
     """
-    # 1. Compute how far each slot is from the mean of the other slots of its round.
+    # 1. For each slot, compare its log time ratio with the mean of the other slots in its round.
     log_time_ratios = _tabulate_slots(timings)
     log_time_ratios = log_time_ratios[(~np.isnan(log_time_ratios)).sum(axis=1) > 1]
     counts = (~np.isnan(log_time_ratios)).sum(axis=1, keepdims=True)
     difference_from_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
     difference_from_other_slots = difference_from_round_mean * counts / (counts - 1)
-    # The variance is that of a round whose slots are shuffled.
+    # The variance of each slot if the slots of its round were in random order.
     variance_by_round = np.nansum(difference_from_other_slots**2, axis=1, keepdims=True) / counts
-    # 2. If rounds have two positions, check only the first, because the second has the opposite effect.
+    # 2. With two positions per round, test only the first: the second has the same effect with the opposite sign.
     positions = [
         position
         for position in range(log_time_ratios.shape[1])
@@ -241,7 +243,7 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     if log_time_ratios.shape[1] == 2:
         positions = positions[:1]
     deviations = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(positions)))
-    # 3. Choose the most certain effect.
+    # 3. Choose the position with the most certain effect.
     highest_certainty, surest_effect = 0.0, None
     for position in positions:
         has_slot = ~np.isnan(log_time_ratios[:, position])

@@ -311,7 +311,7 @@ def list_forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
 
 # The joules of a phase may differ between its windows by this share of their median.
 MAX_PHASE_WINDOW_DIFFERENCE = 0.10
-# If each phase runs alone, the time of all phases may differ from their time in the step by this share. A larger
+# The total time of the phases, each run alone, may differ from their time in the step by this share. A larger
 # difference means that the phases behave differently in the step.
 MAX_PHASE_TIME_DIFFERENCE = 0.10
 
@@ -444,7 +444,7 @@ def _check_against_step(
         gross_range.low - sum(phase_range.high for phase_range in phase_ranges),
         gross_range.high - sum(phase_range.low for phase_range in phase_ranges),
     )
-    # 2. Divide the time of the phases when each runs alone by their time in the step.
+    # 2. Divide the total time of the phases, each run alone, by their time in the step.
     step_seconds = figures.seconds.middle
     phases_alone_seconds = sum(phase.seconds or 0.0 for phase in measured.values())
     unmeasured_joules = sum(joules for phase, joules in estimates.items() if phase not in measured)
@@ -454,7 +454,7 @@ def _check_against_step(
     phase_noise = phase_seconds_width / phases_alone_seconds if phases_alone_seconds else 0.0
     step_spread = finding.spread if finding is not None else None
     noise = max(SAME_BAND, step_spread or 0.0, figures.seconds.width / step_seconds, phase_noise)
-    # 3. Compute limits for the energy that the device can take in the remaining time.
+    # 3. Compute the least and the most energy that the device can use outside the measured phases.
     phase_watts = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
     residual_seconds = step_seconds - phases_alone_seconds
     residual_or_unmeasured_seconds = (

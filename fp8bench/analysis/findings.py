@@ -212,8 +212,8 @@ def _make_finding(
     timing = record.timing
     if not record.is_ok or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
-    # 1. Choose the rounds for the verdict. Normally these are the rounds of the case's session. A case that was chosen
-    # as the fastest of several is judged by rounds that were measured after the choice.
+    # 1. Choose the rounds for the verdict, normally those of the case's session. If the case was chosen as the fastest
+    # of several, use only rounds that were measured after the choice.
     baseline = _use_reference_of_session(record, timing, baseline)
     if record.fresh is not None:
         baseline = replace(baseline, timing=record.fresh.reference, control=record.fresh.control)
@@ -378,7 +378,7 @@ def half_width_of_reruns(reruns: Reruns | None) -> float:
     """Returns the half-width of an interval that covers the differences between earlier runs, as a logarithm. Returns 0
     if these differences are unknown.
     """
-    # An edited file may contain any number.
+    # The file may have been edited, so check the numbers.
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
     half_width = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
@@ -389,7 +389,7 @@ def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
     """Returns the lowest and highest ratio of the case in earlier runs, as logarithms. Without earlier runs, returns
     (inf, -inf).
     """
-    # An edited file may contain any number.
+    # The file may have been edited, so check the numbers.
     if reruns is None or not -_MAX_REACH <= reruns.low <= reruns.high <= _MAX_REACH:
         return math.inf, -math.inf
     return reruns.low, reruns.high
@@ -441,8 +441,8 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
     return f"{', '.join(reasons)}: {_describe_visible_difference(interval, band_half_width, noise_floor or 0.0)}"
 
 
-# If the true ratio is this many half-widths away from the band, the 99% interval is outside the band in nine of ten
-# runs: 1 + 1.2816 / 2.5758.
+# If the true ratio is this many half-widths away from the band around 1, nine of ten 99% intervals are outside the
+# band: 1 + 1.2816 / 2.5758.
 _HALF_WIDTHS_FOR_90_PERCENT = 1.5
 
 

@@ -28,15 +28,13 @@ from fp8bench.registry import precisions
 # root mean square by at most 2%.
 _RMS_TOLERANCE = 0.1
 _SUBNORMAL_SHARE = 0.01
-# The sums of a tensor in the case and in the reference may differ by the first number times the root of the tensor's
-# sum of squares. A larger difference means different numbers: six of seven pairs of unrelated tensors differ by more,
-# while rounding to four bits changes a sum by 0.1. The second number is the share by which shifting all values may
-# change a sum.
+# Inputs count as different if the sums of a tensor in case and reference differ by more than the first number times the
+# root of the tensor's sum of squares. Six of seven pairs of unrelated tensors do, while rounding to four bits causes a
+# difference of 0.1. The second share of the sum is ignored, because all values may be shifted.
 _MIN_SUM_DISTANCE, _SHARE_OF_SUM_BY_SHIFT = 0.25, 0.02
-# A product is far below its ceiling if it reaches less than this share of the ceiling and takes at least
-# _LARGE_PRODUCT_SECONDS. Shorter products, from _MIN_PRODUCT_SECONDS on, also count if the case's products come
-# _NEARER_RATIO times as near to their ceiling. On an idle core, fp8bench's fp32 products reach at least 0.65 of the
-# ceiling, and convolutions 0.2.
+# A product is slow if it reaches less than _LOW_SHARE_OF_CEILING and takes at least _LARGE_PRODUCT_SECONDS. If the
+# case's products reach _NEARER_RATIO times as large a share of their ceiling, _MIN_PRODUCT_SECONDS are enough. For
+# comparison: on an idle core, fp8bench's fp32 products reach at least 0.65 of the ceiling, and convolutions 0.2.
 _LOW_SHARE_OF_CEILING, _LARGE_PRODUCT_SECONDS, _MIN_PRODUCT_SECONDS, _NEARER_RATIO = 1 / 3, 1e-3, 1e-4, 2.0
 _MOVED_NUMBERS_RATIO = 2.0
 _COPY_OPERATORS = frozenset({"clone", "copy_", "_to_copy"})
@@ -50,9 +48,9 @@ _MIN_EXTRA_WAITS_PER_STEP = 0.5
 # A reference is suspect if it spends more time outside torch's operators than the case. The first number is the
 # difference of the shares of time, the second the difference in seconds.
 _MIN_EXTRA_SHARE_OUTSIDE, _MIN_EXTRA_SECONDS_OUTSIDE = 0.15, 50e-6
-# A reference is suspect if it spends a larger share of its time in one operator than the case. The shares must differ
-# by the first number. The reference must also call the operator this many times as often, with each call weighted by
-# the numbers that it moves.
+# A reference is suspect if it spends more time in an operator than the case and calls it more often. The extra time
+# must be this share of the reference's time in operators. Its calls must be this many times as many, where calls that
+# move more numbers weigh more.
 _MIN_EXTRA_OPERATOR_SHARE, _MIN_CALLS_RATIO = 0.1, 1.5
 _PRODUCT_CALLS_RATIO = 3
 
@@ -209,8 +207,8 @@ class _ThreadWork(NamedTuple):
 
 
 def _is_far_above(work: _ThreadWork, base: _ThreadWork) -> bool:
-    # On a busy machine, an honest data loader may do its work between slots. That may happen between most slots of
-    # one case, but not between all of them.
+    # On a busy machine, a harmless data loader may run between the slots of a case, where its time is not measured.
+    # This may happen for most slots, but not for all.
     is_large = work.seconds - base.seconds > _MIN_EXTRA_THREADS_SHARE * work.step_seconds
     return is_large and work.seconds > _BUSY_MACHINE_RATIO * base.max_seconds
 
@@ -263,7 +261,7 @@ def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
     late_steps, base_late_steps = record.late, reference.late
     if late_steps is None or base_late_steps is None:
         return
-    # 1. Compare subnormal results, and switches of arithmetic.
+    # 1. Compare the share of subnormal results, and torch's settings for arithmetic.
     if max(late_steps.subnormal, base_late_steps.subnormal) > _SUBNORMAL_SHARE:
         base_share, share = units.percent(base_late_steps.subnormal, 0), units.percent(late_steps.subnormal, 0)
         yield f"has {base_share} subnormal numbers in its results, this case {share}: processors compute them slowly"
@@ -288,7 +286,7 @@ def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
         yield from _describe_if_larger(
             base_seconds_outside / base_step_seconds, seconds_outside / step_seconds, _MIN_EXTRA_SHARE_OUTSIDE, words
         )
-    # 3. Compare the time in operators that the case calls less often.
+    # 3. Compare the time in operators that the reference calls more often than the case.
     if record.tape is None or reference.tape is None:
         return
     products = {operator.operator for operator in reference.tape.operators if operator.flops}

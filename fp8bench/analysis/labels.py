@@ -49,8 +49,8 @@ class Labelled:
 # Throttling below this share of the time is ignored.
 MIN_THROTTLED_SHARE = 0.005
 _HARDWARE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
-# Ratios of wall-clock time to CPU time. Above the first ratio, a slot is disturbed. Above the second, its process had
-# less than a fifth of a core, so even the fastest rounds may be disturbed.
+# Limits of a slot's wall-clock time divided by its CPU time. Above the first limit, the slot is disturbed. Above the
+# second, its process had less than a fifth of a core, so even the fastest rounds may be disturbed.
 DISTURBED_RATIO = 1.1
 STARVED_RATIO = 5.0
 # A case is contended if more than this share of its slots is disturbed.
@@ -90,8 +90,8 @@ def have_too_few_undisturbed_rounds(*timings: Timing) -> bool:
 # The load average may exceed the cores in use by this much, because it still includes the threads of the previous
 # run.
 _LOAD_MARGIN = 0.25
-# The machine is busy if at least the first number and the second share of its cores are busy. It is also busy if other
-# programs took a core in more than the third share of the slots.
+# The machine is busy if at least _MIN_BUSY_CORES cores are busy, and at least _MIN_BUSY_CORES_SHARE of all cores. It is
+# also busy if other programs took a core in more than _MIN_DISTURBED_SLOTS_SHARE of the slots.
 _MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE, _MIN_DISTURBED_SLOTS_SHARE = 0.5, 0.25, 0.2
 
 
@@ -241,7 +241,7 @@ def _check_state(record: Record, timing: Timing) -> Iterator[Labelled]:
     if timing.varying:
         yield Labelled(Label.VARYING)
     if timing.eager:
-        # On a GPU, casts to native formats are part of the comparison. On other devices casts are emulated.
+        # On a GPU, casts to native formats are part of the compared step. On other devices, casts are emulated.
         has_native_casts = record.support.is_native and record.case.device != "cpu"
         yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=has_native_casts)
     # torch releases unused memory only after the device is idle, which delays the step.

@@ -179,7 +179,7 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
             if fastest_seconds or name in medians or name == UNATTRIBUTED
         }
     for phase, fastest_seconds in best_by_phase.items():
-        # If the unattributed time is always zero, it has no samples.
+        # If the unattributed time has no samples, it was always zero.
         seconds, share = medians.get(phase, (0.0, 0.0) if fastest_seconds == 0 else (None, None))
         time_metric = Metric(
             specs.TIME,

@@ -52,8 +52,8 @@ def find_phase_gains(
     reference_seconds = np.mean([estimate.seconds for estimate in reference_estimates], axis=0)
     resampled_gains = np.mean([estimate.resampled for estimate in reference_estimates], axis=0) - case.resampled
     control_difference = np.ptp([estimate.seconds for estimate in reference_estimates], axis=0)
-    # 2. If the reference has no marks, count the phases that it lacks as unattributed time, in the reference and in the
-    # case.
+    # 2. If the reference does not mark phases, add the case's phases (except casts) that the reference lacks to the
+    # case's unattributed time.
     if is_reference_unmarked:
         unmarked_indices = [
             phase_index
@@ -126,12 +126,13 @@ class Reason:
 _CANCEL_RATIO = 4.0
 # The cause is CASTS if casts add at least this share of the time that faster phases save.
 _CASTS_SHARE = 0.5
-# The cause is SMALL_SHARE if the step gains less than the first share of the reference's time, and the faster phases
-# take less than the second share of it.
+# The cause is SMALL_SHARE if the step's time changes by less than the first share of the reference's time, and its
+# faster phases take less than the second.
 _SMALL_GAIN_SHARE, _SMALL_PHASES_SHARE = 0.05, 0.25
 # The cause is ONE_PHASE if one phase has at least this share of the gain.
 _ONE_PHASE_SHARE = 0.9
-# A phase explains nothing if its difference is below this share of the net gain, or of the largest gain of a phase.
+# A phase is not named as a cause if its time differs from the reference by less than this share of the step's
+# difference, or of the largest phase's difference if that is larger.
 _MIN_SHARE_OF_GAIN = 0.02
 _MAX_SHOWN_PHASES = 3
 

@@ -22,12 +22,12 @@ from fp8bench.model.specs import MetricSpec
 
 # An interval contains the true median with at least this probability.
 CONFIDENCE = 0.9
-# If products and communication run one after the other, they must take the sum of their separate times, within these
-# factors. Otherwise they disturb each other.
+# As a check, products and communication also run one after the other. The time of this sequence, divided by the sum of
+# their separate times, must be within these limits.
 CHECK_SUM_LIMITS = (0.9, 1.1)
-# A figure whose interval is wider than this is not shown. The width for exposed time is relative to the time of
-# simultaneous products and communication. The width for the hidden share is a difference of two shares. The width for
-# an efficiency is relative to the efficiency: 80% is still shown if its interval is 60% to 100%.
+# A figure is not shown if its interval is wider than this. For exposed time, the width is relative to the time of
+# simultaneous products and communication. For the hidden share, it is a difference of two shares. For an efficiency, it
+# is relative: 80% is still shown if its interval is 60% to 100%.
 MAX_EXPOSED_WIDTH = 0.25
 MAX_HIDDEN_WIDTH = 0.5
 MAX_EFFICIENCY_WIDTH = 0.5

@@ -252,7 +252,7 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
     min_seconds, base_min_seconds = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
     if not base_min_seconds or not min_seconds or not seconds:
         return None
-    # A reference that is not split into phases has its products and all other work in one phase.
+    # A reference without phases counts its products together with other work, so their time is unknown.
     are_products_marked = [
         Phase.GEMM in {roof.count.phase for roof in part} for part in (product_roofs, base_product_roofs)
     ]

@@ -29,8 +29,8 @@ RESAMPLE_COUNT = 2000
 # would be too narrow, because the minimum of a bootstrap resample is never below that of the sample.
 _MIN_FASTEST_ROUNDS = 3
 _FASTEST_DIVISOR = 4
-# At first, a resample is searched only among the fastest rounds, increased by this many times the square root of their
-# number. These almost always contain all rounds that it needs.
+# First search only the fastest rounds: as many as a resample needs, plus this many times the square root of that
+# number. Almost every resample drew enough of these rounds.
 _EXTRA_ROUNDS_FACTOR = 6.0
 
 

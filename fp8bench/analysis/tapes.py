@@ -57,7 +57,7 @@ def compute_intensity(tape: Tape) -> float | None:
     return tape.flops / tape.bytes if tape.bytes and tape.complete else None
 
 
-# Padding makes a side of a matrix longer by fewer elements than this number.
+# Padding adds fewer elements than this number to a side of a matrix.
 _MAX_PADDING = 128
 _OperatorPair = tuple[OperatorCount, OperatorCount]
 _SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")

@@ -44,22 +44,23 @@ SAME_BAND = 0.02
 # For SAME, the mean over all calls may differ from 1 by this much. The limit is wider than that of the best case,
 # because the mean has more noise. With a limit of 5%, a mean that changed by 5% would sometimes pass.
 SAME_BAND_OF_MEANS = 0.035
-# If the mean differs from the best case by this share, the calls of a case are uneven.
+# The calls of a case are uneven if the intervals of its best-case ratio and its mean ratio are further apart than this
+# share.
 UNEVEN_RATIO = 0.05
 # A decision before the last round needs more evidence, because each check is an additional chance of an error.
 EARLY_LEVEL = 0.998
 EARLY_SAME_BAND = 0.01
-# An early decision also needs an interval that is narrow compared with the effect, which is the logarithm of the ratio.
-# The half-width of the interval must be at most a third of the effect, but this limit is always between 1% and 2%, or a
-# thirtieth of a large effect. With a limit of 2% for every effect, runs that found 3% ended after 24 of 56 rounds. The
-# spread between such short runs then hid these 3% from later runs of the case.
+# An early verdict also needs a narrow interval. Its half-width may be at most a third of the effect (the logarithm of
+# the ratio). This limit is kept between 1% and 2%, or is a thirtieth of the effect if that is more. With 2% for every
+# effect, runs that found 3% ended after 24 of 56 rounds. Comparisons of such short runs could not detect a change of
+# 3%.
 _EARLY_HALF_WIDTH_SHARE = 1 / 3
 _EARLY_HALF_WIDTHS = (0.01, 0.02)
 _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT = 1 / 30
 FINAL_LEVEL = 0.99
 MIN_ROUNDS_FOR_VERDICT = 10
-# Whole steps are compared if one case has more than this many times as many cells as another. Cases of one suite differ
-# by less: a product without casts is one cell, and with casts it is two or three cells.
+# Whole steps are compared if one case has more than this many times as many cells (timed parts of a step) as another.
+# Cases of one suite usually differ by less: a product is one cell without casts, and two or three with casts.
 _MAX_CELL_COUNT_RATIO = 2.5
 
 

@@ -55,7 +55,7 @@ class TorchProducts(Backend):
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
-        # `own_support` is the support by torch, whichever backend was chosen.
+        # `own_support` is torch's support. It does not depend on the chosen backend.
         support = precision.own_support(facts)
         if not support.is_emulated:
             return support

@@ -269,9 +269,9 @@ def _make_te_recipe(precision: RecipePrecision) -> Any:
         raise BackendMissing("te", error) from error
 
 
-# Delayed scaling stores amax histories in two tensors, with a column for each quantiser of each product. For each
-# tensor: the number of columns of a product, and the roles of the first columns. The last column does not belong to an
-# operand, but to the output, or to the gradient of the input.
+# Delayed scaling stores amax histories in two tensors. For each tensor: the number of columns per product (one for each
+# quantiser), and the roles of the first columns. The last column of a product is for its output, or for the gradient of
+# its input.
 _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient",))}
 
 

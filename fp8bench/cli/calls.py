@@ -247,7 +247,7 @@ def _name_parser_type(action: argparse.Action) -> str:
     return re.sub(r"^Callable\[\[str\], (.*)\]$", r"\1", returned_type)
 
 
-# Most calls have the options of the command with the same name. The calls listed here have those of other commands.
+# The commands that define the options of a call, unless this is only the command with the same name.
 _COMMANDS_OF_CALL = {
     "run": ("suite",),
     "profile": ("profile", "suite"),

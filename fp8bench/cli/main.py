@@ -283,8 +283,8 @@ def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str
 
 def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
     """Returns the words of a command line in which the wrong word is replaced. Returns [] if it does not occur."""
-    # First try the words that have the wrong word alone or as an item of a list. A word that only contains it, as
-    # file.py:int8 contains int8, comes last.
+    # Words are split at '=' and ','. First try words with a part that equals the wrong word. Words that only contain
+    # it, as file.py:int8 contains int8, come last.
     for index in sorted(range(len(words)), key=lambda position: wrong_word not in re.split("[=,]", words[position])):
         word, previous_words = words[index], words[:index]
         option, equals, value = word.partition("=")

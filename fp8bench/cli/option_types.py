@@ -129,7 +129,7 @@ def memory(text: str) -> int:
         value = parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-    # In a request, the number 0 means ALL_MEMORY. So replace a 0 that a user typed by a number that the rule rejects.
+    # A request uses 0 for ALL_MEMORY. Replace a 0 that a user typed by a number that the rule rejects.
     return _check_rule(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
 
 

@@ -17,14 +17,14 @@ _SECONDS_AFTER_GROUPS = 0.5
 _CEILINGS_SECONDS = 15.0
 _PASSES_SECONDS = 2.5
 _ROUNDS_SECONDS = 7.0
-# The time of a group's untimed passes, divided by the time of its preparation. This ratio was 2 to 4 without compiling,
-# and nearer to 2 with two workers.
+# The time of a group's untimed passes, divided by that of its preparation. The ratio was 2 to 4 without compiling, and
+# nearer to 2 with two workers.
 _PASSES_PER_PREPARATION = 2.7
-# When one of these activities begins, this share of the time of a group's untimed passes is over.
+# When one of these activities begins, this share of the total time of a group's untimed passes has elapsed.
 _SHARE_BEFORE_PASS = {"checking what steps do": 0.3, "measuring memory": 0.45, "counting operators": 0.85}
 # The end of the rounds is predicted only after this share of them, because an earlier prediction would jump.
 _MIN_ROUNDS_SHARE = 0.05
-# Even if the passes take longer than predicted, at least this share of their time is assumed to remain.
+# If a group's untimed passes take longer than estimated, predict that this share of the estimate still remains.
 _MIN_REMAINING_SHARE = 0.1
 
 
@@ -41,14 +41,12 @@ class RemainingTime:
     start_seconds: float = _SECONDS_BEFORE_GROUPS
     _ceilings_start: float | None = None
     _group_seconds: list[float] = field(default_factory=list)
-    # The setting of the current group, its current activity, and when both began.
     _setting: str = ""
     _group_start: float = 0.0
     _activity: str = ""
     _activity_start: float = 0.0
     _compiling_seconds: float = 0.0
-    # When the rounds and the passes of the current group began (None: not yet), and how many seconds they are expected
-    # to take.
+    # A start is None if the rounds or passes of the current group have not begun. The seconds are estimates.
     _rounds_start: float | None = None
     _passes_start: float | None = None
     _rounds_seconds: float = _ROUNDS_SECONDS

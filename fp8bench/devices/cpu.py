@@ -18,8 +18,8 @@ from fp8bench.profiler.allocations import PhaseStart, StreamMeter, find_memory_c
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# RLIMIT_DATA counts more than tensors. The first constant is for workspaces of kernels and for the memory meter's
-# list of events. The factor is for holes in the heap, which have taken up to 40% of the bytes of tensors.
+# RLIMIT_DATA also limits other data than tensors: workspaces of kernels and the memory meter's list of events. The
+# factor allows for fragmentation of the heap, which has taken up to 40% of the bytes of tensors.
 _NON_TENSOR_BYTES = 256 << 20
 _HEAP_FACTOR = 2
 

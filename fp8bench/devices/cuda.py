@@ -110,7 +110,7 @@ class Cuda(Gpu):
     """A GPU of NVIDIA or AMD. The index is torch's. CUDA_VISIBLE_DEVICES may have renumbered the GPUs."""
 
     kind = "cuda"
-    # For each index of a device: its queue filler, or the reason why products could not be captured.
+    # Maps the index of a device to its queue filler. A text is the reason why no products could be captured.
     _filler_by_index: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:

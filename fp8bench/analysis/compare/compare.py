@@ -39,10 +39,10 @@ _VERDICT_BY_DIRECTION = {
     Direction.WORSE: Verdict.SLOWER,
     Direction.SAME: Verdict.SAME,
 }
-# One side is busier if its share of disturbed slots is higher by the first number, or its load per core at the start of
-# the runs by the second.
+# One side's machine was busier if its share of disturbed slots is higher by the first number, or if its load per core
+# when the runs started is higher by the second.
 _MIN_EXTRA_DISTURBED_SHARE, _MIN_EXTRA_LOAD = 0.2, 1.0
-# At least this share of a step's time counts as time with a core, in case the system reports too much waiting.
+# The system may report too much waiting. So assume at least this share of the wall-clock time as CPU time.
 _MIN_CORE_SHARE = 1e-3
 _STATUS_WORDS = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
@@ -208,7 +208,7 @@ def _compare_case(
         reason = f"{old_record.support.level} before and {new_record.support.level} now: they do different work"
         yield _make_missing_comparison(case, reason)
         return
-    # 2. Compare times and energy, which have noise.
+    # 2. Compare times and energy, whose values are noisy.
     old, new, extra = _choose_sightings(old), _choose_sightings(new), _choose_sightings(extra)
     busier_side = _describe_busier_side(old, new)
     labels = _collect_labels((*old, *new))

@@ -68,8 +68,8 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
     error_within_runs = math.sqrt(_variance_of_mean(old) + _variance_of_mean(new))
     freedom = sum(max(0, len(side) - 1) for side in (old, new, extra))
     if freedom < MIN_DEGREES_OF_FREEDOM:
-        # 1. With too few runs, the interval contains the ratio of any new run to any old run, widened by the noise
-        # within these runs.
+        # 1. With few runs, the interval spans the ratios of all pairs of an old and a new run, each widened by the
+        # noise within the runs.
         deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
         low, high = math.inf, -math.inf
         for old_run, new_run in product(old, new):
@@ -164,7 +164,7 @@ def compare_exact_values(
     if not (0 < old_value < math.inf and 0 < new_value < math.inf):
         reason = "a change from or to zero or infinity has no ratio"
         return FigureChange(direction, old_value, new_value, why=reason)
-    # 3. If the values of one side vary, compare both sides like noisy values.
+    # 3. If an exact value differs between runs of one side, treat both sides as noisy.
     values_vary = any(max(side) > min(side) * (1 + STORED_DIGITS_TOLERANCE) for side in (old, new))
     if values_vary and all(0 < value < math.inf for value in (*old, *new)):
         old_logs = [Estimate(math.log(value), 0.0) for value in old]

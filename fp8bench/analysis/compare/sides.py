@@ -25,8 +25,8 @@ from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, 
 from fp8bench.model.run import BUSY_CORES_FACT, DEVICE_SETTINGS, SWITCH_PREFIX, SWITCHES_SET, TIME_CONDITIONS
 from fp8bench.model.specs import RELATIVE_TIME, STEP, TIME, Better, Rank
 
-# Facts of a run that are not compared, because they change every minute or because the comparison is about them.
-# SWITCHES_SET repeats the unusual ones of the switches, which are compared one by one.
+# Facts that may differ between compared runs. Some change every minute, others are what the comparison is about.
+# SWITCHES_SET lists only the unusual switches, which are compared one by one.
 _IGNORED_FACTS = frozenset(
     {"load_1min", BUSY_CORES_FACT, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
@@ -185,12 +185,11 @@ def _describe_values(values: Sequence[Scalar | None]) -> str:
     return " and ".join(words) or "none"
 
 
-# A best case is the mean of at least three rounds. With fewer rounds than this number, as in emulated cases, resampling
-# them gives no reliable interval.
+# Resampling fewer rounds than this, as in emulated cases, gives no reliable interval, because a best case is the mean
+# of at least three rounds.
 MIN_ROUNDS_FOR_BEST_CASE = 8
 # The standard error of a median divided by that of a mean, for Gaussian samples.
 _MEDIAN_ERROR_FACTOR = math.sqrt(math.pi / 2)
-# Ratios of best cases, and ratios of means over all calls.
 _get_best_ratio, _get_mean_ratio = attrgetter("ratio"), attrgetter("typical")
 
 
@@ -223,13 +222,13 @@ def match_times(
     timings = [_list_timings(side) for side in sides]
     if not timings[0] or not timings[1]:
         return
-    # 1. Use only as many rounds and calls per round of each run as the shortest run has.
+    # 1. Compare only as many rounds, and calls per round, as every run has.
     all_timings = [*timings[0], *timings[1], *timings[2]]
     rounds = min(timing.num_rounds for timing in all_timings)
     calls = count_common_calls(*all_timings)
     has_few_rounds = rounds < MIN_ROUNDS_FOR_BEST_CASE
-    # 2. Compare the parts of steps (`segments`) only if all runs have the same parts. `varying` timings have steps with
-    # different sequences of phases.
+    # 2. Compare parts of steps (`segments`) only if all runs have the same parts. In a `varying` timing, the sequence
+    # of phases differs between steps.
     layouts = {(timing.segments, timing.varying) for timing in all_timings}
     whole_steps = len(layouts) > 1 or any(
         sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels

@@ -53,13 +53,14 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
     """
     series_count, longest_length = batch.values.shape
     rows = np.arange(series_count)
-    # The three arrays are indexed by (length of the longest series - length of the piece).
+    # Index i of these three arrays stands for pieces with (longest_length - i) values.
     piece_lengths = np.arange(longest_length, 0, -1)
     length_prices, weights = length_price * np.log(piece_lengths / MIN_LEVEL_LENGTH), -1.0 / piece_lengths
     sums = np.zeros((series_count, longest_length + 1))
     # Subtract the first value of each series before summing, so that no digits are lost.
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])
-    # The lowest cost of the first s values, without the sum of their squares, which does not depend on the cuts.
+    # The lowest cost of the first n values, for each n. It excludes the sum of their squares, which does not depend on
+    # the cuts.
     lowest_cost = np.full((series_count, longest_length + 1), np.inf)
     lowest_cost[:, 0] = 0.0
     last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest_length + 1), dtype=np.intp)
@@ -96,8 +97,8 @@ def _trace_cuts(last_cut: Counts, position: int) -> list[int]:
 _MEDIAN_OF_GAUSSIAN = 0.6745
 # Differences are clipped at this many standard deviations, so that steps and outliers do not count as noise.
 _CLIPPING_LIMIT_IN_DEVIATIONS = 3.0
-# The median of the differences is 0 if more than half of the values equal their neighbours. Then the noise is
-# estimated from this share of the smallest differences.
+# If more than half of the values equal their neighbours, the median difference is 0. Then the noise is estimated from
+# this share of the differences, the smallest ones.
 _SHARE_OF_SMALLEST_DIFFERENCES = 0.9
 # The smallest noise of a series, as a logarithm. Values have six digits, and smaller differences do not matter.
 MIN_SPREAD = 1e-5
@@ -169,16 +170,16 @@ Values = Sequence[float] | Floats
 
 # A series with fewer values cannot have a step.
 MIN_SERIES_LENGTH = MIN_FIRST_LEVEL_LENGTH + MIN_LEVEL_LENGTH
-# The price of a cut in the final search: how many standard deviations a single value must deviate to be worth a cut.
-# Like _FIRST_CUT_PRICE of the first search and _LENGTH_PRICE, this number was chosen by experiments
-# (`suites/change_points.py` of commit 3e6cdca3).
+# The price of a cut in the final search: a single value must deviate by this many standard deviations to justify a cut.
+# Like _FIRST_CUT_PRICE and _LENGTH_PRICE, this number was chosen by experiments (`suites/change_points.py` of commit
+# 3e6cdca3).
 CUT_PRICE = 3.35
 # The share of flat Gaussian series that have a step by chance.
 FALSE_STEP_SHARE = 0.005
 _FIRST_CUT_PRICE = 3.0
 _LENGTH_PRICE = 2.0
-# The last step of a series counts only if it would still be found without the most distant value of the last level. The
-# mean of the level's other values must differ from the previous level by this many standard errors.
+# The last step of a series must not depend on a single value. Without the most distant value of the last level, the
+# mean of this level must still differ from the previous level by this many standard errors.
 _FIRM_STEP_ERRORS = 2.1
 # If the most distant of three values is dropped, their mean moves by this many standard deviations on average.
 _FURTHEST_VALUE_SHIFT = 0.42
@@ -186,10 +187,10 @@ _FURTHEST_VALUE_SHIFT = 0.42
 # step are estimated from the same series. With this factor, the p-values of flat series of 15 to 300 values are
 # correct.
 _DEVIATION_DISCOUNT = 0.8
-# The probability that the true step is before the range of commits that is reported for it. It is after this range with
+# The commit that caused a step is before the reported range of commits with this probability, and after the range with
 # the same probability.
 _TAIL_PROBABILITY = 0.03
-# The level of the interval of a step, and the half-width of this interval in standard deviations.
+# The confidence interval of a step's ratio: its level, and its half-width in standard errors.
 _INTERVAL_LEVEL = 0.99
 _INTERVAL_DEVIATIONS = 2.576
 # The number of series in a batch, chosen so that the tables fit into a processor's cache.
@@ -304,7 +305,7 @@ def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in a batch. The first search uses the noise of differences between neighbours.
     If it finds cuts, a second search uses the residuals around the levels of the pieces.
     """
-    # 1. Cut with prices that follow from the noise of differences.
+    # 1. Cut with prices proportional to the noise, which is estimated from differences between neighbours.
     noise = estimate_noise(batch)
     values, lengths = replace_outliers(batch, noise).values, batch.lengths
     first_cut_prices = _FIRST_CUT_PRICE * noise
@@ -313,7 +314,7 @@ def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
     indices_with_cuts = [number for number, cuts in enumerate(first_cuts) if cuts]
     if not indices_with_cuts:
         return steps
-    # 2. Cut again with prices that follow from the residuals: the noise times a quantile, as in Student's t.
+    # 2. Cut again with prices proportional to the noise of the residuals. The factor is a quantile, as in Student's t.
     values, lengths = values[indices_with_cuts], lengths[indices_with_cuts]
     rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
     cut_prices = []
@@ -359,7 +360,7 @@ def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
         tail_indices = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
         low, high = piece_begin + 1 + tail_indices
         lengths = cut - piece_begin, piece_end - cut
-        # The lengths of two pieces cost more than the length of one piece.
+        # After a cut, the lengths of two pieces cost more than the length of the uncut piece.
         length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
         length_term -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
         # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's

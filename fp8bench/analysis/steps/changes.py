@@ -39,7 +39,6 @@ _NOT_FINITE = "a change from or to a number that is not finite has no ratio"
 _ZERO_SHARE = 0.5
 
 
-# For each metric of the mean over all calls: the same metric of the fastest calls.
 _FASTEST_CALLS: Mapping[str, str] = {MEAN_TIME: TIME, RELATIVE_MEAN_TIME: RELATIVE_TIME}
 FindSteps = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
@@ -51,12 +50,12 @@ class ChangeState(StrEnum):
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
-    # The mean over all calls stepped in the opposite direction between the same commits.
+    # The mean over all calls changed in the opposite direction between the same commits.
     CONTRADICTED = "contradicted"
-    # A later step of the trend took back at least half of this change. If the trend is an exact count, it returned to
-    # an earlier value.
+    # A later step of the trend undid at least half of this change, or an exact count returned to an earlier value.
     REVERTED = "reverted"
-    # The work or the method of measuring has changed after this change, so today's figures are not comparable with it.
+    # The work or the method of measuring has changed since, so today's figures are not comparable with the figures of
+    # that time.
     OLD_VERSION = "old version"
 
 
@@ -291,7 +290,7 @@ def _find_changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
     is_finite = np.isfinite(stretch.values)
     for index in (np.flatnonzero(np.diff(is_finite)) + 1).tolist():
         level, new_level = stretch.values[index - 1 : index + 1].tolist()
-        # Values that are not finite are worse than any number.
+        # A value that is not finite counts as worse than any number.
         level_order = (0.0, 1.0) if is_finite[index - 1] else (1.0, 0.0)
         change = _make_change(stretch, Step(index, index - 1, index, *level_order, 0.0, 0.0), level, new_level)
         state = _determine_state(change, (), ())
@@ -388,7 +387,8 @@ def severity_sort_key(change: Change) -> tuple[object, ...]:
     return state_order.index(change.state), not change.is_worse, -rounded_size
 
 
-# A level may be further from the old level than the acknowledged level by this share, or by this many standard errors.
+# In the direction of a change, its new level may exceed the acknowledged level by this share, or by this many standard
+# errors.
 _ACK_TOLERANCE = 0.02
 _ACK_TOLERANCE_ERRORS = 3.0
 # A level of zero is replaced by this value, because zero has no logarithm.
@@ -443,8 +443,8 @@ def ack_covers(ack: Ack, change: Change) -> bool:
     )
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != change_identity:
         return False
-    # 2. Require that the new level is not further from the old level than the acknowledged level. Also require that the
-    # change does not begin at the acknowledged level, because it would then be a second change.
+    # 2. Reject a change that goes beyond the acknowledged level. Also reject a change that begins nearer to the
+    # acknowledged level than to the level before it, because that is a second change.
     direction_sign = 1 if change.is_worse else -1
     tolerance = 0 if change.is_counted else max(_ACK_TOLERANCE, _ACK_TOLERANCE_ERRORS * change.error)
     if direction_sign * (_log_of_level(comparison.after) - _log_of_level(ack.after)) > tolerance:
@@ -454,8 +454,8 @@ def ack_covers(ack: Ack, change: Change) -> bool:
         > 0
     ):
         return False
-    # 3. Require that one commit may have caused both the change and the acknowledged change. If the trend lacks a
-    # commit of the acknowledgement, the commit of the change takes its place.
+    # 3. Require that one commit may have caused both changes: their ranges of commits overlap. If the trend lacks a
+    # commit at one end of the acknowledged range, use that end of the change's range.
     index_of_commit = {figure.commit: index for index, figure in enumerate(trend.figures)}
     if ack.since not in index_of_commit and ack.until not in index_of_commit:
         return False

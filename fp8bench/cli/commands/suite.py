@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"fp8bench suite --plan {file} --cell 0"
             complain(f"plan {fleet_plan.id}: {cells_text} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure once or in several sessions. While workers import torch, this process imports the modules that print.
+    # 4. Measure in one or several sessions. While workers import torch, this process imports the modules for printing.
     if arguments.sessions.runs == 1:
         with start_workers_early(request, read_switches(os.environ).second) as early_workers:
             from fp8bench.pipeline import execute
@@ -275,7 +275,7 @@ def _describe_energy_time(plan: Plan, request: Request) -> str:
     rule = window_rule_for(request, len(plan.groups))
     if rule is None:
         return ""
-    # Turns of --sustained run on every device.
+    # With --sustained, CPUs are measured too, while energy is predicted only for GPUs.
     measures_cpus = bool(rule.turn_seconds)
     groups = [group for group in plan if measures_cpus or not group.cases[0].case.device.startswith("cpu")]
     window_counts = [count for group in groups if (count := count_windows(group, rule))]
@@ -294,7 +294,7 @@ def _measure_cell(arguments: argparse.Namespace) -> int:
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
-    # Refuse other options, because they would have no effect: the plan has the request.
+    # Refuse other options: the plan contains the request, so they would have no effect.
     refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
     measure = partial(measure_cell, read_plan(arguments.plan), arguments.cell)
     return _measure_and_store(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")

@@ -39,7 +39,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.report.panels import median_value
 from fp8bench.report.topics.memory import PEAK_METRIC
 
-# For each named option: the axis that it sets, the axis value with the option, and the value without it.
+# For each named option: the axis that it sets, the axis value if it is on, and the value if it is off.
 NAMED_OPTIONS = {
     "compile": ("compile", "yes", "no"),
     "checkpointing": ("checkpointing", "blocks", "no"),
@@ -87,7 +87,7 @@ def parse_option(text: str, workload: Workload, facts: DeviceFacts) -> AblatedOp
 def parse_options(suite: str, texts: Sequence[str], facts: DeviceFacts) -> tuple[AblatedOption, ...]:
     workload = workloads.get(suite)
     options = tuple(parse_option(word, workload, facts) for word in texts)
-    for option in options:  # Options that are precisions have no axis. They count as values of an axis named ''.
+    for option in options:  # Precisions have the axis '', so two precisions conflict like two values of one axis.
         options_of_axis = [candidate.name for candidate in options if candidate.axis == option.axis]
         if len(options_of_axis) > 1:
             conflict_text = f"values of {option.axis}" if option.axis else "precisions"
@@ -191,7 +191,7 @@ def _build_ablation(
     for names, record in zip(planned_arms, records, strict=True):
         token_ratio = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in paired_records
-        # Call `find` on one record at a time, because it assumes that all of its records do the same work.
+        # `find` assumes that all of its records do the same work, so call it for one record at a time.
         (finding,) = find([record], {})
         reason = record.reason
         if not reason and not paired:

@@ -81,5 +81,5 @@ def iterate_arms(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     option_combinations = [(), *((name,) for name in names)]
     option_combinations += [tuple(names[:count]) for count in range(2, len(names) + 1)]
     option_combinations += [(*names[:place], *names[place + 1 :]) for place in range(len(names))]
-    # With one or two options, some combinations are equal.
+    # With one or two options, some combinations are duplicates.
     yield from dict.fromkeys(option_combinations)

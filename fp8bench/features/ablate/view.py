@@ -111,7 +111,7 @@ def _make_interval(point: float, resampled_values: Floats, values_by_round: Floa
     """Returns the interval that holds the central 99% of the resamples. With too few rounds for reliable resamples,
     returns the range over rounds.
     """
-    # The interval must include the point, even if the resamples are all on one side of it.
+    # All resamples may be on one side of the point, so extend the interval to include it.
     if has_few_rounds := len(values_by_round) < LEAST_ROUNDS:
         low, high = values_by_round.min(), values_by_round.max()
     else:

@@ -75,7 +75,8 @@ class ComparedCase:
 
     @property
     def is_training(self) -> bool:
-        # A user's model marks no optimizer phase. A case that reports a coverage counts as a training step as well.
+        # A user's model does not mark an optimizer phase. Only such a model has a coverage, which counts as a sign of
+        # training.
         return self.record.coverage is not None or any(
             record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
             for record in (self.record, self.reference)
@@ -100,7 +101,7 @@ class ComparedCase:
         differs. Otherwise they are products and casts, or all phases if the reference does not mark products.
         """
         assert self.reference is not None
-        # Phases with equal counts on both tapes cost the same.
+        # Leave out phases with equal counts on both tapes, because they cost the same.
         tape = self.record.tape
         reference_tape = self.reference.tape
         if tape is not None and reference_tape is not None:
@@ -145,7 +146,7 @@ class ComparedCase:
         """
         if not self.is_timed or self.record.timing is None or self.reference is None:
             return None
-        # Prefer the reference's calls that shared rounds with this case, if there are any.
+        # Prefer the reference's calls in rounds that also have calls of this case, if there are any.
         base = self.record.paired_with or self.reference.timing
         timed_ratio = part_ratio(self.record.timing, phases, base, reference_phases) if base is not None else None
         if timed_ratio is not None:
@@ -164,7 +165,7 @@ class ComparedCase:
             )
             if record is not None and finding is not None
         ]
-        # A ratio needs the profiled share of each of the two steps.
+        # Without profiled times of both steps, no ratio can be estimated.
         if len(seconds) < 2 or not all(seconds):
             return None
         ratio = seconds[0] / seconds[1]
@@ -243,8 +244,8 @@ def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[st
     seconds, base = (_reported_seconds(*part) for part in parts)
     if not (seconds > 0 and base > 0 and math.isfinite(seconds / base)):
         return ratio
-    # Replace the ratio's point by the quotient of the seconds that reports show, and scale both bounds by the same
-    # factor.
+    # Scale the ratio and both bounds by the same factor, so that the ratio is the quotient of the seconds that reports
+    # show.
     correction_factor = seconds / base / ratio.point
     return map_interval(ratio, lambda value: value * correction_factor)
 
@@ -294,8 +295,8 @@ class RuleReply:
     grounds: tuple[AdviceGround, ...] = ()
 
 
-# The function of a rule. It returns a RuleReply, or the reason why its figure was not measured here, or None if its
-# question does not apply.
+# The function of a rule. It returns a RuleReply, or a text with the reason why the rule's figure was not measured here.
+# It returns None if the rule does not apply to the case.
 AskRule = Callable[[ComparedCase, AdviceBasis], RuleReply | str | None]
 
 

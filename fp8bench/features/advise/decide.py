@@ -29,7 +29,7 @@ from fp8bench.report.panels import together
 AnswersByRule = Mapping[str, RuleAnswer]
 # Rules whose "no" is an objection to a precision, in the order in which objections are listed.
 _OBJECTING_RULES = ("learns", "errors", "amdahl", "casts", "coverage")
-# Rules whose "no" rules a precision out at any speed, with the meaning of that "no".
+# A "no" to one of these rules excludes a precision, however fast it is. The texts describe this "no".
 _DECISIVE_OBJECTIONS = {"learns": "it does not learn as well", "errors": "its errors are too large"}
 _KIND_ORDER = list(AdviceKind)
 # If a step is faster by this factor than Amdahl's law allows, the step and its reference did different work.
@@ -99,7 +99,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     if pair.speed is None or pair.finding is None:
         sentence = f"no advice on {mode}, whose speed is unknown here: {step.figure}"
         return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
-    # 2. Give no advice if the step is faster than possible: then the two steps do different work.
+    # 2. Give no advice if the speed-up is larger than possible: then case and reference do different work.
     objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is RuleOutcome.NO]
     speed_up_bound = amdahl_bound(pair)
     if speed_up_bound is not None and pair.speed.low > _BOUND_TOLERANCE * speed_up_bound.high:
@@ -171,7 +171,7 @@ def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersBy
     chosen = study.suggestion if study is not None else None
     if layers is None or layers.met is not RuleOutcome.NO or study is None or chosen is None:
         return
-    # The layers that are low in the measured map but not in the suggested map stay high.
+    # Layers stay in high precision if they are low in the measured map but not in the suggested map.
     measured_trial = find_trial(pair, study)
     high_layers = ", ".join(sorted({*measured_trial.low} - {*chosen.low})) or "what the map names"
     loss_gaps = (study.gap(chosen), study.gap(measured_trial))

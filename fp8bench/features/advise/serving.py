@@ -74,7 +74,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, text)
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
-    # 2. If the times cross, the advice holds from the crossing on, or up to it.
+    # 2. If the times of arm and reference cross, recommend the arm where it is faster.
     if crossing.at is not None:
         lower_text = f"{crossing.low:.0f}"
         upper_text = f"{crossing.high:.0f}"

@@ -66,7 +66,7 @@ def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
     ]
     keyed_advice: list[tuple[object, Advice]] = []
     for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
-        # Advice to change something is never grouped, because each is a separate decision.
+        # Advice to change something is never grouped, because each change is a separate decision.
         is_common_reason = piece.kind is AdviceKind.CHANGE_NOTHING and reasons.count(reason) > _MAX_UNGROUPED
         keyed_advice.append((reason if is_common_reason else number, piece))
     return list(together(keyed_advice).values())
@@ -90,7 +90,7 @@ def make_name_shortener(advised: AdviceResult) -> Callable[[str], str]:
     """Returns a function that shortens names of settings and cases: it omits parameters that all settings of a suite
     share.
     """
-    # Parameters that all settings of a suite share do not distinguish them.
+    # Parameters with the same value in all settings of a suite do not distinguish settings.
     shared: dict[str, set[str]] = {}
     for answer in advised.answers:
         suite, _, bracket = answer.setting.partition("[")
@@ -125,7 +125,7 @@ def _group_answers(advised: AdviceResult, question: AdviceQuestion) -> Rows:
     """
 
     def name_row(answer: RuleAnswer) -> tuple[str, ...]:
-        # An emulation leaves all questions open for the same reason, so one row suffices.
+        # In an emulated case, all rules lack an answer for the same reason, so one row suffices.
         row = answer.figure if _is_emulated(answer) else answer.rule
         return _suite_and_device(answer), answer.mode, row
 
@@ -176,7 +176,7 @@ def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]
         return f"{answer.mode} in {_suite_and_device(answer)}" if len(suites_and_devices) > 1 else answer.mode
 
     def find_most_frequent(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
-        # Measured answers take precedence over missing ones, however many are missing.
+        # Measured answers count, however few. Missing answers count only if all are missing.
         known_answers = [answer.met for answer in answers if answer.met is not RuleOutcome.NOT_MEASURED]
         (met, count), *_ = Counter(known_answers or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count

@@ -272,13 +272,13 @@ def _sample_product(
     return a[rows], b[columns], ResultSample((len(a), len(b)), rows, columns)
 
 
-# The search for mistakes is slow. For each result name, it runs until this many results had remarks. Failed results are
-# always searched.
+# The search for mistakes is slow, so for each result name it stops after this many results with remarks. Failed results
+# are always searched.
 _SEARCH_LIMIT = 4
 NORMAL_DATA = "normal"
 # Failures after which no other check can judge the results, so the audit ends.
 _UNUSABLE_CODES = ("raises", "shape", "dtype", "lazy-result")
-# Exceptions that the kernel raised, in this process or in its own process.
+# Exceptions that a kernel raised, in this process or in the kernel's separate process.
 REFUSAL_ERRORS = (KernelRaised, WorkerFault)
 # Added to the seed to draw a second, independent input.
 SECOND_SEED_OFFSET = 1 << 32
@@ -396,8 +396,8 @@ class Auditor:
         for name, verdict in verdicts.items():
             if verdict.is_remark or verdict.code in (second_verdicts[name].code, *CERTAIN_CODES):
                 continue
-            # The second input does not confirm the mistake, so the mistake is not named. A deviating figure (error or
-            # gain) may have been chance.
+            # The second input does not confirm the mistake, so do not name it. If a figure (error or gain) deviated,
+            # this may have been chance.
             verdicts[name] = unnamed_finding = expected_results[name].judge(results[name], search_mistakes=False)
             if unnamed_finding.code in FIGURE_CODES and not second_verdicts[name].has_failed:
                 verdicts[name] = replace(
