@@ -31,7 +31,7 @@ def parse_number(text: str) -> float:
     """Parses a number as people write it, also '2^10'. Returns NaN for other text."""
     base, power, exponent = text.partition("^")
     try:
-        # math.pow refuses a root of a negative number, of which ** would make a complex number.
+        # math.pow raises an error for a root of a negative number, while ** returns a complex number.
         return math.pow(float(base), float(exponent)) if power else float(text)
     except (ValueError, OverflowError):
         return math.nan
@@ -70,7 +70,7 @@ def significant(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     text = f"{value:.{digits - 1}e}"
-    exponent = int(text.partition("e")[2])  # of the rounded value: 999.6 becomes 1.00e+03
+    exponent = int(text.partition("e")[2])  # after rounding: 999.6 becomes 1.00e+03
     if not -6 <= exponent < 6:
         return text
     return f"{float(text):.{max(0, digits - 1 - exponent)}f}"

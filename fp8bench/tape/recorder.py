@@ -110,7 +110,7 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         # This list is not thread-local, because backward may run on another thread.
         self._open_phases = [UNATTRIBUTED]
         self._phase = UNATTRIBUTED
-        # `with phases.gemm` calls `enter("gemm")`, and at its end calls `enter` with the phase around it.
+        # Entering `with phases.gemm` calls `enter("gemm")`. Leaving it calls `enter` with the enclosing phase.
         self.phases = Markers(lambda name: ReportingMarker(name, self._open_phases, self.enter))
         self._routes: dict[Any, Route] = {}
 

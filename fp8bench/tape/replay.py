@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8bench.numerics.operands import OperatorWatch, list_tensors
 from fp8bench.tape.recorder import list_written_arguments
 
-# How the names of operators begin that allocate memory. The results of these operators have arbitrary contents.
+# Prefixes of the names of operators that allocate memory. The results of these operators have arbitrary contents.
 _ALLOCATION_PREFIXES = ("empty", "new_empty")
 
 
@@ -192,7 +192,7 @@ def _fill_registers(part: Any, registers: list[Tensor | None]) -> Any:
     return part
 
 
-# Operators that give a tensor different memory.
+# Operators that replace a tensor's memory.
 _REALLOCATING_OPERATORS = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 
@@ -277,7 +277,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         inputs = list_tensors((args, named))
         if self._stack[-1] != self._phase:
             for tensor in _list_written_tensors(func, args, named):
-                if tensor.layout is torch.strided:  # other phases change this memory, so it becomes a new input
+                if tensor.layout is torch.strided:  # another phase writes this memory, so a later read is a new input
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
                     self._count_bytes(0 if memory is None else memory.copy_input())
             return func(*args, **named)

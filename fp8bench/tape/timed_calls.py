@@ -34,7 +34,7 @@ _FORWARD_TASK_NUMBER = -1  # the task number that torch reports outside of any b
 _LABEL_KEY = "fp8bench.module"
 # The sequence number of all autograd nodes that accumulate a parameter's gradient. No module creates such nodes.
 _GRADIENT_NODE_NUMBER = 2**64 - 1
-# The type of a module's label.
+# The type of the labels that the caller assigns to modules.
 L = TypeVar("L")
 
 
@@ -139,7 +139,7 @@ class RunningModules(Generic[L]):
             self.enter_module(label)
 
     def _handle_module_end(self, module: nn.Module, inputs: Any, result: Any) -> None:
-        # the list is empty if the module started before `watch`
+        # if this module started before `watch`, no module is recorded as running
         if self._running and self._label_of(module) is not None:
             self._label_nodes(result, self.leave_module())
 
@@ -163,14 +163,14 @@ class RunningModules(Generic[L]):
         waiting_nodes: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
         node_ranges = self._ranges_by_task[ended.task]
         visited_nodes = set()
-        # Walk back from the result, and stop at nodes that existed before the module started.
+        # Follow the autograd graph back from the result. Stop at nodes that existed before the module started.
         while waiting_nodes:
             node = waiting_nodes.pop()
             if node is None or node in visited_nodes or node._sequence_nr() < ended.first_number:
                 continue
             visited_nodes.add(node)
             number = node._sequence_nr()
-            # No range contains a node that accumulates a gradient. The first module that finds the node labels it.
+            # Nodes that accumulate a gradient are in no range. The first module that reaches such a node labels it.
             label = ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
             node.metadata.setdefault(_LABEL_KEY, label)
             waiting_nodes += [next_node for next_node, _ in node.next_functions]
@@ -208,7 +208,7 @@ def _find_tensors(result: Any) -> Iterator[Tensor]:
             yield from _find_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-# The start of the name of the profiler range around an operator. The operator's number follows it.
+# The prefix of the profiler range's name for an operator. The operator's number follows the prefix.
 RANGE_PREFIX = "fp8bench.operator."
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -269,7 +269,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.locate_call()
-        # An optimizer's step may call the model again. Operators in the forward pass of a module do not optimize.
+        # An optimizer's step may call the model again. Operators in a module's forward pass do not count as optimizing.
         is_module_forward = bool(module) and not backward
         is_optimizing = (
             self._optimizer_task is not None and self._optimizer_task == _current_task() and not is_module_forward
@@ -290,7 +290,7 @@ _EMPTY_RANGE = nullcontext()
 
 def _find_source_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
     """Returns the dtype of the tensor that a copy operator reads, or None if the argument has no tensor."""
-    # _to_copy(source) and _copy_from(source, target) begin with the source, and copy_(target, source) with the target.
+    # The source is the first argument of _to_copy and _copy_from, but the second argument of copy_(target, source).
     begins_with_target = len(args) > 1 and operator_name(func) not in ("_to_copy", "_copy_from")
     return _find_dtype(args[1] if begins_with_target else args[:1])
 

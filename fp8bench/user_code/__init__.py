@@ -199,8 +199,8 @@ def modules_under(folder: Path) -> tuple[str, ...]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or name.partition(".")[0] in ("fp8bench", "__main__"):
             continue
-        # Some modules, for example of torch, have no file, and name one that does not exist by a relative path. Path()
-        # is below no folder.
+        # Some modules without a file, for example of torch, name a relative path that does not exist. Replace it by
+        # Path(), which is in no folder.
         path = Path(file).resolve() if Path(file).is_absolute() else Path()
         if path.is_relative_to(top_folder) and not _PACKAGE_FOLDERS.intersection(path.parts):
             module_names.append(name)

@@ -76,7 +76,7 @@ def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[st
     if new_values == before:
         return []
     switch_values = zip(switches, before, new_values, strict=True)
-    # The first use of a library does not count as a change: its switches read as NotInUse before.
+    # Ignore switches that read as NotInUse before: the first use of a library is not a change.
     comparable_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
     # read each switch again, because writing an older switch of torch sets several newer ones
     for switch, old, _ in comparable_switches:
@@ -187,7 +187,7 @@ def _list_system_switches() -> Iterator[Switch]:
 
 def _list_clock_and_signal_switches() -> Iterator[Switch]:
     for name in _CLOCK_NAMES:
-        # `usual` is text, because `make_plain` turns a clock's function into this text before values are compared.
+        # `usual` is text, because `make_plain` replaces a clock function by this text before values are compared.
         yield make_attribute_switch(
             f"time.{name}",
             time,

@@ -145,9 +145,9 @@ class Bench(UntimedPasses):
             make_state = partial(self._make_stepped_state, workload, case, facts)
             first_state = make_state()
             states = make_rotation(first_state, make_state, facts, device) if cache_mode == ROTATING else (first_state,)
-            # On a GPU, the end of one phase and the beginning of the next may have a common time stamp if no kernel is
-            # launched between them. This is not used for a user's suite or model, whose kernels may be invisible to
-            # torch. It is not used for compiled models either, because their first call must be like the timed ones.
+            # On a GPU, adjacent phases may share a time stamp if no kernel is launched between them. A user's suite or
+            # model shares no stamps, because torch may not see its kernels. A compiled model shares none either,
+            # because its first call must be like the timed ones.
             is_compiled = dict(case.params).get("compile", "no") != "no"
             if facts.accelerated and not is_compiled and _is_own_workload(workload):
                 mark_codes, sharing_indices = find_shared_marks(
@@ -161,8 +161,8 @@ class Bench(UntimedPasses):
         if sharing_indices:
             clock.share(mark_codes, sharing_indices)
         started_processes = list_running() - running_before
-        # 3. Store the state for slots. Store the threads and processes that its preparation has started as well,
-        # because `release` reports them.
+        # 3. Store the state for timed slots. Store also the threads and processes that its preparation started, because
+        # `release` reports them.
         self._prepared[key] = PreparedCase(
             workload,
             precision,

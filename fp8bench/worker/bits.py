@@ -112,7 +112,7 @@ def _draw_within_range(piece: Any, random: Any) -> Any:
     if not bool(is_finite.any()):
         return piece
     low, high = (float(end) for end in torch.aminmax(numbers[is_finite]))
-    if low == high:  # if all numbers are equal, draw the new ones from half of this number up to it
+    if low == high:  # if all numbers are x, draw between x/2 and x
         low, high = (low / 2, high) if high else (0.0, 1.0)
     random_numbers = torch.rand(numbers.shape, generator=random, device=numbers.device, dtype=numbers.dtype)
     return torch.where(is_finite, low + (high - low) * random_numbers, numbers)

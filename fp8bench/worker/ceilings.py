@@ -16,7 +16,7 @@ from fp8bench.registry import precisions
 
 Shape = tuple[int, ...]
 
-# M, N and K of products, smaller products first. On a slow device, the time ends before the last ones.
+# M, N and K of products, smaller products first. On a slow device, the time limit ends the search before the last ones.
 _PRODUCT_SHAPES: dict[str, tuple[Shape, ...]] = {
     "cpu": ((256,) * 3, (512,) * 3, (256, 2048, 512), (1024,) * 3, (512, 4096, 1024), (2048,) * 3),
     "": (
@@ -30,7 +30,7 @@ _CACHED_BYTES = {
     "": tuple(1 << bits for bits in range(20, 29, 2)),
 }
 _LOADED_BYTES = tuple(1 << bits for bits in (22, 24, 26, 28))
-# The size of the last-level cache in bytes, if a device does not report it. An array takes at most
+# The assumed size of the last-level cache in bytes, if a device does not report it. An array takes at most
 # 1/_MEMORY_PER_ARRAY of the memory.
 _ASSUMED_CACHE_BYTES = 128 << 20
 _MEMORY_PER_ARRAY = 16
@@ -90,7 +90,7 @@ def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithm
         random_block = torch.rand(min(element_count, _RANDOM_BLOCK_ELEMENTS), generator=generator, device=facts.key)
         return random_block.repeat(math.ceil(element_count / len(random_block)))[:element_count]
 
-    # The remaining limits move memory. They need one array, or two arrays and a target array.
+    # The remaining limits need a source array. Some need a target array, and Limit.TRIAD needs a second source.
     element_count = max(1, shape[0] // _ELEMENT_BYTES)
     source_array = random_array()
     if limit is Limit.LAUNCH:
@@ -173,7 +173,7 @@ def _find_best_shape(
         deadline = time.perf_counter() + seconds_per_shape
         call = make_shape_call(shape)
         call()
-        # The first call was a warm-up. The second call shows how many calls fill a batch.
+        # The first call was a warm-up. The time of the second call determines how many calls a batch needs.
         single_call_seconds = _time_batch(call, 1, wait)
         calls_per_batch = max(1, int(_BATCH_SECONDS / single_call_seconds))
         batch_seconds = [single_call_seconds]

@@ -57,7 +57,7 @@ def _copy_statistics(returned: object) -> TensorStatistics:
     outside = []
     subject_and_expectation = ("outside of TensorStatistics holds", "a tuple")
     for row in _require_iterable(returned.outside, *subject_and_expectation):
-        # A row of `outside` may be any sequence of a format name and two numbers.
+        # Accept any sequence of a format name and two numbers as a row of `outside`.
         match tuple(_require_iterable(row, *subject_and_expectation)):
             case (name, over, under):
                 share_subject = f"a share in TensorStatistics.outside of {returned.kind!r}"

@@ -81,11 +81,11 @@ class PhaseClock(Markers):
 
     def __init__(self, stamper: Stamper, report: Callable[[int], None] | None = None) -> None:
         self._noted_codes: list[int] = []
-        # the codes that the markers noted in the last step, and the phase codes computed from them
+        # the codes of the last step's marks, and the phase codes computed from them
         self._last_step: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]
         self._stamps: list[Any] = []
-        self._open: list[int] = [UNATTRIBUTED_CODE]  # the codes of open phases, which only `report` needs
-        # Marks that take no stamp: the index of each mark in the step, and the code of the phase that begins there.
+        self._open: list[int] = [UNATTRIBUTED_CODE]  # codes of open phases, used only with `report`
+        # Marks without a time stamp: maps the index of the mark in the step to the code of the phase that begins there.
         self._shared: dict[int, int] = {}
         self._expected_codes: list[int] = []
         self._report = report
@@ -124,12 +124,12 @@ class PhaseClock(Markers):
         """
         self._stamps.append(self.now())
         notes, phase_codes = self._last_step
-        if self._noted_codes != notes:  # most steps have the same marks as the previous step
+        if self._noted_codes != notes:  # recompute only if the marks have changed, which is rare
             phase_codes = _compute_phase_codes(self._noted_codes)
             if self._shared:
                 shared = {index for index, note in enumerate(self._noted_codes) if self._shared.get(index) == note}
                 phase_codes = [code for index, code in enumerate(phase_codes) if index not in shared]
-                # this step has different marks than the inspected step, so stamps must not be shared any more
+                # this step has different marks than the inspected step, so stop sharing stamps
                 if self._noted_codes and self._noted_codes != self._expected_codes:
                     self._shared.clear()
             self._last_step = self._noted_codes.copy(), phase_codes
@@ -227,8 +227,8 @@ def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list
 
 _CALLS_PER_LOOP = 500
 _TIMED_LOOPS = 15
-# The device's cost of a stamp can be measured if all stamps are enqueued before the device reaches them. A queue
-# holds about 1,024 launches, and then the host waits. So half as many stamps are used.
+# The device's cost of a stamp can be measured if all stamps are enqueued before the device reaches them. A queue holds
+# about 1,024 launches. When it is full, the host waits, so enqueue only half as many stamps.
 _QUEUED_STAMPS = 512
 _OCCUPIED_SECONDS = 10e-3
 
@@ -238,7 +238,7 @@ _measured_stamp_costs: dict[tuple[str, int], float] = {}
 
 def stamp_cost(device: Device, index: int) -> float:
     """Returns the seconds that a stamp takes on the device. It is measured once per process."""
-    # Each case makes a new `Device` object, so the costs are stored by the kind of device.
+    # Store the costs by device kind, because each case makes a new `Device` object.
     device_key = device.kind, index
     if device_key not in _measured_stamp_costs:
         _measured_stamp_costs[device_key] = measure_overheads(device, index).stamp_cost
@@ -258,7 +258,7 @@ def measure_overheads(device: Device, index: int) -> Overheads:
         stamper.recycle()
         clock.begin()
 
-    # The time of an empty loop is subtracted from all costs.
+    # The loop itself takes time, which is subtracted from all costs.
     loop_seconds = _time_fastest_loop(lambda: None, _run_empty_loop)
     marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(clock)) - loop_seconds
     silent_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(SilentPhases())) - loop_seconds
@@ -266,8 +266,7 @@ def measure_overheads(device: Device, index: int) -> Overheads:
     pair_seconds = None
     if device.kind != "cpu":
         start_step()
-        # Keep the device busy while events are enqueued, so that the device determines the time between events, and not
-        # the host.
+        # Keep the device busy while events are enqueued. Otherwise the host would determine the time between events.
         device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED_STAMPS * stamp_seconds))
         stamps = [read_clock() for _ in range(_QUEUED_STAMPS)]
         intervals_ns = sorted(stamper.intervals_ns(stamps))

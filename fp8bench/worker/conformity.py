@@ -24,7 +24,7 @@ from fp8bench.protocols import Arithmetic, Operand, Precision, Role
 # M, N, K of two products: a square shape, in which a transposed result is recognised, and a long sum. All sizes are
 # multiples of every block size.
 PRODUCT_SHAPES = ((128, 128, 128), (128, 256, 2048))
-# Scales are stored by the name of a layer, so native kernels and emulation must use the same layer name.
+# Scales are stored for a layer's name, so native kernels and emulation must use the same name.
 _LAYER_NAME = "conform"
 _MAX_LINE_LENGTH = 300
 
@@ -186,7 +186,7 @@ class _ComparedPrecision:
             return
         for index, (dtype, native_result, emulated_result) in enumerate(results):
             if index and torch.equal(native_result, native_result.to(native_arithmetic.carrier).to(dtype)):
-                continue  # float32 output has no more bits than the carrier's output
+                continue  # rounded to the carrier's dtype, so it only repeats the first output
             conformity = self._compare_results(
                 f"{subject}, {str(dtype).removeprefix('torch.')} out",
                 shape,

@@ -45,8 +45,8 @@ class _HardwareTensor(NamedTuple):
     memories: tuple[_HardwareMemory, ...]
 
 
-# The owner of a tensor's memory: an index into the newly allocated memory (0 or more), the source tensor (-1), or a
-# tensor of the operand that the call received (-2, -3).
+# The owner of a tensor's memory, as a number: an index into the newly allocated memory (0 or more), the source tensor
+# (-1), or a tensor of the operand that the call received (-2, -3).
 _SOURCE_OWNER = -1
 _OPERAND_OWNERS = (-2, -3)
 
@@ -262,14 +262,14 @@ class LaidOutArithmetic(Arithmetic):
         """
         call_layout = self._find_call_layout(name, source, role, hardware_tensor)
         new_memories = [_HardwareMemory(self._ledger.meter.note, size) for size in call_layout.sizes]
-        # If the cast uses a stored scale, emulation and hardware have the same tensor for it.
+        # If the cast uses a stored scale, hardware would use the same scale tensor as the emulation.
         scale = getattr(self._inner, "scales", {}).get(role)
         if scale is not None and scale.last_pair is not None and new_memories and call_layout.parts[0][-1] >= 0:
             address = scale.last_pair.inverse.untyped_storage().data_ptr()
             new_memories[call_layout.parts[0][-1]] = _HardwareMemory(self._ledger.meter.note, 0, address)
         recorded_results = []
         for real, operand, parts in zip(results, call_layout.operands, call_layout.parts, strict=True):
-            # hardware that transposes later keeps the source tensor, which is not recorded here
+            # hardware that transposes after this call keeps the source tensor, which is not recorded here
             if real is None or operand is None:
                 self._ledger.has_known_operands &= real is operand
                 recorded_results.append(real)

@@ -13,8 +13,8 @@ from fp8bench.model import PHASES
 from fp8bench.protocols import Markers
 from fp8bench.registry import devices
 
-# The advice that torch appends to a driver's error: where to look the error up, and that an earlier call may have
-# caused it.
+# The advice that torch appends to a driver's error: a link to documentation, and a hint that an earlier call may have
+# caused the error.
 _TORCH_ADVICE = re.compile(
     r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_SERIALIZE_KERNEL|docs\.nvidia\.com)).*"
 )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from fp8bench.worker.state_tensors import ViewKey, get_version, get_view_key, iterate_tensors
 
-# The most CPU seconds for reading a whole state once.
+# The limit in CPU seconds for reading a whole state once.
 READ_SECONDS = 0.5
 # A tensor of a one-byte dtype is converted in pieces of this many elements.
 _PIECE_ELEMENTS = 1 << 22
@@ -55,8 +55,8 @@ class FiniteState:
     def __init__(self, state: object) -> None:
         self._prepared: dict[ViewKey, _InitiallyNotFinite | None] = {}
         self._made_versions: dict[ViewKey, int] = {}
-        # False if the time for reading the state ran out. Then a tensor that is not in `_prepared` may have been in the
-        # prepared state.
+        # False if the time was too short to read the whole state. Then a tensor that is not in `_prepared` may have
+        # existed since preparation.
         self._has_read_state = True
         for tensor in self._read_tensors(state):
             not_finite = _mask_not_finite(tensor)

@@ -43,7 +43,7 @@ def compile_waiting() -> None:
     """
     kernels = _find_kernel_registry()
     for kernel in tuple(kernels.wanted):
-        with contextlib.suppress(Exception):  # a compiler may raise any error, and operators.py stores the reason
+        with contextlib.suppress(Exception):  # a compiler may raise any error; operators.py stores the reason
             kernels.compile(kernel)
 
 
@@ -56,8 +56,8 @@ def explain_eager_quantisers() -> str:
     return ""
 
 
-# The number of quantisers (emulated casts) that ran eagerly, and the number that ran as one compiled kernel, by the
-# kernel's vector width in bits.
+# The number of quantisers (emulated casts) that ran eagerly. For each vector width in bits, the number that ran as one
+# compiled kernel.
 QuantiserCalls = tuple[int, Counter[int]]
 
 

@@ -27,7 +27,8 @@ from fp8bench.worker.switches import get_arithmetic_switches
 
 # The operators of at most this many steps are counted.
 _MAX_COUNTED_STEPS = 32
-# The most operators in a step after which switches are read, and the most elements that are inspected in each result.
+# Switches are read after at most this many operators of a step. About _MAX_SAMPLED_NUMBERS elements of each large
+# result are inspected.
 _MAX_CHECKED_OPERATORS, _MAX_SAMPLED_NUMBERS = 64, 4096
 # If the FLOPs of two steps differ by more than this relative amount, the steps do different work.
 _MAX_FLOPS_VARIATION = 0.05

@@ -156,7 +156,7 @@ def limit_memory() -> None:
     try:
         import torch
     except ImportError:
-        return  # the first request that needs torch fails with the reason
+        return  # the first request that needs torch reports the import error
     if not torch.accelerator.is_available():
         # Each local rank may use an equal share of the memory that is free now.
         devices.get("cpu").end_where_memory_does(int(os.environ.get("WORLD_SIZE", "1")))

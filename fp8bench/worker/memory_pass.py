@@ -36,7 +36,7 @@ from fp8bench.worker.state_tensors import StateTensors, iterate_addresses, state
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import without_garbage_collection
 
-# A callback that gets the addresses of some memory, and the purpose of this memory.
+# A callback that takes the addresses of allocated memory, and the purpose of this memory.
 ReportMemory = Callable[[Sequence[int], MemoryRole], None]
 
 
@@ -47,8 +47,8 @@ class PreparedMemory(NamedTuple):
     step: Callable[[Phases], None]
 
 
-# A function that returns a function, which prepares a state. The casts of this state report their memory to the first
-# argument, and record in the second argument the memory that hardware would hold.
+# Makes a function that prepares a state. The casts of this state report their memory to the callback. In the ledger
+# they record the memory that hardware would hold.
 MakePrepare = Callable[[ReportMemory | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
@@ -93,8 +93,8 @@ def measure_step_memory(
     if isinstance(meter, str):
         return meter, None
     with without_garbage_collection():
-        # 2. Record the memory that hardware would hold instead of an emulation. If the emulation holds different
-        # tensors, this needs a separate step.
+        # 2. If casts are emulated, record the memory that hardware would hold instead. This needs a separate step if
+        # the emulation holds different tensors.
         ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
         device_memory_course = None
         if ledger and hardware.needs_separate_step:
@@ -106,7 +106,7 @@ def measure_step_memory(
         memory_use = _summarise_memory(
             second_step.course, second_step.before, state_tensors(second_step.prepared.state), second_step.resident
         )
-        # If nothing is emulated, hardware has the measured peak.
+        # Without emulation, the hardware's peak is the measured peak.
         device_peak = (device_memory_course or second_step.course).on_device if ledger else memory_use.peak
         reason = ledger.why() if ledger else hardware.why
         memory_use = replace(memory_use, on_device=None if reason else device_peak, off_device=reason)
@@ -208,7 +208,7 @@ def _list_addresses(operand: Operand) -> list[int]:
 
 
 _LOW_PRECISION_ROLES = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
-# Results that are made in these phases are not activations, but unpacked sums, or moments restored for an update.
+# Results that are made in these phases are unpacked sums, or moments restored for an update, but not activations.
 _WORKSPACE_PHASES = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 
 
@@ -243,8 +243,8 @@ def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTe
             return role
     if block.phase in LOADING_PHASES:
         return MemoryRole.DATA
-    # A weight existed before the step, or came from other ranks. Other tensors that are cast like weights are
-    # intermediate results, such as moments, or a weight during its update.
+    # Only a tensor that existed before the step, or came from other ranks, can be a weight. Other tensors that are cast
+    # like weights are intermediate results, such as moments, or a weight during its update.
     may_be_weight = existed_before_step or block.phase == Phase.COMMUNICATION
     for role in block.said:
         if may_be_weight or role is not MemoryRole.WEIGHTS:
@@ -282,7 +282,7 @@ def try_batch(make: MakePrepare, device: Device, index: int, limit: int | None) 
         gc.collect(1)  # frees tensors of the previous attempt that are in reference cycles
         device.empty_cache()  # cached memory would count as used
         if memory_counter is not None:
-            # count bytes, but record no single blocks, because the worker of a GPU times other cases afterwards
+            # count bytes only: recording each allocation could affect cases that a GPU's worker times later
             memory_counter.start(blocks=False)
         try:
             with memory_limit:
@@ -299,14 +299,14 @@ def try_batch(make: MakePrepare, device: Device, index: int, limit: int | None) 
     return memory_course.peak if memory_course is not None else None
 
 
-# FIRST_STEPS are always taken. If memory has grown in these steps, more follow: as many as fit into
+# FIRST_STEPS steps are taken first. If memory grows during these steps, as many further steps are taken as fit into
 # FURTHER_STEPS_SECONDS, but at least MIN_STEPS and at most MAX_STEPS.
 FIRST_STEPS = 3
 MIN_STEPS, MAX_STEPS = 12, 48
 FURTHER_STEPS_SECONDS = 2.0
 # The growth of memory is measured only for steps up to this many seconds.
 LONGEST_STEP_SECONDS = 1.0
-# Slower growth does not count as a leak: it needs more than four million steps to reach a GiB.
+# Slower growth is not a leak: reaching 1 GiB would take more than four million steps.
 MIN_GROWTH_BYTES = 256
 
 
@@ -327,13 +327,13 @@ def measure_growth(step: Callable[[], None], device: str, seconds: float) -> flo
     examined. Under tracing it seems to grow by some KiB per step for dozens of honest steps, because new objects
     replace those made before tracing began.
     """
-    # After a few steps, most states hold the same bytes and need no more steps.
+    # Most states stop growing within a few steps and need no more.
     bytes_after_first_steps = _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_STEP_SECONDS else []
     if not bytes_after_first_steps:
         return None
     if bytes_after_first_steps[-1] - bytes_after_first_steps[0] < MIN_GROWTH_BYTES:
         return 0.0
-    # Leave out the first count of held bytes, because it was read before the first step.
+    # Drop the first byte count, which was taken before the first of these steps.
     step_count = min(MAX_STEPS, max(MIN_STEPS, int(FURTHER_STEPS_SECONDS / seconds)))
     return compute_growth(_count_held_bytes(step, device, step_count // 4 * 4, parts=4)[1:])
 

@@ -42,18 +42,18 @@ from fp8bench.worker.switches import precision_scope, restore_switches, without_
 if TYPE_CHECKING:
     from fp8bench.worker.late_slots import LateSlots
 
-# A call may take longer than the time between the stamps of its step, because the clock itself takes time: by this many
-# seconds per call, by this many per mark, or by this part of the call's time.
+# The allowed difference between the time of a call and the time between its stamps, because the clock itself takes
+# time: seconds per call plus seconds per mark, or a share of the call's time if that is longer.
 _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
-# On an accelerator it is uncertain when the queue begins and ends. So the time of a slot and the time between its
-# stamps may differ, by this many seconds and by this part of the slot.
+# The allowed difference between the time of a slot and the time between its stamps, in seconds or relative to the slot.
+# On an accelerator it is uncertain when the queue begins and ends.
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
-# A step is accused of changing the clock's stamps if the median over this many slots shows it. If they take longer than
-# _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
+# A step is reported for changing the clock's stamps if the median over this many slots shows it. If these slots take
+# longer than _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
 _ACCUSING_SLOTS, _MIN_ACCUSING_SLOTS, _ACCUSING_SECONDS = 31, 5, 0.5
 # The number of replays whose phases are marked; the fastest replay is used.
 _MARKED_REPLAYS = 10
-# Phases are marked in at least one of this many steps, even if marks take long.
+# At least one of this many steps has phase marks, however long marks take.
 _MAX_STEPS_PER_MARKED_STEP = 32
 
 
@@ -72,7 +72,7 @@ class State(NamedTuple):
     arithmetics: tuple[Arithmetic, ...]
 
 
-# The most states of a case. Preparing more states would take longer than timing them.
+# The most states that a case uses in turn. Preparing more states would take longer than timing them.
 MAX_STATES = 256
 
 
@@ -138,10 +138,10 @@ class PreparedCase:
     held: HeldPhase | None = None
     meet_ranks: Callable[[], object] = begin_without_ranks
     is_true_on_any_rank: Callable[[bool], bool] = bool
-    # For each slot, the seconds that neither the stamps of its steps nor the clock's work explain: on a CPU those of
-    # the call with the fewest such seconds, on an accelerator those of the slot.
+    # For each slot, the seconds that neither the time stamps nor the clock's work explain. On a CPU only the call with
+    # the fewest such seconds counts, on an accelerator the whole slot.
     _unexplained_seconds: list[float] = field(default_factory=list)
-    # The switches' values before the first slot. Nothing runs between slots, so each slot must preserve them.
+    # The switches' values before the first slot. Only a slot can change them, because nothing runs between slots.
     _switch_values: Sequence[Any] | None = None
     _late_slots: LateSlots | None = None
     _between_calls: BetweenCalls | None = None
@@ -249,7 +249,7 @@ class PreparedCase:
         slot = self._time_slot(lambda state, phase: replay(), max(1, round(calls / state_count)), discard, filling)
         if state_count == 1:
             return slot
-        # No stamp separates the steps of a replay, so each step gets their mean time.
+        # A replay runs several steps without time stamps between them, so each step gets their mean time.
         steps = tuple(_divide_step(step, state_count) for step in slot.steps)
         return replace(slot, steps=steps, host_seconds=slot.host_seconds / state_count)
 
@@ -263,7 +263,7 @@ class PreparedCase:
         late_slots = self._late_slots
         steps_per_mark = self.steps_per_marked_step
         silent_phases = SilentPhases()
-        # The answer of a step is freed within the timed part: `id` does not keep the answer.
+        # Free the step's return value within the timed part: the builtin `id` keeps no reference to it.
         keep_answer, slot_inspection = (
             (id, nullcontext()) if late_slots is None else (late_slots.keep, late_slots.slot())
         )
@@ -308,7 +308,7 @@ class PreparedCase:
         if self._between_calls is None:
             self._unexplained_seconds.append(min(map(_compute_missing_in_call, call_seconds, steps)))
         else:
-            # If the host had to wait for a core, it noticed too late that the device was done.
+            # If the host was waiting for a core when the device finished, the slot seems longer by this wait.
             late_seconds = _get_number(subtract_counters(counters_at_end, counters_after)["waited"]) or 0.0
             seconds_between_calls = max(0.0, host_seconds - sum(call_seconds)) + self._between_calls.seconds()
             self._unexplained_seconds.append(
@@ -418,7 +418,7 @@ class PreparedCase:
         )
 
     def _has_wrong_stamps(self) -> bool:
-        # An interruption before a call's first stamp lengthens single slots, but not most of many slots.
+        # An interruption before a call's first time stamp lengthens a few slots only. So the median decides.
         return bool(self._unexplained_seconds) and median(self._unexplained_seconds) > 0
 
     def _needs_more_slots(self, deadline: float) -> bool:

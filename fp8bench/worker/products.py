@@ -59,7 +59,7 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
         step(workload, state, setup.scales, clock)
     input_sums = state_inputs.sum_inputs()
     held_weights = _HeldWeights(state, formats)
-    if time.thread_time() - start < _MAX_STEP_SECONDS:  # the first step may have cast tensors that later steps keep
+    if time.thread_time() - start < _MAX_STEP_SECONDS:  # the first step may have cast tensors that later steps reuse
         addresses_cast_in_step.clear()
         with ProductWatch(held_weights.inspect_operands):
             step(workload, state, setup.scales, clock)
@@ -221,7 +221,7 @@ class _OperandInspection:
             self.has_low_operand = reads_float32 or any(has_format(tensor, fmt) for tensor, fmt in operand_formats)
 
 
-# CPU seconds for reading a state. A state that takes longer is not reported.
+# The limit in CPU seconds for reading a state. Nothing is reported about a state that takes longer.
 READ_SECONDS = 0.5
 _PIECE_ELEMENTS = 1 << 20
 # The most input shapes that are reported, largest first. The largest inputs decide how long a step takes.

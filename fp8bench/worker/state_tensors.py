@@ -20,11 +20,11 @@ from typing import Any
 
 from fp8bench.model import MemoryRole
 
-# The purpose of the state's memory by address, None if it is unknown.
+# Maps the address of a state's memory to the purpose of this memory, None if it is unknown.
 StateTensors = Mapping[int, MemoryRole | None]
 ViewKey = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 
-# The most objects of a state that are inspected, which takes about a second.
+# The most objects of a case's state that are inspected. Inspecting them takes about a second.
 MAX_OBJECTS = 1_000_000
 _UNSEARCHED_TYPES = (
     type,
@@ -64,7 +64,7 @@ def state_tensors(state: object) -> StateTensors:
             holders.append(part)
     for optimizer in optimizers:
         _set_role(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
-    # `holders` begins with the outermost object. Its roles are set last, so that they replace those of inner objects.
+    # `holders` begins with the outermost object. Set its roles last, so that they replace the roles of inner objects.
     for holder in reversed(holders):
         declared_roles = holder.memory_roles()
         if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):

@@ -36,7 +36,7 @@ _DEVICE_COUNTS: Mapping[str, MetricSpec] = {
 }
 # Calls of the driver that allocate or free memory. The cuMem calls belong to torch's expandable segments.
 _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
-# The measured counts of allocations, and the reasons why other counts are missing.
+# The measured counts of allocations, and the reasons why some counts are missing.
 AllocationCounts = tuple[tuple[Measurement, ...], tuple[str, ...]]
 
 
@@ -48,8 +48,7 @@ class AllocatorProbe:
         self._numbers = (ctypes.c_uint64 * 4)()
         library.fp8bench_probe_cost.restype = ctypes.c_uint64
         clock_costs = [library.fp8bench_probe_cost(_CALIBRATING_CALLS) / _CALIBRATING_CALLS for _ in range(5)]
-        # Timing a call reads the clock twice. So the cost of one reading is part of the measured time, and is
-        # subtracted.
+        # The clock is read before and after a call. About one reading falls into the measured time, and is subtracted.
         self._cost = min(clock_costs)
 
     def switch(self, on: bool) -> None:
@@ -135,7 +134,7 @@ def _count_host_allocations(run: Callable[[Phases], None], unprobed: str) -> All
         page_faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         return (*probe.read(), page_faults) if probe is not None else (page_faults,)
 
-    # Turn the probe on only during these steps, because it slows down every call.
+    # The probe slows down every call of the memory allocator, so turn it on only during these steps.
     phase_readings = PhaseReadings(read)
     if probe is not None:
         probe.switch(True)

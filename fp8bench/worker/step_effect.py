@@ -46,13 +46,13 @@ from fp8bench.worker.state_tensors import (
 )
 from fp8bench.worker.static_scales import step as take_step
 
-# Steps of more seconds than this are not repeated, and states that take longer to read are not compared.
+# A step that takes more seconds than this is not repeated. A state that takes longer to read is not compared.
 MAX_STEP_SECONDS = 1.0
 # In Python, a step that does nothing takes less than this many seconds. A step whose work torch does not see takes
 # more.
 IDLE_STEP_SECONDS = 50e-6
-# The least and most repetitions of a step that seems to do nothing, and the seconds after which no more follow. Short
-# steps are repeated more often, because on a loaded machine even a step that does nothing may take longer.
+# Limits for repeating a step that seems to do nothing: the least and most repetitions, and the CPU seconds after which
+# no more follow. Load may lengthen some repetitions, so short steps are repeated more often.
 _MIN_REPETITIONS, _MAX_REPETITIONS, _REPETITION_SECONDS = 5, 100, 0.01
 # If this many steps all give different results, the steps do work.
 _MAX_COMPARED_STEPS = 4
@@ -78,7 +78,7 @@ class _StateSteps:
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
         self.phases = set[str]()
-        # Take time stamps as in timed steps, because a step could recognise a different class.
+        # Use the phase markers of timed steps, because a step could detect markers of a different class.
         self._stamper = device.stamper(index)
         self._clock = PhaseClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
         self.state = workload.prepare(setup)
@@ -255,8 +255,8 @@ def _find_changed_numbers(
     changed_addresses = {
         address for address, tensor in lasting_memories.items() if tensor.digest != old_contents[address].digest
     }
-    # Memory that each step allocates again has no lasting address. So compare the digests of all such tensors as a
-    # set, and of single numbers as a second set.
+    # Memory that each step allocates again has no lasting address. So compare the digests of all such tensors in any
+    # order, and separately the digests of all single numbers.
     old_tensors, old_numbers = _count_digests(old, lasting_memories)
     new_tensors, new_numbers = _count_digests(new, lasting_memories)
     if any(lasting_memories[address].elements > 1 for address in changed_addresses) or old_tensors != new_tensors:
@@ -289,7 +289,7 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
     memory_before = steps.read_memory()
     replaced_digests = dict[int, int]()
     with ExitStack() as stack:
-        # Give each memory different numbers. Otherwise a result that equals an input would also equal it afterwards.
+        # Fill each memory from a different seed. Otherwise a result that equals an input could equal it again.
         for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
             if address in chosen_addresses:
                 stack.enter_context(replace_numbers(first, seed))
@@ -345,21 +345,21 @@ def _is_idle(steps: _StateSteps) -> bool:
     return False
 
 
-# The order of timed slots (True) and counted slots. A step that drifts steadily, or that repeats after 2, 3, 4 or 8
-# slots, does not follow this order.
+# The order of slots that time steps (True) and slots that count operators (False). A step's time does not follow this
+# order if it drifts steadily, or repeats after 2, 3, 4 or 8 slots.
 _SLOT_ORDER = (True, False, False, True, False, True, True, False)
-# Kernels may round differently in two slots. So differences below _ROUNDING_SHARE of the step's effect on a tensor do
-# not count, nor differences below _LEAST_CHANGE_SHARE of the largest effect on any tensor.
+# Kernels may round differently in two slots. So ignore differences below _ROUNDING_SHARE of the step's effect on a
+# tensor, and differences below _LEAST_CHANGE_SHARE of the largest effect on any tensor.
 _ROUNDING_SHARE, _LEAST_CHANGE_SHARE = 0.05, 1e-3
-# A step may take this many times as long when its operators are counted as when it is timed, or the reverse. Before
-# this comparison, _COUNTING_SECONDS are subtracted for each counted operator.
+# The largest allowed ratio between step times in timed slots and in slots that count operators, in both directions.
+# Counting an operator may cost _COUNTING_SECONDS.
 _MAX_SLOWDOWN = 1.5
 _COUNTING_SECONDS = 30e-6
 # The largest state in bytes whose numbers are replaced. For a larger state this takes too long.
 MAX_BYTES = 1 << 26
 
-# For each tensor, a few sums that describe how a step changed the tensor (bits.sketch), or the content of a new tensor.
-# The tensors are in the order of `find_memories`.
+# For each tensor, in the order of `find_memories`: a few sums that describe how a step changed the tensor
+# (bits.sketch), or the content of the tensor if it is new.
 Sketches = list[Any]
 
 
@@ -413,7 +413,7 @@ def _describe_difference(timed: Sequence[SlotSummary], counted: Sequence[SlotSum
             f"a step takes {units.seconds(fastest_timed)} when it is timed, and {units.seconds(slowest_counted)} when "
             "its operators are counted"
         )
-    # A tensor shows that a step cheats only if all timed slots agree about the tensor, and all counted slots do.
+    # A tensor is evidence that a step cheats only if all timed slots agree about its change, and all counted slots too.
     sketches = [slot.sums for slot in (*timed, *counted)]
     least_change = _LEAST_CHANGE_SHARE * max(
         (float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0

@@ -23,7 +23,7 @@ from fp8bench.worker.clock import PhaseClock
 
 GRACE_SECONDS = 0.5
 _WAIT_PIECES = 20
-# The seconds for a process to end. It may have to wait for a core.
+# Seconds to wait until a process ends. The process may have to wait for a core.
 _EXIT_SECONDS = 2.0
 _POLL_SECONDS = 0.005
 # Helper processes that live as long as the process that started them, and do nothing without a request.
@@ -245,7 +245,7 @@ def _end_processes(started: Iterable[int]) -> list[str]:
 
 def _is_busy(pid: int) -> bool:
     """Returns whether a process runs and is not a harmless helper, judged by its command line."""
-    # A process that has just started has no command line, and counts as busy.
+    # A new process whose command line is still empty counts as busy.
     return _is_alive(pid) and not any(word in _read_command_line(pid) for word in _HARMLESS_COMMANDS)
 
 

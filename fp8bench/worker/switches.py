@@ -86,7 +86,7 @@ def switches() -> tuple[Switch, ...]:
 
 
 _OWN_FUNCTIONS = "fp8bench's own functions"
-# Prefixes of the names of modules that time or inspect steps.
+# Prefixes of the fp8bench modules that time or inspect steps.
 _MEASURING_MODULES = tuple(
     f"fp8bench.{room}"
     for room in ("devices.", "numerics.operands", "protocols.measuring", "tape.", "user_code.switches", "worker.")
@@ -99,7 +99,7 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
     """
     function_places: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
-        # List the functions before any step runs, because a function that a step adds to a module is not fp8bench's.
+        # List the functions before any step runs, so that functions that a step adds to these modules are not listed.
         if name.startswith(_MEASURING_MODULES):
             classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *classes):

@@ -94,7 +94,7 @@ def _measure_operator_shares(steps: _SharedSteps, state: Any) -> Shares:
     operator_times = OperatorTimes(find_models(state), steps.clock)
     observed_calls = []
     unobserved_seconds = []
-    # Observed and unobserved steps alternate, so that a drift affects both kinds.
+    # Observed and unobserved steps alternate, so that slow changes of the machine affect both kinds.
     for _ in _iterate_limited_turns():
         with operator_times.time_calls() as calls:
             steps.run(operator_times.phases)

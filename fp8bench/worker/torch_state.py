@@ -151,7 +151,7 @@ def _choose_attention() -> None:
 
 def has_memory_pool() -> bool:
     is_enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
-    # torch 2.11 can set this switch but cannot report it; at the start it is on
+    # torch 2.11 cannot report whether it pools memory; by default it does
     return is_enabled is None or bool(is_enabled())
 
 
@@ -173,7 +173,7 @@ def read_cublaslt_version() -> int | None:
 
 def describe_torch_build() -> dict[str, Scalar | None]:
     cudnn = torch.backends.cudnn
-    # With Triton, casts to FP8 use different kernels, so times depend on whether it is installed.
+    # Casts to FP8 use other kernels if Triton is installed, so record which kernels they use.
     cast_kernel_facts = {"casts": describe(torch.device("cuda"))} if torch.cuda.is_available() else {}
     return {
         "torch": str(torch.__version__),

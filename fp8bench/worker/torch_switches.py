@@ -31,7 +31,7 @@ def list_torch_switches() -> Iterator[Switch]:
     """Yields the switches in the order in which they must be restored: first a lock that blocks other switches, last
     settings that others overwrite.
     """
-    # The lock on flags comes first, because flags can be restored only after the lock is removed.
+    # Restore the lock on torch's flags first, because no flag can be restored while they are locked.
     yield from _list_mode_switches()
     yield from _list_number_switches()
     yield from _list_library_switches()
@@ -246,7 +246,7 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
             holder.clear()
             holder.update(old_hooks)
 
-    # Usually no module has hooks. Then the switch reads as this constant, because switches are read around every slot.
+    # Usually no module has hooks. Then return a constant, which is fast, because switches are read around every slot.
     yield Switch(
         "hooks of all modules",
         lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else empty_hooks,
@@ -324,7 +324,7 @@ def _list_gpu_switches() -> Iterator[Switch]:
             "torch.backends.cuda.cuFFTPlanCache.max_size",
         ),
     ]
-    # One function reads the size of a workspace, and with an argument sets it. Older versions of torch lack it.
+    # Each function returns the size of a workspace, or sets it to an argument. Older versions of torch lack them.
     rows += [
         (
             f"the workspace of {library_name}",
@@ -376,7 +376,7 @@ def _list_product_switches() -> Iterator[Switch]:
         attribute_names = [attribute_name]
         if hasattr(matmul, f"{attribute_name}_split_k"):
             attribute_names.append(f"{attribute_name}_split_k")
-        # torch reads the two values of this setting by two names, but the first name sets both.
+        # The split-K attribute reads this setting's second value. Assigning the first attribute sets both values.
         yield Switch(
             f"{dtype}'s reduced-precision sums",
             partial(_read_attributes, matmul, attribute_names),
@@ -400,9 +400,9 @@ def _list_product_switches() -> Iterator[Switch]:
         ("oneDNN's float32 convolutions", "mkldnn.conv.", "mkldnn", "conv"),
         ("oneDNN's float32 recurrences", "mkldnn.rnn.", "mkldnn", "rnn"),
     ):
-        # Read and set these switches by torch's private functions, because some public attributes set a different
-        # setting than they read. In a new process, cuDNN's convolutions and recurrences use TF32. The scope of the
-        # reference's precision turns this off before `is_distorting` is asked.
+        # Use torch's private functions, because some public attributes set a different setting than they read. In a new
+        # process, cuDNN's convolutions and recurrences use TF32. The reference precision turns TF32 off before
+        # `is_distorting` is called.
         yield Switch(
             switch_name,
             partial(torch._C._get_fp32_precision_getter, backend, operators),

@@ -21,7 +21,7 @@ from fp8bench.profiler import export_trace, list_activities, silence_kineto
 from fp8bench.protocols import Device, Markers, Phases, SilentPhases
 
 TRACED_STEPS = 3
-# The steps before the profiler starts. One more warm-up step is taken under the profiler, whose first calls are slow.
+# Warm-up steps before the profiler starts. One more follows under the profiler, whose first calls are slow.
 WARM_UP_STEPS = 2
 
 MakeRange = Callable[[str], AbstractContextManager[object]]
@@ -69,7 +69,7 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
             schedule=profiler_schedule,
             on_trace_ready=lambda profiler: traces.append(export_trace(profiler)),
             record_shapes=True,
-            acc_events=True,  # only one cycle is recorded; torch 2.11 warns that events of several cycles get lost
+            acc_events=True,  # avoids torch 2.11's warning that events of several cycles get lost
         ) as profiler,
     ):
         for _ in range(1 + TRACED_STEPS):
@@ -120,7 +120,7 @@ class TracedInterval(NamedTuple):
     end: int
 
 
-# For each time in nanoseconds, the intervals of a thread that have begun and not ended at this time.
+# Maps a time in nanoseconds to the intervals of a thread that are open at this time.
 OpenIntervals = dict[int, list[TracedInterval]]
 
 

@@ -29,8 +29,8 @@ _TOKENS, _INPUTS, _OUTPUTS = 512, 256, 384
 # The largest allowed error, relative to the sum of magnitudes. Rounding to bfloat16 and sums in 14 bits cause 0.3%. A
 # wrong scale of an operand causes much more.
 _MAX_PRODUCT_ERROR = 0.01
-# The largest allowed error of a library's whole layers, relative to the product. With four bits, random rounding and
-# rotations cause 3%.
+# The largest allowed error of a library's whole layers, relative to the product. In four-bit formats, random rounding
+# and rotated operands cause 3%.
 _MAX_LAYER_ERROR = 0.08
 _ACCELERATE_PACKAGES = ("accelerate", "msamp")
 
@@ -100,8 +100,8 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
     has_whole_layers = (
         arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
     )
-    # Use a narrower range for whole layers, because random rounding may correctly lose the smallest numbers of a wide
-    # range.
+    # Use a narrower range for whole layers, because in a wide range random rounding may correctly round the smallest
+    # numbers to zero.
     magnitude_decades = 0.5 if has_whole_layers else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
@@ -115,7 +115,7 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
         # Most numbers have the same sign, because terms that cancel would hide an error.
         return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * sizes
 
-    # Along the summed dimension, one operand grows as the other one falls, so that all terms of the sum matter.
+    # One operand grows along the summed dimension while the other one falls, so that all terms of a sum matter.
     x = draw(_TOKENS, _INPUTS, 1, 0.5)
     weight = draw(_OUTPUTS, _INPUTS, 1, -0.5)
     gradient = draw(_TOKENS, _OUTPUTS, -1, -1)
@@ -179,13 +179,13 @@ def _compare_group_products(
     x, weight, gradient = sources
     part_sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
     part_ends = torch.tensor(part_sizes, device=x.device).cumsum(0).to(torch.int32)
-    # 2. Compute the exact products of each part from the same operands.
+    # 2. For each part of the tokens, compute the exact product of the rounded operands.
     cast_weights = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     row_pairs = zip(
         torch.split_with_sizes(restore_in_fp64(a), part_sizes), map(restore_in_fp64, cast_weights), strict=True
     )
     transposed_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
-    # 3. Compute the same products by grouped kernels: forward, and for the gradients of weights.
+    # 3. Compute the same products, forward and for the gradients of weights, by grouped kernels.
     forward_products = torch.split_with_sizes(
         arithmetic.multiply_groups(a, stack_operands(cast_weights), part_ends), part_sizes
     )

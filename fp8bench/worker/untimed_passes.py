@@ -41,7 +41,7 @@ from fp8bench.worker.tracing import mark_slot, record_trace, write_trace
 
 # The number of warm-up steps. The first step creates objects that later steps use again.
 _WARM_UP_STEPS = 2
-# `pace` times no further step after this many seconds.
+# `pace` stops after timed steps that took this many seconds together.
 _MAX_PACE_SECONDS = 10.0
 
 
@@ -67,10 +67,10 @@ class UntimedPasses:
         self._kept: dict[str, KeptState] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
-        # The exact results from which the errors of the last case were computed, with their key.
+        # The key and the exact results of the last case whose errors were measured.
         self._exact: Any = None
-        # False for ranks, which must all take the same number of steps. They do not measure whether memory grows,
-        # because each rank would take a different number of steps for that.
+        # False for ranks, which do not measure memory growth: it takes a different number of steps on each rank, but
+        # all ranks must take the same number.
         self._alone = True
 
     def examine(self, case: Case, facts: DeviceFacts) -> tuple[str, ...]:
@@ -81,8 +81,8 @@ class UntimedPasses:
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        # Cases that differ only in precision share their exact results. Read the stored results first, because
-        # `_open_untimed_pass` deletes them, as every request does.
+        # Cases that differ only in precision share their exact results. Read the stored results now, because
+        # `_open_untimed_pass` deletes them.
         key = case.workload, case.params, facts.key, case.ranks
         stored_exact_results = self._exact
 
@@ -152,7 +152,7 @@ class UntimedPasses:
             covered = workload.covered(setup())
             if covered is None:
                 return None
-            # `held` are the weights of the model's products, as the conversion stores them.
+            # `covered.held` has the weights of the model's products, as the conversion stores them.
             coverage = measure_coverage(covered.model, covered.held, covered.step, multiple=covered.multiple)
             return replace(coverage, loss=covered.loss())
 
@@ -209,7 +209,7 @@ class UntimedPasses:
             setup = make_setup()
             state = workload.prepare(setup)
             trace = record_trace(partial(take_step, workload, state, setup.scales), facts.kind)
-            # Free the state, so that its memory does not count for the next request.
+            # Free the state, so that the next request does not count its memory.
             del state
             gc.collect()
         device.empty_cache()

@@ -119,7 +119,7 @@ class Accumulate(Workload):
         tensors, width, micro_batches = read_integers(params, "tensors", "width", "micro_batches")
         elements = tensors * width**2
         gradient_bytes = float(GRADIENT_BYTES[str(params["gradients"])] * micro_batches * elements)
-        # The gradients, and a buffer that has at least half a byte for each element.
+        # Memory holds the gradients, and a buffer of at least half a byte for each element.
         return Work(bytes=gradient_bytes, least_memory=gradient_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:

@@ -102,8 +102,8 @@ class Attention(LayerWorkload):
         score_count = float(rows) * int(params["sequence"]) * int(params["heads"])
         # The forward pass has two products. Scores that a causal mask hides do not count.
         flops = 4.0 * score_count * int(params["head_width"]) * (0.5 if _is_causal(params) else 1.0)
-        # Queries, keys, values and the output take at least two bytes for each value. Their gradients take as much
-        # again.
+        # Queries, keys, values and the output take at least two bytes for each value. In training, their gradients take
+        # the same memory.
         least_bytes = 2.0 * rows * (inner + width) * (2 if is_training else 1)
         if params["part"] == "layer":
             weights = width * inner + width * width
@@ -148,14 +148,14 @@ class Attention(LayerWorkload):
         has_grouped_heads = params["heads"] != params["key_heads"]
         if missing_kernel_reason := shared.explain_missing_kernel(kernel, has_grouped_heads, precision, facts):
             return refused(missing_kernel_reason)
-        # With scores=high the core runs in `carried_by`, the precision of values between products. The core would have
-        # no product in the case's precision, so its time would mean nothing.
+        # With scores=high, the attention core runs in `carried_by`, the precision of values between products. Its time
+        # would not describe the case's precision.
         if params["part"] == "core" and not has_low_scores and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
             )
-        # The sizes of native products must be multiples of certain numbers. The sizes of emulated products need not.
+        # The sizes of native products must be multiples of certain numbers. Emulated products accept all sizes.
         if params["part"] == "layer" and support.is_native:
             rows, width, inner = _read_sizes(params)
             size_text = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
@@ -191,7 +191,7 @@ class Attention(LayerWorkload):
         core = HeadwiseCore(FusedCore(_is_causal(setup.params)))
         exact = _build_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
         state = self.prepare(setup)
-        # If `settles`, errors are measured in a second pass, because the first only fills the history of scales.
+        # `settles` means that the first pass only fills the history of scales, so that a second pass measures errors.
         errors = state.measure_errors(exact, setup.settles)
         with StoredScores() as score_counter:
             state.outcome()

@@ -98,13 +98,13 @@ class Cast(Workload):
         """
         elements = int(params["rows"]) * int(params["columns"])
         source_bytes = float(SOURCE_BYTES[str(params["source"])] * elements)
-        # The source, and codes that take at least half a byte for each element.
+        # Memory holds the source, and codes of at least half a byte for each element.
         span_factor = SPAN_FACTORS.get(str(LAYOUT.of(params)), 1)
         return Work(bytes=source_bytes, least_memory=span_factor * source_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
-        # Refuse cases that would measure the same as another case under a second name.
+        # Refuse cases that would repeat a different case's figures.
         if layout != CONTIGUOUS and params["direction"] == "from":
             return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:

@@ -25,11 +25,11 @@ SUMMING_COLLECTIVES = ("all_reduce", "reduce_scatter")
 FP8_METHODS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
-# The history has one variant of FP8, and default sizes only.
+# The benchmark history covers one FP8 variant, at default sizes.
 _HISTORY_AXES = {"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)}
 # Parameters that only matter for collectives that sum in FP8.
 _FP8_PARAMETERS = ("fp8", "scaling")
-# Each rank's part of the vector has a multiple of this number of elements, so that it has whole blocks of scales.
+# Each rank's part of the vector has a multiple of this number of elements, so that it consists of whole scaling blocks.
 _PART_MULTIPLE = 32
 _ELEMENT_BYTES = 4
 # FP8-LM's factor mu starts at 1 and is halved while values saturate. After this many steps it is stable.
@@ -159,8 +159,8 @@ class Collective(Workload):
             lost_share = (
                 (state.input_values == 0).sum() - (_draw_values(setup, state.rank)[:count] == 0).sum()
             ) / count
-        # 2. Compare the result with the exact result. Every rank can compute the exact result, because every rank can
-        # draw the values of all ranks.
+        # 2. Compare the result with the exact result. Each rank computes the exact result itself, because the seed
+        # determines the values of all ranks.
         self.step(state, SilentPhases())
         assert state.result is not None
         elements = int(setup.params["elements"])

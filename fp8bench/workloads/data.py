@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The default batch size in records, by kind.
 DEFAULT_BATCHES = {"reading": 16, "transfer": 128}
 RECORD_COUNT = 256
-# With kind=transfer, steps use this many batches in turn, so that a cache does not hold the next batch.
+# With kind=transfer, steps use this many batches in turn, so that the next batch is not in the cache.
 PREPARED_BATCHES = 4
 # How many bytes zlib compresses in a second on a slow machine.
 _COMPRESSED_BYTES_PER_SECOND = 5e6

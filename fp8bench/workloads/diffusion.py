@@ -103,7 +103,7 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     """
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
-    # In the middle of the UNet both sides of an image are halved.
+    # In the middle of the UNet, an image has half the height and half the width.
     middle_pixels = pixels // 4
 
     def iterate_block_shapes(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
@@ -228,7 +228,7 @@ class Diffusion(ConvolvedWorkload):
         products = _list_products(sizes)
         flops = 4.0 * attention_blocks * sizes.batch * tokens * tokens * width
         flops += sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in products)
-        weight_bytes = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # weights in fp32
+        weight_bytes = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # weights are in fp32
         if not is_training(params):
             plan = read_plan(params)
             return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=weight_bytes)
@@ -261,7 +261,7 @@ class Diffusion(ConvolvedWorkload):
             conv_sizes = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             conv_pass = "training" if is_training(params) else "forward"
             return workloads.get("conv").support({**conv_sizes, "pass": conv_pass}, precision, facts)
-        rows = 0  # the number of rows of a product that does not fit, or 0 if all fit
+        rows = 0  # a row count that the precision does not support, or 0 if it supports all
         sides: set[int] = set()
         for product in _list_products(sizes):
             if product.layer.kind == kind:

@@ -128,12 +128,12 @@ class EarlyExits(LayerWorkload):
         rows = count_rows_by_block(setup.params)
         exact_dtype = torch.float64
         assert isinstance(state.layer, early_exit.EarlyExit)
-        # 2. With exits=held, rows leave by a schedule that ignores their values. So all precisions do the same work.
+        # 2. With exits=held, rows exit by a schedule that ignores their values, so all precisions do the same work.
         if setup.params["exits"] == _HELD_EXITS:
             state.layer.exit_rule = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
             return state
-        # 3. With exits=own, the thresholds of confidence come from the exact pass. In low precision a row may cross
-        # its threshold after another block.
+        # 3. With exits=own, use the confidence thresholds of the exact pass. In low precision a row may leave after
+        # another block.
         exact = (
             state
             if carrier is exact_dtype

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 LARGEST_SIDE = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
-# A sweep starts at 16, because sizes of native FP8 products are multiples of 16. It ends at four times its base size.
+# A sweep starts at 16, because sizes of native FP8 products are multiples of 16. It ends at four times the base side.
 _SMALLEST_SWEEP_SIDE = 16
 _LARGEST_BASE_MULTIPLE = 4
 _SIDE_NAMES = "mnk"
@@ -180,7 +180,7 @@ class Gemm(Workload):
             return refused(reason)
         if precision.whole_layers and params["operands"] != "cast":
             return refused("a library's operands are cast in every step: choose operands=cast")
-        # Weights that are stored for inference have no gradients.
+        # Weights that are stored for inference are not trained, so only the forward product exists.
         if precision.name == served.SERVED_PRECISION:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused(
@@ -209,7 +209,7 @@ class Gemm(Workload):
         if state.stored_weight is not None:
             state.stored_weight.multiply(state.a, phase)
             return
-        # Ready operands were cast before timing. Without casts, the operands have the carrier's dtype.
+        # Ready operands were cast before timing. If the precision casts nothing, operands keep the carrier's dtype.
         if state.ready_operands is not None:
             a, b = state.ready_operands
         elif arithmetic.casts:
@@ -271,7 +271,7 @@ def parse_shape(text: str) -> str:
     if text.lower() in MODELS:
         return text.lower()
     if _is_model(text):
-        parse_model_products(text)  # raises ValueError if the sizes of a model are invalid
+        parse_model_products(text)  # called only to raise ValueError if the model's sizes are invalid
         return text
     name, colon, swept_sides = text.partition(":")
     if name == "sweep":
@@ -361,7 +361,7 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     operands_with_layout = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
     if precision.name == served.SERVED_PRECISION and "b" in operands_with_layout:
         return "weights are stored row by row, whatever their layout: choose contiguous for operand b"
-    # The case would only repeat another case's figures under a second name.
+    # Codes of ready operands do not depend on the layout, so this case would repeat a different case's figures.
     if operands_with_layout and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "

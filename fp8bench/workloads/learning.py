@@ -26,7 +26,7 @@ _HEAD_WIDTH = 32
 _BATCH_SEQUENCES = 4
 _SEQUENCE_TOKENS = 64
 _LEARNING_RATE = 3e-3
-# Other precisions divide their loss by the loss of this precision, which divides its own loss by that of fp32.
+# The losses of all other precisions are divided by the loss of bf16. The loss of bf16 is divided by the loss of fp32.
 _USUAL_REFERENCE = "bf16"
 _REFERENCE_OF_BF16 = "fp32"
 

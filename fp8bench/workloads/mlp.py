@@ -35,7 +35,7 @@ class Mlp(LayerWorkload):
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
     linear_layers = True
-    unit_scales = True  # the block can be unit-scaled, see `prepare`
+    unit_scales = True  # `prepare` can unit-scale the block
     layer_kinds = ("up", "down")
     batch_axis = "tokens"
     history = Grid(
@@ -60,7 +60,7 @@ class Mlp(LayerWorkload):
                 _LINEAR,
                 NORM_LINEAR,
                 NORM_MLP,
-                quiet=True,  # the parameters of a case do not contain the default
+                quiet=True,  # the default is left out of a case's parameters
             ),
             shared.PASS,
             VALUES,
@@ -77,7 +77,7 @@ class Mlp(LayerWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
-        # Constants of unit scaling exist only for a block without a norm.
+        # Unit scaling has constants only for a block without a norm.
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
         tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
-# Two runs of a reproducible model may differ by the first number, or by the second number times the measured error.
+# Two runs of a model count as reproducible if they differ at most by this relative difference, or by this share of the
+# measured error.
 _REPRODUCIBLE_DIFFERENCE = 1e-4
 _REPRODUCIBLE_ERROR_SHARE = 0.1
 # The results of users' functions in this process, by the function's name and the seed. Every case gets a copy.
 LOADED_MODELS: dict[tuple[str, int], MakeResult] = {}
-# For models that exist as objects in this process: the function that returns the model, by the name of the model's
-# class.
+# Maps the name of a model's class to a function that returns the model, for models that exist as objects in this
+# process.
 LIVE_MODELS: dict[str, Callable[[], Any]] = {}
 
 
@@ -71,7 +72,7 @@ class Model(Workload):
     name = "model"
     summary = "your own model, unchanged and converted (fp8bench profile)"
     listed = False
-    examined = True  # `examine` runs in a worker before anything is measured
+    examined = True  # call `examine` in a worker before measuring
     may_diverge = True
     dtypes = (UNTOUCHED, "bf16", "fp8")
 
@@ -112,7 +113,7 @@ class Model(Workload):
         # An unchanged model is never refused, whatever dtypes it computes in.
         if precision.name == UNTOUCHED:
             return native("the unchanged model")
-        # `prepares` returns the support of a library that converts whole models, or None for other precisions.
+        # A library that converts whole models returns its support by `prepares`, which is None for other precisions.
         support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
@@ -184,7 +185,7 @@ class Model(Workload):
 
         model_copy = _copy_model(setup)
         if setup.draw:
-            # Keep the batch, and take only the model of the other seed.
+            # Keep the batch of the first seed. Only the model comes from the other seed.
             other_copy = _copy_model(replace(setup, seed=setup.seed + setup.draw))
             model_copy = model_copy._replace(model=other_copy.model)
         state = OwnModel(model_copy, setup, _find_native_multiples(setup), converts=_is_converted(setup))
@@ -212,7 +213,7 @@ class Model(Workload):
         # Coverage counts the products of the unchanged model, and which of them the conversion would replace.
         state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
         product_weights = make_conversion(state.model, setup, _find_native_multiples(setup)).product_weights
-        # Accelerate decides what it converts, so look at the model that it returns.
+        # Accelerate decides which layers it converts, so look at the model that it returns.
         if isinstance(setup.arithmetic, conversion.AcceleratedModel):
             converted_names = conversion.find_converted_layers(_make_converted_model(setup, compiles=False).model)
             product_weights = tuple(
@@ -225,7 +226,7 @@ class Model(Workload):
             held=product_weights,
             step=lambda: state.step(SilentPhases()),
             multiple=multiple,
-            loss=lambda: state.loss_words,  # the step sets this description of its loss
+            loss=lambda: state.loss_words,  # read it later, because the step sets this text
         )
 
 
@@ -316,10 +317,9 @@ def _refuse_parameters(name: str, parts: MakeResult) -> None:
 
 
 def _call_target(name: str) -> Any:
-    # Functions that are not in this process are imported by `named`.
+    # LIVE_MODELS has functions of this process. All other functions are imported by `named`.
     function = LIVE_MODELS.get(name) or named(name)
-    # Check the signature before the call, because a TypeError inside the function would look like a mistake in this
-    # call.
+    # Check the signature before the call. Otherwise a TypeError inside the function would look like a wrong signature.
     try:
         inspect.signature(function).bind()
     except TypeError as error:

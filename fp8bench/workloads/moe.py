@@ -117,8 +117,8 @@ class Moe(LayerWorkload):
         tokens, layers = read_integers(params, "tokens", "layers")
         expert_weights = 3 * sizes.width * sizes.hidden
         products = tokens * (sizes.top_k * expert_weights + sizes.experts * sizes.width)
-        # Weights in fp32. A token has a row for each of its experts. The values of a row, and those between the two
-        # products, take two bytes each.
+        # Weights are in fp32. Each token has a row for each of its experts. The values of rows, and the values between
+        # the two products, take two bytes each.
         row_values = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
         least_bytes = layers * (
             4.0 * sizes.experts * expert_weights + (2.0 * row_values if is_training(params) else 0.0)
@@ -142,8 +142,8 @@ class Moe(LayerWorkload):
         support = require_fit(support, precision, 0, (sizes.width, sizes.hidden), is_training(params), size_text)
         if support.level is Level.REFUSED:
             return support
-        # 2. Find how the device supports the router, which has its own precision and sizes. Its weight gradient sums
-        # over tokens, so the number of tokens must fit too.
+        # 2. Find how the device supports the router's products, which have their own precision and sizes. The router's
+        # weight gradient sums over tokens, so the number of tokens must fit too.
         router_precision = precisions.get(str(params["router"]))
         router_text = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
@@ -151,7 +151,7 @@ class Moe(LayerWorkload):
         if router_support.level is Level.REFUSED:
             return hardware.refused(f"router={router_precision.name}: {router_support.reason}")
         fp8_axes = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
-        for axis in ("router", *fp8_axes):  # the casts and products of these axes are timed
+        for axis in ("router", *fp8_axes):  # the step's time includes the casts and products of these axes
             axis_support = precisions.get(str(params[axis])).support(facts)
             if axis_support.is_emulated and support.is_native:
                 return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")
@@ -165,7 +165,7 @@ class Moe(LayerWorkload):
         from fp8bench.nn.exercise import make_exercise
         from fp8bench.nn.linear import cast_once
 
-        # 1. Assign tokens to experts, with a different draw for each layer.
+        # 1. Assign tokens to experts, with a different seed for each layer.
         params = setup.params
         sizes = read_sizes(setup.params)
         tokens = int(params["tokens"])
@@ -173,7 +173,7 @@ class Moe(LayerWorkload):
         plans = [
             experts.draw_load(load_text, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))
         ]
-        if carrier is torch.float64:  # the exact pass neither rounds nor pads rows
+        if carrier is torch.float64:  # the exact reference neither rounds nor pads rows
             row_formats = experts.RowTravel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.linear import ChooseArithmetic
 
-# The number of input tensors of shape (tokens, width) of each operation.
+# For each operation, the number of its inputs that have the shape (tokens, width).
 INPUT_COUNTS = {
     "layer_norm": 1,
     "rms_norm": 1,

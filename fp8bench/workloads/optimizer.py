@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from fp8bench.nn.moments import Bucket, MomentStorage
     from fp8bench.numerics.distributions import GradientSource
 
-# A bucket has at most this many elements, unless a single tensor has more. Its moments are restored and cast
-# together. In fp32 that is 256 MiB of moments, which is enough for long phases.
+# A bucket has at most this many elements, unless a single tensor has more. Its moments are restored and cast together.
+# In fp32 the moments take 256 MiB, which makes phases long enough.
 BUCKET_ELEMENTS = 1 << 25
 # The initial moments resemble those after this many steps.
 EARLIER_STEPS = 1000
 # The error is measured after this many steps. A bf16 second moment keeps growing, because rounding hides a decay of
-# 0.001. That shows after a thousand steps, not after ten. One small matrix is enough, because each matrix has its own
-# scale, and Adam's updates do not depend on magnitudes.
+# 0.001, which shows after a thousand steps, but not after ten.
 ERROR_STEPS = 1000
+# One small matrix is enough, because each matrix has its own scale, and Adam's updates do not depend on magnitudes.
 ERROR_WIDTH = 64
 
 
@@ -195,8 +195,8 @@ def _draw_initial_state(
     tensors, width = read_integers(setup.params, "tensors", "width")
     source = GradientSource([(width, width)] * tensors, seeded_generator(setup.facts.key, setup.seed))
     weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled_gradients()]
-    # A moving average of noise has (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
-    # has twice as much.
+    # A moving average of noise keeps (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
+    # keeps twice as much.
     moment_deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
     first = [tensor.mul_(moment_deviations[0]) for tensor in source.draw()]
     second = [

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 # The default batch of all ranks together is the model's default batch times this factor.
 _BATCH_FACTOR = 4
-# Values of an option that stand for all values that the method of division has, or for the first of them.
+# Words for the values of an option: all values that the parallel method supports, or the first of them.
 _ALL_VALUES = "auto"
 _FIRST_VALUE = "usual"
-# The values of this option are numbers. The word `usual` stands for the first value that is at least the number of
-# ranks.
+# This option has numbers as values. `usual` stands for the first number that is at least the number of ranks.
 _MICRO_BATCHES_OPTION = "microbatches"
 _MICRO_BATCHES_SUFFIX = " that is at least the number of ranks"
 # This many warm-up steps run before messages are counted. In its second step, DDP once sends the order of its buckets.
@@ -114,7 +113,7 @@ class Parallel(Workload):
         return sizes.gpt_around(_make_config(params).layers)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        # 1. Refuse a number of ranks with which the method is impossible.
+        # 1. Refuse too few ranks for the method.
         division = WAYS[str(params["way"])]
         if facts.ranks < division.least_ranks:
             min_ranks = division.least_ranks

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.rlhf import FourModels
     from fp8bench.nn.training_step import HoldCastWeights, Loader, TrainingState
 
-# The defaults of parameters that change how a step is executed. The results change at most through delayed scales. A
-# case that was built by hand may leave these parameters out.
+# The defaults of parameters that change how a step is executed. Results depend on these parameters only through delayed
+# scales. A case that was built by hand may omit them.
 DEFAULT_CHOICES = {
     "checkpointing": "no",
     "compile": "no",
@@ -241,7 +241,7 @@ class Transformer(shared.TrainingWorkload):
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
                 "or a precision that casts from the tensor alone, like fp8"
             )
-        # 2. Check what the layers of a backend accept, and which parts they compute themselves.
+        # 2. For a backend's own layers, check whether they cast weights again, and which models they support.
         backend = precision.backend if precision.whole_layers else None
         recasts_weights = (
             backend is not None and not backend.caches_weights and _read_choice(params, "weights") == "cached"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.vision import InferenceState
 
 _MODEL_NAMES = ("resnet", "vit", "two-input")
-# The parameters that each model does not use.
+# The suite's parameters that each model ignores.
 _UNUSED_PARAMETERS = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
 
 
@@ -140,7 +140,7 @@ class Vision(shared.TrainingWorkload):
         return self.layer_support("block", params, precision, facts)
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        if kind not in self.layer_kinds:  # the layer is an elementwise operation
+        if kind not in self.layer_kinds:  # all other layers are elementwise operations
             return precision.support(facts)
         sizes = read_sizes(params)
         is_resnet = sizes.model == "resnet"

@@ -145,7 +145,7 @@ def refuse_strangers() -> None:
         if connection.state == _ESTABLISHED and connection.local_address in listening_addresses
     }
     for end in connection_ends:
-        # A closed end has no inode and no owner.
+        # For a closed end of a connection, the system reports neither inode nor owner.
         if (
             (end.local_address, end.remote_address) in accepted_connections
             and end.inode != "0"
@@ -176,7 +176,7 @@ def _list_own_sockets() -> Iterator[str]:
             yield number.strip("[]")
 
 
-# For each part of a step, by name: the seconds that it takes in each round.
+# Maps each part of a step to the seconds that it takes in each round.
 PartSeconds = dict[str, list[float]]
 # The least and the most rounds of timing the parts of a step. With fewer rounds, chance would decide too often. After
 # the least rounds, more rounds follow until the slowest rank has taken _ROUNDS_SECONDS.
@@ -184,7 +184,7 @@ _MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
 # The least seconds that a part of a step must take. Ranks leave a barrier at slightly different times, and these
 # differences must be short in comparison.
 _MIN_PART_SECONDS = 3e-3
-# Parts that consist of the parts `compute` and `communication`, so that they need no separate warm-up.
+# Parts that run both `compute` and `communication`. The warm-up of those two parts is enough.
 _COMBINED_PARTS = {"both", "in_turn"}
 
 
@@ -289,8 +289,8 @@ def _find_largest_of_ranks(value: float) -> float:
     return float(largest_value)
 
 
-# The bytes that a rank sends in a step, and the seconds of each part of the step by round; or the reason why these
-# are unknown; or None if the suite has no such parts.
+# The bytes that a rank sends in a step, and the seconds of each part of the step in each round. A text is the reason
+# why these are unknown. None means that the suite has no such parts.
 StepPartsAnswer = tuple[tuple[Sent, ...], PartSeconds] | str | None
 # Prefixes of environment variables that configure launchers and communication libraries.
 RECORDED_PREFIXES = (
