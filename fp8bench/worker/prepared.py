@@ -51,7 +51,7 @@ _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
 # A step is reported for changing the clock's stamps if the median over this many slots shows it. If these slots take
 # longer than _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
 _ACCUSING_SLOTS, _MIN_ACCUSING_SLOTS, _ACCUSING_SECONDS = 31, 5, 0.5
-# The number of replays whose phases are marked; the fastest replay is used.
+# This many replays of a captured step are timed by phase, and the fastest replay is used.
 _MARKED_REPLAYS = 10
 # At least one of this many steps has phase marks, however long marks take.
 _MAX_STEPS_PER_MARKED_STEP = 32
@@ -133,7 +133,7 @@ class PreparedCase:
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
-    # Phases are marked in one of this many steps.
+    # One of this many steps has phase marks.
     steps_per_marked_step: int = 1
     held: HeldPhase | None = None
     meet_ranks: Callable[[], object] = begin_without_ranks

@@ -149,7 +149,7 @@ class Collective(Workload):
 
         from fp8bench.numerics.collectives import FP8Collective, compute_exact_result, draw_rank_values
 
-        # 1. Measure what a cast loses before anything is sent.
+        # 1. Measure how many values the cast before sending saturates or loses.
         state = self.prepare(setup)
         count = state.input_values.numel()
         if isinstance(state.kind, FP8Collective):

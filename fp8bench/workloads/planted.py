@@ -25,7 +25,7 @@ class PlantedState:
     on_device: bool = False
 
 
-# This many clock cycles of a GPU take about as long as a tiny call on a CPU.
+# A GPU kernel that sleeps this many clock cycles takes about as long as a tiny call on a CPU.
 _TINY_CYCLES = 100
 
 
