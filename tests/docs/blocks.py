@@ -40,7 +40,7 @@ _RUN = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8}\b")
 _MACHINE = re.compile(r"(AMD|Intel)[^(\n]*(\(R\)[^(\n]*)*")
 _UNITS = re.compile(r"(?<=^  units) .*", re.MULTILINE)
 _VERDICT = re.compile(
-    rf"\b(perhaps )?({'|'.join(map(re.escape, Verdict))}|worse|better|negligible|small|moderate|large)\b"
+    rf"\b(perhaps )?({'|'.join(map(re.escape, Verdict))}|adopt|worse|better|negligible|small|moderate|large)\b"
 )
 
 
