@@ -58,8 +58,8 @@ def __getattr__(name: str) -> Any:
             importlib.import_module("fp8bench.cli.calls").explain_arguments(value.__name__, value)
     else:
         suggestion = importlib.import_module("fp8bench.suggestions").meant_name("call", name, __all__)
-        hint = f". Did you mean {suggestion!r}?" if suggestion and not name.startswith("_") else ""
-        raise AttributeError(f"module 'fp8bench' has no attribute {name!r}{hint}")
+        suggestion_text = f". Did you mean {suggestion!r}?" if suggestion and not name.startswith("_") else ""
+        raise AttributeError(f"module 'fp8bench' has no attribute {name!r}{suggestion_text}")
     globals()[name] = value
     return value
 

@@ -9,14 +9,14 @@ def run() -> int:
     """Runs the command line and returns its exit code. An interrupt during imports gives exit code 130, without a
     traceback. An interrupt at shutdown is ignored.
     """
-    code = 130
+    exit_code = 130
     with contextlib.suppress(KeyboardInterrupt):
         from fp8bench.cli.main import main
 
-        code = main()
+        exit_code = main()
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the shutdown of the interpreter follows
-    return code
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -104,11 +104,11 @@ def run(
     request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *suite_files(suite)))
     try:
-        count, pause = parse_sessions(str(sessions))
+        count, pause_seconds = parse_sessions(str(sessions))
     except ArgumentTypeError as error:
         raise UsageError(f"sessions: {error}.") from None
     # 2. Measure. Each session is stored as a run, and the last run combines the intervals of all sessions.
-    measure = partial(execute_sessions, request, sessions=count, pause=pause)
+    measure = partial(execute_sessions, request, sessions=count, pause=pause_seconds)
     measure = measure if count > 1 else partial(execute, request)
     return _measure_run(measure, store, observer, progress, report, log)
 
@@ -198,10 +198,10 @@ def profile(
     loss: a function of a live model's output, if its forward returns no loss
     """
     # A live model is sent to the worker. A model that is named by its function is made in the worker.
-    is_live = not isinstance(model, str)
-    if is_live == (batch is None) or (loss is not None and not is_live):
+    is_live_model = not isinstance(model, str)
+    if is_live_model == (batch is None) or (loss is not None and not is_live_model):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
-    target = type(model).__name__ if is_live else check_function_name(str(model))
+    target = type(model).__name__ if is_live_model else check_function_name(str(model))
     request = Request(
         **profile_dtypes(split_names(dtypes), reference),
         **request_fields(Request, options),
@@ -210,7 +210,7 @@ def profile(
         isolation=isolation,
     )
     parts = (model, batch) if loss is None else (model, batch, loss)
-    measure = partial(profile_live, parts, request) if is_live else partial(profile_maker, request)
+    measure = partial(profile_live, parts, request) if is_live_model else partial(profile_maker, request)
     return _measure_run(measure, store, observer, progress, report, log)
 
 

@@ -75,8 +75,8 @@ class Suite:
             cls.setup_cache = _give_method_name(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
         _check_class(cls)
         import_user_modules(_make_imports_absolute(cls))
-        leaf = workloads.get(cls.workload)
-        series = make_series(leaf, default_corpus_identity() if leaf.uses_corpus else None)
+        suite_workload = workloads.get(cls.workload)
+        series = make_series(suite_workload, default_corpus_identity() if suite_workload.uses_corpus else None)
         cls.params = [list(values) for values in series[0].params]
         cls.param_names = list(series[0].param_names)
         cls.version = series[0].version
@@ -105,9 +105,10 @@ def find_project(file: Path) -> Path:
     """Returns the folder of asv.conf.json above a suite file. The file is not searched from the working directory,
     because asv runs benchmarks in a temporary folder.
     """
-    parents = file.absolute().parents
+    parent_folders = file.absolute().parents
     return next(
-        (folder for folder in parents if (folder / CONFIGURATION_FILE).is_file()), parents[min(1, len(parents) - 1)]
+        (folder for folder in parent_folders if (folder / CONFIGURATION_FILE).is_file()),
+        parent_folders[min(1, len(parent_folders) - 1)],
     )
 
 
@@ -166,10 +167,10 @@ def _read_process(pid: int) -> tuple[list[str], int]:
     """
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-        parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        parent_pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return [], 0
-    return arguments, parent
+    return arguments, parent_pid
 
 
 def _check_class(cls: type[Suite]) -> None:
@@ -213,12 +214,12 @@ def _make_reader(cls: type, series: Series) -> Callable[..., Any]:
     """Returns a method that returns the samples of one metric from the measured results."""
 
     def track(self: Suite, measured: Mapping[str, Mapping[Cell, Outcome]], *cell: Any) -> Any:
-        kind, content = measured[series.name].get(cell, ("none", "not on this machine"))
+        kind, outcome_content = measured[series.name].get(cell, ("none", "not on this machine"))
         if kind == "failed":
-            raise CaseFailed(str(content))
-        if kind == "samples" and not all(map(math.isfinite, content)):
+            raise CaseFailed(str(outcome_content))
+        if kind == "samples" and not all(map(math.isfinite, outcome_content)):
             raise CaseFailed(f"{series.metric} is not a finite number")
-        return {"samples": content, "number": 1} if kind == "samples" else math.nan
+        return {"samples": outcome_content, "number": 1} if kind == "samples" else math.nan
 
     vars(track).update(unit=series.unit)
     return _give_method_name(track, cls, series.name.rpartition(".")[2])

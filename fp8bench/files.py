@@ -153,14 +153,14 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
     def open_regular(name: str, flags: int) -> int:
         with contextlib.suppress(FileNotFoundError):  # check before opening: merely opening a device may change it
             _require_regular_file(os.stat(name), most)  # noqa: PTH116
-        descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)
+        file_descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)
         try:
             # Another process may have replaced the file since the first check.
-            _require_regular_file(os.fstat(descriptor), most)
+            _require_regular_file(os.fstat(file_descriptor), most)
         except OSError:
-            os.close(descriptor)
+            os.close(file_descriptor)
             raise
-        return descriptor
+        return file_descriptor
 
     return cast(BufferedRandom, open(path, mode, opener=open_regular))
 
@@ -245,11 +245,11 @@ def sync_folder(folder: Path) -> None:
     file system cannot sync folders.
     """
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        folder_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(descriptor)
+            os.fsync(folder_descriptor)
         finally:
-            os.close(descriptor)
+            os.close(folder_descriptor)
 
 
 def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
@@ -339,7 +339,7 @@ class LineWriter:
         content = self._file.read()
         self._sums = find_checksums(content)
         self._last_number = max(
-            (int(add_checksum[1]) for add_checksum in _NUMBERED_LINE_END.finditer(content)), default=0
+            (int(line_end_match[1]) for line_end_match in _NUMBERED_LINE_END.finditer(content)), default=0
         )
         self._file.seek(position)
 
@@ -436,11 +436,11 @@ def try_writing(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     # The name is random, because processes in different containers may have the same process id.
-    probe = folder / f".probe-{secrets.token_hex(4)}"
+    probe_file = folder / f".probe-{secrets.token_hex(4)}"
     try:
-        probe.write_text("probe")
+        probe_file.write_text("probe")
     finally:  # a full disk still creates an empty file
-        probe.unlink(missing_ok=True)
+        probe_file.unlink(missing_ok=True)
 
 
 def check_folder(option: str, folder: Path) -> None:

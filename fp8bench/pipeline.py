@@ -186,9 +186,9 @@ def _measure_groups(
             for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
                 writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
                 noted_runs.add(stem)
-            budget = divide_budget(run.request.budget, resources.start, len(groups) - index)
-            untimed = _choose_counting_worker(run, group, method.brisk, resources, is_last=group is groups[-1])
-            records = _measure_group(group, run, method, budget, resources, untimed)
+            group_budget = divide_budget(run.request.budget, resources.start, len(groups) - index)
+            untimed_worker = _choose_counting_worker(run, group, method.brisk, resources, is_last=group is groups[-1])
+            records = _measure_group(group, run, method, group_budget, resources, untimed_worker)
             # Widen intervals by the differences between earlier runs of the same cases. `store_ratios` then adds this
             # run.
             records_with_spread = add_rerun_spreads(records, run, resources.store)
@@ -224,15 +224,15 @@ def _get_ceilings(run: Run, groups: Sequence[Group], resources: RunResources) ->
     """
     if run.request.ranks is not None:  # a ceiling measured by one process would be shared by all ranks
         return {}
-    first_cases = {case.device: case for case in reversed(_list_running_cases(groups))}
+    first_case_by_device = {case.device: case for case in reversed(_list_running_cases(groups))}
 
     def measure(device: DeviceFacts) -> Ceilings:
-        resources.observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
+        resources.observer.working(first_case_by_device[device.key], MEASURING_CEILINGS, 0.0)
         return measure_ceilings(resources.timing, device)
 
     ceilings_by_device = {}
     for device in run.devices:
-        if device.key not in first_cases:
+        if device.key not in first_case_by_device:
             continue
         try:
             ceilings = find_or_measure_ceilings(
@@ -315,10 +315,10 @@ def _prepare_run(
         counting = None
         if request.counters and write:
             counting = stack.enter_context(counting_worker(worker_settings(request, corpus)))
-        meters = stack.enter_context(Meters(request.energy))
+        device_meters = stack.enter_context(Meters(request.energy))
         second = untimed if len(begun) > 1 else None
         yield RunResources(
-            store, observer, start, corpus, resolved_request.switches, meters, timing, untimed, counting, second
+            store, observer, start, corpus, resolved_request.switches, device_meters, timing, untimed, counting, second
         )
 
 
@@ -419,8 +419,12 @@ def _choose_counting_worker(
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
         return None  # the earlier run has the operator counts, or several ranks cannot count them
     is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
-    on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
-    return resources.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else resources.untimed
+    is_any_case_on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
+    return (
+        resources.timing
+        if is_last and not is_compiled and not (is_brisk_run and is_any_case_on_gpu)
+        else resources.untimed
+    )
 
 
 def divide_budget(budget: float | None, start: float, remaining_parts: int) -> float | None:
@@ -466,7 +470,15 @@ def _measure_group(
         method = replace(method, capacity=CapacityRule(request.memory_limit or None, with_batch))
     device = next((facts[case.device] for case in _list_running_cases([group])), None)
     meter = resources.meters.of(device) if device is not None else None
-    second_worker = resources.second if device is not None and not device.accelerated else None
+    concurrent_worker = resources.second if device is not None and not device.accelerated else None
     return GroupMeasurement(
-        group, facts, resources.timing, resources.observer, method, meter, untimed, resources.counting, second_worker
+        group,
+        facts,
+        resources.timing,
+        resources.observer,
+        method,
+        meter,
+        untimed,
+        resources.counting,
+        concurrent_worker,
     ).run()

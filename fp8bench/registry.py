@@ -96,8 +96,10 @@ class Registry(Generic[T]):
 
     def _check_name(self, name: object, leaf: type[T]) -> None:
         """Rejects names that could be mistaken for lists (commas), paths (slashes), or every suite ('all')."""
-        is_invalid = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
-        if is_invalid or any(letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)):
+        is_invalid_name = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
+        if is_invalid_name or any(
+            letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)
+        ):
             raise Fp8benchError(
                 f"{_qualified_name(leaf)} registers as {name!r:.80}, which is not a valid name for a {self.kind}. Give "
                 "a word without commas, blanks and slashes, which is not 'all' and does not end in .py."
@@ -143,8 +145,10 @@ class Registry(Generic[T]):
             # Sort leaves by module. Some modules were imported earlier in any order, but lists and `suite all` need a
             # fixed order.
             module_order = {name: index for index, name in enumerate(modules)}
-            leaves = sorted(self._leaves.items(), key=lambda pair: module_order.get(pair[1].__module__, len(modules)))
-            self._leaves = dict(leaves)
+            sorted_leaf_items = sorted(
+                self._leaves.items(), key=lambda pair: module_order.get(pair[1].__module__, len(modules))
+            )
+            self._leaves = dict(sorted_leaf_items)
 
 
 # The backend name that lets fp8bench choose the backend.

@@ -96,14 +96,14 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
     if kind == "key" or kind.startswith("argument of "):
         options = {f"--{name.replace('_', '-')}": name for name in known}
         return options.get(meant_name("argument", f"--{given.replace('_', '-')}", options) or "")
-    spelling = given.lower().removeprefix("torch.")
+    normalised_name = given.lower().removeprefix("torch.")
     if kind == "argument":
-        spelling = spelling.replace("_", "-")
+        normalised_name = normalised_name.replace("_", "-")
     for name, aliases in _OTHER_NAMES.get(kind, {}).items():
-        if spelling in aliases.split() and name.partition(" ")[0] in known:
+        if normalised_name in aliases.split() and name.partition(" ")[0] in known:
             return name
     names_without_dashes = {name.lstrip("-"): name for name in sorted(known)}
-    similar_names = difflib.get_close_matches(spelling.lstrip("-"), names_without_dashes, n=1, cutoff=0.6)
+    similar_names = difflib.get_close_matches(normalised_name.lstrip("-"), names_without_dashes, n=1, cutoff=0.6)
     return names_without_dashes[similar_names[0]] if similar_names else None
 
 

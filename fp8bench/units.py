@@ -50,8 +50,10 @@ def symbol(unit: str) -> str:
 
 def list_typed_units() -> dict[str, tuple[float, str]]:
     """Returns every unit that a user may type, by name, as a pair: its size in the stored unit, and the stored unit."""
-    units = {name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in list_unit_scales(base)}
-    return {**units, "x": (1.0, "x"), "": (1.0, "")}
+    typed_units = {
+        name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in list_unit_scales(base)
+    }
+    return {**typed_units, "x": (1.0, "x"), "": (1.0, "")}
 
 
 def list_unit_scales(unit: str) -> Sequence[tuple[float, str]]:
@@ -80,8 +82,8 @@ def _choose_scale(value: float, digits: int, scales: Sequence[tuple[float, str]]
     """Returns the largest scale in which the rounded value is at least 1, so that 0.9996 ms becomes '1.00 ms' and not
     '1000 us'.
     """
-    rounded_one = 1 - 0.5 * 10.0**-digits
-    return next((scale for scale in scales if abs(value) >= scale[0] * rounded_one), scales[-1])
+    smallest_rounding_to_one = 1 - 0.5 * 10.0**-digits
+    return next((scale for scale in scales if abs(value) >= scale[0] * smallest_rounding_to_one), scales[-1])
 
 
 def _with_prefix(value: float | None, base: str, digits: int) -> str:
@@ -156,12 +158,12 @@ def parse_size(text: str) -> int:
     """Parses a size: '2GiB' -> 2147483648, '512MB' -> 512000000. K, M, G and T alone are binary. Raises ValueError
     for other text.
     """
-    quantity_match = re.fullmatch(
+    size_match = re.fullmatch(
         r"(\d{1,15}(?:\.\d{1,9})?|\.\d{1,9}) ?(?:([kmgt])(i?b)?|b)?", text.strip(), re.ASCII | re.IGNORECASE
     )
-    if quantity_match is None:
+    if size_match is None:
         raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
-    number, prefix, suffix = quantity_match.groups()
+    number, prefix, suffix = size_match.groups()
     base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
     return int(Decimal(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 

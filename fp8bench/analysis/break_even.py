@@ -85,26 +85,30 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     if len(sorted_points) < MIN_SIZES:
         return None
     # 1. Cut the sizes into stretches in which the precision is faster (1), slower (-1) or uncertain (0).
-    sizes, low, middle, high = _interpolate_bounds(sorted_points)
-    signs = np.where(low > 0, 1, np.where(high < 0, -1, 0)).tolist()
-    stretches: list[SizeStretch] = []
-    crossings: list[Crossing] = []
-    last_certain_index: int | None = None
-    first_index = 0
-    for sign, same_signs in groupby(signs):
-        last_index = first_index + len(list(same_signs)) - 1
-        stretches.append(SizeStretch(sign > 0 if sign else None, sizes[first_index], sizes[last_index]))
+    grid_sizes, low_log_speedups, log_speedups, high_log_speedups = _interpolate_bounds(sorted_points)
+    speedup_signs = np.where(low_log_speedups > 0, 1, np.where(high_log_speedups < 0, -1, 0)).tolist()
+    size_stretches: list[SizeStretch] = []
+    speedup_crossings: list[Crossing] = []
+    last_certain_sign_index: int | None = None
+    stretch_first_index = 0
+    for sign, same_signs in groupby(speedup_signs):
+        stretch_last_index = stretch_first_index + len(list(same_signs)) - 1
+        size_stretches.append(
+            SizeStretch(sign > 0 if sign else None, grid_sizes[stretch_first_index], grid_sizes[stretch_last_index])
+        )
         # 2. A crossing is between a certainly faster and a certainly slower stretch.
-        if sign and last_certain_index is not None and signs[last_certain_index] != sign:
-            crossing_size = _find_crossing_size(sizes, middle, last_certain_index, first_index)
-            crossings.append(Crossing(crossing_size, sizes[last_certain_index], sizes[first_index], sign > 0))
+        if sign and last_certain_sign_index is not None and speedup_signs[last_certain_sign_index] != sign:
+            crossing_size = _find_crossing_size(grid_sizes, log_speedups, last_certain_sign_index, stretch_first_index)
+            speedup_crossings.append(
+                Crossing(crossing_size, grid_sizes[last_certain_sign_index], grid_sizes[stretch_first_index], sign > 0)
+            )
         if sign:
-            last_certain_index = last_index
-        first_index = last_index + 1
+            last_certain_sign_index = stretch_last_index
+        stretch_first_index = stretch_last_index + 1
     sizes_within_noise = tuple(sized_ratio.size for sized_ratio in sorted_points if sized_ratio.within_noise)
     return BreakEven(
-        tuple(stretches),
-        tuple(crossings),
+        tuple(size_stretches),
+        tuple(speedup_crossings),
         sizes_within_noise,
         min(sized_ratio.ratio.level for sized_ratio in sorted_points),
     )
@@ -119,13 +123,18 @@ def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float
     log_size_grid = np.concatenate([*gap_grids, log_sizes[-1:]])
     speedups = [sized_ratio.ratio.inverse for sized_ratio in sorted_points]
     log_speedups = np.log([speedup.point for speedup in speedups])
-    low = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
-    high = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
-    deviation = _estimate_deviation(log_sizes, log_speedups) + VERDICT_BAND
+    low_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
+    high_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
+    log_speedup_margins = _estimate_deviation(log_sizes, log_speedups) + VERDICT_BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
-    sizes = [float(value) for value in np.exp(log_size_grid)]
-    sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]
-    return sizes, low - deviation, np.interp(log_size_grid, log_sizes, log_speedups), high + deviation
+    grid_sizes = [float(value) for value in np.exp(log_size_grid)]
+    grid_sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]
+    return (
+        grid_sizes,
+        low_log_speedups - log_speedup_margins,
+        np.interp(log_size_grid, log_sizes, log_speedups),
+        high_log_speedups + log_speedup_margins,
+    )
 
 
 def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
@@ -136,27 +145,31 @@ def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
     switch kernels at any size in between.
     """
     size_gaps, speedup_steps = np.diff(log_sizes), np.diff(log_speedups)
-    curvatures = np.abs(2 * np.diff(speedup_steps / size_gaps) / (size_gaps[:-1] + size_gaps[1:]))
-    largest_curvature = np.maximum(np.append(curvatures[0], curvatures), np.append(curvatures, curvatures[-1]))
+    speedup_curvatures = np.abs(2 * np.diff(speedup_steps / size_gaps) / (size_gaps[:-1] + size_gaps[1:]))
+    max_gap_curvatures = np.maximum(
+        np.append(speedup_curvatures[0], speedup_curvatures), np.append(speedup_curvatures, speedup_curvatures[-1])
+    )
     padded_speedup_steps = np.pad(np.abs(speedup_steps), 1)
     is_leap = np.abs(speedup_steps) > _LEAP_RATIO * np.maximum(padded_speedup_steps[:-2], padded_speedup_steps[2:])
-    fraction = np.arange(_POINTS_PER_GAP) / _POINTS_PER_GAP
-    deviation_by_curvature = np.outer(largest_curvature * size_gaps**2 / 2, fraction * (1 - fraction))
+    gap_fractions = np.arange(_POINTS_PER_GAP) / _POINTS_PER_GAP
+    deviation_by_curvature = np.outer(max_gap_curvatures * size_gaps**2 / 2, gap_fractions * (1 - gap_fractions))
     deviation_by_point = np.where(
-        is_leap[:, None] & (fraction > 0), np.abs(speedup_steps)[:, None], deviation_by_curvature
+        is_leap[:, None] & (gap_fractions > 0), np.abs(speedup_steps)[:, None], deviation_by_curvature
     )
-    deviation: Floats = np.append(deviation_by_point.ravel(), 0.0)
-    return deviation
+    line_deviations: Floats = np.append(deviation_by_point.ravel(), 0.0)
+    return line_deviations
 
 
 def _find_crossing_size(sizes: Sequence[float], log_speedups: Floats, first: int, last: int) -> float:
     """Returns the size at which the interpolated speed-up crosses 1. If it crosses several times, returns the middle
     crossing.
     """
-    sign_changes = [index for index in range(first, last) if (log_speedups[index] > 0) != (log_speedups[index + 1] > 0)]
-    index = sign_changes[len(sign_changes) // 2]
-    fraction = log_speedups[index] / (log_speedups[index] - log_speedups[index + 1])
-    return math.exp((1 - fraction) * math.log(sizes[index]) + fraction * math.log(sizes[index + 1]))
+    sign_change_indices = [
+        index for index in range(first, last) if (log_speedups[index] > 0) != (log_speedups[index + 1] > 0)
+    ]
+    index = sign_change_indices[len(sign_change_indices) // 2]
+    crossing_fraction = log_speedups[index] / (log_speedups[index] - log_speedups[index + 1])
+    return math.exp((1 - crossing_fraction) * math.log(sizes[index]) + crossing_fraction * math.log(sizes[index + 1]))
 
 
 # Lower precisions are compared with bf16 if it was measured, because they would replace bf16.
@@ -227,7 +240,7 @@ def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) ->
 
 
 def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> SweptMode:
-    points, missing_ratios, doubted_sizes, base_mode = [], [], [], ""
+    points, missing_ratio_reasons, doubted_sizes, base_mode = [], [], [], ""
     for size, index in sweep.indexed_sizes:
         case = next((candidate for candidate in groups[index] if candidate[0].case.mode == mode), None)
         base_case = _find_compared_case(case, groups[index]) if case is not None else None
@@ -236,12 +249,14 @@ def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]])
         base_mode = base_case[0].case.mode
         ratio = _compute_ratio(case, base_case)
         if isinstance(ratio, str):
-            missing_ratios.append((size, ratio))
+            missing_ratio_reasons.append((size, ratio))
             continue
         points.append(SizedRatio(size, ratio))
         if any(finding is not None and finding.doubts(ratio) for _, finding in (case, base_case)):
             doubted_sizes.append(size)
-    return SweptMode(mode, base_mode, tuple(points), tuple(missing_ratios), tuple(doubted_sizes), break_even(points))
+    return SweptMode(
+        mode, base_mode, tuple(points), tuple(missing_ratio_reasons), tuple(doubted_sizes), break_even(points)
+    )
 
 
 def _find_compared_case(case: JudgedCase, candidates: Sequence[JudgedCase]) -> JudgedCase | None:

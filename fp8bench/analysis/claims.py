@@ -93,10 +93,10 @@ def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Yields one label at most, for the gravest mismatch between the work that the suite declares, the recorded work,
     and the work of the reference.
     """
-    mismatches = [*_compare_declared_work(record)]
+    work_mismatches = [*_compare_declared_work(record)]
     if reference is not None:
-        mismatches += [*_compare_with_reference_work(record, reference), *_find_weights_cast_early(record)]
-    yield from sorted(mismatches, key=lambda mismatch: not mismatch.hard)[:1]
+        work_mismatches += [*_compare_with_reference_work(record, reference), *_find_weights_cast_early(record)]
+    yield from sorted(work_mismatches, key=lambda mismatch: not mismatch.hard)[:1]
 
 
 def _compare_declared_work(record: Record) -> Iterator[Labelled]:
@@ -223,12 +223,12 @@ def _check_ceiling(record: Record) -> Iterator[Labelled]:
     if reason := next(_describe_phases_above_peak(record, record.ceiling), None):
         yield Labelled(Label.ABOVE_CEILING, reason, hard=True)
         return
-    for count, peak, unit, verb in (
+    for count, ceiling_rate, unit, verb in (
         (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
         (record.work.bytes, record.ceiling.bytes, "B/s", "copied"),
     ):
-        if peak is not None and count / seconds > CLAIM_MARGIN * peak:
-            claimed_text, peak_text = units.count(count / seconds, unit), units.count(peak, unit)
+        if ceiling_rate is not None and count / seconds > CLAIM_MARGIN * ceiling_rate:
+            claimed_text, peak_text = units.count(count / seconds, unit), units.count(ceiling_rate, unit)
             yield Labelled(
                 Label.ABOVE_CEILING, f"claims {claimed_text}, but this machine {verb} {peak_text} at most", hard=True
             )
@@ -339,8 +339,8 @@ def _describe_too_small_errors(record: Record) -> str:
     rounding_error = _estimate_rounding_error((record.case.precision, *dict(record.case.precision_map).values()))
     errors_without_loss = [error for metric, error in error_by_metric.items() if metric != LOSS_ERROR]
     # If only a loss was compared, its error is plausible unless it is 0.
-    is_plausible = not errors_without_loss or max(errors_without_loss) >= rounding_error / _MIN_ERROR_DIVISOR
-    if not rounding_error or (max(error_by_metric.values()) > 0 and is_plausible):
+    is_error_plausible = not errors_without_loss or max(errors_without_loss) >= rounding_error / _MIN_ERROR_DIVISOR
+    if not rounding_error or (max(error_by_metric.values()) > 0 and is_error_plausible):
         return ""
     errors_text = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in error_by_metric.items())
     rounding_text = f"{record.case.mode} rounds each value by about {units.relative_error(rounding_error)}"
@@ -349,13 +349,13 @@ def _describe_too_small_errors(record: Record) -> str:
 
 def _estimate_rounding_error(names: Iterable[str]) -> float:
     """Returns the rounding error of the finest of these precisions. Returns 0 if any of them is unknown."""
-    most_bits = 0
+    max_mantissa_bits = 0
     for name in names:
         formats = [FORMATS[name]] if name in FORMATS else [treatment.fmt for treatment in _list_treatments(name)]
         if not formats:
             return 0.0
-        most_bits = max(most_bits, *(number_format.mantissa_bits for number_format in formats))
-    return _ROUNDING_ERROR * 2.0**-most_bits
+        max_mantissa_bits = max(max_mantissa_bits, *(number_format.mantissa_bits for number_format in formats))
+    return _ROUNDING_ERROR * 2.0**-max_mantissa_bits
 
 
 def _describe_product_fallback(record: Record) -> str:

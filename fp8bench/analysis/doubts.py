@@ -41,13 +41,13 @@ def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Label
     several threads may be half idle in the smaller case, so there the larger case must claim more than half of the
     device's peak. Cases with fewer rounds than an emulated case are left out.
     """
-    sizes: dict[tuple[str, ...], list[Record]] = {}
+    records_by_mode: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         case = record.case
         if record.timing and record.timing.num_rounds >= EMULATED_ROUNDS:
-            sizes.setdefault((case.workload, case.version, case.mode, case.device), []).append(record)
+            records_by_mode.setdefault((case.workload, case.version, case.mode, case.device), []).append(record)
     labels: dict[str, Labelled] = {}
-    for small, large in chain.from_iterable(permutations(of_mode, 2) for of_mode in sizes.values()):
+    for small, large in chain.from_iterable(permutations(of_mode, 2) for of_mode in records_by_mode.values()):
         if (
             _is_larger(small, large)
             and _is_device_busy(large, threads)
@@ -104,8 +104,8 @@ def _describe_flat_time(small_record: Record, large_record: Record) -> str:
     error = _ADDED_STANDARD_ERRORS * math.hypot(
         _estimate_best_case_error(small_record.timing), _estimate_best_case_error(large_record.timing)
     )
-    log_ratio = math.log(seconds / small_seconds)
-    if log_ratio - error > 0 or log_ratio + error > math.log(_MAX_EQUAL_RATIO):
+    log_time_ratio = math.log(seconds / small_seconds)
+    if log_time_ratio - error > 0 or log_time_ratio + error > math.log(_MAX_EQUAL_RATIO):
         return ""
     words = f"{units.seconds(seconds)} for {_describe_work(large_record.work)}"
     return f"{words}, {units.seconds(small_seconds)} for {_describe_work(small_record.work)}"
@@ -154,20 +154,24 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
     """
     case_clocks = _read_clocks(case)
     reference_clocks = [_read_clocks(timing) for timing in reference_timings]
-    log_ratios: dict[int, float] = {}
+    log_clock_ratios: dict[int, float] = {}
     for round_number, clock in case_clocks.items():
-        reference_logs = [math.log(clocks[round_number]) for clocks in reference_clocks if round_number in clocks]
-        if reference_clocks and len(reference_logs) == len(reference_clocks):
-            log_ratios[round_number] = math.log(clock) - fmean(reference_logs)
-    if len(log_ratios) < MIN_CLOCK_READINGS:
+        reference_clock_logs = [math.log(clocks[round_number]) for clocks in reference_clocks if round_number in clocks]
+        if reference_clocks and len(reference_clock_logs) == len(reference_clocks):
+            log_clock_ratios[round_number] = math.log(clock) - fmean(reference_clock_logs)
+    if len(log_clock_ratios) < MIN_CLOCK_READINGS:
         return
-    point, half_width = mean_with_half_width([*log_ratios.values()])
-    if abs(point) <= math.log1p(CLOCK_TOLERANCE) or abs(point) - half_width <= math.log1p(_CERTAIN_CLOCK_DIFFERENCE):
+    mean_log_ratio, log_half_width = mean_with_half_width([*log_clock_ratios.values()])
+    if abs(mean_log_ratio) <= math.log1p(CLOCK_TOLERANCE) or abs(mean_log_ratio) - log_half_width <= math.log1p(
+        _CERTAIN_CLOCK_DIFFERENCE
+    ):
         return
     clock_text, reference_clock_text = (
-        units.count(_average_clock(timings, log_ratios), "Hz") for timings in ([case], reference_timings)
+        units.count(_average_clock(timings, log_clock_ratios), "Hz") for timings in ([case], reference_timings)
     )
-    reason = f"SM clock {clock_text} against {reference}'s {reference_clock_text}, {units.change(math.exp(point))}"
+    reason = (
+        f"SM clock {clock_text} against {reference}'s {reference_clock_text}, {units.change(math.exp(mean_log_ratio))}"
+    )
     yield Labelled(Label.CLOCK_OFFSET, reason, hard=True)
 
 
@@ -176,19 +180,19 @@ def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
     warm_up = watch.warm_up if watch is not None else None
     if warm_up is None or warm_up.settled or not warm_up.looks:
         return
-    drift = fit_slopes(warm_up.looks)
+    warm_up_slopes = fit_slopes(warm_up.looks)
     words = [f"after {units.seconds(warm_up.seconds)} of warming up"]
-    if drift.clock is not None:
-        words.append(f"clock {units.count(warm_up.looks[-1].clock, 'Hz')}, {100 * drift.clock:+.1f}% a second")
-    if drift.temperature is not None:
-        words.append(f"{warm_up.looks[-1].temperature:g} degC, {drift.temperature:+.1f} a second")
+    if warm_up_slopes.clock is not None:
+        words.append(f"clock {units.count(warm_up.looks[-1].clock, 'Hz')}, {100 * warm_up_slopes.clock:+.1f}% a second")
+    if warm_up_slopes.temperature is not None:
+        words.append(f"{warm_up.looks[-1].temperature:g} degC, {warm_up_slopes.temperature:+.1f} a second")
     yield Labelled(Label.UNSETTLED, ", ".join(words))
 
 
 def _read_clocks(timing: Timing) -> dict[int, float]:
     """Returns the clock of each round. Drops impossible values, which an edited file may contain."""
     clocks = {slot.round: slot.clock for slot in timing.slots if slot.clock is not None}
-    return {number: clock for number, clock in clocks.items() if 0 < clock < math.inf}
+    return {round_number: clock for round_number, clock in clocks.items() if 0 < clock < math.inf}
 
 
 def _collect_slots(timings: Sequence[Timing]) -> list[SlotSample]:
@@ -235,24 +239,24 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     # The variance of each slot if the slots of its round were in random order.
     variance_by_round = np.nansum(difference_from_other_slots**2, axis=1, keepdims=True) / counts
     # 2. With two positions per round, test only the first: the second has the same effect with the opposite sign.
-    positions = [
-        position
-        for position in range(log_time_ratios.shape[1])
-        if (~np.isnan(log_time_ratios[:, position])).sum() >= MIN_ROUNDS_FOR_VERDICT
+    tested_positions = [
+        slot_position
+        for slot_position in range(log_time_ratios.shape[1])
+        if (~np.isnan(log_time_ratios[:, slot_position])).sum() >= MIN_ROUNDS_FOR_VERDICT
     ]
     if log_time_ratios.shape[1] == 2:
-        positions = positions[:1]
-    deviations = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(positions)))
+        tested_positions = tested_positions[:1]
+    normal_quantile = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(tested_positions)))
     # 3. Choose the position with the most certain effect.
-    highest_certainty, surest_effect = 0.0, None
-    for position in positions:
-        has_slot = ~np.isnan(log_time_ratios[:, position])
-        point = float(difference_from_other_slots[has_slot, position].mean())
-        error = math.sqrt(float(variance_by_round[has_slot].sum())) / int(has_slot.sum())
-        if abs(point) > deviations * error and abs(point) / error > highest_certainty:
-            highest_certainty = abs(point) / error
-            middle, low, high = (math.exp(point + side * deviations * error) for side in (0, -1, 1))
-            surest_effect = PositionEffect(position, Interval(middle, low, high, FINAL_LEVEL))
+    max_effect_certainty, surest_effect = 0.0, None
+    for slot_position in tested_positions:
+        rounds_with_slot = ~np.isnan(log_time_ratios[:, slot_position])
+        point = float(difference_from_other_slots[rounds_with_slot, slot_position].mean())
+        error = math.sqrt(float(variance_by_round[rounds_with_slot].sum())) / int(rounds_with_slot.sum())
+        if abs(point) > normal_quantile * error and abs(point) / error > max_effect_certainty:
+            max_effect_certainty = abs(point) / error
+            middle_ratio, low, high = (math.exp(point + side * normal_quantile * error) for side in (0, -1, 1))
+            surest_effect = PositionEffect(slot_position, Interval(middle_ratio, low, high, FINAL_LEVEL))
     return surest_effect
 
 
@@ -271,14 +275,14 @@ def _tabulate_slots(timings: Sequence[Timing]) -> Floats:
     slots = _collect_slots(timings)
     round_numbers = sorted({slot.round for slot in slots})
     rows = {number: row for row, number in enumerate(round_numbers)}
-    positions = 1 + max((slot.place for slot in slots if _is_valid_position(slot.place)), default=-1)
-    table: Floats = np.full((len(rows), positions), np.nan)
+    position_count = 1 + max((slot.place for slot in slots if _is_valid_position(slot.place)), default=-1)
+    table: Floats = np.full((len(rows), position_count), np.nan)
     for timing in timings:
         seconds = mean_seconds(timing, [slot.round for slot in timing.slots])
         if not len(seconds) or seconds.min() <= 0:
             continue
         logs = np.log(seconds / np.median(seconds))
-        for slot, log in zip(timing.slots, logs, strict=True):
+        for slot, log_time_ratio in zip(timing.slots, logs, strict=True):
             if _is_valid_position(slot.place):
-                table[rows[slot.round], slot.place] = log
+                table[rows[slot.round], slot.place] = log_time_ratio
     return table

@@ -109,15 +109,15 @@ def find(
 ) -> list[Finding]:
     """Returns the finding (times, labels and verdict) of each record of one group."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
-    baseline, aa = _Baseline(), None
+    baseline, aa_ratio = _Baseline(), None
     if reference is not None and reference.timing is not None:
-        aa = verdicts.aa_interval(reference.timing, reference.control)
-        baseline = _make_baseline(reference, reference.timing, records, aa, threads)
+        aa_ratio = verdicts.aa_interval(reference.timing, reference.control)
+        baseline = _make_baseline(reference, reference.timing, records, aa_ratio, threads)
     findings_of_group = []
     for record in records:
         case = record.case
         findings_of_group.append(
-            _make_finding(record, baseline, aa, overheads.get(case.device), run_labels.get(case.id, ()))
+            _make_finding(record, baseline, aa_ratio, overheads.get(case.device), run_labels.get(case.id, ()))
         )
     return _note_chosen_fastest(records, findings_of_group, baseline)
 
@@ -162,10 +162,10 @@ def _scale_phases_to_ratio(
     """
     factor = ratio.point if ratio is not None else 0.0
     seconds = sum(seconds for _, seconds in phases)
-    target_seconds = reference_seconds * (1.0 if record.is_reference else factor)
-    if not (0 < seconds < math.inf and 0 < target_seconds < math.inf):
+    scaled_step_seconds = reference_seconds * (1.0 if record.is_reference else factor)
+    if not (0 < seconds < math.inf and 0 < scaled_step_seconds < math.inf):
         return phases
-    return tuple((phase, of_phase * target_seconds / seconds) for phase, of_phase in phases)
+    return tuple((phase, of_phase * scaled_step_seconds / seconds) for phase, of_phase in phases)
 
 
 def _note_chosen_fastest(records: Sequence[Record], results: list[Finding], baseline: _Baseline) -> list[Finding]:
@@ -264,8 +264,8 @@ def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baselin
     if record.paired_with is None:
         return baseline
     reference_labels = collect_hard_labels(record.paired_with, None, None, record.case.device)
-    aa = verdicts.aa_interval(record.paired_with, record.control)
-    position_effect = _position_effect_beyond_noise([timing, record.paired_with, record.control], aa)
+    aa_ratio = verdicts.aa_interval(record.paired_with, record.control)
+    position_effect = _position_effect_beyond_noise([timing, record.paired_with, record.control], aa_ratio)
     reference_labels = (*reference_labels, *baseline.claim_labels)
     return replace(
         baseline,
@@ -280,21 +280,24 @@ def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
     """Returns a label that explains why whole steps are compared: the fastest parts come from different steps and sum
     to less than the fastest whole step, in the case or in its reference.
     """
-    largest_share, reason = 0.0, ""
+    largest_share_below_step, reason = 0.0, ""
     labelled_timings = (
         (record.timing, ""),
         (baseline.timing, "in the reference, "),
         (baseline.control, "in the reference, "),
     )
     for timing, place_text in labelled_timings:
-        share = verdicts.share_below_fastest_step(timing) if timing and timing.slots else 0.0
-        if timing is None or share <= largest_share:
+        share_below_step = verdicts.share_below_fastest_step(timing) if timing and timing.slots else 0.0
+        if timing is None or share_below_step <= largest_share_below_step:
             continue
         fastest_step_seconds = float(verdicts.step_seconds_of_calls(timing).min())
-        sum_text, step_text = units.seconds(fastest_step_seconds * (1 - share)), units.seconds(fastest_step_seconds)
+        sum_text, step_text = (
+            units.seconds(fastest_step_seconds * (1 - share_below_step)),
+            units.seconds(fastest_step_seconds),
+        )
         steps_text = f"the fastest of {timing.num_calls} steps takes {step_text}"
         reason = f"{place_text}the fastest stretches sum to {sum_text}, {steps_text}"
-        largest_share = share
+        largest_share_below_step = share_below_step
     return Labelled(Label.WHOLE_STEPS, reason)
 
 
@@ -317,7 +320,7 @@ def _conclude(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None
     if record.timing is None or baseline.timing is None:
         return None
     timings = [record.timing, *verdicts.reference_timings_of(baseline.timing, baseline.control)]
-    held_up = record.case.device.startswith("cpu") and have_too_few_undisturbed_rounds(*timings)
+    lacks_undisturbed_rounds = record.case.device.startswith("cpu") and have_too_few_undisturbed_rounds(*timings)
     return verdicts.conclude(
         record.timing,
         baseline.timing,
@@ -325,7 +328,7 @@ def _conclude(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None
         *_FINAL_LEVEL_AND_SAME,
         half_width_of_reruns(record.reruns),
         record.sessions,
-        held_up,
+        lacks_undisturbed_rounds,
         _range_of_reruns(record.reruns),
     )
 
@@ -421,9 +424,9 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
     if rounds < LEAST_ROUNDS:
         return f"{rounds} rounds are too few, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
     if reruns is not None and interval.half_width <= half_width_of_reruns(reruns) * (1 + _HALF_WIDTH_TOLERANCE):
-        rerun_difference = units.percent(math.expm1(half_width_of_reruns(reruns)))
+        rerun_difference_text = units.percent(math.expm1(half_width_of_reruns(reruns)))
         return (
-            f"runs on this machine may differ by {rerun_difference}, as {reruns.runs} earlier ones show: "
+            f"runs on this machine may differ by {rerun_difference_text}, as {reruns.runs} earlier ones show: "
             f"{ROUNDS_DO_NOT_HELP}"
         )
     lowest_log_ratio, highest_log_ratio = _range_of_reruns(reruns)
@@ -453,8 +456,8 @@ def _describe_visible_difference(interval: Interval, band_half_width: float, noi
     if math.isinf(interval.half_width):
         return "no difference would have been seen"
     visible_difference = math.expm1(math.log1p(band_half_width) + _HALF_WIDTHS_FOR_90_PERCENT * interval.half_width)
-    smallest_difference = max(visible_difference, noise_floor)
-    return f"a difference of {units.percent(smallest_difference)} or more would have been seen"
+    smallest_visible_difference = max(visible_difference, noise_floor)
+    return f"a difference of {units.percent(smallest_visible_difference)} or more would have been seen"
 
 
 def _withhold_verdict(

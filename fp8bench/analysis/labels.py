@@ -112,8 +112,8 @@ def describe_load(run: Run) -> str:
     if disturbed_share > _MIN_DISTURBED_SLOTS_SHARE:
         words.append(f"{units.percent(disturbed_share, 0)} of the slots disturbed")
     is_loaded = load > max(threads, cores - threads) + _LOAD_MARGIN
-    is_busy = busy_cores >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
-    return ", ".join(words) if is_loaded or is_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""
+    are_cores_busy = busy_cores >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
+    return ", ".join(words) if is_loaded or are_cores_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""
 
 
 def read_positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
@@ -143,8 +143,8 @@ def _was_preempted(slots: Sequence[SlotSample]) -> bool:
     """
     preemptions = sum(slot.preemptions or 0 for slot in slots)
     stolen_seconds = sum(slot.stolen_seconds or 0.0 for slot in slots)
-    delay_seconds = sum(slot.wall_seconds - (slot.thread_seconds or 0.0) for slot in slots)
-    return bool(slots) and (preemptions >= len(slots) or stolen_seconds >= _STOLEN_SHARE * delay_seconds)
+    off_core_seconds = sum(slot.wall_seconds - (slot.thread_seconds or 0.0) for slot in slots)
+    return bool(slots) and (preemptions >= len(slots) or stolen_seconds >= _STOLEN_SHARE * off_core_seconds)
 
 
 NOISY_FLOOR = 0.03
@@ -284,8 +284,8 @@ def _label_contention(timing: Timing, device: str) -> Iterator[Labelled]:
     if not device.startswith("cpu") or not is_contended(timing):
         return
     is_starved = is_contended(timing, STARVED_RATIO)
-    disturbed_count = count_disturbed_slots(timing, STARVED_RATIO if is_starved else DISTURBED_RATIO)
-    slots_text = f"{disturbed_count} of {len(timing.slots)} slots"
+    disturbed_slot_count = count_disturbed_slots(timing, STARVED_RATIO if is_starved else DISTURBED_RATIO)
+    slots_text = f"{disturbed_slot_count} of {len(timing.slots)} slots"
     yield Labelled(
         Label.CONTENDED, f"less than a fifth of a core in {slots_text}" if is_starved else slots_text, is_starved
     )
@@ -332,8 +332,12 @@ def _is_bimodal(timing: Timing) -> bool:
     fastest_calls = np.array(list(_find_fastest_calls_by_round(timing).values()))
     explained_share, lower_count = stats.split_into_clusters(np.sort(fastest_calls))
     smaller_cluster_share = min(lower_count, len(fastest_calls) - lower_count) / len(fastest_calls)
-    is_wide = float(np.ptp(fastest_calls)) > BIMODAL_GAP * float(np.median(fastest_calls))
-    return is_wide and explained_share > BIMODAL_VARIANCE_SHARE and smaller_cluster_share >= BIMODAL_MIN_CLUSTER_SHARE
+    is_range_wide = float(np.ptp(fastest_calls)) > BIMODAL_GAP * float(np.median(fastest_calls))
+    return (
+        is_range_wide
+        and explained_share > BIMODAL_VARIANCE_SHARE
+        and smaller_cluster_share >= BIMODAL_MIN_CLUSTER_SHARE
+    )
 
 
 def _has_drift(timing: Timing, reference: Timing) -> bool:
@@ -344,10 +348,12 @@ def _has_drift(timing: Timing, reference: Timing) -> bool:
     rounds = sorted(case_calls.keys() & base_calls.keys())
     if len(rounds) < _MIN_ROUNDS_FOR_DRIFT:
         return False
-    log_ratios = np.log(np.array([case_calls[number] / base_calls[number] for number in rounds]))
-    third_length = len(log_ratios) // 3
-    drift = abs(float(np.median(log_ratios[-third_length:]) - np.median(log_ratios[:third_length])))
-    return abs(stats.correlate_ranks(log_ratios)) > DRIFT_CORRELATION and drift > DRIFT_SHARE
+    log_time_ratios = np.log(np.array([case_calls[round_number] / base_calls[round_number] for round_number in rounds]))
+    rounds_per_third = len(log_time_ratios) // 3
+    log_ratio_drift = abs(
+        float(np.median(log_time_ratios[-rounds_per_third:]) - np.median(log_time_ratios[:rounds_per_third]))
+    )
+    return abs(stats.correlate_ranks(log_time_ratios)) > DRIFT_CORRELATION and log_ratio_drift > DRIFT_SHARE
 
 
 def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
@@ -376,24 +382,24 @@ def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
     share_by_reason = (
         {name: min(1.0, seconds / watch.seconds) for name, seconds in watch.held} if watch.seconds > 0 else {}
     )
-    limited_shares = {name: share for name, share in share_by_reason.items() if share > MIN_THROTTLED_SHARE}
-    unexplained_heat_share = limited_shares.get("thermal", 0.0) - share_by_reason.get("sw-thermal", 0.0)
+    throttled_shares = {name: share for name, share in share_by_reason.items() if share > MIN_THROTTLED_SHARE}
+    unexplained_heat_share = throttled_shares.get("thermal", 0.0) - share_by_reason.get("sw-thermal", 0.0)
     is_hard = (
-        bool(reason_bits & HARDWARE_BITS or limited_shares.keys() & _HARDWARE_REASONS)
+        bool(reason_bits & HARDWARE_BITS or throttled_shares.keys() & _HARDWARE_REASONS)
         or unexplained_heat_share > MIN_THROTTLED_SHARE
     )
     # 'thermal' is the sum of 'sw-thermal' and 'hw-thermal'.
-    if limited_shares.keys() & {"sw-thermal", "hw-thermal"}:
-        limited_shares.pop("thermal", None)
+    if throttled_shares.keys() & {"sw-thermal", "hw-thermal"}:
+        throttled_shares.pop("thermal", None)
     words = []
-    for name in dict.fromkeys([*list_throttle_reasons(reason_bits), *limited_shares]):
-        if name in limited_shares and name not in CHOSEN_REASONS:
-            decimal_places = 0 if limited_shares[name] >= 0.01 else 1
-            words.append(f"{name} {units.percent(limited_shares[name], decimal_places)} of the time")
+    for name in dict.fromkeys([*list_throttle_reasons(reason_bits), *throttled_shares]):
+        if name in throttled_shares and name not in CHOSEN_REASONS:
+            decimal_places = 0 if throttled_shares[name] >= 0.01 else 1
+            words.append(f"{name} {units.percent(throttled_shares[name], decimal_places)} of the time")
         elif name not in CHOSEN_REASONS:
             words.append(name)
     if words:
         yield Labelled(Label.THROTTLED, ", ".join(words), is_hard)
-    if reason_bits & POWER_CAP_BIT or THROTTLE_REASONS[POWER_CAP_BIT] in limited_shares:
-        has_clock = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
-        yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if has_clock else "")
+    if reason_bits & POWER_CAP_BIT or THROTTLE_REASONS[POWER_CAP_BIT] in throttled_shares:
+        is_clock_valid = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
+        yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if is_clock_valid else "")

@@ -166,7 +166,7 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
     case.
     """
     finding, timing = sources.finding, sources.record.timing
-    medians = phase_medians(timing) if timing is not None and finding is not None else {}
+    medians_by_phase = phase_medians(timing) if timing is not None and finding is not None else {}
     best_by_phase: dict[str, float | None] = {}
     if finding is None:
         best_by_phase |= dict.fromkeys(timing.segments.phases if timing is not None else ())
@@ -176,11 +176,11 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
         best_by_phase |= {
             name: fastest_seconds
             for name, fastest_seconds in phases
-            if fastest_seconds or name in medians or name == UNATTRIBUTED
+            if fastest_seconds or name in medians_by_phase or name == UNATTRIBUTED
         }
     for phase, fastest_seconds in best_by_phase.items():
         # If the unattributed time has no samples, it was always zero.
-        seconds, share = medians.get(phase, (0.0, 0.0) if fastest_seconds == 0 else (None, None))
+        seconds, share = medians_by_phase.get(phase, (0.0, 0.0) if fastest_seconds == 0 else (None, None))
         time_metric = Metric(
             specs.TIME,
             seconds,
@@ -268,8 +268,10 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
     record, finding, reference, energy_use = sources.record, sources.finding, sources.reference, sources.record.energy
     if energy_use is None or not record.is_ok:
         return
-    labels, validity = finding.labels if finding is not None else (), classify_energy_validity(record)
-    conditions = EnergyConditions(validity.value, energy_use.power_limits) if validity is not None else None
+    labels, energy_validity = finding.labels if finding is not None else (), classify_energy_validity(record)
+    conditions = (
+        EnergyConditions(energy_validity.value, energy_use.power_limits) if energy_validity is not None else None
+    )
     metric_without_value = Metric(
         specs.ENERGY,
         provenance=None,
@@ -295,10 +297,10 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
         )
     yield step_metric
     yield from _yield_energy_figures(figures, metric_without_value)
-    energies = phase_energies(record, finding)
-    if energies is not None:
+    phase_energy = phase_energies(record, finding)
+    if phase_energy is not None:
         yield from _yield_phase_energies(
-            energies, finding, replace(metric_without_value, spec=_mark_as_detail(specs.ENERGY))
+            phase_energy, finding, replace(metric_without_value, spec=_mark_as_detail(specs.ENERGY))
         )
 
 

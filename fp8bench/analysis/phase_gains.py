@@ -46,29 +46,33 @@ def find_phase_gains(
     both.
     """
     # 1. Estimate the phase times of each timing. The reference's times are the mean over its timings.
-    calls = count_common_calls(*timings)
-    whole_steps = whole_steps or are_cut_unevenly([cell_seconds(timing, calls, rounds) for timing in timings])
-    case, *reference_estimates = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
+    common_call_count = count_common_calls(*timings)
+    whole_steps = whole_steps or are_cut_unevenly(
+        [cell_seconds(timing, common_call_count, rounds) for timing in timings]
+    )
+    case, *reference_estimates = [
+        _estimate_phases(timing, common_call_count, rounds, whole_steps) for timing in timings
+    ]
     reference_seconds = np.mean([estimate.seconds for estimate in reference_estimates], axis=0)
     resampled_gains = np.mean([estimate.resampled for estimate in reference_estimates], axis=0) - case.resampled
     control_difference = np.ptp([estimate.seconds for estimate in reference_estimates], axis=0)
     # 2. If the reference does not mark phases, add the case's phases (except casts) that the reference lacks to the
     # case's unattributed time.
     if is_reference_unmarked:
-        unmarked_indices = [
+        unmarked_phase_indices = [
             phase_index
             for phase_index, name in enumerate(CELL_PHASES)
             if reference_seconds[phase_index] == 0 and name != Phase.CAST
         ]
         for values in (case.seconds, resampled_gains):
-            values[_UNATTRIBUTED_INDEX] += values[unmarked_indices].sum(axis=0)
-            values[unmarked_indices] = 0
+            values[_UNATTRIBUTED_INDEX] += values[unmarked_phase_indices].sum(axis=0)
+            values[unmarked_phase_indices] = 0
     # 3. Compute bounds that hold for all phases of the step together.
-    present_indices = np.flatnonzero((case.seconds > 0) | (reference_seconds > 0))
-    tail_probability = (1 - FINAL_LEVEL) / 2 / max(1, len(present_indices))
+    present_phase_indices = np.flatnonzero((case.seconds > 0) | (reference_seconds > 0))
+    tail_probability = (1 - FINAL_LEVEL) / 2 / max(1, len(present_phase_indices))
     low, high = np.quantile(resampled_gains, [tail_probability, 1 - tail_probability], axis=1)
     gains = []
-    for index in present_indices:
+    for index in present_phase_indices:
         values = (case.seconds[index], reference_seconds[index], low[index], high[index], control_difference[index])
         gains.append(PhaseGain(CELL_PHASES[index], *map(float, values)))
     return tuple(gains)
@@ -92,14 +96,14 @@ def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain,
 def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole_steps: bool) -> _PhaseTimes:
     if whole_steps:
         steps = fastest_step_cells(timing, calls, rounds)
-        segment_seconds, resampled = stats.best_steps(steps), stats.resample_fastest_steps(steps)
+        segment_seconds, resampled_segments = stats.best_steps(steps), stats.resample_fastest_steps(steps)
     else:
         samples = cell_seconds(timing, calls, rounds)
-        segment_seconds, resampled = stats.best_by_segment(samples), stats.resample_segments(samples)
+        segment_seconds, resampled_segments = stats.best_by_segment(samples), stats.resample_segments(samples)
     phases = [CELL_PHASES.index(name) for name in timing.segments.phases]
     phase_of_segment = np.zeros((len(CELL_PHASES), len(phases)))
     phase_of_segment[phases, range(len(phases))] = 1
-    return _PhaseTimes(phase_of_segment @ segment_seconds, phase_of_segment @ resampled)
+    return _PhaseTimes(phase_of_segment @ segment_seconds, phase_of_segment @ resampled_segments)
 
 
 class Cause(StrEnum):
@@ -144,19 +148,19 @@ def find_reason(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()
     A phase in `unclear_phases` is never an explanation, however much it seems to gain.
     """
     seconds, reference_seconds = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
-    net_gain = reference_seconds - seconds
-    largest_difference = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
-    min_difference = _MIN_SHARE_OF_GAIN * max(abs(net_gain), largest_difference)
+    net_gain_seconds = reference_seconds - seconds
+    largest_phase_difference = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
+    min_phase_difference = _MIN_SHARE_OF_GAIN * max(abs(net_gain_seconds), largest_phase_difference)
     clear_gains = [
         gain
         for gain in gains
-        if gain.is_clear and gain.phase not in unclear_phases and abs(gain.saved_seconds) >= min_difference
+        if gain.is_clear and gain.phase not in unclear_phases and abs(gain.saved_seconds) >= min_phase_difference
     ]
     if len(gains) < 2 or not clear_gains:
         return None
     clear_gains.sort(key=lambda gain: -abs(gain.saved_seconds))
     return Reason(
-        _find_cause(clear_gains, net_gain, reference_seconds),
+        _find_cause(clear_gains, net_gain_seconds, reference_seconds),
         tuple(_choose_shown_gains(clear_gains)),
         seconds,
         reference_seconds,
@@ -175,12 +179,16 @@ def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
 
 def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_seconds: float) -> Cause:
     faster_phases = [gain for gain in clear_gains if gain.saved_seconds > 0]
-    total_gain = sum(gain.saved_seconds for gain in faster_phases)
-    total_loss = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
-    cast_loss = -sum(gain.saved_seconds for gain in clear_gains if gain.phase == Phase.CAST)
-    if total_gain > 0 and cast_loss >= _CASTS_SHARE * total_gain and cast_loss >= total_loss / 2:
+    total_gain_seconds = sum(gain.saved_seconds for gain in faster_phases)
+    total_loss_seconds = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
+    cast_loss_seconds = -sum(gain.saved_seconds for gain in clear_gains if gain.phase == Phase.CAST)
+    if (
+        total_gain_seconds > 0
+        and cast_loss_seconds >= _CASTS_SHARE * total_gain_seconds
+        and cast_loss_seconds >= total_loss_seconds / 2
+    ):
         return Cause.CASTS
-    if min(total_gain, total_loss) > _CANCEL_RATIO * abs(net_gain):
+    if min(total_gain_seconds, total_loss_seconds) > _CANCEL_RATIO * abs(net_gain):
         return Cause.CANCEL
     faster_phase_seconds = sum(gain.reference_seconds for gain in faster_phases)
     if (
@@ -192,7 +200,7 @@ def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_sec
     if (
         net_gain > 0
         and abs(clear_gains[0].saved_seconds - net_gain) <= (1 - _ONE_PHASE_SHARE) * net_gain
-        and total_loss <= (1 - _ONE_PHASE_SHARE) * net_gain
+        and total_loss_seconds <= (1 - _ONE_PHASE_SHARE) * net_gain
     ):
         return Cause.ONE_PHASE
     return Cause.PHASES

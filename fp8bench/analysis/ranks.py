@@ -80,15 +80,15 @@ def find_median_interval(values: Sequence[float]) -> MedianInterval | MissingFig
     sorted_values, count = sorted(values), len(values)
     if not all(map(math.isfinite, sorted_values)):
         return TOO_FEW_ROUNDS
-    probability_outside, rank = 0.0, 0
-    while rank < count:
-        probability_outside += 2 * math.comb(count, rank) / 2**count
+    probability_outside, value_rank = 0.0, 0
+    while value_rank < count:
+        probability_outside += 2 * math.comb(count, value_rank) / 2**count
         if probability_outside > 1 - CONFIDENCE:
             break
-        rank += 1
+        value_rank += 1
     return (
-        MedianInterval(statistics.median(sorted_values), sorted_values[rank - 1], sorted_values[-rank])
-        if rank
+        MedianInterval(statistics.median(sorted_values), sorted_values[value_rank - 1], sorted_values[-value_rank])
+        if value_rank
         else TOO_FEW_ROUNDS
     )
 
@@ -114,13 +114,13 @@ def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
     calls = list(iterate_rank_calls(timing))
     if not calls:
         return ()
-    medians = []
+    median_times = []
     for rank in range(len(calls[0][0])):
         step_ns = statistics.median(steps[rank] for steps, _ in calls)
         communication_ns = statistics.median(communication[rank] for _, communication in calls)
         waiting_ns = statistics.median(communication[rank] - min(communication) for _, communication in calls)
-        medians.append(RankTimes(rank, step_ns * 1e-9, communication_ns * 1e-9, waiting_ns * 1e-9))
-    return tuple(medians)
+        median_times.append(RankTimes(rank, step_ns * 1e-9, communication_ns * 1e-9, waiting_ns * 1e-9))
+    return tuple(median_times)
 
 
 def compute_rank_skew(timing: Timing) -> float | None:
@@ -234,11 +234,11 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
     if overlap.why or not rounds or not all(seconds.compute > 0 and seconds.communication > 0 for seconds in rounds):
         missing_figure = MissingFigure(units.NONE, overlap.why or "it has no recorded rounds")
         return OverlapFigures(missing_figure, missing_figure)
-    check_sum = statistics.median(seconds.consecutive / (seconds.compute + seconds.communication) for seconds in rounds)
-    if not CHECK_SUM_LIMITS[0] <= check_sum <= CHECK_SUM_LIMITS[1]:
-        return OverlapFigures(SUM_MISMATCH, SUM_MISMATCH, check_sum)
+    sum_ratio = statistics.median(seconds.consecutive / (seconds.compute + seconds.communication) for seconds in rounds)
+    if not CHECK_SUM_LIMITS[0] <= sum_ratio <= CHECK_SUM_LIMITS[1]:
+        return OverlapFigures(SUM_MISMATCH, SUM_MISMATCH, sum_ratio)
     exposed_seconds = find_median_interval([seconds.simultaneous - seconds.compute for seconds in rounds])
-    excess_over_longer_part = find_median_interval(
+    excess_seconds = find_median_interval(
         [seconds.simultaneous - max(seconds.compute, seconds.communication) for seconds in rounds]
     )
     hidden_share = find_median_interval(
@@ -246,17 +246,17 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
     )
     if (
         isinstance(exposed_seconds, MissingFigure)
-        or isinstance(excess_over_longer_part, MissingFigure)
+        or isinstance(excess_seconds, MissingFigure)
         or isinstance(hidden_share, MissingFigure)
     ):
-        return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, check_sum)
-    if excess_over_longer_part.high < 0:
-        return OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, check_sum)
+        return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, sum_ratio)
+    if excess_seconds.high < 0:
+        return OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, sum_ratio)
     max_exposed_width = MAX_EXPOSED_WIDTH * statistics.median(seconds.simultaneous for seconds in rounds)
     return OverlapFigures(
         WIDE_OVERLAP if exposed_seconds.high - exposed_seconds.low > max_exposed_width else exposed_seconds,
         WIDE_OVERLAP if hidden_share.high - hidden_share.low > MAX_HIDDEN_WIDTH else hidden_share,
-        check_sum,
+        sum_ratio,
     )
 
 

@@ -192,20 +192,20 @@ def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
 
 
 def _collect_measured_roofs(ceiling: Ceiling) -> Roofs | None:
-    usable_rates = [
+    rates_with_values = [
         (rate, rate.value) for rate in ceiling.rates if rate.value is not None and rate.spread <= _MAX_RATE_SPREAD
     ]
-    if not usable_rates:
+    if not rates_with_values:
         return None
     products: dict[str, float] = {}
-    for rate, value in usable_rates:
+    for rate, value in rates_with_values:
         if rate.limit is Limit.PRODUCT:  # all recipes of a format use the same kernels
             kind = product_kind_of(rate.precision)
             products[kind] = max(value, products.get(kind, 0.0))
     bytes_per_second = max(
-        (value for rate, value in usable_rates if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None
+        (value for rate, value in rates_with_values if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None
     )
-    launches_per_second = next((value for rate, value in usable_rates if rate.limit is Limit.LAUNCH), None)
+    launches_per_second = next((value for rate, value in rates_with_values if rate.limit is Limit.LAUNCH), None)
     return Roofs("measured here", products, bytes_per_second, launches_per_second)
 
 
@@ -218,8 +218,10 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
     """
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
-    bypassed_operators = record.tape.unwritten
-    counts = {count.phase: replace(count, unknown=count.unknown + bypassed_operators) for count in record.tape.phases}
+    bypassed_operator_count = record.tape.unwritten
+    counts = {
+        count.phase: replace(count, unknown=count.unknown + bypassed_operator_count) for count in record.tape.phases
+    }
     measured_roofs, datasheet_roofs = roofs_of(record.ceiling)
     is_fused = bool(record.tape.fused)
     roofs = []

@@ -124,14 +124,14 @@ def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
     calls = np.array(list(chain.from_iterable(slot.calls_ns for slot in timing.slots)), dtype=np.float64)
     if not len(calls):
         return {}
-    step_totals = calls.sum(axis=1)
+    step_ns = calls.sum(axis=1)
     phases = np.array(timing.segments.phases)
-    medians = {}
+    medians_by_phase = {}
     for phase in dict.fromkeys(timing.segments.phases):
         seconds = calls[:, phases == phase].sum(axis=1)
-        shares = np.divide(seconds, step_totals, out=np.zeros_like(step_totals), where=step_totals > 0)
-        medians[phase] = float(np.median(seconds)) * 1e-9, float(np.median(shares))
-    return medians
+        shares = np.divide(seconds, step_ns, out=np.zeros_like(step_ns), where=step_ns > 0)
+        medians_by_phase[phase] = float(np.median(seconds)) * 1e-9, float(np.median(shares))
+    return medians_by_phase
 
 
 @_cache_latest_timings
@@ -210,13 +210,13 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
     if not turns or not (record.sustained or is_at_another_clock(record)):
         return None
     slot_seconds = finding.median_seconds if finding is not None else None
-    settlings = [turn.settling for turn in turns if turn.settling is not None]
+    turn_settlings = [turn.settling for turn in turns if turn.settling is not None]
     return Sustained(
         median(seconds),
         min(seconds),
         max(seconds),
         len(turns),
-        sum(settling.settled for settling in settlings) if settlings else None,
+        sum(settling.settled for settling in turn_settlings) if turn_settlings else None,
         _median_without_none([turn.clock for turn in turns]),
         _median_without_none([turn.watts for turn in turns]),
         median(seconds) / slot_seconds if slot_seconds else None,
@@ -236,13 +236,20 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
     if not record.paired or record.paired_with is not None:
         return None
     paired_seconds = zip(sustained_samples(record), sustained_samples(reference), strict=False)
-    log_ratios = [math.log(seconds / base) for seconds, base in paired_seconds]
-    if not log_ratios:
+    log_time_ratios = [math.log(seconds / base) for seconds, base in paired_seconds]
+    if not log_time_ratios:
         return None
-    if len(log_ratios) < MIN_TURNS:
-        return Interval(math.exp(fmean(log_ratios)), math.exp(min(log_ratios)), math.exp(max(log_ratios)), 0.0)
-    point, half_width = mean_with_half_width(log_ratios)
-    return Interval(math.exp(point), math.exp(point - half_width), math.exp(point + half_width), FINAL_LEVEL)
+    if len(log_time_ratios) < MIN_TURNS:
+        return Interval(
+            math.exp(fmean(log_time_ratios)), math.exp(min(log_time_ratios)), math.exp(max(log_time_ratios)), 0.0
+        )
+    mean_log_ratio, log_half_width = mean_with_half_width(log_time_ratios)
+    return Interval(
+        math.exp(mean_log_ratio),
+        math.exp(mean_log_ratio - log_half_width),
+        math.exp(mean_log_ratio + log_half_width),
+        FINAL_LEVEL,
+    )
 
 
 def _list_valid_turns(record: Record) -> list[SustainedTurn]:

@@ -58,26 +58,26 @@ def best_by_segment(samples: Floats) -> Floats:
     """Returns for each segment (a part of a step) the mean of its fastest rounds. `samples` has seconds with shape
     (rounds, segments).
     """
-    fastest_count = count_fastest_rounds(len(samples))
-    best: Floats = np.partition(samples, fastest_count - 1, axis=0)[:fastest_count].mean(axis=0)
-    return best
+    fastest_round_count = count_fastest_rounds(len(samples))
+    best_seconds: Floats = np.partition(samples, fastest_round_count - 1, axis=0)[:fastest_round_count].mean(axis=0)
+    return best_seconds
 
 
 def best_steps(steps: Floats) -> Floats:
     """Returns for each segment the mean over the fastest quarter of the steps. `steps` has seconds with shape (steps,
     segments).
     """
-    fastest_indices = np.argsort(steps.sum(axis=1), kind="stable")[: count_fastest_rounds(len(steps))]
-    best: Floats = steps[fastest_indices].mean(axis=0)
-    return best
+    fastest_step_indices = np.argsort(steps.sum(axis=1), kind="stable")[: count_fastest_rounds(len(steps))]
+    best_seconds: Floats = steps[fastest_step_indices].mean(axis=0)
+    return best_seconds
 
 
 def resample_mean(rounds: Floats) -> Resampled:
     """Returns the logarithm of the mean seconds over rounds, and the same logarithm for each bootstrap resample. The
     resamples draw the same rounds as those of the best case.
     """
-    resampled = np.log(rounds @ _draw_resamples(len(rounds)) / len(rounds))
-    return Resampled(math.log(rounds.mean()), resampled)
+    resampled_logs = np.log(rounds @ _draw_resamples(len(rounds)) / len(rounds))
+    return Resampled(math.log(rounds.mean()), resampled_logs)
 
 
 def resample_best_case(samples: Floats) -> Resampled:
@@ -92,8 +92,8 @@ def _draw_resamples(rounds: int) -> Counts:
     """Returns how often each resample (column) draws each round (row). The seed is fixed, so that results are
     repeatable.
     """
-    draws = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), RESAMPLE_COUNT)
-    return np.ascontiguousarray(draws.T, dtype=np.float32)
+    draw_counts = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), RESAMPLE_COUNT)
+    return np.ascontiguousarray(draw_counts.T, dtype=np.float32)
 
 
 def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99) -> Interval:
@@ -104,9 +104,9 @@ def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99)
     fastest of more rounds are faster.
     """
     point = case.point - float(np.mean([reference.point for reference in references]))
-    resampled_logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
+    resampled_log_ratios = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
     tail_probability = (1 - level) / 2
-    low, high = np.quantile(resampled_logs, [tail_probability, 1 - tail_probability])
+    low, high = np.quantile(resampled_log_ratios, [tail_probability, 1 - tail_probability])
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), level)
 
 
@@ -136,9 +136,12 @@ def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
     and because the terminal and the page need it for the speed-up and for each phase.
     """
     samples = np.frombuffer(raw).reshape(shape)
-    fastest_count = count_fastest_rounds(len(samples))
-    draws = _draw_resamples(len(samples))
-    segments = np.array([_sum_fastest_rounds(segment, draws, fastest_count) for segment in samples.T]) / fastest_count
+    fastest_round_count = count_fastest_rounds(len(samples))
+    draw_counts = _draw_resamples(len(samples))
+    segments = (
+        np.array([_sum_fastest_rounds(segment, draw_counts, fastest_round_count) for segment in samples.T])
+        / fastest_round_count
+    )
     segments.setflags(write=False)
     return segments
 
@@ -147,10 +150,13 @@ def resample_fastest_steps(steps: Floats) -> Floats:
     """Returns the mean seconds of each segment (a part of a step) over the fastest whole steps, for every bootstrap
     resample. The shape is (segments, resamples).
     """
-    fastest_count = count_fastest_rounds(len(steps))
+    fastest_round_count = count_fastest_rounds(len(steps))
     step_ranking = np.argsort(steps.sum(axis=1), kind="stable")
-    running_counts = np.minimum(_draw_resamples(len(steps))[step_ranking].cumsum(axis=0), fastest_count)
-    return np.array([_sum_by_counts(segment[step_ranking], running_counts) for segment in steps.T]) / fastest_count
+    running_draw_counts = np.minimum(_draw_resamples(len(steps))[step_ranking].cumsum(axis=0), fastest_round_count)
+    return (
+        np.array([_sum_by_counts(segment[step_ranking], running_draw_counts) for segment in steps.T])
+        / fastest_round_count
+    )
 
 
 def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
@@ -159,18 +165,18 @@ def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
     Rounds are sorted by time, and at first only the fastest ones are searched. Resamples that did not draw enough of
     these are searched completely.
     """
-    checked_count = fastest + math.ceil(_EXTRA_ROUNDS_FACTOR * math.sqrt(fastest))
+    checked_round_count = fastest + math.ceil(_EXTRA_ROUNDS_FACTOR * math.sqrt(fastest))
     round_ranking = np.argsort(seconds, kind="stable")
     values = seconds[round_ranking]
-    checked_rounds = round_ranking[:checked_count]
-    running_counts = np.minimum(draws[checked_rounds].cumsum(axis=0), fastest)
-    sums = _sum_by_counts(values[:checked_count], running_counts)
-    is_incomplete = running_counts[-1] < fastest
+    checked_rounds = round_ranking[:checked_round_count]
+    running_draw_counts = np.minimum(draws[checked_rounds].cumsum(axis=0), fastest)
+    sums = _sum_by_counts(values[:checked_round_count], running_draw_counts)
+    is_incomplete = running_draw_counts[-1] < fastest
     if is_incomplete.any():
-        all_running_counts = np.minimum(
+        complete_draw_counts = np.minimum(
             draws[np.ix_(round_ranking, np.flatnonzero(is_incomplete))].cumsum(axis=0), fastest
         )
-        sums[is_incomplete] = _sum_by_counts(values, all_running_counts)
+        sums[is_incomplete] = _sum_by_counts(values, complete_draw_counts)
     return sums
 
 
@@ -185,8 +191,8 @@ def _sum_by_counts(values: Floats, running_counts: Counts) -> Floats:
 
 
 def relative_quartile_spread(values: Floats) -> float:
-    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return float((high - low) / middle) if middle > 0 else 0.0
+    lower_quartile, median_value, upper_quartile = np.quantile(values, [0.25, 0.5, 0.75])
+    return float((upper_quartile - lower_quartile) / median_value) if median_value > 0 else 0.0
 
 
 def correlate_ranks(values: Floats) -> float:
@@ -211,14 +217,14 @@ def split_into_clusters(sorted_values: Floats) -> tuple[float, int]:
     """
     n = len(sorted_values)
     overall_mean = sorted_values.mean() if n else 0.0
-    total_variance = float(((sorted_values - overall_mean) ** 2).sum())
-    if n < 8 or total_variance == 0:
+    total_sum_of_squares = float(((sorted_values - overall_mean) ** 2).sum())
+    if n < 8 or total_sum_of_squares == 0:
         return 0.0, 0
-    sums = np.cumsum(sorted_values)[:-1]
-    lower_counts = np.arange(1, n)
-    upper_counts = n - lower_counts
-    explained_variance = (sums / lower_counts - overall_mean) ** 2 * lower_counts + (
-        (sorted_values.sum() - sums) / upper_counts - overall_mean
-    ) ** 2 * upper_counts
-    best_index = int(explained_variance.argmax())
-    return float(explained_variance[best_index] / total_variance), best_index + 1
+    lower_sums = np.cumsum(sorted_values)[:-1]
+    lower_cluster_sizes = np.arange(1, n)
+    upper_cluster_sizes = n - lower_cluster_sizes
+    explained_sum_of_squares = (lower_sums / lower_cluster_sizes - overall_mean) ** 2 * lower_cluster_sizes + (
+        (sorted_values.sum() - lower_sums) / upper_cluster_sizes - overall_mean
+    ) ** 2 * upper_cluster_sizes
+    best_split_index = int(explained_sum_of_squares.argmax())
+    return float(explained_sum_of_squares[best_split_index] / total_sum_of_squares), best_split_index + 1

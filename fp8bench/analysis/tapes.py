@@ -42,8 +42,8 @@ def operand_bits_of(path: str) -> int:
         return 32
     if float_name := _FLOAT_NAME_PATTERN.match(path):
         return 1 + int(float_name[1]) + int(float_name[2])
-    digits = _TRAILING_DIGITS_PATTERN.search(path)
-    return int(digits[1]) if digits else 0
+    digits_match = _TRAILING_DIGITS_PATTERN.search(path)
+    return int(digits_match[1]) if digits_match else 0
 
 
 def compute_flops_share(tape: Tape, bits: int) -> float | None:
@@ -90,11 +90,13 @@ def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
     cast_count = tape.of(Phase.CAST)
     rotation_flops = cast_count.flops if cast_count is not None else 0
     flops = tape.flops - rotation_flops
-    excess_flops = flops - product_work(reference).useful_flops if reference is not None else 0
-    if reference is None or excess_flops <= 0:
+    flops_beyond_reference = flops - product_work(reference).useful_flops if reference is not None else 0
+    if reference is None or flops_beyond_reference <= 0:
         return ProductWork(flops, rotation_flops)
-    recomputed_flops = min(excess_flops, max(0, _count_recomputed_flops(tape) - _count_recomputed_flops(reference)))
-    padding_flops = min(excess_flops - recomputed_flops, _count_padding_flops(tape, reference))
+    recomputed_flops = min(
+        flops_beyond_reference, max(0, _count_recomputed_flops(tape) - _count_recomputed_flops(reference))
+    )
+    padding_flops = min(flops_beyond_reference - recomputed_flops, _count_padding_flops(tape, reference))
     return ProductWork(flops - recomputed_flops - padding_flops, rotation_flops, padding_flops, recomputed_flops)
 
 
@@ -105,10 +107,10 @@ def _list_products(tape: Tape) -> list[OperatorCount]:
 def _count_recomputed_flops(tape: Tape) -> int:
     """Returns the FLOPs of products that the backward pass repeats from the forward pass."""
     products = _list_products(tape)
-    forward_products = {(product.operator, product.inputs) for product in products if not product.backward}
+    forward_product_keys = {(product.operator, product.inputs) for product in products if not product.backward}
     flops = 0
     for product in products:
-        if product.backward and (product.operator, product.inputs) in forward_products:
+        if product.backward and (product.operator, product.inputs) in forward_product_keys:
             flops += product.calls * (product.flops or 0)
     return flops
 

@@ -123,8 +123,8 @@ def do_cells_compensate(timings: Sequence[Timing], rounds: Sequence[int], floor:
     """Returns whether the cells (parts of a step) of any timing compensate for each other: their fastest times sum to
     less than the fastest step, by a larger share than `floor`.
     """
-    calls = count_common_calls(*timings)
-    return any(share_below_fastest_step(timing, calls, rounds) > floor for timing in timings)
+    common_call_count = count_common_calls(*timings)
+    return any(share_below_fastest_step(timing, common_call_count, rounds) > floor for timing in timings)
 
 
 def best_ratio(
@@ -153,12 +153,12 @@ def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps:
     cell, and its copy with marked products has dozens. Whole steps are also used if `whole_steps` is True, or if it is
     None and cells compensate for each other.
     """
-    calls = count_common_calls(*timings)
+    common_call_count = count_common_calls(*timings)
     if whole_steps is None:
         whole_steps = do_cells_compensate(timings, rounds, VERDICT_BAND)
-    samples = [] if whole_steps else [cell_seconds(timing, calls, rounds) for timing in timings]
+    samples = [] if whole_steps else [cell_seconds(timing, common_call_count, rounds) for timing in timings]
     if whole_steps or are_cut_unevenly(samples):
-        return [cell_seconds(timing, calls, rounds, whole_steps=True) for timing in timings]
+        return [cell_seconds(timing, common_call_count, rounds, whole_steps=True) for timing in timings]
     return samples
 
 
@@ -172,9 +172,9 @@ def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
 
 def _effective_cell_count(samples: stats.Floats) -> float:
     """Returns how many equally long cells (parts of a step) would have the same entropy as the cells of a step."""
-    cell_shares = samples.sum(axis=0)
-    cell_shares = cell_shares[cell_shares > 0] / max(float(cell_shares.sum()), 1e-300)
-    return float(np.exp(-(cell_shares * np.log(cell_shares)).sum()))
+    cell_time_shares = samples.sum(axis=0)
+    cell_time_shares = cell_time_shares[cell_time_shares > 0] / max(float(cell_time_shares.sum()), 1e-300)
+    return float(np.exp(-(cell_time_shares * np.log(cell_time_shares)).sum()))
 
 
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
@@ -277,8 +277,8 @@ def is_uneven(ratio: Interval, mean_ratio: Interval) -> bool:
     """Returns whether the mean over all calls contradicts the fastest calls: the intervals of their ratios are more
     than UNEVEN_RATIO apart, or on opposite sides of 1.
     """
-    ratio_distance = max(mean_ratio.low / ratio.high, ratio.low / mean_ratio.high)
-    return ratio_distance > 1 + UNEVEN_RATIO or _are_opposite(ratio, mean_ratio)
+    interval_distance = max(mean_ratio.low / ratio.high, ratio.low / mean_ratio.high)
+    return interval_distance > 1 + UNEVEN_RATIO or _are_opposite(ratio, mean_ratio)
 
 
 def mean_agrees(verdict: Verdict, ratio: Interval, mean_ratio: Interval) -> bool:
@@ -304,10 +304,10 @@ def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     ratio = early_conclusion.ratio
     if not math.isfinite(ratio.half_width):
         return False
-    effect_size = abs(math.log(ratio.point))
+    log_effect_size = abs(math.log(ratio.point))
     narrowest, widest = _EARLY_HALF_WIDTHS
-    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * effect_size), widest)
-    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * effect_size)
+    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * log_effect_size), widest)
+    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * log_effect_size)
 
 
 def conclude(
@@ -335,7 +335,7 @@ def conclude(
     if not rounds:
         return None
     # 1. Compute the ratio of best cases and the ratio of means.
-    aa, whole_steps = _estimate_noise_floor(reference_timings, rounds, case)
+    aa_ratio, whole_steps = _estimate_noise_floor(reference_timings, rounds, case)
     ratio = best_ratio([case, *reference_timings], rounds, level, whole_steps)
     ratio_of_means = mean_ratio([case, *reference_timings], rounds, level)
     # 2. Widen the interval by differences that these rounds cannot show.
@@ -347,13 +347,13 @@ def conclude(
     ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), min_half_width, earlier_log_ratios)
     # 3. Derive the verdict.
     verdict = (
-        decide_verdict(ratio, verdict_band(aa), same_half_width)
+        decide_verdict(ratio, verdict_band(aa_ratio), same_half_width)
         if len(rounds) >= MIN_ROUNDS_FOR_VERDICT
         else Verdict.UNSURE
     )
     if not mean_agrees(verdict, ratio, ratio_of_means):
         verdict = Verdict.UNSURE
-    return Conclusion(verdict, ratio, ratio_of_means, aa, whole_steps)
+    return Conclusion(verdict, ratio, ratio_of_means, aa_ratio, whole_steps)
 
 
 def _merge_intervals(ratios: Sequence[Interval]) -> Interval:
@@ -402,13 +402,13 @@ def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[
     from its own fastest rounds. If `whole_steps` is None, whole steps are used if the fastest cells sum to clearly less
     than the fastest step.
     """
-    calls = count_common_calls(timing)
+    common_call_count = count_common_calls(timing)
     if whole_steps is None:
         whole_steps = share_below_fastest_step(timing) > VERDICT_BAND
     best_cells = (
-        stats.best_steps(fastest_step_cells(timing, calls))
+        stats.best_steps(fastest_step_cells(timing, common_call_count))
         if whole_steps
-        else stats.best_by_segment(cell_seconds(timing, calls))
+        else stats.best_by_segment(cell_seconds(timing, common_call_count))
     )
     seconds_by_phase = dict.fromkeys(CELL_PHASES, 0.0)
     for phase, seconds in zip(timing.segments.phases, best_cells, strict=True):

@@ -129,9 +129,9 @@ class TransformerEngine(Backend):
             if not later_weights:
                 module = te.LayerNormLinear(first.shape[1], first.shape[0], **norm_options, **layer_options)
                 return wrap_module(module, {"layer_norm_weight": layers.norms[0], "weight": first})
-            activation = "swiglu" if layers.gated else "gelu"
+            activation_name = "swiglu" if layers.gated else "gelu"
             module = te.LayerNormMLP(
-                first.shape[1], later_weights[0].shape[1], activation=activation, **norm_options, **layer_options
+                first.shape[1], later_weights[0].shape[1], activation=activation_name, **norm_options, **layer_options
             )
             return wrap_module(
                 module, {"layer_norm_weight": layers.norms[0], "fc1_weight": first, "fc2_weight": later_weights[0]}
@@ -156,8 +156,8 @@ class TransformerEngine(Backend):
 
             def run_module(x: Tensor, is_first: bool | None) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
-                    y: Tensor = module(x, is_first_microbatch=is_first)
-                    return y
+                    module_output: Tensor = module(x, is_first_microbatch=is_first)
+                    return module_output
 
             return LibraryLayer(
                 multiply=lambda x: run_module(x, None),

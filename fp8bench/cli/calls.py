@@ -158,9 +158,9 @@ def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[
         for kind in classes:
             for word, field in fields_by_keyword(kind).items():
                 if word not in parameters and word not in excluded:
-                    annotation = _name_field_type(str(field.type), list_request_options(kind).get(field.name))
+                    type_text = _name_field_type(str(field.type), list_request_options(kind).get(field.name))
                     parameters[word] = inspect.Parameter(
-                        word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+                        word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=type_text
                     )
 
         @wraps(function)

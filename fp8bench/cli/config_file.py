@@ -115,16 +115,16 @@ def parse_with_config(
             file_values = values[action.dest]
             command_line_values = getattr(arguments, action.dest)[len(file_values) :]
             command_line_names = {name for name, _ in command_line_values}
-            kept_values = [pair for pair in file_values if pair[0] not in command_line_names]
-            setattr(arguments, action.dest, [*kept_values, *command_line_values])
+            kept_file_values = [pair for pair in file_values if pair[0] not in command_line_names]
+            setattr(arguments, action.dest, [*kept_file_values, *command_line_values])
     return arguments
 
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     """Returns the values in a file. The key of each value is the name under which argparse stores the option."""
-    content = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
+    file_values = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
     try:
-        return _parse_options(content, command)
+        return _parse_options(file_values, command)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
 

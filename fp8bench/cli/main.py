@@ -182,12 +182,16 @@ def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
         # If an option comes before the command, argparse mistakes the value of the option for the command.
         error = UnknownName("command", command_match[2][:80], subparsers_by_name(parser))
         return f"{error} Options follow the command."
-    missing_match = re.match(
+    missing_arguments_match = re.match(
         r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message
     )
     explanation = (
-        "; ".join(_describe_missing_arguments(parser, *re.split(r"[,/] ?", missing_match[1] or missing_match[2])))
-        if missing_match
+        "; ".join(
+            _describe_missing_arguments(
+                parser, *re.split(r"[,/] ?", missing_arguments_match[1] or missing_arguments_match[2])
+            )
+        )
+        if missing_arguments_match
         else ""
     )
     return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({explanation})' if explanation else ''}."
@@ -225,10 +229,10 @@ def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         return arguments
     command = find_requested_parser(parser, arguments)
     assert isinstance(command, Parser)
-    option, hint = unknown_words[0].partition("=")[0], f"those of `{command.prog} --help`"
+    option, help_hint = unknown_words[0].partition("=")[0], f"those of `{command.prog} --help`"
     if any(action.nargs == argparse.REMAINDER for action in command._actions):
-        hint += f". Options of your script go after it: {command.prog} train.py {unknown_words[0]} VALUE"
-    raise UnknownName("argument", option, _list_options(command), hint)
+        help_hint += f". Options of your script go after it: {command.prog} train.py {unknown_words[0]} VALUE"
+    raise UnknownName("argument", option, _list_options(command), help_hint)
 
 
 def find_requested_parser(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
@@ -242,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     repair_streams()
     try:
         with treat_end_signals_as_interrupts(), _report_exits(), _report_store_warnings():
-            code = _run_command(words)
+            exit_code_or_function = _run_command(words)
     except Fp8benchError as error:
         suggestion = _suggest_command(words, error)
         complain(f"{error}\n  {shlex.join(suggestion)}" if suggestion else str(error))
@@ -266,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     # Run a user's script here, outside of the error handlers above, so that its exits, signals and exceptions reach the
     # shell.
-    return code if isinstance(code, int) else code()
+    return exit_code_or_function if isinstance(exit_code_or_function, int) else exit_code_or_function()
 
 
 def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
@@ -367,7 +371,7 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
     check_working_directory()
     import_user_code(arguments)
     try:
-        code = command_module(arguments.command).run(arguments)
+        exit_code_or_function = command_module(arguments.command).run(arguments)
     except SystemExit as error:
         from fp8bench.user_code import own_words
 
@@ -375,7 +379,7 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
     # Flush stdout now, so that a full disk gives an error and an exit code. While Python shuts down, it is too late for
     # this.
     say("")
-    return code if callable(code) else int(code)
+    return exit_code_or_function if callable(exit_code_or_function) else int(exit_code_or_function)
 
 
 def check_working_directory() -> None:

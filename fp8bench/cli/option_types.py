@@ -46,10 +46,10 @@ def path(text: str) -> Path:
 
 def parse_log_target(text: str) -> LogTarget:
     """Parses 'tensorboard[:DIR]' or 'wandb[:PROJECT]'."""
-    kind, _, destination = text.partition(":")
+    kind, _, log_destination = text.partition(":")
     if kind not in DEFAULT_DESTINATIONS:
         raise argparse.ArgumentTypeError(f"expected tensorboard[:DIR] or wandb[:PROJECT], got {text!r:.80}")
-    return LogTarget(kind, destination or DEFAULT_DESTINATIONS[kind])
+    return LogTarget(kind, log_destination or DEFAULT_DESTINATIONS[kind])
 
 
 def parse_plan_or_all(text: str) -> Path | None:
@@ -158,8 +158,8 @@ class Sessions(NamedTuple):
 
 def parse_sessions(text: str) -> Sessions:
     """Parses '3', or '3@10m' for a pause of ten minutes between two sessions."""
-    runs, separator, pause = text.partition("@")
-    return Sessions(whole(whole_number(1, 100))(runs), parse_duration(pause) if separator else 0.0)
+    runs, separator, pause_text = text.partition("@")
+    return Sessions(whole(whole_number(1, 100))(runs), parse_duration(pause_text) if separator else 0.0)
 
 
 def split_names(value: object) -> tuple[str, ...]:

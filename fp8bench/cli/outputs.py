@@ -170,8 +170,8 @@ def read_requested_outputs(arguments: argparse.Namespace) -> RequestedOutputs:
     from fp8bench.jobs.report_files import Pages
 
     values = vars(arguments)
-    pages = Pages(values.get("html"), values.get("md"), values.get("open", False))
-    return RequestedOutputs(pages if values.get("report", True) else None, tuple(values.get("log", ())))
+    requested_pages = Pages(values.get("html"), values.get("md"), values.get("open", False))
+    return RequestedOutputs(requested_pages if values.get("report", True) else None, tuple(values.get("log", ())))
 
 
 def tell(
@@ -220,14 +220,16 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     from fp8bench.report.data.run import run_document, run_rows
     from fp8bench.report.terminal.run import answer_page
 
-    verdicts = findings(run)
-    page = partial(answer_page, run, verdicts, stdout_format()[0], find_report_page(run), format_store_option(run))
-    rows = partial(run_rows, [(run, verdicts)])
+    findings_by_case = findings(run)
+    make_page = partial(
+        answer_page, run, findings_by_case, stdout_format()[0], find_report_page(run), format_store_option(run)
+    )
+    rows = partial(run_rows, [(run, findings_by_case)])
     repeat_hint = f" `fp8bench show {run.id}{format_store_option(run)} --csv FILE` repeats it."
     # The file of --md gets the report of the run, so stdout gets the normal output.
     print_arguments = argparse.Namespace(**{**vars(arguments), "md": None})
     try:
-        tell(print_arguments, page, partial(run_document, run, verdicts), rows, repeat_hint=repeat_hint)
+        tell(print_arguments, make_page, partial(run_document, run, findings_by_case), rows, repeat_hint=repeat_hint)
     except NotPrinted as error:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 

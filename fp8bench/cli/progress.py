@@ -102,8 +102,8 @@ class LiveBlock(_TerminalWriter):
     def show(self, text: str) -> None:
         """Shows the lines of a text, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
-        is_resized = old_size not in (self._size, _UNKNOWN_SIZE)
-        erase_codes = _CLEAR_SCREEN if is_resized else self._make_erase_codes()
+        is_terminal_resized = old_size not in (self._size, _UNKNOWN_SIZE)
+        erase_codes = _CLEAR_SCREEN if is_terminal_resized else self._make_erase_codes()
         # Write no line break after the last line, because it would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
         self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
@@ -117,8 +117,8 @@ class LiveBlock(_TerminalWriter):
 
     def _make_erase_codes(self) -> str:
         """Returns the control codes that move the cursor to the first line and erase everything from there."""
-        move_up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
-        return f"\r{move_up}\x1b[J"
+        move_up_code = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
+        return f"\r{move_up_code}\x1b[J"
 
 
 def _terminal_size(stream: TextIO | None) -> tuple[int, int]:
@@ -165,8 +165,8 @@ class _PlanProgress:
 
     def _describe_time_left(self, now: float) -> str:
         """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
-        is_early = now - self._start_time < _MIN_SECONDS
-        return "" if is_early else f", about {units.clock(self._remaining.predict(now))} left"
+        is_too_early = now - self._start_time < _MIN_SECONDS
+        return "" if is_too_early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
 def _name_settings(plan: Plan) -> dict[str, str]:

@@ -95,25 +95,27 @@ class RemainingTime:
 
     def predict(self, now: float) -> float:
         """Returns the predicted remaining seconds of the run."""
-        end_seconds = _SECONDS_AFTER_GROUPS * self._slowness_factor
+        seconds_after_groups = _SECONDS_AFTER_GROUPS * self._slowness_factor
         # 1. Before the first group, add up the typical times of all groups.
         if not self._setting:
-            group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness_factor
-            ceilings_seconds = 0.0
+            typical_group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness_factor
+            remaining_ceilings_seconds = 0.0
             if self._ceilings_start is not None:
-                ceilings_seconds = max(0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness_factor - now)
-            return ceilings_seconds + self.groups * group_seconds + end_seconds
+                remaining_ceilings_seconds = max(
+                    0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness_factor - now
+                )
+            return remaining_ceilings_seconds + self.groups * typical_group_seconds + seconds_after_groups
         # 2. Predict the rest of the current group.
         if self._passes_start is not None:
-            current_seconds = self._passes_seconds - (now - self._passes_start)
-            current_seconds = max(current_seconds, _MIN_REMAINING_SHARE * self._passes_seconds)
+            remaining_group_seconds = self._passes_seconds - (now - self._passes_start)
+            remaining_group_seconds = max(remaining_group_seconds, _MIN_REMAINING_SHARE * self._passes_seconds)
         else:
-            rounds_start = now if self._rounds_start is None else self._rounds_start
-            current_seconds = max(self._rounds_seconds - (now - rounds_start), 0.0) + self._passes_seconds
+            rounds_start_time = now if self._rounds_start is None else self._rounds_start
+            remaining_group_seconds = max(self._rounds_seconds - (now - rounds_start_time), 0.0) + self._passes_seconds
         # 3. Expect each later group to take as long as the mean of the earlier groups and the current one.
-        num_later_groups = max(0, self.groups - len(self._group_seconds) - 1)
+        later_group_count = max(0, self.groups - len(self._group_seconds) - 1)
         return (
-            current_seconds
-            + num_later_groups * fmean([*self._group_seconds, now - self._group_start + current_seconds])
-            + end_seconds
+            remaining_group_seconds
+            + later_group_count * fmean([*self._group_seconds, now - self._group_start + remaining_group_seconds])
+            + seconds_after_groups
         )

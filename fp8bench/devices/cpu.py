@@ -187,15 +187,15 @@ def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int
     for index in (system / f"cpu{usable_core}" / "cache").glob("index*"):
         try:
             level, size, shared_cpu_list = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
-            sharing_cores = 0
+            sharing_core_count = 0
             for part in shared_cpu_list.split(","):
                 first_core, _, last_core = part.partition("-")
-                sharing_cores += int(last_core or first_core) - int(first_core) + 1
-            usable_caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sharing_cores))
+                sharing_core_count += int(last_core or first_core) - int(first_core) + 1
+            usable_caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sharing_core_count))
         except (OSError, ValueError):
             continue
-    _, cache_bytes, sharing_cores = max(usable_caches)  # the last-level cache has the highest level
-    return cache_bytes, sharing_cores
+    _, cache_bytes, sharing_core_count = max(usable_caches)  # the last-level cache has the highest level
+    return cache_bytes, sharing_core_count
 
 
 def read_processor_name() -> str:

@@ -181,19 +181,19 @@ class Cuda(Gpu):
 
         if index not in self._filler_by_index:
             self._filler_by_index[index] = self._make_filler(index)
-        filler = self._filler_by_index[index]
-        if isinstance(filler, str) or seconds < filler.seconds:
+        queue_filler = self._filler_by_index[index]
+        if isinstance(queue_filler, str) or seconds < queue_filler.seconds:
             torch.cuda._sleep(round(seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             return
-        for _ in range(math.ceil(seconds / filler.seconds)):
-            filler.launch()
+        for _ in range(math.ceil(seconds / queue_filler.seconds)):
+            queue_filler.launch()
 
     def why_idle(self, index: int) -> str:
         """Returns why `occupy` spins instead of launching captured products. Returns '' if products could be captured,
         or were not needed yet.
         """
-        filler = self._filler_by_index.get(index, "")
-        return filler if isinstance(filler, str) else ""
+        queue_filler = self._filler_by_index.get(index, "")
+        return queue_filler if isinstance(queue_filler, str) else ""
 
     def _make_filler(self, index: int) -> QueueFiller | str:
         """Captures products of random numbers in a graph and times one launch of the graph. Returns the reason if that
@@ -213,16 +213,16 @@ class Cuda(Gpu):
                 for _ in range(_FILLING_PRODUCTS):
                     torch.mm(a, b, out=product)
 
-            launch = self.captured(index, multiply)
+            launch_products = self.captured(index, multiply)
         except (CannotCapture, RuntimeError) as failure:  # memory does not suffice, or the device has no CUDA graphs
             return next(iter(str(failure).splitlines()), type(failure).__name__)
         start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start_event.record()
-        launch()
+        launch_products()
         end_event.record()
         end_event.synchronize()
         seconds = max(start_event.elapsed_time(end_event) * 1e-3, _MINIMUM_FILLING_SECONDS)
-        return QueueFiller(launch, seconds, (a, b, product))
+        return QueueFiller(launch_products, seconds, (a, b, product))
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
         import torch

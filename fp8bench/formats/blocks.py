@@ -46,8 +46,10 @@ def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
     The factor is at most 2^126. It is 1 where amax is zero, infinite or NaN. With POWER_OF_TWO it is rounded down to
     a power of two.
     """
-    is_usable = amax.isfinite() & (amax > 0)
-    factor = torch.where(is_usable, divide_nearest(_fill_like(amax, fmt.largest), amax), 1.0).clamp(max=_LARGEST_FACTOR)
+    is_usable_amax = amax.isfinite() & (amax > 0)
+    factor = torch.where(is_usable_amax, divide_nearest(_fill_like(amax, fmt.largest), amax), 1.0).clamp(
+        max=_LARGEST_FACTOR
+    )
     if rounding is ScaleRounding.POWER_OF_TWO:
         factor = factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
     return factor
@@ -82,13 +84,13 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     """
     carry_bits = mx_carry(fmt, rounding)
     bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have either sign
-    raised_bits = (bits.clamp(max=_EXPONENT_MASK) + carry_bits).bitwise_and(_EXPONENT_MASK)
-    exponent = (raised_bits - mx_largest_exponent(fmt)).clamp(min=0)
-    inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
+    raised_exponent_bits = (bits.clamp(max=_EXPONENT_MASK) + carry_bits).bitwise_and(_EXPONENT_MASK)
+    scale_exponent_bits = (raised_exponent_bits - mx_largest_exponent(fmt)).clamp(min=0)
+    inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - scale_exponent_bits)
     # `nan_mask` has all bits set where amax is NaN. It replaces torch.where, which for single blocks would take longer
     # than all other operations.
     nan_mask = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_BIT)
-    return _make_power_of_two(exponent).view(torch.int32).bitwise_or(nan_mask).view(torch.float32), inverse
+    return _make_power_of_two(scale_exponent_bits).view(torch.int32).bitwise_or(nan_mask).view(torch.float32), inverse
 
 
 def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
@@ -117,9 +119,9 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     """Returns the scale of an NVFP4 tensor, amax / (448 * 6). 448 is the largest block scale, and 6 the largest
     element. The scale is at least 2^-126, and 1 where amax is zero, infinite or NaN.
     """
-    is_usable = amax.isfinite() & (amax > 0)
+    is_usable_amax = amax.isfinite() & (amax > 0)
     scale = divide_nearest(amax, _fill_like(amax, E4M3.largest * E2M1.largest))
-    return torch.where(is_usable, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
+    return torch.where(is_usable_amax, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
 
 
 def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRounding) -> Tensor:
@@ -160,10 +162,10 @@ def _fill_like(amax: Tensor, number: float) -> Tensor:
 def _round_up(values: Tensor, fmt: Format) -> Tensor:
     """Rounds magnitudes up to the format's grid, at most to the format's largest value."""
     smallest_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
-    exponent = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_bits)
-    grid_step = exponent - (fmt.mantissa_bits << _MANTISSA_BITS)
-    inverse = (2 * _EXPONENT_BIAS << _MANTISSA_BITS) - grid_step
-    return ((values * inverse.view(torch.float32)).ceil() * grid_step.view(torch.float32)).clamp(max=fmt.largest)
+    exponent_bits = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_bits)
+    grid_step_bits = exponent_bits - (fmt.mantissa_bits << _MANTISSA_BITS)
+    inverse = (2 * _EXPONENT_BIAS << _MANTISSA_BITS) - grid_step_bits
+    return ((values * inverse.view(torch.float32)).ceil() * grid_step_bits.view(torch.float32)).clamp(max=fmt.largest)
 
 
 def _make_power_of_two(exponent: Tensor) -> Tensor:
@@ -283,9 +285,9 @@ def _scale_blocks(
     scales = nvfp4_block_scale(amax, chosen_tensor_scale, scaling.rounding)
     decoding_scales = store_scales(scales * chosen_tensor_scale)
     # where a scale is zero, every element becomes zero and keeps its sign
-    divisor = torch.where(decoding_scales == 0, torch.inf, decoding_scales)
+    magnitude_divisor = torch.where(decoding_scales == 0, torch.inf, decoding_scales)
     return _ScaledBlocks(
-        [magnitude / divisor for magnitude in magnitudes], scales, chosen_tensor_scale, decoding_scales
+        [magnitude / magnitude_divisor for magnitude in magnitudes], scales, chosen_tensor_scale, decoding_scales
     )
 
 

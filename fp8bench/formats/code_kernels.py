@@ -88,15 +88,17 @@ class CodesKernel(Kernel):
         return ()
 
     def examples(self) -> list[Tensor]:
-        down, across = (_SQUARES_DOWN, _SQUARES_ACROSS) if self.by_square else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
-        rows, columns = down * self.side, across * self.side
+        squares_down, squares_across = (
+            (_SQUARES_DOWN, _SQUARES_ACROSS) if self.by_square else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
+        )
+        rows, columns = squares_down * self.side, squares_across * self.side
         # A kernel may write codes of the matrix, of its transpose, or of both.
         outputs = []
         if self.straight:
             outputs.append(view_squares(_allocate_codes(self, rows, columns), self.side))
         if self.turned:
             outputs.append(view_transposed_squares(_allocate_codes(self, columns, rows), self.side))
-        shape = (down, 1, across, 1) if self.by_square else ()
+        shape = (squares_down, 1, squares_across, 1) if self.by_square else ()
         scale = [torch.full(shape, 0.75, device=self.device)] if self.scaled else []
         return [view_squares(draw_example((rows, columns), self.source, self.device), self.side), *outputs, *scale]
 
@@ -174,8 +176,8 @@ class SquareScalesKernel(Kernel):
         scale = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS, device=self.device)
         # In memory, the two outputs for inverse scales have rows with different padding.
         inverse = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS + 3, device=self.device)[:, :_SQUARES_ACROSS]
-        turned = torch.empty(_SQUARES_ACROSS, _SQUARES_DOWN + 2, device=self.device)[:, :_SQUARES_DOWN].t()
-        return [source, scale, inverse, turned]
+        turned_inverse = torch.empty(_SQUARES_ACROSS, _SQUARES_DOWN + 2, device=self.device)[:, :_SQUARES_DOWN].t()
+        return [source, scale, inverse, turned_inverse]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1)] * 4
@@ -231,18 +233,20 @@ class DelayedScaleKernel(Kernel):
         # is overwritten.
         is_finite, cast_count = amax.isfinite(), casts + 1
         recorded_amax = torch.where(is_finite, amax, 0.0)
-        is_entry = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
-        new_history = torch.where(is_entry, recorded_amax, history)
+        is_written_entry = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(
+            len(history)
+        )
+        new_history = torch.where(is_written_entry, recorded_amax, history)
         # Compute MAX and MOST_RECENT both as a maximum, so that they compile to the same kernel. For MOST_RECENT,
         # replace all other entries by 0.
         used_amax = (
-            new_history if self.delayed.algorithm is Amax.MAX else torch.where(is_entry, recorded_amax, 0.0)
+            new_history if self.delayed.algorithm is Amax.MAX else torch.where(is_written_entry, recorded_amax, 0.0)
         ).amax()
         # This scale is for the next cast. The scale of this cast is copied below.
         next_scale = float_factor(used_amax, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
-        is_due = is_finite & (used_amax > 0) & (cast_count.remainder(self.delayed.interval) == 0)
+        is_scale_due = is_finite & (used_amax > 0) & (cast_count.remainder(self.delayed.interval) == 0)
         # Copy the scale of this cast first, because compiled code writes memory in the order of the arguments.
-        values = scale, reciprocal(scale), new_history, cast_count, torch.where(is_due, next_scale, scale)
+        values = scale, reciprocal(scale), new_history, cast_count, torch.where(is_scale_due, next_scale, scale)
         for memory, value in zip((used_scale, inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
         return ()
@@ -322,9 +326,9 @@ class SquareCodesKernel(Definition):
         x, inverse, turned_inverse, *outputs = tensors
         stored_tensor = quantise(x, self.fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=self.rounding))
         assert stored_tensor.scales is not None
-        down, across = stored_tensor.scales.shape
-        inverse[:, :across].copy_(stored_tensor.scales)
-        turned_inverse[:, :down].copy_(stored_tensor.scales.t())
+        squares_down, squares_across = stored_tensor.scales.shape
+        inverse[:, :squares_across].copy_(stored_tensor.scales)
+        turned_inverse[:, :squares_down].copy_(stored_tensor.scales.t())
         return _write_codes(stored_tensor.codes.view(CODE_DTYPES[self.fmt.name]), self.straight, outputs)
 
 

@@ -84,11 +84,11 @@ def _make_decoding_table(fmt: Format, device: torch.device) -> Tensor:
 
 def _decode_single_code(code: int, fmt: Format) -> float:
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
-    exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
+    exponent_field = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     is_negative = fmt.signed and bool(code >> (fmt.bits - 1))
     # e8m0 is the only format without zeros, and it has no subnormals either.
-    if exponent or not fmt.zeros:
-        magnitude = 2.0 ** (exponent - fmt.bias) * (1 + mantissa / (1 << fmt.mantissa_bits))
+    if exponent_field or not fmt.zeros:
+        magnitude = 2.0 ** (exponent_field - fmt.bias) * (1 + mantissa / (1 << fmt.mantissa_bits))
     else:
         magnitude = mantissa * fmt.smallest_subnormal
     # A code above the largest value means infinity if its mantissa is 0 and the format has infinities. Otherwise it
@@ -122,8 +122,8 @@ def encode_values(values: Tensor, fmt: Format) -> Tensor:
     # Multiplied by a power of two, every value of a small format is a value of e4m3fn. The power of two makes the
     # smallest normal numbers of the formats equal.
     e4m3_codes = (values * 2.0 ** (E4M3.min_exponent - fmt.min_exponent)).to(torch.float8_e4m3fn).view(torch.uint8)
-    magnitude = e4m3_codes.bitwise_and(0x7F).bitwise_right_shift(E4M3.mantissa_bits - fmt.mantissa_bits)
-    return magnitude | e4m3_codes.bitwise_right_shift(7).bitwise_left_shift(fmt.bits - 1)
+    magnitude_codes = e4m3_codes.bitwise_and(0x7F).bitwise_right_shift(E4M3.mantissa_bits - fmt.mantissa_bits)
+    return magnitude_codes | e4m3_codes.bitwise_right_shift(7).bitwise_left_shift(fmt.bits - 1)
 
 
 def _decode(codes: Tensor, fmt: Format) -> Tensor:

@@ -139,14 +139,16 @@ def compile_kernel(kernel: Definition) -> Compiled:
 
 
 def _compile(kernel: Kernel) -> Compiled:
-    widths = vector_width.vector_widths(kernel.device) if any(kernel.free()) else ()
+    vector_widths = vector_width.vector_widths(kernel.device) if any(kernel.free()) else ()
     # Timing the vector widths is slow, so the fastest width is stored for all processes.
-    if len(widths) < 2:
-        return Compiled(_compile_with_width(kernel, *widths), *widths)
-    stored_choice = vector_width.StoredChoice(_describe_graph(kernel))
-    bits = stored_choice.read()
+    if len(vector_widths) < 2:
+        return Compiled(_compile_with_width(kernel, *vector_widths), *vector_widths)
+    stored_width_choice = vector_width.StoredChoice(_describe_graph(kernel))
+    bits = stored_width_choice.read()
     return (
-        Compiled(_compile_with_width(kernel, bits), bits) if bits else _compile_fastest(kernel, widths, stored_choice)
+        Compiled(_compile_with_width(kernel, bits), bits)
+        if bits
+        else _compile_fastest(kernel, vector_widths, stored_width_choice)
     )
 
 

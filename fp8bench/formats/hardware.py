@@ -115,12 +115,12 @@ def support_from_capability(facts: DeviceFacts, first_capability: tuple[int, int
     """Returns native support if the device has at least the compute capability `first_capability`, and refused support
     otherwise.
     """
-    capability = facts.capability or (0, 0)
-    if capability >= first_capability:
+    device_capability = facts.capability or (0, 0)
+    if device_capability >= first_capability:
         return native(f"{words} units from compute capability {_write_capability(first_capability)}")
     return refused(
         f"{words} needs compute capability {_write_capability(first_capability)}; this device has "
-        f"{_write_capability(capability)}"
+        f"{_write_capability(device_capability)}"
     )
 
 
@@ -191,10 +191,10 @@ def find_wider_kernel(names: Iterable[str], most_bits: int) -> str:
     """Returns the name of the first kernel that multiplies, if all kernels that multiply have operands of more than
     `most_bits`. Returns '' otherwise.
     """
-    widths = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]
-    if not widths or any(bits <= most_bits for _, bits in widths):
+    kernel_operand_bits = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]
+    if not kernel_operand_bits or any(bits <= most_bits for _, bits in kernel_operand_bits):
         return ""
-    return widths[0][0]
+    return kernel_operand_bits[0][0]
 
 
 def has_hopper_units(facts: DeviceFacts) -> bool:

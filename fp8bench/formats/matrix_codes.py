@@ -64,11 +64,11 @@ def square_codes_by_operations(
     scaled_tensor = quantise(x, fmt, scaling)
     assert scaled_tensor.scales is not None
     straight_codes = scaled_tensor.codes.view(CODE_DTYPES[fmt.name])
-    straight_result = straight_codes, by_squares(scaled_tensor.scales)
+    straight_codes_and_scales = straight_codes, by_squares(scaled_tensor.scales)
     return (
-        (straight_result, (straight_codes.t().contiguous(), by_squares(scaled_tensor.scales.t())))
+        (straight_codes_and_scales, (straight_codes.t().contiguous(), by_squares(scaled_tensor.scales.t())))
         if both
-        else (straight_result,)
+        else (straight_codes_and_scales,)
     )
 
 
@@ -84,10 +84,10 @@ def as_row_major(x: Tensor) -> tuple[Tensor, bool]:
     row-major, `x` is copied.
     """
     if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
-        matrix, turned = x.t(), True
+        matrix, is_turned = x.t(), True
     else:
-        matrix, turned = x.contiguous().view(matrix_shape(x.shape)), False
-    return (matrix if is_aligned(matrix) else matrix.clone()), turned
+        matrix, is_turned = x.contiguous().view(matrix_shape(x.shape)), False
+    return (matrix if is_aligned(matrix) else matrix.clone()), is_turned
 
 
 def choose_side(lengths: Sequence[int]) -> int:

@@ -100,16 +100,16 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
     if not 0 < x.numel() <= MOST_ELEMENTS or spans_rows:
         return None
     # 1. Read a transposed matrix in its memory order, along rows.
-    turned = _reads_transpose(x, quantisation)
-    layout, block = _choose_block_layout(scaling, turned)
-    rows, columns = matrix_shape((x.t() if turned else x).shape)
+    is_turned = _reads_transpose(x, quantisation)
+    layout, block = _choose_block_layout(scaling, is_turned)
+    rows, columns = matrix_shape((x.t() if is_turned else x).shape)
     # 2. Extend the matrix to complete blocks, because kernels do not handle incomplete ones.
-    height, width = _round_up_to_block(rows, block[0]), _round_up_to_block(columns, block[1])
-    row_length = height * width if layout is Layout.FLAT else width
+    padded_height, width = _round_up_to_block(rows, block[0]), _round_up_to_block(columns, block[1])
+    row_length = padded_height * width if layout is Layout.FLAT else width
     # 3. Read two bfloat16 values as a word if no word would be split between two blocks or rows.
     unsplit_length = block[1] if block[1] > 1 else row_length
-    has_pairs = x.dtype is torch.bfloat16 and unsplit_length % 2 == 0
-    source = torch.bfloat16 if has_pairs else torch.float32
+    has_value_pairs = x.dtype is torch.bfloat16 and unsplit_length % 2 == 0
+    source = torch.bfloat16 if has_value_pairs else torch.float32
     # 4. Make the kernel. If one scale covers the tensor, a row or a column, the kernel takes factors as an argument.
     # With UPRIGHT blocks of NVFP4, it takes the tensor scale.
     has_blocks = block != (0, 0)
@@ -119,14 +119,14 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
         scaling=scaling if has_blocks else None,
         layout=layout,
         source=source,
-        target=torch.bfloat16 if has_pairs and out.dtype is torch.bfloat16 else torch.float32,
+        target=torch.bfloat16 if has_value_pairs and out.dtype is torch.bfloat16 else torch.float32,
         device=str(x.device),
         block=block,
         overflow=quantisation.overflow,
         factor=is_upright_nvfp4 or (scaling is not None and not has_blocks),
         stochastic=quantisation.stochastic,
     )
-    return MemoryLayout(kernel, height, width, turned, (height, width) != (rows, columns))
+    return MemoryLayout(kernel, padded_height, width, is_turned, (padded_height, width) != (rows, columns))
 
 
 def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
@@ -166,10 +166,10 @@ def _choose_block_layout(scaling: Scaling | None, turned: bool) -> tuple[Layout,
         return Layout.FLAT, (0, 0)
     if scaling.columns == 0:
         return (Layout.COLUMNS if turned else Layout.ROWS), (0, 0)
-    block = (scaling.columns, scaling.rows) if turned else (scaling.rows, scaling.columns)
-    if block[0] == 1:
-        return Layout.BLOCKS, block
-    return (Layout.UPRIGHT if block[1] == 1 else Layout.RECTANGLES), block
+    block_sides = (scaling.columns, scaling.rows) if turned else (scaling.rows, scaling.columns)
+    if block_sides[0] == 1:
+        return Layout.BLOCKS, block_sides
+    return (Layout.UPRIGHT if block_sides[1] == 1 else Layout.RECTANGLES), block_sides
 
 
 def _round_up_to_block(length: int, block: int) -> int:

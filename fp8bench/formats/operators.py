@@ -49,8 +49,10 @@ class Relaunch(NamedTuple):
             if layout is None:
                 outputs.append(None)
                 continue
-            shape, stride, dtype = layout
-            out = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # torch.empty would take twice as long
+            shape, strides, dtype = layout
+            out = torch.empty_strided(
+                shape, strides, dtype=dtype, device=device
+            )  # torch.empty would take twice as long
             outputs.append(out)
             addresses.append(out.data_ptr())
         return tuple(outputs) if self.launch(self.take(addresses)) else None
@@ -86,12 +88,12 @@ class Kernels:
         self._lock = threading.Lock()
 
     def get(self, kernel: Definition) -> Compiled | None:
-        compiled = self._ready.get(kernel)
+        compiled_kernel = self._ready.get(kernel)
         # The worker reads these counts to report whether timed steps ran compiled kernels.
         with self._lock:
-            if compiled is not None:
-                self.fused[compiled.bits] += 1
-                return compiled
+            if compiled_kernel is not None:
+                self.fused[compiled_kernel.bits] += 1
+                return compiled_kernel
             self.eager += 1
             if kernel not in self.refused:
                 self.wanted[kernel] = None
@@ -197,11 +199,11 @@ def _run_quantiser(
 def _run_kernel(
     kernel: Compiled, layout: MemoryLayout, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
 ) -> None:
-    writes_directly = layout.can_write_into(out)
-    result_memory = layout.empty(out.device) if not writes_directly else out.t() if layout.turned else out
+    writes_out_directly = layout.can_write_into(out)
+    result_memory = layout.empty(out.device) if not writes_out_directly else out.t() if layout.turned else out
     optional_tensors = [tensor for tensor in (factor, None if seed is None else seed_key(seed)) if tensor is not None]
     kernel.run(layout.view_as_words(layout.matrix(x)), layout.view_result_as_words(result_memory), *optional_tensors)
-    if not writes_directly:
+    if not writes_out_directly:
         layout.copy_result(result_memory, out)
 
 

@@ -130,10 +130,10 @@ def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None)
     """
     # Round each magnitude down to a power of two, but not below the format's smallest normal number.
     smallest_exponent_bits = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
-    exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest_exponent_bits)
+    exponent_bits = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest_exponent_bits)
     if random is not None:
-        return _round_stochastically(magnitudes, exponent, fmt, random)
-    rounding_constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
+        return _round_stochastically(magnitudes, exponent_bits, fmt, random)
+    rounding_constant = exponent_bits.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
     return (magnitudes + rounding_constant).sub_(rounding_constant)
 
 
@@ -181,8 +181,8 @@ def _replace_overflow(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Te
     """
     if overflow is Overflow.SATURATE:
         return magnitudes
-    replacement = float("inf") if overflow is Overflow.INFINITY else float("nan")
-    return torch.where(magnitudes > fmt.largest, replacement, magnitudes)
+    overflow_value = float("inf") if overflow is Overflow.INFINITY else float("nan")
+    return torch.where(magnitudes > fmt.largest, overflow_value, magnitudes)
 
 
 def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
@@ -199,13 +199,13 @@ def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
     dropped_bits = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
     if random is None:
-        addend = bits.bitwise_right_shift(dropped_bits).bitwise_and(1) + ((1 << (dropped_bits - 1)) - 1)
+        rounding_addend = bits.bitwise_right_shift(dropped_bits).bitwise_and(1) + ((1 << (dropped_bits - 1)) - 1)
     else:
-        addend = random.bitwise_and((1 << dropped_bits) - 1)
-    rounded = (bits + addend).bitwise_and(-(1 << dropped_bits))
+        rounding_addend = random.bitwise_and((1 << dropped_bits) - 1)
+    rounded_bits = (bits + rounding_addend).bitwise_and(-(1 << dropped_bits))
     # do not change NaN: a carry out of its mantissa would give -0
     is_finite = bits.bitwise_and(~_SIGN_MASK) < _EXPONENT_MASK
-    return torch.where(is_finite, rounded, bits).view(torch.float32)
+    return torch.where(is_finite, rounded_bits, bits).view(torch.float32)
 
 
 def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:
@@ -217,12 +217,14 @@ def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | 
     # number with the exponent bits 0.
     subnormal_bits = bits.sub(_SMALLEST_POWER_BITS).clamp(min=0).bitwise_left_shift(1)
     scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
-    addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
+    rounding_addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
     # If the exponent bits are still 0 after rounding, the result is 2^-127.
-    rounded = (scale_bits + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_SMALLEST_POWER_BITS).view(torch.float32)
-    limited_powers = rounded.clamp(max=E8M0.largest)
+    rounded_powers = (
+        (scale_bits + rounding_addend).bitwise_and(_EXPONENT_MASK).clamp(min=_SMALLEST_POWER_BITS).view(torch.float32)
+    )
+    limited_powers = rounded_powers.clamp(max=E8M0.largest)
     if overflow is Overflow.NAN:
-        limited_powers = torch.where(rounded > E8M0.largest, torch.nan, limited_powers)
+        limited_powers = torch.where(rounded_powers > E8M0.largest, torch.nan, limited_powers)
     # e8m0 has no code for zero and negative numbers, so they become NaN.
     return torch.where(values > 0, limited_powers, torch.nan)
 
@@ -251,8 +253,8 @@ def round_to(
     """
     check_input(x)
     values = x.detach().to(torch.float32)
-    rounded = round_values(values, fmt, None if seed is None else random_bits(values.shape, seed), overflow)
-    return rounded if out is None else out.copy_(rounded)
+    rounded_values = round_values(values, fmt, None if seed is None else random_bits(values.shape, seed), overflow)
+    return rounded_values if out is None else out.copy_(rounded_values)
 
 
 def check_input(x: Tensor) -> None:

@@ -83,9 +83,9 @@ class Scaling:
         """The name of the scaling: 'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of
         the scales.
         """
-        extent = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
+        extent_text = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
         scale_format = f" {self.scale.name}" if self.scale else ""
-        return f"{extent}{scale_format} {self.rounding}"
+        return f"{extent_text}{scale_format} {self.rounding}"
 
     @property
     def turns(self) -> bool:
@@ -228,9 +228,11 @@ class Recipe:
         """Whether the transpose of an operand must be cast again from its source, because the codes of the operand
         cannot be reused.
         """
-        can_all_turn = all(treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments)
+        do_all_scalings_turn = all(
+            treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments
+        )
         is_stochastic = any(treatment.stochastic for treatment in self.treatments)
-        return self.hadamard or self.high_weight_gradient or is_stochastic or not can_all_turn
+        return self.hadamard or self.high_weight_gradient or is_stochastic or not do_all_scalings_turn
 
 
 # The formats of inputs, weights and gradients, by the names that FP8 training uses.

@@ -40,8 +40,8 @@ def allocate_square_scales(down: int, across: int, device: torch.device) -> tupl
     of 4. `transpose_rows` converts either result to the layout that products read.
     """
     padded_across, padded_down = round_up(across, TILE_COLUMNS), round_up(down, TILE_COLUMNS)
-    new_tensor = torch.empty if (padded_across, padded_down) == (across, down) else torch.zeros
-    memory = new_tensor(down * padded_across + across * padded_down, dtype=torch.float32, device=device)
+    allocate_tensor = torch.empty if (padded_across, padded_down) == (across, down) else torch.zeros
+    memory = allocate_tensor(down * padded_across + across * padded_down, dtype=torch.float32, device=device)
     return memory[: down * padded_across].view(down, padded_across), memory[down * padded_across :].view(
         across, padded_down
     )
@@ -69,8 +69,8 @@ def swizzle(scales: Tensor) -> Tensor:
 
 def swizzle_into(memory: Tensor, scales: Tensor) -> Tensor:
     """Writes scales as tiles into `memory`, which must have the size of the tiles. Returns `memory`."""
-    down, across = scales.shape
-    padded_scales = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
+    scales_down, scales_across = scales.shape
+    padded_scales = pad(scales, (0, -scales_across % TILE_COLUMNS, 0, -scales_down % TILE_ROWS))
     tiles_down, tiles_across = padded_scales.shape[0] // TILE_ROWS, padded_scales.shape[1] // TILE_COLUMNS
     tiles = padded_scales.view(tiles_down, TILE_COLUMNS, _QUARTER_ROWS, tiles_across, TILE_COLUMNS).permute(
         0, 3, 2, 1, 4

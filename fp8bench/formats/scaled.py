@@ -134,12 +134,12 @@ def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: 
     `scale` is a factor that replaces the factor computed from a tensor or row. Incomplete blocks are filled with zeros.
     """
     if _has_no_blocks(scaling):
-        peaks = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
-        steps = element_steps(peaks, fmt, scaling) if scale is None else reciprocal(scale)
-        return Blocks(magnitudes, peaks, steps)
+        largest_magnitudes = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
+        steps = element_steps(largest_magnitudes, fmt, scaling) if scale is None else reciprocal(scale)
+        return Blocks(magnitudes, largest_magnitudes, steps)
     blocks = _split_blocks(magnitudes, scaling)
-    peaks = block_maxima(blocks)
-    return Blocks(blocks, peaks, element_steps(peaks, fmt, scaling))
+    largest_magnitudes = block_maxima(blocks)
+    return Blocks(blocks, largest_magnitudes, element_steps(largest_magnitudes, fmt, scaling))
 
 
 def _has_no_blocks(scaling: Scaling) -> bool:
@@ -194,20 +194,22 @@ def _draw_random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
 
 
 def _split_blocks(x: Tensor, scaling: Scaling) -> Tensor:
-    down, across, columns = _count_blocks(x.shape, scaling)
+    blocks_down, blocks_across, columns = _count_blocks(x.shape, scaling)
     height, width = matrix_shape(x.shape)
     matrix = x.detach().reshape(height, width).to(torch.float32)
-    if down * scaling.rows != height or across * columns != width:
-        matrix = pad(matrix, (0, across * columns - width, 0, down * scaling.rows - height))
+    if blocks_down * scaling.rows != height or blocks_across * columns != width:
+        matrix = pad(matrix, (0, blocks_across * columns - width, 0, blocks_down * scaling.rows - height))
     if scaling.rows == 1:
-        return matrix.reshape(down * across, columns)
-    return matrix.reshape(down, scaling.rows, across, columns)
+        return matrix.reshape(blocks_down * blocks_across, columns)
+    return matrix.reshape(blocks_down, scaling.rows, blocks_across, columns)
 
 
 def _join_blocks(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
-    down, across, columns = _count_blocks(shape, scaling)
+    blocks_down, blocks_across, columns = _count_blocks(shape, scaling)
     height, width = matrix_shape(shape)
-    return blocks.reshape(down * scaling.rows, across * columns)[:height, :width].reshape(shape).contiguous()
+    return (
+        blocks.reshape(blocks_down * scaling.rows, blocks_across * columns)[:height, :width].reshape(shape).contiguous()
+    )
 
 
 def _count_blocks(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:

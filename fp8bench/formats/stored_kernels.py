@@ -102,7 +102,7 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
 
 def _load_call(stored: dict[str, Any]) -> Call:
     """Returns a stored kernel as a function. Raises LookupError if a library has changed."""
-    guards: Any = torch._C._dynamo.guards
+    dynamo_guards: Any = torch._C._dynamo.guards
     namespace: dict[str, Any] = {"torch": torch}
     # A changed library file has the code of a different kernel.
     for name, (file, digest) in stored["libraries"].items():
@@ -110,7 +110,7 @@ def _load_call(stored: dict[str, Any]) -> Call:
             raise LookupError(file)
         namespace[name] = _load_library(file).kernel
     for name in stored["helpers"]:
-        namespace[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
+        namespace[name] = getattr(dynamo_guards, name, None) or getattr(dynamo_guards, f"_{name}")
     # This executes only text that a process of the same user has written. _read_owned_file has checked the owner of
     # the file.
     exec(compile(stored["call"], "<kept kernel>", "exec"), namespace)
@@ -120,15 +120,15 @@ def _load_call(stored: dict[str, Any]) -> Call:
 
 @cache
 def _load_library(file: str) -> Any:
-    loader = importlib.machinery.ExtensionFileLoader("kernel", file)
-    spec = importlib.util.spec_from_loader("kernel", loader)
+    library_loader = importlib.machinery.ExtensionFileLoader("kernel", file)
+    spec = importlib.util.spec_from_loader("kernel", library_loader)
     assert spec is not None
     name, previous_value = f"_{_ADDRESS_VARIABLE}", os.environ.get(f"_{_ADDRESS_VARIABLE}")
     # When the library is loaded, it reads this variable to find the function that returns a tensor's address.
     os.environ[name] = str(getattr(torch._C._dynamo.guards, name.lower()))
     try:
         library = importlib.util.module_from_spec(spec)
-        loader.exec_module(library)
+        library_loader.exec_module(library)
         return library
     finally:
         os.environ.pop(name) if previous_value is None else os.environ.update({name: previous_value})

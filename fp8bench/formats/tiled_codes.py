@@ -107,15 +107,15 @@ class Places:
         # quarter of the tile's 128 rows.
         if not self.tiled:
             return (down * self.scaling.rows + row) * tiles_across + across
-        tile = down * tiles_across + across
-        return tile * _TILE_SCALES + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
+        tile_index = down * tiles_across + across
+        return tile_index * _TILE_SCALES + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
 
     def _view_blocks(self, matrix: Tensor, length: int) -> Tensor:
         """Returns a matrix as a view of tiles and blocks. Each block has `length` columns."""
         rows = self.scaling.rows
         quarters, lines, columns = (TILE_COLUMNS, _QUARTER_ROWS // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
-        across = matrix.shape[1] // (columns * length)
-        return self.put_in_order(matrix.view(-1, quarters, lines, rows, across, columns, length))
+        tiles_across = matrix.shape[1] // (columns * length)
+        return self.put_in_order(matrix.view(-1, quarters, lines, rows, tiles_across, columns, length))
 
     def put_in_order(self, parts: Tensor) -> Tensor:
         """Permutes dimensions from (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to
@@ -154,10 +154,10 @@ class TiledCodesKernel(Kernel):
             block_scales, inverse = mx_scale(amax, self.fmt, scaling.rounding)
             codes = [cast_elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
         else:
-            lanes = [lane.to(torch.float32) for lane in self._lanes(source)]
+            value_lanes = [lane.to(torch.float32) for lane in self._lanes(source)]
             tensor_scale = optional_tensors[0] if optional_tensors else None
             rounded_lanes, block_scales, _ = block_elements(
-                lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSIONS
+                value_lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSIONS
             )
             codes = [
                 encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded_lanes
@@ -178,14 +178,14 @@ class TiledCodesKernel(Kernel):
 
     def _draw_bits(self, source: Tensor, key: Tensor) -> list[Tensor]:
         order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
-        down = [source.shape[place] for place in order[:3]]
-        across = [source.shape[place] for place in order[3:]]
+        down_sizes = [source.shape[place] for place in order[:3]]
+        across_sizes = [source.shape[place] for place in order[3:]]
         # Random numbers are counted along the rows of the operand, whatever the operand's order in memory is.
-        rows, columns = prod(down) * source.shape[5], prod(across) * source.shape[6]
+        rows, columns = prod(down_sizes) * source.shape[5], prod(across_sizes) * source.shape[6]
         row_index, column_index = (
             torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns)
         )
-        indices = row_index.view(*down, source.shape[5], 1, 1, 1) * columns + column_index.view(*across, -1)
+        indices = row_index.view(*down_sizes, source.shape[5], 1, 1, 1) * columns + column_index.view(*across_sizes, -1)
         return [element_random_bits(lane, key) for lane in self._lanes(self.places.put_in_order(indices))]
 
     def examples(self) -> list[Tensor]:
@@ -198,8 +198,12 @@ class TiledCodesKernel(Kernel):
         scales = torch.empty(rows * (columns // self.places.scaling.columns), dtype=torch.uint8, device=self.device)
         tensor_scale = [torch.full((), 0.75, device=self.device)] if self.places.scaling.scale is E4M3 else []
         key = [torch.zeros((), dtype=torch.int32, device=self.device)] if self.stochastic else []
-        views = self.places.matrix(x), self.places.codes(out, self.codes_per_byte), self.places.scales(scales, rows)
-        return [*views, *tensor_scale, *key]
+        example_views = (
+            self.places.matrix(x),
+            self.places.codes(out, self.codes_per_byte),
+            self.places.scales(scales, rows),
+        )
+        return [*example_views, *tensor_scale, *key]
 
     def free(self) -> list[Sequence[int]]:
         scalar_count = (self.places.scaling.scale is E4M3) + self.stochastic
@@ -318,11 +322,11 @@ def tiled_codes_both(
     if not (_can_use_kernel(x) and _can_use_kernel(turned)):
         first, second = _draw_seeds(draw, 2)
         return _cast_by_operations(x, fmt, scaling, first), _cast_by_operations(turned, fmt, scaling, second)
-    straight, transpose = (_TiledCast.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
-    _scale_tensors([straight, transpose], x, draw, amaxes)
-    plain_arguments = straight.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
-    run_cast("tiled_codes_both", None, (*straight.arguments, *transpose.arguments), plain_arguments, tuple)
-    return straight.result(), transpose.result()
+    straight_cast, transpose = (_TiledCast.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
+    _scale_tensors([straight_cast, transpose], x, draw, amaxes)
+    plain_arguments = straight_cast.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
+    run_cast("tiled_codes_both", None, (*straight_cast.arguments, *transpose.arguments), plain_arguments, tuple)
+    return straight_cast.result(), transpose.result()
 
 
 def unscaled_codes(x: Tensor) -> Tensor:
@@ -340,8 +344,8 @@ def unscaled_codes(x: Tensor) -> Tensor:
 
 
 def _scale_tensors(targets: list[_TiledCast], x: Tensor, draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
-    tensor_scales = [tiled.tensor_scale for tiled in targets if tiled.tensor_scale is not None]
-    keys = [tiled.key for tiled in targets if tiled.key is not None]
+    tensor_scales = [tiled_cast.tensor_scale for tiled_cast in targets if tiled_cast.tensor_scale is not None]
+    keys = [tiled_cast.key for tiled_cast in targets if tiled_cast.key is not None]
     if tensor_scales and not amaxes:
         amaxes = [largest_magnitude(x)]
     parts = [amax.view(-1) for amax in amaxes] if tensor_scales else []
@@ -435,8 +439,8 @@ def _run_tiled_codes(*arguments: Any) -> Launch | None:
 
 def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
     # Each of the two matrices has five arguments. Two flags for tiled scales and the recipe follow.
-    tensors, second_tensors, (tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
-    first, second = [*tensors, tiled, *recipe], [*second_tensors, second_tiled, *recipe]
+    tensors, second_tensors, (first_tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
+    first, second = [*tensors, first_tiled, *recipe], [*second_tensors, second_tiled, *recipe]
     return _prepare_call(*first).run_together_with(_prepare_call(*second))
 
 
@@ -453,17 +457,19 @@ def _prepare_call(
     scale_format: str,
     rounding: str,
 ) -> PreparedCall:
-    matrix, turned = as_row_major(x)
-    places = Places(Scaling(rows, columns, FORMATS[scale_format], ScaleRounding(rounding)), tiled, turned)
+    matrix, is_turned = as_row_major(x)
+    places = Places(Scaling(rows, columns, FORMATS[scale_format], ScaleRounding(rounding)), tiled, is_turned)
     kernel = TiledCodesKernel(FORMATS[fmt], places, x.dtype, str(x.device), key is not None)
-    views = places.matrix(matrix), places.codes(out, kernel.codes_per_byte), places.scales(scales, len(out))
-    return PreparedCall(kernel, (*views, *(tensor for tensor in (tensor_scale, key) if tensor is not None)), turned)
+    kernel_views = places.matrix(matrix), places.codes(out, kernel.codes_per_byte), places.scales(scales, len(out))
+    return PreparedCall(
+        kernel, (*kernel_views, *(tensor for tensor in (tensor_scale, key) if tensor is not None)), is_turned
+    )
 
 
 def _run_unscaled_codes(x: Tensor, out: Tensor) -> None:
     if x.numel():
-        matrix, turned = as_row_major(x)
-        run_kernel(PairsKernel(x.dtype, str(x.device), turned), _view_pairs(matrix, turned), out)
+        matrix, is_turned = as_row_major(x)
+        run_kernel(PairsKernel(x.dtype, str(x.device), is_turned), _view_pairs(matrix, is_turned), out)
 
 
 def _run_tensor_scales(

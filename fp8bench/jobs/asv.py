@@ -35,9 +35,9 @@ def measure_for_asv(
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:
         raise KeyboardInterrupt
-    measured_points = extract_points(run)
-    if not measured_points.points:
-        reason = measured_points.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
+    measured_run_points = extract_points(run)
+    if not measured_run_points.points:
+        reason = measured_run_points.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
     # 2. Combine this run's points (one per series, cell and commit) with those of earlier runs of the same commit. If
     # this run measured a different commit, use only stored points.
@@ -45,12 +45,12 @@ def measure_for_asv(
     mismatch_reason = _explain_other_commit(commit, run) if asv_commit else ""
     points = _list_earlier_points(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []
     if not mismatch_reason:
-        points += measured_points.points
-    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured_points.series}
-    for (name, cell), point in merge_points(points, measured_points.series).items():
+        points += measured_run_points.points
+    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured_run_points.series}
+    for (name, cell), point in merge_points(points, measured_run_points.series).items():
         outcomes.setdefault(name, {})[cell] = _make_outcome(point)
     # 3. Mark cases without results as failed.
-    for point in measured_points.points:
+    for point in measured_run_points.points:
         if mismatch_reason:
             outcome = ("failed", mismatch_reason) if point.samples else _make_outcome(point)
             outcomes[point.series].setdefault(point.cell, outcome)

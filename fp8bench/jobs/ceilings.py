@@ -116,8 +116,8 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
         specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate, per second"
     )
     # The time of 1e9 FLOPs or bytes, or of one launch, at the measured rate.
-    timed_amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
-    times = Measurement(specs.CEILING_TIME, "s", tuple(timed_amount / run for run in rate.runs))
+    timed_work_amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
+    times = Measurement(specs.CEILING_TIME, "s", tuple(timed_work_amount / run for run in rate.runs))
     return Record(
         case,
         support,
@@ -203,25 +203,25 @@ def parse_quote(text: str) -> Quote:
         raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is not a figure of a datasheet. {_QUOTE_SYNTAX}.")
     # 2. Find the datasheets of devices whose names contain these words.
     name_words = {word.lower() for word in name} - set(_VENDORS)
-    sheets_by_name = {sheet.name.replace(",", ""): sheet for sheet in load_datasheets()}
-    matching_sheets = [
+    datasheets_by_name = {sheet.name.replace(",", ""): sheet for sheet in load_datasheets()}
+    matching_datasheets = [
         sheet
-        for sheet_name, sheet in sheets_by_name.items()
+        for sheet_name, sheet in datasheets_by_name.items()
         if name_words and name_words <= {*sheet_name.lower().split()}
     ]
-    if not matching_sheets:
+    if not matching_datasheets:
         raise UsageError(
-            f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(sheets_by_name)}."
+            f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(datasheets_by_name)}."
         )
     # 3. Select the datasheets that publish the figure.
-    quote = Quote(text, tuple(matching_sheets), figure, number)
-    publishing_sheets = tuple(sheet for sheet in matching_sheets if quote.of(sheet) is not None)
-    if not publishing_sheets:
-        sheet = matching_sheets[0]
+    parsed_quote = Quote(text, tuple(matching_datasheets), figure, number)
+    publishing_datasheets = tuple(sheet for sheet in matching_datasheets if parsed_quote.of(sheet) is not None)
+    if not publishing_datasheets:
+        sheet = matching_datasheets[0]
         if reason := sheet.lacks.get(product_kind_of(figure)):
             raise UsageError(f"--peak {text!r:.80}: {sheet.name} has no peak of {figure}: {reason} ({sheet.source}).")
         raise UsageError(f"--peak {text!r:.80}: the vendor of {sheet.name} publishes no {figure}.")
-    return replace(quote, devices=publishing_sheets)
+    return replace(parsed_quote, devices=publishing_datasheets)
 
 
 def describe_quotes(quotes: Sequence[Quote]) -> Iterator[str]:
@@ -264,7 +264,7 @@ def _explain_wrong_number(quote: Quote) -> Iterator[str]:
         kinds_with_peak = [kind for kind, peak in device.dense.items() if quote.is_equal_to(peak / 1e12)]
         if kinds_with_peak and quote.figure not in _DATASHEET_FIGURES:
             yield f"that is the peak of {' and '.join(kinds_with_peak)} on {device.name}"
-    other_sheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
+    other_datasheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
     for sparse in (False, True):
-        if names := [sheet.name for sheet in other_sheets if quote.is_equal_to(quote.of(sheet, sparse))]:
+        if names := [sheet.name for sheet in other_datasheets if quote.is_equal_to(quote.of(sheet, sparse))]:
             yield f"that is {'sparse ' * sparse}{quote.figure} of {', '.join(names)}"

@@ -19,8 +19,8 @@ from fp8bench.store.runs.run_file import load_run
 
 def compare_named_sides(old_name: str, new_name: str, store: Path, observer: JobObserver) -> ComparedSides:
     # Find the files of both sides before reading any, so that a missing file is reported for the right side.
-    chosen_sides = [find_runs(name, store) for name in (old_name, new_name)]
-    old, new = (read_runs(chosen, observer) for chosen in chosen_sides)
+    chosen_side_runs = [find_runs(name, store) for name in (old_name, new_name)]
+    old, new = (read_runs(chosen, observer) for chosen in chosen_side_runs)
     return compare_runs(old_name, old, new_name, new, observer)
 
 

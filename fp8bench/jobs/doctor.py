@@ -43,7 +43,7 @@ def examine(calibrate: bool) -> Iterator[str]:
     with ThreadPoolExecutor() as threads, ProcessWorker(Settings()) as worker:
         facts = worker.probe()
         # Finding the energy sources of a device takes up to 3 s. This happens while the worker imports backends.
-        meters = threads.map(open_meter, facts)
+        device_meters = threads.map(open_meter, facts)
         environment = gather(worker.software(), __version__, 1)
         yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
         yield f"machine   {environment.get('machine')}, {environment.get('system')}"
@@ -53,7 +53,7 @@ def examine(calibrate: bool) -> Iterator[str]:
             yield ""
             yield from _describe_device(device)
             yield from (f"  backend {line}" for line in describe_backends(worker, device))
-            with next(meters) as meter:
+            with next(device_meters) as meter:
                 yield from (f"  {line}" for line in format_device_lines(meter))
         if not any(device.accelerated for device in facts):
             yield ""
@@ -90,18 +90,18 @@ def _describe_device(facts: DeviceFacts) -> Iterator[str]:
         yield f"  nothing runs on it: {facts.unusable}"
         return
     yield f"  units     {describe_units(facts)}"
-    supports = {precision.name: precision.support(facts) for precision in list_precisions_by_rank()}
-    name_width = max(map(len, supports))
-    for name, support in supports.items():
+    support_by_precision = {precision.name: precision.support(facts) for precision in list_precisions_by_rank()}
+    precision_name_width = max(map(len, support_by_precision))
+    for name, support in support_by_precision.items():
         if support.is_native:
-            yield f"  {name:<{name_width}} {support.level.value:<9} {support.reason}"
+            yield f"  {name:<{precision_name_width}} {support.level.value:<9} {support.reason}"
     for level in (Level.EMULATED, Level.REFUSED):
-        reasons = {name: support.reason for name, support in supports.items() if support.level is level}
+        reasons = {name: support.reason for name, support in support_by_precision.items() if support.level is level}
         explanation = "values rounded, products in fp32"
         if level is Level.REFUSED:
             explanation = "; ".join(sorted(set(reasons.values())))
         if reasons:
-            yield f"  {level.value:<{name_width}} {', '.join(reasons)}: {explanation}"
+            yield f"  {level.value:<{precision_name_width}} {', '.join(reasons)}: {explanation}"
 
 
 def describe_backends(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
@@ -116,13 +116,15 @@ def describe_backends(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
         if reason:
             yield f"{name:<9} {reason}"
             continue
-        supports = {
+        support_by_precision = {
             precision.name: precision.by(backend).support(facts)
             for precision in list_precisions_by_rank()
             if precision.takes_backend
         }
-        usable = [precision for precision, support in supports.items() if support.level is not Level.REFUSED]
-        text = ", ".join(usable) or f"nothing here: {next(iter(supports.values())).reason}"
+        usable_precisions = [
+            precision for precision, support in support_by_precision.items() if support.level is not Level.REFUSED
+        ]
+        text = ", ".join(usable_precisions) or f"nothing here: {next(iter(support_by_precision.values())).reason}"
         yield f"{name:<9} {backend.package} {version}: {text}"
 
 
@@ -152,13 +154,13 @@ def describe_compiler(worker: Worker, facts: Sequence[DeviceFacts], limit: float
 
 
 def _describe_overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    overheads = worker.within(START_SECONDS).overheads(facts)
+    measuring_overheads = worker.within(START_SECONDS).overheads(facts)
     yield f"overhead of measuring on {facts.key} (best of many)"
-    yield f"  phase marker on    {seconds(overheads.marker_on)}   (goal 600 ns on a CPU)"
-    yield f"  phase marker off   {seconds(overheads.marker_off)}   (goal 200 ns)"
-    yield f"  one clock stamp    {seconds(overheads.stamp)}"
-    if overheads.event_pair is not None:
-        yield f"  event pair, device {seconds(overheads.event_pair)}"
+    yield f"  phase marker on    {seconds(measuring_overheads.marker_on)}   (goal 600 ns on a CPU)"
+    yield f"  phase marker off   {seconds(measuring_overheads.marker_off)}   (goal 200 ns)"
+    yield f"  one clock stamp    {seconds(measuring_overheads.stamp)}"
+    if measuring_overheads.event_pair is not None:
+        yield f"  event pair, device {seconds(measuring_overheads.event_pair)}"
 
 
 def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
@@ -175,9 +177,9 @@ def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = 
     if subject == "devices":
         for device in facts:
             yield f"{device.key:<8} {device.name}, {size(device.memory_bytes)}"
-        present_kinds = {device.kind for device in facts}
+        present_device_kinds = {device.kind for device in facts}
         for kind in devices.names():
-            if kind not in present_kinds:
+            if kind not in present_device_kinds:
                 yield f"{kind:<8} none on this machine"
     elif subject == "backends":
         for backend in backends.names():

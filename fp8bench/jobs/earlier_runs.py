@@ -29,12 +29,12 @@ def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
 
 
 def _load_earlier_runs(run: Run, store: Path) -> Iterator[Run]:
-    loaded_count = 0
+    loaded_run_count = 0
     for path in listing(store).files[:_MAX_FILES]:
         with contextlib.suppress(StoreError):
-            if loaded_count < _MAX_RUNS and _is_earlier(load_header(path), run):
+            if loaded_run_count < _MAX_RUNS and _is_earlier(load_header(path), run):
                 yield load_run(path)
-                loaded_count += 1
+                loaded_run_count += 1
 
 
 def _is_earlier(earlier: Run, run: Run) -> bool:

@@ -80,7 +80,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
     """Returns a description and the size in bytes of each part of a store that is neither needed nor in use. With
     `remove`, also deletes these parts. Raises StoreError.
     """
-    removable_parts = []
+    removable_store_parts = []
     for part in chain.from_iterable(kind.spare(store) for kind in kinds()):
         with ExitStack() as locks:
             if part.lock is not None:
@@ -88,11 +88,11 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
                     file = locks.enter_context(open_file(part.lock, most=None))
                     if not lock(file, 0):
                         continue
-            removable_parts.append((part.what, sum(map(_count_bytes, part.paths))))
+            removable_store_parts.append((part.what, sum(map(_count_bytes, part.paths))))
             for path in part.paths if remove else ():
                 with convert_write_errors(path, "You can delete it yourself."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return removable_parts
+    return removable_store_parts
 
 
 def _count_bytes(path: Path) -> int:
@@ -125,13 +125,13 @@ def load_matching_acks(store: Path, changes: FoundChanges, observer: JobObserver
     names_by_interpreter = {
         resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)
     }
-    acks = []
+    matching_acks = []
     for ack in stored_acknowledgements.acks:
         name = ack.python
         if name not in names_by_interpreter.values():
             name = names_by_interpreter.get(resolve_interpreter(name), name)
-        acks.append(replace(ack, python=name))
-    return acks
+        matching_acks.append(replace(ack, python=name))
+    return matching_acks
 
 
 def find_series(word: str, history: History) -> str:
@@ -141,10 +141,10 @@ def find_series(word: str, history: History) -> str:
     if len(exact_names or names) == 1:
         return (exact_names or names)[0]
     if names:
-        name_list = "".join(f"\n  {name}" for name in names)
-        raise UsageError(f"{word!r:.80} matches {len(names)} series. Give more of the name:{name_list}")
-    excluded = f" Not in the history: {'; '.join(history.left_out_reasons)}." if history.left_out_reasons else ""
-    raise UsageError(f"no series has {word!r:.80} in its name.{excluded} `fp8bench history list` names them all.")
+        matching_names_text = "".join(f"\n  {name}" for name in names)
+        raise UsageError(f"{word!r:.80} matches {len(names)} series. Give more of the name:{matching_names_text}")
+    excluded_text = f" Not in the history: {'; '.join(history.left_out_reasons)}." if history.left_out_reasons else ""
+    raise UsageError(f"no series has {word!r:.80} in its name.{excluded_text} `fp8bench history list` names them all.")
 
 
 def acknowledge(
@@ -158,16 +158,16 @@ def acknowledge(
         raise UsageError("--because acknowledges a change, and --undo withdraws that. Leave one out.")
     trends = _find_trends(read_history(store, observer), series)
     changes = find_changes(trends)
-    acks = load_matching_acks(store, changes, observer)
+    stored_acks = load_matching_acks(store, changes, observer)
     time_text = datetime.now(UTC).isoformat(timespec="seconds")
     if undo:
         names = {(trend.series.name, trend.cell): trend.name for trend in trends}
-        withdrawn_acks = [ack for ack in acks if (ack.series, ack.cell) in names]
+        withdrawn_acks = [ack for ack in stored_acks if (ack.series, ack.cell) in names]
         if not withdrawn_acks:
             raise UsageError(f"{series!r:.80} has no acknowledged changes.")
         append_acks(store, [Undo(ack.id, time_text) for ack in withdrawn_acks])
         return [(names[ack.series, ack.cell], ack.since, ack.until) for ack in withdrawn_acks]
-    chosen_changes = _choose_open_changes(series, apply_acks(changes, acks))
+    chosen_changes = _choose_open_changes(series, apply_acks(changes, stored_acks))
     append_acks(store, [make_ack(change, time_text, because or "") for change in chosen_changes])
     return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen_changes]
 

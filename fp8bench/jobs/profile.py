@@ -104,14 +104,16 @@ def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer
                 except NotSent as error:
                     reason = f"it cannot be sent to a worker process: {error}"
         LIVE_MODELS[name] = lambda: parts
-        in_process = replace(request, isolation=False, case_timeout=None)
+        in_process_request = replace(request, isolation=False, case_timeout=None)
         import torch
 
         uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(
             range(torch.cuda.device_count()) if uses_cuda else ()
         ):  # do not change the caller's random state
-            return profile(in_process, store, observer, command, f"{name} was measured in this process: {reason}")
+            return profile(
+                in_process_request, store, observer, command, f"{name} was measured in this process: {reason}"
+            )
     finally:
         LIVE_MODELS.pop(name, None)
 

@@ -116,9 +116,9 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
 
 def _compare_two_runs(runs: Sequence[Run], verdicts: Sequence[FindingsById]) -> Page | None:
     """Returns the page of `fp8bench compare`, the earlier run first. Returns None if the runs share no case."""
-    dated_runs = sorted(zip(runs, verdicts, strict=True), key=lambda pair: pair[0].started)
+    sorted_runs_and_verdicts = sorted(zip(runs, verdicts, strict=True), key=lambda pair: pair[0].started)
     comparison_of_runs = compare(
-        *(make_side(show_start(run), [(run, findings_of_run)]) for run, findings_of_run in dated_runs)
+        *(make_side(show_start(run), [(run, findings_of_run)]) for run, findings_of_run in sorted_runs_and_verdicts)
     )
     if not comparison_of_runs.comparisons:
         return None
@@ -150,40 +150,40 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
     """Writes each chart to a file in each format. The files are named after the chart's id on the page."""
     from fp8bench.report.page.drawing.pictures import draw_picture
 
-    charts = list_charts(page)
-    if not charts:
+    charts_by_id = list_charts(page)
+    if not charts_by_id:
         raise UsageError(f"the report is written, and has no charts for --plots {folder}. Leave --plots out.")
-    for name, chart in charts.items():
+    for name, chart in charts_by_id.items():
         for form in formats:
             _replace_report_file(folder / f"{name}.{form}", draw_picture(chart, page.title, form))
 
 
 def _make_index(reports: Path) -> Page:
-    dated_pages = []
+    dated_report_paths = []
     for path in reports.glob(f"*/{PAGE_NAME}"):
         # Most folders have a start time in their name. Folders of loss pages from `fp8bench.watch` have none, so use
         # the time when the page was written.
         start = show_folder_time(path.parent.name)
         if not start:
             start = f"{datetime.fromtimestamp(path.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
-        dated_pages.append((start, path))
-    dated_pages.sort(reverse=True)
+        dated_report_paths.append((start, path))
+    dated_report_paths.sort(reverse=True)
     listed = []
-    for start, path in dated_pages[:MAX_REPORTS]:
+    for start, path in dated_report_paths[:MAX_REPORTS]:
         with contextlib.suppress(OSError), open_file(path) as file:
             if (card := read_card(file.read(CARD_BYTES).decode(errors="replace"))) is not None:
                 listed.append(ListedReport(card, path.parent.name, start))
-    return index_page(listed, len(dated_pages) - len(listed))
+    return index_page(listed, len(dated_report_paths) - len(listed))
 
 
 def open_in_browser(page: Path) -> str:
     """Opens a page in the user's browser. If no browser opens, returns a sentence with the address, else ''."""
     address = Path(os.path.realpath(page)).as_uri()
     try:
-        was_opened = webbrowser.open(address)
+        was_browser_opened = webbrowser.open(address)
     except webbrowser.Error:
-        was_opened = False
-    return "" if was_opened else f"no browser could be opened. The report is at {address}"
+        was_browser_opened = False
+    return "" if was_browser_opened else f"no browser could be opened. The report is at {address}"
 
 
 def short_path(page: Path) -> str:

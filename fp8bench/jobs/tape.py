@@ -19,7 +19,7 @@ from fp8bench.plan.resolve import resolve
 def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[CaseTape]:
     """Records a tape of every case of a request. Nothing is timed or stored."""
     corpus = resolve(request, os.environ).corpus(store)
-    taped_cases: list[CaseTape] = []
+    case_tapes: list[CaseTape] = []
     with open_worker(request, corpus) as worker, observer.counting() as report_progress:
         facts = worker.probe()
         facts_by_device = {fact.key: fact for fact in facts}
@@ -27,7 +27,7 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[C
         planned_cases = list(chain.from_iterable(group.cases for group in plan))
         for planned_case in planned_cases:
             case = planned_case.case
-            report_progress(len(taped_cases), len(planned_cases), "cases", case.id)
+            report_progress(len(case_tapes), len(planned_cases), "cases", case.id)
             tape = None
             reason = planned_case.skip
             if planned_case.runs:
@@ -37,17 +37,17 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[C
                 except WorkerError as error:
                     reason = str(error)
                     worker.restart()
-            taped_cases.append(CaseTape(case.setting, case.mode, tape, reason, planned_case.work.flops))
-    return taped_cases
+            case_tapes.append(CaseTape(case.setting, case.mode, tape, reason, planned_case.work.flops))
+    return case_tapes
 
 
 def read_tapes(run: Run) -> list[CaseTape]:
-    taped_cases = []
+    case_tapes = []
     for record in run.records:
         reason = "" if record.tape is not None else record.reason or record.detail or "no tape was recorded"
-        taped_cases.append(CaseTape(record.case.setting, record.case.mode, record.tape, reason, record.work.flops))
-    if not any(taped_case.tape for taped_case in taped_cases):
+        case_tapes.append(CaseTape(record.case.setting, record.case.mode, record.tape, reason, record.work.flops))
+    if not any(taped_case.tape for taped_case in case_tapes):
         raise UsageError(
             f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again with --tape."
         )
-    return taped_cases
+    return case_tapes

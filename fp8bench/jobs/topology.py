@@ -184,7 +184,7 @@ def _compute_pcie_rate(generation: str, width: str) -> float | None:
 
 def list_active_ports(folder: Path) -> list[tuple[str, float]]:
     """Returns the name and the rate in Gb/s of each active InfiniBand or RoCE port."""
-    named_rates = []
+    named_port_rates = []
     for port in sorted(folder.glob("*/ports/*")):
         try:
             rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
@@ -192,8 +192,8 @@ def list_active_ports(folder: Path) -> list[tuple[str, float]]:
         except OSError:
             continue
         if rate and is_active:
-            named_rates.append((f"{port.parts[-3]} port {port.name}", float(rate[1])))
-    return named_rates
+            named_port_rates.append((f"{port.parts[-3]} port {port.name}", float(rate[1])))
+    return named_port_rates
 
 
 def find_measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:

@@ -123,21 +123,21 @@ class MeasuredArm:
         nothing is compiled, and `why_eager` stays None.
         """
         # 1. Calibrate static scales first, because the state that is built next uses them.
-        step_limit = self.limits.for_first_step(self.planned.work)
+        step_time_limit = self.limits.for_first_step(self.planned.work)
         static_scales = self.planned.case.static
         if static_scales is not None:
             worker.within(self.limits.for_first_step(self.planned.work, static_scales.batches)).calibrate(
                 self.planned.case, self.facts
             )
         # 2. Build the state, and compile the quantisers that building it requested.
-        worker.within(step_limit).prepare(self.key, self.planned.case, self.facts)
+        worker.within(step_time_limit).prepare(self.key, self.planned.case, self.facts)
         self._compile_quantisers(worker, quantisers, tell)
-        fastest_step = self._time_fastest_step(worker, step_limit)
+        fastest_step = self._time_fastest_step(worker, step_time_limit)
         # 3. Timed steps may request further quantisers. Compile these, and time the step again.
         for _ in range(_MAX_RECOMPILATIONS):
             if not self._compile_quantisers(worker, quantisers, tell):
                 break
-            fastest_step = self._time_fastest_step(worker, step_limit)
+            fastest_step = self._time_fastest_step(worker, step_time_limit)
         # 4. Choose the number of calls per slot from the fastest step. A disturbed step is slower and would give too
         # few calls.
         self.step_seconds = max(fastest_step.seconds, 1e-7)
@@ -156,12 +156,12 @@ class MeasuredArm:
         Cases on an accelerator get no copies, because even a short step may hold gigabytes that other cases need.
         Cases that compile their step get none either, because preparing them takes long.
         """
-        is_short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
-        needs_copies = is_short and not self.is_emulated and not self.facts.accelerated and self.rotation is None
-        step_limit = self.limits.for_first_step(self.planned.work)
+        is_step_short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
+        needs_copies = is_step_short and not self.is_emulated and not self.facts.accelerated and self.rotation is None
+        step_time_limit = self.limits.for_first_step(self.planned.work)
         for copy_number in range(1, STATES_PER_SHORT_STEP if needs_copies else 1):
             try:
-                worker.within(step_limit).prepare(f"{self.key} #{copy_number}", self.planned.case, self.facts)
+                worker.within(step_time_limit).prepare(f"{self.key} #{copy_number}", self.planned.case, self.facts)
             except WorkerFault as fault:
                 if not fault.out_of_memory:
                     raise
@@ -180,29 +180,31 @@ class MeasuredArm:
             return False
         if tell is not None:
             tell(self, f"compiling {quantiser_count} quantiser{'s' * (quantiser_count != 1)}")
-        compile_limit = self.limits.for_compiling(self.planned.work, quantiser_count)
+        compile_time_limit = self.limits.for_compiling(self.planned.work, quantiser_count)
         try:
-            worker.within(compile_limit).compile_quantisers(self.key)
+            worker.within(compile_time_limit).compile_quantisers(self.key)
         except (WorkerLost, WorkerHung) as error:
             has_hung = isinstance(error, WorkerHung)
             quantisers.why_eager = (
-                f"compiling took more than {compile_limit:g} s" if has_hung else f"compiling failed: {error}"
+                f"compiling took more than {compile_time_limit:g} s" if has_hung else f"compiling failed: {error}"
             )
             raise CompilingFailed(self) from error
         self.why_eager = worker.within(HANG_SECONDS).quantisers()[1]
         return True
 
     def _time_fastest_step(self, worker: Worker, limit: float) -> RawStep:
-        first_slot = worker.within(limit).slot(self.key, 1, 0, None)
-        slot = first_slot
+        single_call_slot = worker.within(limit).slot(self.key, 1, 0, None)
+        slot = single_call_slot
         # The time of an emulated step is never compared, so one call is enough to size its slots.
-        if first_slot.steps[0].seconds < LONG_STEP_SECONDS and not self.is_emulated:
-            limit = self.limits.for_slot(first_slot.steps[0].seconds, _CALIBRATING_CALLS)
-            filling = choose_filling(first_slot.host_seconds, _CALIBRATING_CALLS) if self.has_device_queue else None
-            slot = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
+        if single_call_slot.steps[0].seconds < LONG_STEP_SECONDS and not self.is_emulated:
+            limit = self.limits.for_slot(single_call_slot.steps[0].seconds, _CALIBRATING_CALLS)
+            device_filling = (
+                choose_filling(single_call_slot.host_seconds, _CALIBRATING_CALLS) if self.has_device_queue else None
+            )
+            slot = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, device_filling)
         self.host_seconds = slot.host_seconds
-        max_marks = max(len(step.codes) for step in slot.steps)
-        return min((step for step in slot.steps if len(step.codes) == max_marks), key=lambda step: step.seconds)
+        max_mark_count = max(len(step.codes) for step in slot.steps)
+        return min((step for step in slot.steps if len(step.codes) == max_mark_count), key=lambda step: step.seconds)
 
     def match_cells(self, leading_arm: MeasuredArm) -> None:
         """Gives this arm cells (timed parts of a step) that are comparable with those of `leading_arm`, the first arm
@@ -219,9 +221,9 @@ class MeasuredArm:
             self.segmentation = leading_arm.segmentation
             return
         step_ns, leader_ns = sum(self.calibrated.intervals_ns), sum(leading_arm.calibrated.intervals_ns)
-        block_ns = max(1, round(choose_block_ns(leader_ns) * step_ns / max(leader_ns, 1)))
+        least_block_ns = max(1, round(choose_block_ns(leader_ns) * step_ns / max(leader_ns, 1)))
         self.segmentation = cut_into_cells(
-            self.calibrated.codes, self.calibrated.intervals_ns, block_ns, self._part_end_phase
+            self.calibrated.codes, self.calibrated.intervals_ns, least_block_ns, self._part_end_phase
         )
 
     def run(self, worker: Worker, round_number: int, position: int | None = None) -> None:
@@ -231,11 +233,13 @@ class MeasuredArm:
         disturbance that comes every n calls would hit a discarded call always or never.
         """
         generator = random.Random(f"{self.key} {round_number}")
-        discarded_calls = self.discard_count and self.discard_count + generator.randrange(2)
-        slot_limit = self.limits.for_slot(self.step_seconds, self.calls + discarded_calls)
+        discarded_call_count = self.discard_count and self.discard_count + generator.randrange(2)
+        slot_time_limit = self.limits.for_slot(self.step_seconds, self.calls + discarded_call_count)
         state_key = generator.choice([self.key, *self.copy_keys])
         self.add_slot(
-            worker.within(slot_limit).slot(state_key, self.calls, discarded_calls, self.filling), round_number, position
+            worker.within(slot_time_limit).slot(state_key, self.calls, discarded_call_count, self.filling),
+            round_number,
+            position,
         )
 
     def check_states(self, worker: Worker) -> None:
@@ -291,13 +295,13 @@ class MeasuredArm:
         running_threads = [thread for key in (self.key, *self.copy_keys) for thread in worker.release(key)]
         if not running_threads:
             return None
-        shown_names = ", ".join(running_threads[:5])
+        shown_running_names = ", ".join(running_threads[:5])
         return ArmFailed(
             self,
             WorkerFault(
                 "LeftRunning",
                 f"{len(running_threads)} threads or processes that its preparation started still run after its state "
-                f"was freed ({shown_names})",
+                f"was freed ({shown_running_names})",
             ),
         )
 
@@ -310,13 +314,13 @@ class MeasuredArm:
         self.has_eager_calls |= raw.eager_quantisers > 0
         self.has_fused_calls |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
-        step_cells = _divide_into_cells(raw.steps, self.segmentation.cells)
+        cell_ns_by_step = _divide_into_cells(raw.steps, self.segmentation.cells)
         # A step whose phase marks differ from those of the calibrating step has different cells. So use totals per
         # phase.
-        if self.marks_vary or any(row is None for row in step_cells):
+        if self.marks_vary or any(row is None for row in cell_ns_by_step):
             self._convert_to_phase_totals()
-            step_cells = _divide_into_cells(raw.steps, sum_by_phase)
-        calls_ns = tuple(row for row in step_cells if row is not None)
+            cell_ns_by_step = _divide_into_cells(raw.steps, sum_by_phase)
+        calls_ns = tuple(row for row in cell_ns_by_step if row is not None)
         self.slots.append(
             SlotSample(
                 round_number,
@@ -371,23 +375,23 @@ def _divide_into_cells(
     """Returns for each step the times of its cells (its smallest timed parts). A step without marks between phases is
     divided in the proportions of the last step with such marks.
     """
-    step_cells: list[tuple[int, ...] | None] = []
-    last_marked_cells: tuple[int, ...] | None = None
+    cell_ns_by_step: list[tuple[int, ...] | None] = []
+    last_marked_cell_ns: tuple[int, ...] | None = None
     for step in steps:
-        if step.codes == _UNMARKED_STEP_CODES and last_marked_cells is not None:
-            step_cells.append(_divide_proportionally(sum(step.intervals_ns), last_marked_cells))
+        if step.codes == _UNMARKED_STEP_CODES and last_marked_cell_ns is not None:
+            cell_ns_by_step.append(_divide_proportionally(sum(step.intervals_ns), last_marked_cell_ns))
         else:
-            last_marked_cells = cut(step.codes, step.intervals_ns)
-            step_cells.append(last_marked_cells)
-    return step_cells
+            last_marked_cell_ns = cut(step.codes, step.intervals_ns)
+            cell_ns_by_step.append(last_marked_cell_ns)
+    return cell_ns_by_step
 
 
 def _divide_proportionally(total: int, cells: tuple[int, ...]) -> tuple[int, ...]:
     """Divides `total` nanoseconds in the proportions of `cells`. The largest part gets the rounding remainder."""
-    cell_sum = max(sum(cells), 1)
-    part_ns = [total * cell // cell_sum for cell in cells]
-    part_ns[part_ns.index(max(part_ns))] += total - sum(part_ns)
-    return tuple(part_ns)
+    cell_total_ns = max(sum(cells), 1)
+    cell_parts_ns = [total * cell // cell_total_ns for cell in cells]
+    cell_parts_ns[cell_parts_ns.index(max(cell_parts_ns))] += total - sum(cell_parts_ns)
+    return tuple(cell_parts_ns)
 
 
 class CompilingFailed(Exception):

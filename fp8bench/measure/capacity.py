@@ -79,24 +79,28 @@ class NumberSearch:
         if failing is None:
             assert fitting is not None
             return self._choose_larger_number(fitting.number) if fitting.number < self.largest_number else None
-        fitting_number = fitting.number if fitting is not None else 0
-        if failing.number - fitting_number <= 1:
+        largest_fitting_number = fitting.number if fitting is not None else 0
+        if failing.number - largest_fitting_number <= 1:
             return None
-        predicted_number = self._predict_largest()
-        if predicted_number is None or predicted_number >= failing.number or self._prediction_count >= _MAX_PREDICTIONS:
-            return (fitting_number + failing.number) // 2
+        predicted_largest_number = self._predict_largest()
+        if (
+            predicted_largest_number is None
+            or predicted_largest_number >= failing.number
+            or self._prediction_count >= _MAX_PREDICTIONS
+        ):
+            return (largest_fitting_number + failing.number) // 2
         self._prediction_count += 1
-        return max(predicted_number, fitting_number + 1)
+        return max(predicted_largest_number, largest_fitting_number + 1)
 
     def _choose_larger_number(self, fitting_number: int) -> int:
-        predicted_number = self._predict_largest()
-        if predicted_number is None:
+        candidate_number = self._predict_largest()
+        if candidate_number is None:
             return min(2 * fitting_number, self.largest_number)
-        if predicted_number <= fitting_number:
-            predicted_number = fitting_number + self._increment
+        if candidate_number <= fitting_number:
+            candidate_number = fitting_number + self._increment
             self._increment *= 2
         return min(
-            predicted_number if predicted_number <= _MAX_BATCH_JUMP * fitting_number else predicted_number // 3,
+            candidate_number if candidate_number <= _MAX_BATCH_JUMP * fitting_number else candidate_number // 3,
             self.largest_number,
         )
 
@@ -197,31 +201,38 @@ class _BatchSearch:
 
     def find_capacity(self) -> Capacity:
         axis, byte_limit = workloads.get(self._planned_case.case.workload).batch_axis, self._capacity_rule.limit
-        first_batch = dict(self._planned_case.case.params).get(axis)
-        attempts: list[BatchAttempt] = []
+        first_batch_size = dict(self._planned_case.case.params).get(axis)
+        batch_attempts: list[BatchAttempt] = []
         batch_multiple, room_bytes = 1, byte_limit or self._device_facts.memory_bytes
         try:
             # 1. Begin the search with the planned batch. Try only multiples of `batch_multiple`, because the precision
             # may refuse other batches.
-            if not isinstance(first_batch, int) or isinstance(first_batch, bool) or first_batch < 1:
-                raise NoSearch(f"its {axis} is {first_batch!r}: the search needs a whole number from 1 to begin with")
+            if not isinstance(first_batch_size, int) or isinstance(first_batch_size, bool) or first_batch_size < 1:
+                raise NoSearch(
+                    f"its {axis} is {first_batch_size!r}: the search needs a whole number from 1 to begin with"
+                )
             batch_multiple = self._find_batch_multiple()
-            largest_number = self._find_plan_limit(batch_multiple)
-            number_search = NumberSearch(
-                min(max(1, first_batch // batch_multiple), largest_number), largest_number, room_bytes, attempts
+            largest_batch_number = self._find_plan_limit(batch_multiple)
+            batch_number_search = NumberSearch(
+                min(max(1, first_batch_size // batch_multiple), largest_batch_number),
+                largest_batch_number,
+                room_bytes,
+                batch_attempts,
             )
-            number_search.run(lambda number: self._try_number(number, batch_multiple))
+            batch_number_search.run(lambda number: self._try_number(number, batch_multiple))
         except NoSearch as cause:
-            return Capacity(axis, byte_limit, grain=batch_multiple, why=str(cause), attempts=len(attempts))
+            return Capacity(axis, byte_limit, grain=batch_multiple, why=str(cause), attempts=len(batch_attempts))
         # 2. Report the largest batch that ran, and why the next one did not.
-        largest, smallest_failing = number_search.largest_fitting, number_search.smallest_failing
+        largest, smallest_failing = batch_number_search.largest_fitting, batch_number_search.smallest_failing
         beyond, reason = (
             (smallest_failing.number * batch_multiple, smallest_failing.why)
             if smallest_failing is not None
             else (None, "")
         )
         if largest is None:
-            return Capacity(axis, byte_limit, 0, batch_multiple, beyond=beyond, why=reason, attempts=len(attempts))
+            return Capacity(
+                axis, byte_limit, 0, batch_multiple, beyond=beyond, why=reason, attempts=len(batch_attempts)
+            )
         # 3. An emulated case stores more bytes than hardware with this format would. Estimate the largest batch on
         # such hardware.
         batch = largest.number * batch_multiple
@@ -232,7 +243,16 @@ class _BatchSearch:
         )
         tokens = self._plan_batch(batch).work.tokens
         return Capacity(
-            axis, byte_limit, batch, batch_multiple, tokens, largest.taken, beyond, reason, len(attempts), device_batch
+            axis,
+            byte_limit,
+            batch,
+            batch_multiple,
+            tokens,
+            largest.taken,
+            beyond,
+            reason,
+            len(batch_attempts),
+            device_batch,
         )
 
     def _try_number(self, number: int, batch_multiple: int) -> BatchAttempt:
@@ -275,14 +295,14 @@ class _BatchSearch:
         """
         low, high = 0, LARGEST_BATCH // batch_multiple + 1
         while high - low > 1:
-            middle_batch = (low + high) // 2
+            middle_batch_number = (low + high) // 2
             is_planned = (
                 self._capacity_rule.plan_with_batch(
-                    self._planned_case, middle_batch * batch_multiple, self._device_facts
+                    self._planned_case, middle_batch_number * batch_multiple, self._device_facts
                 )
                 is not None
             )
-            low, high = (middle_batch, high) if is_planned else (low, middle_batch)
+            low, high = (middle_batch_number, high) if is_planned else (low, middle_batch_number)
         if low == 0:
             raise NoSearch("the suite refused all batches that were tried")
         return low
@@ -292,15 +312,15 @@ class _BatchSearch:
         `batch` and of half that batch, define a line. The estimate is the batch at which the line reaches the
         available memory.
         """
-        half_batch = batch // batch_multiple // 2 * batch_multiple
+        half_batch_size = batch // batch_multiple // 2 * batch_multiple
         smaller_peak, larger_peak = (
-            self._measure_device_peak(number) if half_batch else None for number in (half_batch, batch)
+            self._measure_device_peak(number) if half_batch_size else None for number in (half_batch_size, batch)
         )
         # Memory can be extrapolated to larger batches only if the peak grows with the batch.
         if smaller_peak is None or larger_peak is None or larger_peak <= smaller_peak:
             return None
         return min(
-            (batch + (room_bytes - larger_peak) * (batch - half_batch) // (larger_peak - smaller_peak))
+            (batch + (room_bytes - larger_peak) * (batch - half_batch_size) // (larger_peak - smaller_peak))
             // batch_multiple
             * batch_multiple,
             LARGEST_BATCH,

@@ -74,12 +74,12 @@ def _measure_busy_cores() -> float | None:
     """Measures how many cores other processes keep busy while this process sleeps. The system's load average would be
     too high, because it still counts programs that have ended.
     """
-    earlier_ticks = _read_cpu_ticks()
+    earlier_cpu_ticks = _read_cpu_ticks()
     time.sleep(_SLEEP_SECONDS)
-    ticks = [new - old for old, new in zip(earlier_ticks, _read_cpu_ticks(), strict=False)]
+    elapsed_cpu_ticks = [new - old for old, new in zip(earlier_cpu_ticks, _read_cpu_ticks(), strict=False)]
     # In /proc/stat, the fourth and fifth values are idle time and I/O wait.
-    busy_part = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
-    return round(busy_part * (os.cpu_count() or 1), 2) if ticks else None
+    busy_time_share = 1 - sum(elapsed_cpu_ticks[3:5]) / max(1, sum(elapsed_cpu_ticks))
+    return round(busy_time_share * (os.cpu_count() or 1), 2) if elapsed_cpu_ticks else None
 
 
 def _read_cpu_ticks() -> list[int]:
@@ -123,11 +123,11 @@ def _read_commit(folder: Path) -> dict[str, Scalar | None]:
     is_our_repository = (repository_package / "__init__.py").is_file() and not repository_package.samefile(
         _PACKAGE_FOLDER
     )
-    code_differs = is_our_repository and _read_code(repository_package) != _read_code(_PACKAGE_FOLDER)
+    package_code_differs = is_our_repository and _read_code(repository_package) != _read_code(_PACKAGE_FOLDER)
     return {
         "commit": commit,
         "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
-        "dirty": code_differs or bool(changed_files) if changed_files is not None else None,
+        "dirty": package_code_differs or bool(changed_files) if changed_files is not None else None,
     }
 
 

@@ -377,11 +377,11 @@ def compile_probe(folder: Path, system: str = sys.platform) -> Path | str:
         return f"allocator calls can be counted on Linux only, and this is {system}"
     # $CC comes first, because the user has chosen that compiler.
     user_compiler = os.environ.get("CC", "").split()[:1]
-    compiler = next(filter(None, map(shutil.which, (*user_compiler, *_COMPILERS))), None)
-    if compiler is None:
+    compiler_path = next(filter(None, map(shutil.which, (*user_compiler, *_COMPILERS))), None)
+    if compiler_path is None:
         return "counting allocator calls needs a C compiler, and none was found: install gcc"
     probe = folder / "allocator_probe.so"
-    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(probe), str(PROBE_SOURCE), "-ldl"]
+    command = [compiler_path, "-O2", "-shared", "-fPIC", "-o", str(probe), str(PROBE_SOURCE), "-ldl"]
     try:
         result = subprocess.run(
             command,
@@ -393,9 +393,9 @@ def compile_probe(folder: Path, system: str = sys.platform) -> Path | str:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{compiler} could not compile the allocator probe: {error}"
+        return f"{compiler_path} could not compile the allocator probe: {error}"
     # The first error is the most useful one; later errors usually follow from it.
     if result.returncode:
         error_line = next((line for line in result.stderr.splitlines() if "error" in line), "it gave no reason")
-        return f"{compiler} could not compile the allocator probe: {error_line[:200]}"
+        return f"{compiler_path} could not compile the allocator probe: {error_line[:200]}"
     return probe

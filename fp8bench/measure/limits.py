@@ -28,9 +28,9 @@ class Limits:
         """Returns the seconds to wait while a case is prepared and runs its first step: 60 s, or longer if a very slow
         device would need longer for the step's work. The time for compiling and for `further_steps` steps is added.
         """
-        slow_seconds = work.flops / SLOWEST_FLOPS_PER_SECOND + work.bytes / SLOWEST_BYTES_PER_SECOND
+        slowest_device_seconds = work.flops / SLOWEST_FLOPS_PER_SECOND + work.bytes / SLOWEST_BYTES_PER_SECOND
         return self._prefer_case_timeout(
-            max(HANG_SECONDS, slow_seconds) + work.setup_seconds + further_steps * slow_seconds
+            max(HANG_SECONDS, slowest_device_seconds) + work.setup_seconds + further_steps * slowest_device_seconds
         )
 
     def for_compiling(self, work: Work, count: int) -> float:

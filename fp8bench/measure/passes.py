@@ -76,10 +76,14 @@ class CaseOutcome:
 
     def make_record(self, is_reference: bool, skip_reason: str = "") -> Record:
         status = Status.SKIPPED if skip_reason else Status.FAILED if self.failure else Status.OK
-        draft = replace(self.draft, status=status, is_reference=is_reference, reason=skip_reason or self.failure)
+        finished_record = replace(
+            self.draft, status=status, is_reference=is_reference, reason=skip_reason or self.failure
+        )
         if status is Status.OK:
-            return draft
-        return replace(draft, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None)
+            return finished_record
+        return replace(
+            finished_record, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None
+        )
 
     def refuse_case(self, reason: str) -> None:
         support = Support(Level.REFUSED, reason)
@@ -174,8 +178,8 @@ def make_numbers_key(case: Case) -> str:
     """Returns the case's id without the parameters that do not change its numbers. Cases with equal keys have equal
     numerical errors.
     """
-    ignored = {CACHE.name, *workloads.get(case.workload).numbers_ignore}
-    return replace(case, params=tuple(param for param in case.params if param[0] not in ignored)).id
+    ignored_param_names = {CACHE.name, *workloads.get(case.workload).numbers_ignore}
+    return replace(case, params=tuple(param for param in case.params if param[0] not in ignored_param_names)).id
 
 
 def _has_products_to_check(outcome: CaseOutcome) -> bool:
@@ -212,15 +216,15 @@ class Passes:
         for outcome in filter(_has_products_to_check, outcomes):
             case, limits = outcome.planned.case, self._time_limits
             try:
-                refusal = self._worker.within(limits.for_first_step(outcome.planned.work)).trial(
+                refusal_reason = self._worker.within(limits.for_first_step(outcome.planned.work)).trial(
                     case, self._facts[case.device]
                 )
             except WorkerError as cause:
                 outcome.fail_case(f"its products could not be tried: {cause}", cause)
                 self._worker.restart()
                 continue
-            if refusal:
-                outcome.refuse_case(refusal)
+            if refusal_reason:
+                outcome.refuse_case(refusal_reason)
 
     def measure_errors(
         self, outcomes: Sequence[CaseOutcome], known_errors: dict[str, tuple[Measurement, ...]] | None = None
@@ -245,13 +249,13 @@ class Passes:
                 if isinstance(errors, str):
                     outcome.add_detail(f"no numerical error: {errors}")
                     continue
-                not_finite = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
-                if not_finite:
-                    fault = WorkerFault("its numbers are not finite", ", ".join(not_finite))
-                    outcome.fail_case(str(fault), fault)
+                not_finite_texts = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
+                if not_finite_texts:
+                    worker_fault = WorkerFault("its numbers are not finite", ", ".join(not_finite_texts))
+                    outcome.fail_case(str(worker_fault), worker_fault)
                 measurements = tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
                 outcome.add_measurements(measurements)
-                if known_errors is not None and not not_finite:
+                if known_errors is not None and not not_finite_texts:
                     known_errors[key] = measurements
 
     def measure_shares(self, outcomes: Sequence[CaseOutcome]) -> None:

@@ -145,10 +145,10 @@ def describe_last_line(log: IO[bytes]) -> str:
     log.seek(max(0, log.tell() - 2000))
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     # C++ exceptions and faulthandler print a line with the cause. In a Python traceback, the last line is the cause.
-    cause_line = next(
+    error_cause_line = next(
         (line for line in lines if line.lstrip().startswith(_CAUSE_PREFIXES)), lines[-1] if lines else ""
     ).strip()
-    return f": {cause_line}" if cause_line else ""
+    return f": {error_cause_line}" if error_cause_line else ""
 
 
 def unpickle_answer(received: bytes) -> Any:

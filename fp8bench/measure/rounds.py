@@ -55,8 +55,8 @@ class RoundOrders(Generic[T]):
         # Row r is the zigzag 0, 1, -1, 2, -2, ... plus r, modulo the number of arms. All steps of a zigzag differ. So
         # with an even number of arms, each arm follows each other arm exactly once. With an odd number this is
         # impossible: the mirrored rows are added, and each arm follows each other arm twice.
-        zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
-        rows = [[shuffled_numbers[(start + step) % count] for step in zigzag] for start in range(count)]
+        zigzag_offsets = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+        rows = [[shuffled_numbers[(start + step) % count] for step in zigzag_offsets] for start in range(count)]
         mirrored_rows = [row[::-1] for row in rows] if count % 2 else []
         for square in (rows, mirrored_rows):
             self._draw.shuffle(square)
@@ -136,16 +136,16 @@ class RoundSession:
 
         `after` is called with each arm after its slot.
         """
-        orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(seed))
+        round_orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(seed))
         started_at = clock()
         rounds, emulated_seconds = 0, 0.0
         undecided_arms = self._list_compared_arms()
         # A round times every undecided arm once, so that drift affects all of them alike.
         while True:
-            round_arms = self._select_arms(rounds, undecided_arms, rule)
-            if not round_arms:
+            current_round_arms = self._select_arms(rounds, undecided_arms, rule)
+            if not current_round_arms:
                 return f"answered after {rounds} rounds"
-            for position, arm in enumerate(orders.next_round(round_arms)):
+            for position, arm in enumerate(round_orders.next_round(current_round_arms)):
                 report_progress(arm, self._estimate_progress(rounds, clock() - started_at - emulated_seconds, rule))
                 with raise_as_arm_failure(arm):
                     arm.run(worker, rounds, position)
@@ -186,16 +186,18 @@ class RoundSession:
         )
         if fastest_index is None:
             return None
-        fastest = candidates[fastest_index]
+        fastest_arm = candidates[fastest_index]
         # Use only new samples, because the samples that led to the choice are biased.
-        reference, repeated_arm = replace(reference, slots=[]), replace(fastest, slots=[])
+        reference, repeated_arm = replace(reference, slots=[]), replace(fastest_arm, slots=[])
         control = replace(control, slots=[]) if control is not None else None
-        fixed_rule = StoppingRule(fixed=len(fastest.slots), ceiling=rule.ceiling)
+        fixed_rounds_rule = StoppingRule(fixed=len(fastest_arm.slots), ceiling=rule.ceiling)
         RoundSession(reference, control, [repeated_arm]).run(
-            worker, fixed_rule, lambda *timings: False, seed, report_progress, after=after
+            worker, fixed_rounds_rule, lambda *timings: False, seed, report_progress, after=after
         )
-        repeated_control = control.timing() if control is not None else None
-        return fastest, FreshRounds(repeated_arm.timing(), reference.timing(), repeated_control, len(candidates))
+        repeated_control_timing = control.timing() if control is not None else None
+        return fastest_arm, FreshRounds(
+            repeated_arm.timing(), reference.timing(), repeated_control_timing, len(candidates)
+        )
 
     def _list_compared_arms(self) -> list[MeasuredArm]:
         """Returns the arms whose comparison with the reference decides when rounds end. These arms are the native
@@ -254,11 +256,11 @@ class ReplayPass:
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
         # If a step cannot be captured, store the reason. The other steps are replayed in rounds.
         reasons = {arm.key: self._capture_step(arm, worker) for arm in arms}
-        captured_arms = [arm for arm in arms if not reasons[arm.key]]
-        slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in captured_arms}
-        orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(self._random_seed))
-        for round_number in range(REPLAY_ROUNDS if captured_arms else 0):
-            for position, arm in enumerate(orders.next_round(captured_arms)):
+        arms_with_captured_step = [arm for arm in arms if not reasons[arm.key]]
+        slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in arms_with_captured_step}
+        round_orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(self._random_seed))
+        for round_number in range(REPLAY_ROUNDS if arms_with_captured_step else 0):
+            for position, arm in enumerate(round_orders.next_round(arms_with_captured_step)):
                 self._report_progress(arm, round_number / REPLAY_ROUNDS)
                 try:
                     slots[arm.key].append(_time_replays(arm, worker, round_number, position))
@@ -268,10 +270,10 @@ class ReplayPass:
                     error_text = f"an error of {arm.planned.case.mode} ended the replays: {cause}"
                     return {key: Replays(why=why or error_text) for key, why in reasons.items()}
         # If a replay damaged its state, store the reason instead of a time.
-        replays = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in captured_arms}
+        replays = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in arms_with_captured_step}
         # Times of phases need a second capture, with marks. If this capture fails, only these times are missing.
-        has_failed_capture = len(captured_arms) < len(arms)
-        for arm in captured_arms:
+        has_failed_capture = len(arms_with_captured_step) < len(arms)
+        for arm in arms_with_captured_step:
             if replays[arm.key].timing is not None:
                 try:
                     replays[arm.key] = replace(replays[arm.key], phases=self._time_phases(arm, worker))
@@ -326,7 +328,7 @@ def _time_replays(arm: MeasuredArm, worker: Worker, round_number: int, position:
     time_limit = arm.limits.for_slot(arm.step_seconds, arm.calls + _DISCARDED_REPLAYS)
     # If the host loads data between calls, it may fall behind, so the device is kept busy before each call
     # separately.
-    filling = choose_filling(_LAUNCH_SECONDS, 1 if _data_loaded_by_host(arm) else arm.calls)
-    slot = worker.within(time_limit).replay(arm.key, arm.calls, _DISCARDED_REPLAYS, filling)
+    device_filling = choose_filling(_LAUNCH_SECONDS, 1 if _data_loaded_by_host(arm) else arm.calls)
+    slot = worker.within(time_limit).replay(arm.key, arm.calls, _DISCARDED_REPLAYS, device_filling)
     calls_ns = tuple((sum(step.intervals_ns),) for step in slot.steps)
     return SlotSample(round_number, calls_ns, slot.wall_seconds, slot.cpu_seconds, slot.host_seconds, place=position)

@@ -65,8 +65,8 @@ def choose_filling(host_seconds: float, calls: int) -> Filling | None:
     """
     if host_seconds <= 0:
         return None
-    covered_calls = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
-    return Filling(covered_calls, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * covered_calls))
+    covered_call_count = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
+    return Filling(covered_call_count, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * covered_call_count))
 
 
 MIN_BLOCK_NS = 100_000
@@ -106,17 +106,21 @@ def cut_into_cells(
     A block also ends after the phase `part_ends`, which is the last phase of each part of a step.
     """
     block_ns = block_ns or choose_block_ns(sum(intervals_ns))
-    cell_numbers: dict[tuple[int, int], int] = {}
+    cell_number_by_block_phase: dict[tuple[int, int], int] = {}
     cell_by_interval = []
     block_number, block_elapsed_ns = 0, 0
     for code, interval in zip(codes, intervals_ns, strict=True):
         if block_elapsed_ns >= block_ns:
             block_number, block_elapsed_ns = block_number + 1, 0
-        cell_by_interval.append(cell_numbers.setdefault((block_number, code), len(cell_numbers)))
+        cell_by_interval.append(
+            cell_number_by_block_phase.setdefault((block_number, code), len(cell_number_by_block_phase))
+        )
         block_elapsed_ns = block_ns if CELL_PHASES[code] == part_ends else block_elapsed_ns + interval
-    phases = tuple(CELL_PHASES[code] for _, code in cell_numbers)
+    phases = tuple(CELL_PHASES[code] for _, code in cell_number_by_block_phase)
     return Segmentation(
-        tuple(codes), tuple(cell_by_interval), Segments(phases, tuple(number for number, _ in cell_numbers))
+        tuple(codes),
+        tuple(cell_by_interval),
+        Segments(phases, tuple(number for number, _ in cell_number_by_block_phase)),
     )
 
 

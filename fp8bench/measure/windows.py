@@ -83,20 +83,20 @@ def window_rule_for(request: Request, groups: int) -> WindowRule | None:
     speed. Returns None if the run measures neither. With --quick or --budget a case has fewer windows, because each
     must last for more than ten changes of the energy counter.
     """
-    sustained_seconds = request.sustained
-    if not request.energy and sustained_seconds is None:
+    sustained_window_seconds = request.sustained
+    if not request.energy and sustained_window_seconds is None:
         return None
-    is_hurried = request.quick or request.budget is not None
+    is_quick_or_budgeted = request.quick or request.budget is not None
     if (
-        sustained_seconds is None
+        sustained_window_seconds is None
         and request.energy_of != PHASE_ENERGY
         and is_run_brisk(request.brisk, request.budget, groups)
     ):
         return WindowRule(_BRISK_WINDOWS, 1.5, brisk=True)
-    turn_count = 0 if sustained_seconds is None else _QUICK_TURNS if is_hurried else _TURNS
-    window_count, idle_seconds = max(turn_count, 1 if is_hurried else 3), 1.5 if is_hurried else 3.0
+    turn_count = 0 if sustained_window_seconds is None else _QUICK_TURNS if is_quick_or_budgeted else _TURNS
+    window_count, idle_seconds = max(turn_count, 1 if is_quick_or_budgeted else 3), 1.5 if is_quick_or_budgeted else 3.0
     return WindowRule(
-        window_count, idle_seconds, sustained_seconds or 0.0, request.energy, request.energy_of == PHASE_ENERGY
+        window_count, idle_seconds, sustained_window_seconds or 0.0, request.energy, request.energy_of == PHASE_ENERGY
     )
 
 
@@ -172,17 +172,17 @@ class WindowPass:
         if not arms:
             return results
         # Idle power drifts as a device warms up, so it is measured before and after the windows.
-        idle_energy_before = self._measure_idle() if has_energy_source else None
+        idle_energy_before_windows = self._measure_idle() if has_energy_source else None
         results_by_arm_and_phase = {(arm.key, ""): results[arm.key] for arm in arms}
         self._run_all_windows([(arm, "") for arm in arms], results_by_arm_and_phase, worker)
-        idle_energy_after = self._measure_idle() if has_energy_source else None
+        idle_energy_after_windows = self._measure_idle() if has_energy_source else None
         # Without an energy source, store only the speed in long windows.
         for result in (results[arm.key] for arm in arms):
-            if idle_energy_before is None or idle_energy_after is None:
+            if idle_energy_before_windows is None or idle_energy_after_windows is None:
                 result.energy_use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
                 result.energy_use = replace(
-                    result.make_energy_use(source, idle_energy_before, idle_energy_after),
+                    result.make_energy_use(source, idle_energy_before_windows, idle_energy_after_windows),
                     power_limits=self._meter.read_power_limits(),
                 )
         return results
@@ -213,28 +213,30 @@ class WindowPass:
         remaining window is missing for this reason.
         """
         # Emulated arms get one window, because their energy is shown, but never compared.
-        windows_in_order: list[ArmAndPhase] = []
-        orders: RoundOrders[ArmAndPhase] = RoundOrders(random.Random(self._random_seed))
+        arms_and_phases_in_order: list[ArmAndPhase] = []
+        window_orders: RoundOrders[ArmAndPhase] = RoundOrders(random.Random(self._random_seed))
         for round_number in range(self._window_rule.windows):
             if round_number == 1 and self._window_rule.brisk:
-                windows_in_order += [
-                    arm_and_phase for arm_and_phase in reversed(windows_in_order) if not arm_and_phase[0].is_emulated
+                arms_and_phases_in_order += [
+                    arm_and_phase
+                    for arm_and_phase in reversed(arms_and_phases_in_order)
+                    if not arm_and_phase[0].is_emulated
                 ]
             else:
-                windows_in_order += orders.next_round(
+                arms_and_phases_in_order += window_orders.next_round(
                     [
                         arm_and_phase
                         for arm_and_phase in arms_and_phases
                         if round_number == 0 or not arm_and_phase[0].is_emulated
                     ]
                 )
-        if self._run_turns(windows_in_order, results, worker) and self._window_rule.brisk:
+        if self._run_turns(arms_and_phases_in_order, results, worker) and self._window_rule.brisk:
             arms_with_third_window = [
                 arm_and_phase
                 for arm_and_phase in arms_and_phases
                 if results[arm_and_phase[0].key, arm_and_phase[1]].needs_third_window
             ]
-            self._run_turns(orders.next_round(arms_with_third_window), results, worker)
+            self._run_turns(window_orders.next_round(arms_with_third_window), results, worker)
 
     def _run_turns(
         self, windows_in_order: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
@@ -295,11 +297,11 @@ class WindowPass:
         if phase_replay.why:
             result.reasons.append(phase_replay.why)
             return
-        repetitions = max(1, round(CHUNK_SECONDS / max(phase_replay.seconds, 1e-7)))
-        time_limit, chunk_count, seconds = arm.limits.for_slot(phase_replay.seconds, repetitions), 0, 0.0
+        phase_repetitions = max(1, round(CHUNK_SECONDS / max(phase_replay.seconds, 1e-7)))
+        time_limit, chunk_count, seconds = arm.limits.for_slot(phase_replay.seconds, phase_repetitions), 0, 0.0
         with self._meter.window() as window:
             while not window.is_enough or (seconds < MIN_SAMPLED_SECONDS and not window.has_failed):
-                seconds += worker.within(time_limit).loop_phase(arm.key, repetitions)
+                seconds += worker.within(time_limit).loop_phase(arm.key, phase_repetitions)
                 chunk_count += 1
         lost_values_text = worker.within(time_limit).drop_phase(arm.key)
         energy = window.energy
@@ -308,7 +310,7 @@ class WindowPass:
         elif isinstance(energy, Unavailable):
             result.reasons.append(energy.reason)
         else:
-            result.windows.append(_convert_to_energy_window(energy, repetitions * chunk_count))
+            result.windows.append(_convert_to_energy_window(energy, phase_repetitions * chunk_count))
 
     def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """Runs the case before its window, so that the window has the clocks and power of this case. Before a turn (a
@@ -316,8 +318,8 @@ class WindowPass:
         nor temperature. Before other windows, the case runs for a fixed time.
         """
         if turn_seconds:
-            settler = Settler(self._meter.device, self._window_rule.settling_seconds, self._clock)
-            if (settling_readings := settler.warm_up_device(arm, worker)) is not None:
+            device_settler = Settler(self._meter.device, self._window_rule.settling_seconds, self._clock)
+            if (settling_readings := device_settler.warm_up_device(arm, worker)) is not None:
                 return settling_readings
         warm_up_seconds = _BRISK_WARM_UP_SECONDS if self._window_rule.brisk else _WARM_UP_SECONDS
         warm_up_steps = max(1, round(max(warm_up_seconds, turn_seconds / 2) / arm.step_seconds))
@@ -336,15 +338,15 @@ def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
 
 
 def _convert_to_energy_window(energy: Energy, steps: int) -> EnergyWindow:
-    state_values = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
-    throttle, stretch = state_values.get("throttle"), energy.measured_stretch
+    device_state_values = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
+    throttle, stretch = device_state_values.get("throttle"), energy.measured_stretch
     return EnergyWindow(
         steps,
         energy.seconds,
         energy.joules,
         stretch.intervals,
         stretch.uncertainty,
-        state_values.get("sm_clock"),
-        state_values.get("temperature"),
+        device_state_values.get("sm_clock"),
+        device_state_values.get("temperature"),
         None if throttle is None else int(throttle),
     )

@@ -90,11 +90,11 @@ def collect_ignored_names() -> Iterator[set[str]]:
     field. Empty fields are not collected.
     """
     names: set[str] = set()
-    context_token = _ignored_names.set(names)
+    ignored_names_token = _ignored_names.set(names)
     try:
         yield names
     finally:
-        _ignored_names.reset(context_token)
+        _ignored_names.reset(ignored_names_token)
 
 
 @cache
@@ -104,25 +104,25 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
     The made function raises Malformed with the path from its value to the wrong part. Each caller adds its part of the
     path in front.
     """
-    origin = typing.get_origin(kind)
-    if origin in (typing.Union, types.UnionType):
+    type_origin = typing.get_origin(kind)
+    if type_origin in (typing.Union, types.UnionType):
         return _make_union_decoder(typing.get_args(kind))
-    if origin is tuple:
+    if type_origin is tuple:
         return _make_tuple_decoder(typing.get_args(kind))
     # Here `kind` may be a generic type, such as Mapping[str, float].
-    if origin is not None and issubclass(origin, Mapping):
+    if type_origin is not None and issubclass(type_origin, Mapping):
         return _make_mapping_decoder(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
-        decode_one = _make_dataclass_decoder(cast(type, kind))
+        decode_dataclass = _make_dataclass_decoder(cast(type, kind))
         # Equal values are decoded once and share one object. This is safe, because the objects are frozen.
-        return _share_equal_values(decode_one) if cast(type, kind).__name__ in _SHARED_TYPES else decode_one
+        return _share_equal_values(decode_dataclass) if cast(type, kind).__name__ in _SHARED_TYPES else decode_dataclass
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _make_enum_decoder(kind)
     return _decode_float if kind is float else _make_scalar_decoder(kind)
 
 
 def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
-    decode_one = _make_decoder(value_type)
+    decode_item = _make_decoder(value_type)
 
     def decode(json_value: Any) -> Any:
         if not isinstance(json_value, dict):
@@ -130,7 +130,7 @@ def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
         values = {}
         for key, item in json_value.items():
             try:
-                values[key] = decode_one(item)
+                values[key] = decode_item(item)
             # The message begins with a path. Prepend the key to it.
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
@@ -171,22 +171,24 @@ def _find_plain_types(kind: Any) -> frozenset[type]:
 
 
 def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(kind)
-    decoders = [
-        (field.name, _find_plain_types(hints[field.name]), _make_decoder(hints[field.name]))
+    type_hints = typing.get_type_hints(kind)
+    field_decoders = [
+        (field.name, _find_plain_types(type_hints[field.name]), _make_decoder(type_hints[field.name]))
         for field in dataclasses.fields(kind)
     ]
-    field_names = {name: None for name, _, _ in decoders}
-    no_default = dataclasses.MISSING
+    field_names = {name: None for name, _, _ in field_decoders}
+    missing_sentinel = dataclasses.MISSING
     required_names = dict.fromkeys(
         field.name
         for field in dataclasses.fields(kind)
-        if field.default is no_default and field.default_factory is no_default
+        if field.default is missing_sentinel and field.default_factory is missing_sentinel
     )
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not no_default}
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing_sentinel
+    }
     # If a class has no checks and no default factories, fill in its fields directly: a run has thousands of values, and
     # calling a frozen class is slow.
-    has_no_factories = len(defaults) + len(required_names) == len(decoders)
+    has_no_factories = len(defaults) + len(required_names) == len(field_decoders)
     skips_init = has_no_factories and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
     def decode(json_value: Any) -> Any:
@@ -201,16 +203,16 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
             _ignored_names.get(set()).update(
                 name for name in json_value.keys() - field_names.keys() if json_value[name]
             )
-        for name, plain_types, decode_one in decoders:
+        for name, plain_types, decode_one in field_decoders:
             if (is_complete or name in values) and type(item := values[name]) not in plain_types:
                 try:
                     values[name] = decode_one(item)
                 except Malformed as error:
                     raise Malformed(f".{name}{error}") from None
         if skips_init and required_names.keys() <= values.keys():
-            instance: Any = object.__new__(kind)
-            instance.__dict__.update(values if is_complete else defaults | values)
-            return instance
+            decoded_instance: Any = object.__new__(kind)
+            decoded_instance.__dict__.update(values if is_complete else defaults | values)
+            return decoded_instance
         try:
             # An error of the class has no path. Convert it to Malformed, to which callers add the path.
             return kind(**values)
@@ -225,7 +227,7 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
 
 def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
     is_repeated = len(item_types) == 2 and item_types[1] is Ellipsis
-    decoders = [_make_decoder(kind) for kind in item_types if kind is not Ellipsis]
+    item_decoders = [_make_decoder(kind) for kind in item_types if kind is not Ellipsis]
     holds_integers = is_repeated and item_types[0] is int
     holds_integer_lists = is_repeated and item_types[0] == tuple[int, ...]
 
@@ -239,12 +241,12 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
         has_only_lists = holds_integer_lists and set(map(type, json_value)) <= _ONLY_LISTS
         if has_only_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _ONLY_INTEGERS:
             return tuple(map(tuple, json_value))
-        if not is_repeated and len(decoders) != len(json_value):
-            raise Malformed(f": expected {len(decoders)} items, found {len(json_value)}")
+        if not is_repeated and len(item_decoders) != len(json_value):
+            raise Malformed(f": expected {len(item_decoders)} items, found {len(json_value)}")
         try:
             if is_repeated:
-                return tuple(map(decoders[0], json_value))
-            return tuple(decode_one(item) for decode_one, item in zip(decoders, json_value, strict=True))
+                return tuple(map(item_decoders[0], json_value))
+            return tuple(decode_one(item) for decode_one, item in zip(item_decoders, json_value, strict=True))
         except Malformed as error:
             raise Malformed(f"[]{error}") from None
 
@@ -253,14 +255,14 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     # Return values of these types unchanged. Integers need their decoder, which checks their size.
-    plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type) and kind is not int)
-    decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
+    plain_value_types = tuple(kind for kind in kinds if isinstance(kind, type) and kind is not int)
+    member_decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 
     def decode(json_value: Any) -> Any:
-        if type(json_value) in plain_kinds:
+        if type(json_value) in plain_value_types:
             return json_value
         # Use the first type that fits. The types of a union never accept the same value.
-        for decode_one in decoders:
+        for decode_one in member_decoders:
             try:
                 return decode_one(json_value)
             except Malformed:

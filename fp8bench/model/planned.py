@@ -114,16 +114,16 @@ class Case:
     @property
     def mode(self) -> str:
         """The precision with its map and the source of its scales, such as 'fp8', 'fp8{mlp=bf16}' or 'fp8+static=8'."""
-        map_text = ",".join(f"{kind}={name}" for kind, name in self.precision_map)
-        mode_text = f"{self.precision}{{{map_text}}}" if map_text else self.precision
+        precision_map_text = ",".join(f"{kind}={name}" for kind, name in self.precision_map)
+        mode_text = f"{self.precision}{{{precision_map_text}}}" if precision_map_text else self.precision
         return f"{mode_text}+{self.static.words}" if self.static else mode_text
 
     @property
     def setting(self) -> str:
         """A text for everything that all cases of a group have in common, such as 'gemm[k=512,m=512]@cpu'."""
         params_text = ",".join(f"{name}={value}" for name, value in self.params)
-        ranks_text = f"*{self.ranks}" if self.ranks > 1 else ""
-        return f"{self.workload}[{params_text}]@{self.device}{ranks_text}"
+        rank_count_text = f"*{self.ranks}" if self.ranks > 1 else ""
+        return f"{self.workload}[{params_text}]@{self.device}{rank_count_text}"
 
     @property
     def id(self) -> str:

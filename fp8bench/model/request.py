@@ -34,20 +34,22 @@ class StaticScales:
         """Returns the largest known magnitude of each tensor in a precision, by layer and role. If none are known for
         this precision, returns the largest magnitudes over all precisions.
         """
-        known_modes = {scaled_mode for scaled_mode, *_ in self.known}
-        amax_by_tensor: dict[tuple[str, str], float] = {}
+        modes_with_magnitudes = {scaled_mode for scaled_mode, *_ in self.known}
+        largest_magnitude_by_tensor: dict[tuple[str, str], float] = {}
         # For an unknown precision, the largest magnitude over all precisions is safe against overflow.
         for scaled_mode, layer, role, amax in self.known:
-            if scaled_mode == mode or mode not in known_modes:
-                amax_by_tensor[layer, role] = max(amax, amax_by_tensor.get((layer, role), 0.0))
-        return amax_by_tensor
+            if scaled_mode == mode or mode not in modes_with_magnitudes:
+                largest_magnitude_by_tensor[layer, role] = max(
+                    amax, largest_magnitude_by_tensor.get((layer, role), 0.0)
+                )
+        return largest_magnitude_by_tensor
 
     @property
     def words(self) -> str:
         """The rule as a text, such as 'static=8:refresh=100:bound=0.001'."""
-        refresh = f":refresh={self.refresh}" if self.refresh else ""
+        refresh_text = f":refresh={self.refresh}" if self.refresh else ""
         bound = f":bound={self.bound:g}" if self.bound is not None else ""
-        return f"static={self.source or self.batches}{refresh}{bound}"
+        return f"static={self.source or self.batches}{refresh_text}{bound}"
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ class Coverage:
 
     @property
     def converted_flops(self) -> int:
-        return sum(holder.flops for holder in self.holders if holder.converted)
+        return sum(weight_holder.flops for weight_holder in self.holders if weight_holder.converted)
 
     @property
     def share(self) -> float:
@@ -334,7 +334,10 @@ class Coverage:
         most FLOPs comes first.
         """
         flops_by_kind: dict[str, tuple[int, int]] = {}
-        for holder in self.holders:
-            all_flops, converted = flops_by_kind.get(holder.kind, (0, 0))
-            flops_by_kind[holder.kind] = all_flops + holder.flops, converted + holder.flops * holder.converted
+        for weight_holder in self.holders:
+            all_flops, converted = flops_by_kind.get(weight_holder.kind, (0, 0))
+            flops_by_kind[weight_holder.kind] = (
+                all_flops + weight_holder.flops,
+                converted + weight_holder.flops * weight_holder.converted,
+            )
         return dict(sorted(flops_by_kind.items(), key=lambda item: -item[1][0]))

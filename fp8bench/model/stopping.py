@@ -160,8 +160,8 @@ class Slopes:
     def is_flat(self) -> bool:
         """Whether clock and temperature have settled: all known slopes are small, and at least one slope is known."""
         bounds = ((self.clock, CLOCK_SLOPE), (self.temperature, TEMPERATURE_SLOPE))
-        are_small = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
-        return bool(are_small) and all(are_small)
+        are_slopes_small = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
+        return bool(are_slopes_small) and all(are_slopes_small)
 
 
 def is_clock_flat(looks: Sequence[ClockLook]) -> bool:
@@ -176,9 +176,9 @@ def fit_slopes(looks: Sequence[ClockLook], stretch: float = SLOPE_SECONDS) -> Sl
     """
     if not looks or looks[-1].at - looks[0].at < stretch:
         return Slopes(None, None)
-    recent_looks = [look for look in looks if look.at >= looks[-1].at - stretch]
-    clocks = [(look.at, look.clock) for look in recent_looks if look.clock is not None and 0 < look.clock < math.inf]
-    temperatures = [(look.at, look.temperature) for look in recent_looks if look.temperature is not None]
+    recent_samples = [look for look in looks if look.at >= looks[-1].at - stretch]
+    clocks = [(look.at, look.clock) for look in recent_samples if look.clock is not None and 0 < look.clock < math.inf]
+    temperatures = [(look.at, look.temperature) for look in recent_samples if look.temperature is not None]
     clock_slope = _fit_slope(clocks)
     return Slopes(
         None if clock_slope is None else clock_slope / fmean(hertz for _, hertz in clocks), _fit_slope(temperatures)

@@ -186,8 +186,8 @@ class RecipeArithmetic(Arithmetic):
 
     def last_scale(self, role: Role) -> Tensor | None:
         """Returns the scale of the role's last cast, or None if scales are computed from each tensor alone."""
-        last_cast = self.scales[role].last_pair if role in self.scales else None
-        return last_cast and last_cast.scale
+        last_scale_pair = self.scales[role].last_pair if role in self.scales else None
+        return last_scale_pair and last_scale_pair.scale
 
     def _can_share_cast(self, role: Role) -> bool:
         """Returns whether one cast of a tensor serves both products that use the tensor."""
@@ -247,16 +247,16 @@ class _SeedSequence:
         seed. With `repeat` nothing is reserved, and the kernel uses the last seed again.
         """
         previous = self._seed
-        last_seed = (
+        last_reserved_seed = (
             previous
             if previous is not None
             else torch.full((1,), self._first_seed - 1, dtype=torch.int64, device=device)
         )
-        new_last_seed = torch.empty_like(last_seed)
+        new_last_seed = torch.empty_like(last_reserved_seed)
         if repeat and previous is not None:
-            return Draw(last_seed, new_last_seed, (0,))
+            return Draw(last_reserved_seed, new_last_seed, (0,))
         self._seed = new_last_seed
-        return Draw(last_seed, new_last_seed, tuple(range(1, count + 1)))
+        return Draw(last_reserved_seed, new_last_seed, tuple(range(1, count + 1)))
 
     def memory(self) -> dict[str, Tensor]:
         return {} if self._seed is None else {"seed": self._seed}
@@ -341,8 +341,8 @@ class ScaledArithmetic(RecipeArithmetic):
             return self.scales[role].next(tensor, repeat, amax)
         treatment = self.treatments[role]
         if treatment.scaling is None:
-            scale_of_one = torch.ones((), dtype=torch.float32, device=tensor.device)
-            return scale_of_one, scale_of_one
+            unit_scale = torch.ones((), dtype=torch.float32, device=tensor.device)
+            return unit_scale, unit_scale
         amax = largest_magnitude(tensor) if amax is None else amax
         return current_scale(amax, treatment.fmt, treatment.scaling.rounding)
 
@@ -365,7 +365,7 @@ class ScaledArithmetic(RecipeArithmetic):
         # then computes a wrong product.
         scale_b = b.scale if has_tensor_scales else b.scale.t()
         output_dtype = dtype if has_tensor_scales or self.row_output_dtype is None else self.row_output_dtype
-        accumulates_fast = not (a.gradient or b.gradient)
+        uses_fast_accumulation = not (a.gradient or b.gradient)
         # functional.scaled_mm calls this operator, but torch 2.11 cannot compile functional.scaled_mm.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data,
@@ -379,20 +379,20 @@ class ScaledArithmetic(RecipeArithmetic):
             None,
             output_dtype,
             [],
-            accumulates_fast,
+            uses_fast_accumulation,
         )
         return to_dtype(product, dtype)
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        b_turned = b.data.transpose(-2, -1)
+        transposed_b_data = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
-            return F.grouped_mm(a.data, b_turned, offs=ends)
+            return F.grouped_mm(a.data, transposed_b_data, offs=ends)
         # functional.scaled_grouped_mm calls another operator, which does not work on meta tensors. This operator takes
         # the scales as vectors.
         scales = (a.scale.squeeze(-1), b.scale.squeeze(-1))
-        accumulates_fast = not (a.gradient or b.gradient)
+        uses_fast_accumulation = not (a.gradient or b.gradient)
         return torch.ops.aten._scaled_grouped_mm.default(
-            a.data, b_turned, *scales, ends, None, None, self.carrier, accumulates_fast
+            a.data, transposed_b_data, *scales, ends, None, None, self.carrier, uses_fast_accumulation
         )
 
 

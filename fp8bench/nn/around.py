@@ -111,10 +111,10 @@ def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[
 
 
 def make_rounded_head_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
-    usual_forward = module.forward
+    original_forward = module.forward
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        y = usual_forward(*inputs, **named)
+        y = original_forward(*inputs, **named)
         return cast_to(y, arithmetic).to(y.dtype)
 
     return forward

@@ -124,7 +124,7 @@ class HeadwiseCore:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_per_key_head = q.shape[1] // k.shape[1]
-        mixed_values = []
+        head_outputs = []
         for i in range(q.shape[0]):
             for j in range(q.shape[1]):
                 head_slice = slice(j, j + 1)
@@ -135,8 +135,8 @@ class HeadwiseCore:
                     k[sequence_slice, key_head_slice],
                     v[sequence_slice, key_head_slice],
                 )
-                mixed_values.append(recompute(self.inner, *head_inputs))
-        return torch.cat(mixed_values).view(q.shape)
+                head_outputs.append(recompute(self.inner, *head_inputs))
+        return torch.cat(head_outputs).view(q.shape)
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,12 @@ class EmulatedCore:
             scores = scores * factor
         # The mask is applied after rounding, because not every format of scores has infinities.
         if self.causal:
-            is_masked = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(is_masked, -math.inf)
+            causal_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(causal_mask, -math.inf)
         probabilities = self._round(scores.softmax(-1), "probabilities")
         values = self._round(v.transpose(-1, -2), "values")
-        mixed_values = _join_heads(probabilities, values) @ values.transpose(-1, -2)
-        return mixed_values.view(q.shape).to(q.dtype)
+        attention_output = _join_heads(probabilities, values) @ values.transpose(-1, -2)
+        return attention_output.view(q.shape).to(q.dtype)
 
     def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Returns the fp32 product of rounded queries and keys, before the scores are rounded or masked."""
@@ -243,8 +243,8 @@ class SelfAttention(nn.Module):
             k = apply_rotary(k, rotation)
         if cache is not None:
             k, v = cache.store(k, v, phase)
-        mixed_values = region(phase.attention, cache or self.core, q, k, v)
-        y: Tensor = self.out(mixed_values.transpose(1, 2).flatten(2), phase)
+        attention_output = region(phase.attention, cache or self.core, q, k, v)
+        y: Tensor = self.out(attention_output.transpose(1, 2).flatten(2), phase)
         return y.to(x.dtype)
 
     def project_heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
@@ -257,8 +257,8 @@ class SelfAttention(nn.Module):
 def make_rotary_table(context: int, head_width: int) -> Tensor:
     """Returns the cosines and sines of rotary positions, as (context, 2, head_width / 2)."""
     frequencies = 1.0 / 500000.0 ** (torch.arange(0, head_width, 2) / head_width)
-    angles = torch.outer(torch.arange(context), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=1)
+    rotary_angles = torch.outer(torch.arange(context), frequencies)
+    return torch.stack((rotary_angles.cos(), rotary_angles.sin()), dim=1)
 
 
 def apply_rotary(x: Tensor, rotation: Tensor) -> Tensor:

@@ -73,9 +73,11 @@ class TokenLoader:
         self._loaded_cycle = cycle(self._loaded)
 
     def _draw_windows(self) -> Tensor:
-        window_length = self._length + self._tokens_per_id
-        window_starts = self._random.integers(0, len(self._tokens) - window_length + 1, self._batch)
-        ids = np.stack([self._tokens[start : start + window_length] for start in window_starts]).astype(np.int64)
+        window_token_count = self._length + self._tokens_per_id
+        window_start_offsets = self._random.integers(0, len(self._tokens) - window_token_count + 1, self._batch)
+        ids = np.stack([self._tokens[start : start + window_token_count] for start in window_start_offsets]).astype(
+            np.int64
+        )
         if self._tokens_per_id == 2:
             ids = ids[:, :-1] * BYTE_VALUES + ids[:, 1:]
         return torch.from_numpy(ids % self._vocabulary)
@@ -97,8 +99,8 @@ def draw_text_records(path: str, count: int, size: int, random: np.random.Genera
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     if len(tokens) < size:
         raise ValueError(f"the token file has {len(tokens)} bytes of text; a record of {size} needs more")
-    record_starts = random.integers(0, len(tokens) - size + 1, count)
-    return np.stack([tokens[start : start + size] for start in record_starts]).astype(np.uint8)
+    record_start_offsets = random.integers(0, len(tokens) - size + 1, count)
+    return np.stack([tokens[start : start + size] for start in record_start_offsets]).astype(np.uint8)
 
 
 def normalise_bytes(values: ByteArray, dtype: np.dtype[np.floating] = FLOAT32_DTYPE) -> NDArray[np.floating]:
@@ -116,10 +118,10 @@ class CompressedRecords:
 
     def __init__(self, records: ByteArray) -> None:
         compressed_records = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
-        record_ends = np.cumsum([len(compressed_record) for compressed_record in compressed_records])
+        record_end_offsets = np.cumsum([len(compressed_record) for compressed_record in compressed_records])
         self._record_slices = [
             slice(record_end - len(compressed_record), record_end)
-            for record_end, compressed_record in zip(record_ends.tolist(), compressed_records, strict=True)
+            for record_end, compressed_record in zip(record_end_offsets.tolist(), compressed_records, strict=True)
         ]
         self._size = records.shape[1]
         with tempfile.TemporaryFile() as file:

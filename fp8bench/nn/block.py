@@ -128,7 +128,7 @@ class ModulatedNorm(nn.Module):
     arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        x_cast = cast_to(x, self.arithmetic)
+        cast_input = cast_to(x, self.arithmetic)
         if self.arithmetic is None or not self.arithmetic.plain:
-            x_cast = x_cast.to(widen_dtype(x.dtype))
-        return F.layer_norm(x_cast, x.shape[-1:], eps=1e-6).to(x.dtype) * (1 + scale) + shift
+            cast_input = cast_input.to(widen_dtype(x.dtype))
+        return F.layer_norm(cast_input, x.shape[-1:], eps=1e-6).to(x.dtype) * (1 + scale) + shift

@@ -112,8 +112,8 @@ class BlockArithmetic(RecipeArithmetic):
         for gradients, because their second cast always follows the first one directly. The two casts of any other
         operand may have other casts between them.
         """
-        keeps_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
-        return not keeps_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)
+        keeps_operand_in_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
+        return not keeps_operand_in_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)
 
     def _can_share_cast(self, role: Role) -> bool:
         # Two 4-bit codes share a byte, so codes cannot be transposed.
@@ -141,9 +141,9 @@ class BlockArithmetic(RecipeArithmetic):
         Operands are MX codes, or tensors in the carrier's dtype. The scales of each group fill whole tiles, directly
         after the scales of the previous group.
         """
-        b_turned = b.data.transpose(-2, -1)
+        transposed_b_data = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
-            return F.grouped_mm(a.data, b_turned, offs=ends)
+            return F.grouped_mm(a.data, transposed_b_data, offs=ends)
         scales = []
         for operand in (a, b):
             assert operand.scale is not None
@@ -153,7 +153,7 @@ class BlockArithmetic(RecipeArithmetic):
             # memory.
             scales.append(operand.scale.view(round_up(rows, TILE_ROWS), -1) if is_matrix else operand.scale)
         return torch.ops.aten._scaled_grouped_mm.default(
-            a.data, b_turned, *scales, ends, None, None, self.carrier, False
+            a.data, transposed_b_data, *scales, ends, None, None, self.carrier, False
         )
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
@@ -237,8 +237,8 @@ def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def _decode_codes(data: Tensor) -> Tensor:
-    packed = data.dtype == torch.float4_e2m1fn_x2
-    return decode(unpack(data.view(torch.uint8), E2M1), E2M1) if packed else data.to(torch.float32)
+    is_packed_fp4 = data.dtype == torch.float4_e2m1fn_x2
+    return decode(unpack(data.view(torch.uint8), E2M1), E2M1) if is_packed_fp4 else data.to(torch.float32)
 
 
 def _decode_block_scales(swizzled: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:

@@ -64,11 +64,11 @@ def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
     The training is fp32. The tensors depend only on the text and the seed, because the training always runs on the
     CPU. It runs once in each process and takes one or two seconds.
     """
-    recorded: dict[tuple[str, Role], list[Tensor]] = {}
+    recorded_tensors: dict[tuple[str, Role], list[Tensor]] = {}
     config = SIZES[TRAINED_SIZE]
 
     def make_recording_arithmetic(name: str) -> Arithmetic:
-        return _RecordingArithmetic(name, recorded)
+        return _RecordingArithmetic(name, recorded_tensors)
 
     # With one thread and plain float32 products the tensors are the same on every machine.
     with limit_to_one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
@@ -79,7 +79,7 @@ def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
         for step in range(TRAINING_STEPS):
             # Record only the last steps: tensors of early steps differ from those of a trained model.
             if step == TRAINING_STEPS - CAPTURED_STEPS:
-                recorded.update({(tensor.layer, tensor.role): [] for tensor in CAPTURED.values()})
+                recorded_tensors.update({(tensor.layer, tensor.role): [] for tensor in CAPTURED.values()})
             model(*loader.next(), SilentPhases()).backward()
             optimizer.step()
-    return {name: tuple(recorded[tensor.layer, tensor.role]) for name, tensor in CAPTURED.items()}
+    return {name: tuple(recorded_tensors[tensor.layer, tensor.role]) for name, tensor in CAPTURED.items()}

@@ -22,9 +22,9 @@ def copy_function(function: Callable[..., Any]) -> FunctionType:
     """
     assert isinstance(function, FunctionType) and function.__closure__ is None
     code = function.__code__.replace()
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    function_copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    function_copy.__kwdefaults__ = function.__kwdefaults__
+    return function_copy
 
 
 def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> ForwardPass:
@@ -67,11 +67,11 @@ def _compile_by_first_call(
     from torch._dynamo.utils import counters
 
     silent_phases = SilentPhases()  # torch.compile can trace these markers, because they do nothing
-    graphs_before = counters["stats"]["unique_graphs"]
+    graph_count_before = counters["stats"]["unique_graphs"]
     compiled_forward(tokens, targets, silent_phases).backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         parameter.grad = None
-    if not 1 <= counters["stats"]["unique_graphs"] - graphs_before <= graphs:
+    if not 1 <= counters["stats"]["unique_graphs"] - graph_count_before <= graphs:
         raise RuntimeError("torch.compile compiled no graph: is it switched off by TORCH_COMPILE_DISABLE?")
 
     def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:

@@ -211,12 +211,12 @@ def explain_misfit(product_weight: ProductWeight, multiples: tuple[int, int]) ->
     """Returns why native products refuse the shape of a layer's weight, or '' if they accept it. The rows of the
     layer's input are not checked, because they can be padded.
     """
-    side_multiple = max(multiples)  # each side is K in one product of the layer and N in a second one
+    required_side_multiple = max(multiples)  # each side is K in one product of the layer and N in a second one
     outputs, inputs = product_weight.sides
-    misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % side_multiple]
+    misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % required_side_multiple]
     verb_text = "is no multiple" if len(misfit_sides) == 1 else "are no multiples"
     return (
-        f"{' and '.join(misfit_sides)} {verb_text} of {side_multiple}, as native products require"
+        f"{' and '.join(misfit_sides)} {verb_text} of {required_side_multiple}, as native products require"
         if misfit_sides
         else ""
     )
@@ -270,25 +270,35 @@ class LayerProducts:
         All groups run as one grouped product, if the arithmetic has one and if at least half of the padded rows hold
         tokens.
         """
-        side_multiple = self.arithmetic.groups
+        required_side_multiple = self.arithmetic.groups
         part_rows = self.arithmetic.part_rows
         padded_sizes = [max(part_rows, round_up(size, part_rows)) for size in sizes]
         row_parts = torch.split_with_sizes(x, list(sizes))
         weight_sides = {side for weight in weights for side in weight.shape}
         # If most rows would be padding, or the grouped kernel refuses a weight's sides, multiply each part separately.
-        if not side_multiple or sum(padded_sizes) > 2 * len(x) or any(side % side_multiple for side in weight_sides):
+        if (
+            not required_side_multiple
+            or sum(padded_sizes) > 2 * len(x)
+            or any(side % required_side_multiple for side in weight_sides)
+        ):
             parts_and_weights = zip(row_parts, weights, strict=True)
             products = [self.linear(part, weight) for part, weight in parts_and_weights if len(part)]
             return torch.cat(products) if products else self.linear(x, weights[0])
         rows = torch.cat(
             [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(row_parts, padded_sizes, strict=True)]
         )
-        ends = torch.tensor(padded_sizes, device=x.device).cumsum(0).to(torch.int32)
-        limited_weights = [self._limit_to_fp32(weight) for weight in weights]
+        part_ends = torch.tensor(padded_sizes, device=x.device).cumsum(0).to(torch.int32)
+        fp32_limited_weights = [self._limit_to_fp32(weight) for weight in weights]
         dtype = _get_result_dtype(x)
         with _disable_autocast(x):
             y = grouped_linear(
-                rows, limited_weights, padded_sizes, ends, self.arithmetic, self.phase(), [None] * len(limited_weights)
+                rows,
+                fp32_limited_weights,
+                padded_sizes,
+                part_ends,
+                self.arithmetic,
+                self.phase(),
+                [None] * len(fp32_limited_weights),
             ).to(dtype)
         # Remove the padding rows.
         results = zip(torch.split_with_sizes(y, padded_sizes), sizes, strict=True)
@@ -302,11 +312,11 @@ class LayerProducts:
         phase = self.phase()
         dtype = _get_result_dtype(x)
         with _disable_autocast(x):
-            x_carrier = x.to(self.arithmetic.carrier)
-            if x_carrier.requires_grad:
-                return region(phase.gemm, multiply, x_carrier).to(dtype)
+            x_in_carrier = x.to(self.arithmetic.carrier)
+            if x_in_carrier.requires_grad:
+                return region(phase.gemm, multiply, x_in_carrier).to(dtype)
             with phase.gemm:
-                return multiply(x_carrier).to(dtype)
+                return multiply(x_in_carrier).to(dtype)
 
     def convolve_images(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
         # Return the result in the memory layout of the input, as torch does: a later layer may rely on it.
@@ -318,11 +328,15 @@ class LayerProducts:
         with _disable_autocast(x):
             pixels = x.permute(0, 2, 3, 1)
             rows = self._limit_to_fp32(weight).permute(0, 2, 3, 1).flatten(1)
-            group_outputs = [
+            channel_group_outputs = [
                 convolve(part, filters, geometry, self.arithmetic, self.phase())
                 for part, filters in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
-            y = (group_outputs[0] if groups == 1 else torch.cat(group_outputs, -1)).permute(0, 3, 1, 2).to(dtype)
+            y = (
+                (channel_group_outputs[0] if groups == 1 else torch.cat(channel_group_outputs, -1))
+                .permute(0, 3, 1, 2)
+                .to(dtype)
+            )
         return y if channels_last else y.contiguous()  # the next layer may call `view`, which needs contiguous memory
 
 
@@ -352,8 +366,8 @@ def _conv2d_forward(module: Any, products: LayerProducts, input: Tensor) -> Tens
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         images = F.pad(images, module._reversed_padding_repeated_twice, mode)
         padding = (0, 0)
-    geometry = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
-    y = products.convolve_images(images, module.weight, geometry, module.groups)
+    window_geometry = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
+    y = products.convolve_images(images, module.weight, window_geometry, module.groups)
     if module.bias is not None:
         y = y + module.bias.to(y.dtype)[:, None, None]
     return y if input.dim() == 4 else y[0]
@@ -417,26 +431,26 @@ class AcceleratedModel(PlainArithmetic):
                     cpu=not self._facts.accelerated,
                     device_placement=False,
                 )
-                prepared = accelerator.prepare(model) if makes_optimizer_afterwards else model
+                prepared_model = accelerator.prepare(model) if makes_optimizer_afterwards else model
                 optimizer = make_optimizer(
-                    [parameter for parameter in prepared.parameters() if parameter.requires_grad]
+                    [parameter for parameter in prepared_model.parameters() if parameter.requires_grad]
                 )
                 if optimizer is not None:
                     optimizer = accelerator.prepare(optimizer) if makes_optimizer_afterwards else optimizer
                 if not makes_optimizer_afterwards:
-                    prepared, optimizer = accelerator.prepare(prepared, optimizer)
+                    prepared_model, optimizer = accelerator.prepare(prepared_model, optimizer)
             # Accelerate refuses with any of these errors. The text has the reason.
             except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
                 error_text = " ".join(str(error).split())
                 raise UsageError(
                     f"Accelerate cannot prepare {name} with recipe={self._recipe}: {error_text}"
                 ) from error
-        if not find_converted_layers(prepared):
+        if not find_converted_layers(prepared_model):
             raise UsageError(
                 f"Accelerate converts no layer of {name}: it skips the first and the last linear layer, and layers "
                 "whose sides are not multiples of 16. Choose fp8, or a model with more linear layers."
             )
-        return prepared, optimizer
+        return prepared_model, optimizer
 
 
 def find_converted_layers(model: nn.Module) -> frozenset[str]:
@@ -460,11 +474,11 @@ def explain_unchanged(product_weight: ProductWeight) -> ProductWeight:
 @contextmanager
 def _silence_warnings() -> Iterator[None]:
     """Silences warnings of Accelerate's packages about kernels for other versions and about deprecations."""
-    previous_level = logging.root.manager.disable
+    previous_disabled_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(previous_level)
+        logging.disable(previous_disabled_level)

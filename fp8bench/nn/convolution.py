@@ -46,10 +46,10 @@ class Windows(NamedTuple):
     dilation: Sides = (1, 1)
 
     def count_output_positions(self, image: Sequence[int]) -> Sides:
-        output_positions = []
+        position_counts = []
         for side, size, stride, padding, dilation in zip(image, *self, strict=True):
-            output_positions.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
-        return output_positions[0], output_positions[1]
+            position_counts.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
+        return position_counts[0], position_counts[1]
 
 
 _DEFAULT_WINDOWS = Windows()
@@ -134,7 +134,7 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
     (stride_height, stride_width) = geometry.stride
     (top_padding, side_padding) = geometry.padding
     padded_images = F.pad(x.to(widen_dtype(x.dtype)), (0, 0, side_padding, side_padding, top_padding, top_padding))
-    shifted_copies = []
+    shifted_image_copies = []
     # One shifted copy for each position in the window. Together they are what im2col returns.
     for row in range(geometry.size[0]):
         for column in range(geometry.size[1]):
@@ -142,8 +142,8 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
             column_offset = column * geometry.dilation[1]
             rows = slice(row_offset, row_offset + stride_height * (output_height - 1) + 1, stride_height)
             columns = slice(column_offset, column_offset + stride_width * (output_width - 1) + 1, stride_width)
-            shifted_copies.append(padded_images[:, rows, columns])
-    return torch.cat(shifted_copies, dim=-1).to(x.dtype)
+            shifted_image_copies.append(padded_images[:, rows, columns])
+    return torch.cat(shifted_image_copies, dim=-1).to(x.dtype)
 
 
 class _ConvolvedProduct(torch.autograd.Function):
@@ -156,7 +156,7 @@ class _ConvolvedProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, operand_form: _OperandForm, phase: Phases, operands: OperandPair | None
     ) -> Tensor:
         arithmetic = operand_form.arithmetic
-        geometry = operand_form.geometry
+        window_geometry = operand_form.geometry
         with cast_marker(arithmetic, phase):
             pixels = operand_form.to_rows(x)
             a = arithmetic.cast(pixels, Role.INPUT)
@@ -170,7 +170,9 @@ class _ConvolvedProduct(torch.autograd.Function):
         ctx.shape = x.shape
         ctx.weight_shape = weight.shape
         with phase.gemm:
-            y = F.conv2d(images, windows, None, geometry.stride, geometry.padding, geometry.dilation)
+            y = F.conv2d(
+                images, windows, None, window_geometry.stride, window_geometry.padding, window_geometry.dilation
+            )
             return apply_layout(y.to(arithmetic.carrier), operand_form.layout)
 
     @staticmethod
@@ -182,10 +184,10 @@ class _ConvolvedProduct(torch.autograd.Function):
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a = Operand(a_data, a_scale)
         b = Operand(b_data, b_scale)
-        cast_phase = cast_marker(arithmetic, phase)
+        cast_phase_marker = cast_marker(arithmetic, phase)
 
         # 1. Cast the incoming gradient. Restore the forward operands, whose shapes are needed below.
-        with cast_phase:
+        with cast_phase_marker:
             output_shape = gradients[0].shape
             gradient = operand_form.to_rows(gradients[0])
             gradient_operand = arithmetic.cast(gradient, Role.GRADIENT)
@@ -195,7 +197,7 @@ class _ConvolvedProduct(torch.autograd.Function):
         # 2. The input gradient contracts over output channels.
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            with cast_phase:
+            with cast_phase_marker:
                 transposed_windows = operand_form.to_windows(operand_form.decode_transpose(b, weight, Role.WEIGHT))
                 gradient_images = operand_form.to_images(operand_form.decode_values(gradient_operand), output_shape)
             with phase.gemm:
@@ -205,7 +207,7 @@ class _ConvolvedProduct(torch.autograd.Function):
 
         # 3. The weight gradient contracts over batch and positions.
         if ctx.needs_input_grad[1]:
-            with cast_phase:
+            with cast_phase_marker:
                 transposed_gradient = operand_form.to_images(
                     operand_form.decode_transpose(gradient_operand, gradient, Role.GRADIENT), output_shape
                 )
@@ -219,7 +221,7 @@ class _ConvolvedProduct(torch.autograd.Function):
                 ).reshape(ctx.weight_shape)
             # the master weight is fp32: without this conversion, autograd would convert the gradient outside of any
             # phase
-            with cast_phase:
+            with cast_phase_marker:
                 weight_gradient = weight_gradient.to(widen_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None
 
@@ -318,13 +320,13 @@ class BatchNorm(nn.Module):
         arithmetic = self.arithmetic
         weight = cast_to(self.weight, arithmetic, Role.WEIGHT)
         bias = cast_to(self.bias, arithmetic, Role.WEIGHT)
-        x_cast = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
+        cast_input = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         statistics = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
         uses_batch_statistics = self.training or not statistics
         # Autograd saves these statistics for backward. Copy them if the module's statistics are rounded below.
         running_statistics = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
         mean, variance = running_statistics or (None, None)
-        y = F.batch_norm(x_cast, mean, variance, weight, bias, uses_batch_statistics, momentum=0.1, eps=1e-5)
+        y = F.batch_norm(cast_input, mean, variance, weight, bias, uses_batch_statistics, momentum=0.1, eps=1e-5)
         if arithmetic is not None and self.training:
             for statistic, tensor in zip(statistics, running_statistics, strict=True):
                 statistic.copy_(cast_to(tensor, arithmetic).detach())

@@ -97,8 +97,8 @@ class ServedNorm:
         self.dtype = widen_dtype(carrier) if arithmetic is None else weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        x_cast = cast_to(x, self.arithmetic).to(self.dtype)
-        return normalise(x_cast, self.weight.to(self.dtype), *self.norm_options).to(self.carrier)
+        cast_input = cast_to(x, self.arithmetic).to(self.dtype)
+        return normalise(cast_input, self.weight.to(self.dtype), *self.norm_options).to(self.carrier)
 
 
 class Decoder(nn.Module):
@@ -157,8 +157,8 @@ class Decoder(nn.Module):
         # A tied head uses the embedding's tensor. That is impossible if the embedding alone is rounded to a
         # precision.
         has_shared_head = config.tied and "embedding" not in self.around
-        head = self.embedding if has_shared_head else self._weight("embedding" if config.tied else "head.weight")
-        self.head = self._make_linear("head", head)
+        head_weight = self.embedding if has_shared_head else self._weight("embedding" if config.tied else "head.weight")
+        self.head = self._make_linear("head", head_weight)
         del self._weight, self._store_weight
 
         # 3. Make an empty cache.
@@ -180,14 +180,14 @@ class Decoder(nn.Module):
         """
         if isinstance(block.mlp, Experts):
             router = self._weight(f"{path}.{ROUTER_PATH}").to(self.carrier)
-            experts = [expert.forward for expert in block.mlp.experts]
-            self.experts.append(ServedExperts(router, experts, self.config.top_k))
+            expert_forwards = [expert.forward for expert in block.mlp.experts]
+            self.experts.append(ServedExperts(router, expert_forwards, self.config.top_k))
         self._replace_submodule(f"{path}.mlp", self.experts[-1] if self.experts else block.mlp.forward)
         self._replace_submodule(f"{path}.attn", block.attn.forward)
 
     def _replace_submodule(self, path: str, served: Callable[..., Tensor]) -> None:
-        owner, _, name = path.rpartition(".")
-        parent = self.get_submodule(owner)
+        owner_path, _, name = path.rpartition(".")
+        parent = self.get_submodule(owner_path)
         delattr(parent, name)
         vars(parent)[name] = served
 
@@ -210,9 +210,9 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions[at:end]
         x = start_stream(x, self.carrier, self.around.get("residual"))
-        rotation = None if self.rotation is None else self.rotation[at:end]
+        rotary_table_rows = None if self.rotation is None else self.rotation[at:end]
         for block, cache in zip(self.blocks, self.cache, strict=True):
-            x = block.forward(x, phase, rotation, cache=CachedPass(cache, at, self.calibrates))
+            x = block.forward(x, phase, rotary_table_rows, cache=CachedPass(cache, at, self.calibrates))
         logits = self.head(self.norm(x if every else x[:, -1:]), phase)
         return cast_to(logits, self.around.get("logits"))
 
@@ -248,12 +248,12 @@ class Decoder(nn.Module):
 
     def expert_bytes(self) -> int:
         """Returns the bytes of the expert weights that the last pass read."""
-        loads = self.loads
+        expert_loads = self.loads
         total_bytes = 0
         for path, stored_weight in self.layers.items():
             # Skip layers other than experts. The path of an expert has the number of its block and that of the expert.
             block, _, expert = path.removeprefix("blocks.").partition(".mlp.experts.")
-            if expert and loads[int(block)][int(expert.partition(".")[0])]:
+            if expert and expert_loads[int(block)][int(expert.partition(".")[0])]:
                 total_bytes += sum(tensor.nbytes for tensor in stored_weight.tensors())
         return total_bytes
 

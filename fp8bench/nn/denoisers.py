@@ -43,11 +43,11 @@ class TimeEmbedding(nn.Module):
 
 
 def encode_times(times: Tensor) -> Tensor:
-    wide_times = times.to(widen_dtype(times.dtype))
+    widened_times = times.to(widen_dtype(times.dtype))
     frequency_count = FREQUENCIES // 2
-    frequency_indices = torch.arange(frequency_count, dtype=wide_times.dtype, device=wide_times.device)
-    angles = wide_times[:, None] * torch.exp(-math.log(10_000) / frequency_count * frequency_indices)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    frequency_indices = torch.arange(frequency_count, dtype=widened_times.dtype, device=widened_times.device)
+    time_angles = widened_times[:, None] * torch.exp(-math.log(10_000) / frequency_count * frequency_indices)
+    return torch.cat((time_angles.cos(), time_angles.sin()), dim=-1)
 
 
 class DiT(nn.Module):
@@ -84,15 +84,15 @@ class DiT(nn.Module):
         patches = patch_grid.transpose(2, 3).reshape(batch, side * side, -1)
 
         # 2. Run the stream through all blocks, modulated by time and condition.
-        time_vector = self.time(times, condition, phase)
+        time_embedding = self.time(times, condition, phase)
         positions = cast_to(self.positions, self.around["embedding"], Role.WEIGHT).to(self.carrier)
         x = self.first(patches, phase).to(self.carrier) + positions
         x = start_stream(x, self.carrier, self.around["residual"])
         for block in self.blocks:
-            x = block(x, phase, time=time_vector)
+            x = block(x, phase, time=time_embedding)
 
         # 3. Turn tokens back into patches.
-        y = self.last(self.norm(x, *self.modulation(time_vector, phase, x.dtype)), phase)
+        y = self.last(self.norm(x, *self.modulation(time_embedding, phase, x.dtype)), phase)
         y = y.view(batch, side, side, PATCH_SIDE, PATCH_SIDE, LATENT_CHANNELS)
         return y.transpose(2, 3).reshape(latent.shape)
 
@@ -109,8 +109,8 @@ class GroupNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (cast_to(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
-        x_cast = cast_to(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
-        return F.group_norm(x_cast, _NORM_GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
+        cast_input = cast_to(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
+        return F.group_norm(cast_input, _NORM_GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
 
 
 class TimedResidual(nn.Module):
@@ -173,15 +173,15 @@ class UNet(nn.Module):
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         # 1. Start the stream at full resolution.
-        time_vector = self.time(times, condition, phase)
+        time_embedding = self.time(times, condition, phase)
         residual_arithmetic = self.around["residual"]
         x = start_stream(self.first(latent, phase), self.carrier, residual_arithmetic)
         for block in self.down:
-            x = block(x, time_vector, phase)
+            x = block(x, time_embedding, phase)
         # 2. Run the middle blocks and attention at half the resolution.
         first_middle_block, second_middle_block = self.middle
         half_resolution = first_middle_block(
-            F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_vector, phase
+            F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_embedding, phase
         )
         attention_output = self.attn(self.attn_norm(half_resolution).flatten(1, 2), phase)
         half_resolution = second_middle_block(
@@ -189,13 +189,13 @@ class UNet(nn.Module):
                 half_resolution + attention_output.view(half_resolution.shape).to(half_resolution.dtype),
                 residual_arithmetic,
             ),
-            time_vector,
+            time_embedding,
             phase,
         )
         # 3. Return to full resolution, and append the output of `down`.
         x = torch.cat((half_resolution.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
-            x = block(x, time_vector, phase)
+            x = block(x, time_embedding, phase)
         return self.last(F.silu(self.norm(x)), phase)
 
 

@@ -67,11 +67,11 @@ class Sampling(Exercise):
             if layer.arithmetic.plain:
                 layer.weight.data = layer.weight.data.to(layer.arithmetic.carrier)
                 continue
-            low_attributes = _cast_layer_weight(layer, layer.arithmetic)
-            vars(layer).update(low_attributes)
+            low_precision_attributes = _cast_layer_weight(layer, layer.arithmetic)
+            vars(layer).update(low_precision_attributes)
             # The first and last steps may run in high precision, so prepare both casts of the weight.
             if self.plan.first + self.plan.last:
-                self.switched_layers.append((layer, low_attributes, _cast_layer_weight(layer, self.high)))
+                self.switched_layers.append((layer, low_precision_attributes, _cast_layer_weight(layer, self.high)))
             free_weight(layer.weight)
 
     def step(self, phase: Phases) -> None:
@@ -98,17 +98,17 @@ class Sampling(Exercise):
             vars(layer).update(
                 high_precision_attributes if self.plan.runs_in_high_precision(step) else low_precision_attributes
             )
-        time = self.plan.time(step)
-        next_time = self.plan.time(step + 1)
+        diffusion_time = self.plan.time(step)
+        next_diffusion_time = self.plan.time(step + 1)
 
         def predict(latent: Tensor, condition: Tensor) -> Tensor:
-            times = torch.full((len(latent),), float(time), dtype=latent.dtype, device=latent.device)
+            times = torch.full((len(latent),), float(diffusion_time), dtype=latent.dtype, device=latent.device)
             return self.layer(latent, times, condition, phase)
 
         # 1. Predict the velocity with one or two evaluations of the denoiser.
         condition = self.inputs[1]
         if self.plan.guidance == "none":
-            velocity = predict(latent, condition)
+            predicted_velocity = predict(latent, condition)
         else:
             zero_condition = torch.zeros_like(condition)
             if self.plan.guidance == "twice":
@@ -118,13 +118,15 @@ class Sampling(Exercise):
                 conditioned_velocity, unconditioned_velocity = predict(
                     torch.cat((latent, latent)), torch.cat((condition, zero_condition))
                 ).chunk(2)
-            velocity = unconditioned_velocity + GUIDANCE_WEIGHT * (conditioned_velocity - unconditioned_velocity)
+            predicted_velocity = unconditioned_velocity + GUIDANCE_WEIGHT * (
+                conditioned_velocity - unconditioned_velocity
+            )
 
         # 2. Mix the image and noise that latent and velocity imply for the next time step.
-        velocity = velocity.to(latent.dtype)
+        predicted_velocity = predicted_velocity.to(latent.dtype)
         with phase.accumulate:
-            angle_change = compute_noise_angle(time) - compute_noise_angle(next_time)
-            return math.cos(angle_change) * latent - math.sin(angle_change) * velocity
+            noise_angle_change = compute_noise_angle(diffusion_time) - compute_noise_angle(next_diffusion_time)
+            return math.cos(noise_angle_change) * latent - math.sin(noise_angle_change) * predicted_velocity
 
 
 def _cast_layer_weight(layer: Linear | Convolution, arithmetic: Arithmetic) -> _LayerAttributes:
@@ -146,19 +148,19 @@ def measure_step_errors(
     """
     phases = SilentPhases()
     exact_latents = list(exact.sample_latents(phases))
-    step_starts = [exact.inputs[0], *exact_latents[:-1]]
+    step_start_latents = [exact.inputs[0], *exact_latents[:-1]]
 
     def sample_whole_and_by_step(sampling: Sampling) -> dict[str, list[Tensor]]:
         latents_from_noise = list(sampling.sample_latents(phases))
         latents_after_one_step = []
-        for step, start in enumerate(step_starts):
+        for step, start in enumerate(step_start_latents):
             latents_after_one_step.append(sampling.take_sampling_step(start.to(sampling.inputs[0].dtype), step, phases))
         return {"free": latents_from_noise, "single": latents_after_one_step}
 
     # 1. Sample in each arithmetic, and for `variant` also with a different attention kernel.
     with select_attention_kernel("math"):
         variant_latents = sample_whole_and_by_step(variant)
-    low_latents = sample_whole_and_by_step(low)
+    low_precision_latents = sample_whole_and_by_step(low)
     carrier_latents = sample_whole_and_by_step(carrier_sampling)
 
     # 2. Compare the latents after each step.
@@ -166,9 +168,9 @@ def measure_step_errors(
     for name in ("free", "single"):
         for number, exact_latent in enumerate(exact_latents):
             prefix = f"step{number + 1}_error"
-            floor_latent = exact_latent + variant_latents[name][number] - carrier_latents[name][number]
-            errors[f"{name}_{prefix}"] = relative_frobenius(low_latents[name][number], exact_latent)
-            errors[f"{name}_floor_{prefix}"] = relative_frobenius(floor_latent, exact_latent)
+            noise_floor_latent = exact_latent + variant_latents[name][number] - carrier_latents[name][number]
+            errors[f"{name}_{prefix}"] = relative_frobenius(low_precision_latents[name][number], exact_latent)
+            errors[f"{name}_floor_{prefix}"] = relative_frobenius(noise_floor_latent, exact_latent)
     return {"latent_error": errors[f"free_step{len(exact_latents)}_error"], **errors}
 
 
@@ -220,13 +222,13 @@ def make_denoiser_state(
     if carrier is torch.float64:  # no fused GPU kernel computes fp64
         core = HeadwiseCore(core)
         rounded = False
-    time_dtype = carrier if rounded else input_dtype
+    diffusion_time_dtype = carrier if rounded else input_dtype
     latents = (sizes.batch, sizes.image, sizes.image, LATENT_CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]
     # The layer and its inputs are the same for every precision. Only the arithmetic differs.
     state = make_exercise(
         setup,
-        lambda: DENOISERS[sizes.denoiser](sizes, choose, carrier, time_dtype, core),
+        lambda: DENOISERS[sizes.denoiser](sizes, choose, carrier, diffusion_time_dtype, core),
         shapes,
         input_dtype,
         training=False,
@@ -237,7 +239,9 @@ def make_denoiser_state(
     noise, condition, image = state.inputs
     time_generator = torch.Generator("cpu").manual_seed(setup.seed)
     times = torch.randint(TIME_STEPS, (sizes.batch,), generator=time_generator, device="cpu")
-    angles = torch.tensor([compute_noise_angle(time) for time in times.tolist()], dtype=torch.float64, device="cpu")
-    image_and_noise_shares = torch.stack((angles.cos(), angles.sin())).to(noise)
+    noise_angles = torch.tensor(
+        [compute_noise_angle(time) for time in times.tolist()], dtype=torch.float64, device="cpu"
+    )
+    image_and_noise_shares = torch.stack((noise_angles.cos(), noise_angles.sin())).to(noise)
     inputs = image, noise, condition, times.to(noise)
     return DenoiserTraining(state.layer, inputs, image_and_noise_shares[..., None, None, None])

@@ -70,14 +70,14 @@ class EarlyExit(nn.Module):
             # Rows that exit here skip the later blocks. Confidences are computed even with `staying_rows`, so that the
             # step does the same work as with thresholds. With thresholds the host waits for the number of staying rows.
             confidences = compute_confidence(logits)
-            exits = self.exit_rule
-            staying_rows = (
-                exits.staying_rows[number]
-                if exits.staying_rows
-                else (confidences < exits.confidence_thresholds[number]).nonzero().squeeze(-1)
+            active_exit_rule = self.exit_rule
+            staying_row_indices = (
+                active_exit_rule.staying_rows[number]
+                if active_exit_rule.staying_rows
+                else (confidences < active_exit_rule.confidence_thresholds[number]).nonzero().squeeze(-1)
             )
-            x = x[staying_rows]
-            rows = rows[staying_rows]
+            x = x[staying_row_indices]
+            rows = rows[staying_row_indices]
             if not len(rows):
                 return
 
@@ -103,11 +103,11 @@ def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -
     rows that each block gets.
     """
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
-    staying_rows = []
+    staying_row_indices = []
     for count, remaining in itertools.pairwise(rows):
         row_indices = torch.randperm(count, generator=generator)[:remaining].sort().values
-        staying_rows.append(row_indices.to(device))
-    return ExitRule(staying_rows=tuple(staying_rows))
+        staying_row_indices.append(row_indices.to(device))
+    return ExitRule(staying_rows=tuple(staying_row_indices))
 
 
 def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> ExitRule:
@@ -115,11 +115,11 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
     block i.
     """
     confidence_thresholds: list[float] = []
-    staying_rows = torch.arange(len(x), device=x.device)
+    staying_row_indices = torch.arange(len(x), device=x.device)
     with torch.no_grad():
         for count, (row_indices, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
             # 1. No row leaves `exact` early. So select the rows that stay under all earlier thresholds.
-            confidences = compute_confidence(logits[torch.isin(row_indices, staying_rows)])
+            confidences = compute_confidence(logits[torch.isin(row_indices, staying_row_indices)])
             sorted_confidences = confidences.sort().values
             if count and not sorted_confidences[count - 1] < sorted_confidences[count]:
                 raise UsageError(
@@ -130,7 +130,7 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
             confidence_thresholds.append(
                 float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0
             )
-            staying_rows = staying_rows[confidences < confidence_thresholds[-1]]
+            staying_row_indices = staying_row_indices[confidences < confidence_thresholds[-1]]
     # 3. Each block needs a threshold, even if all rows leave before it.
     unreached_blocks = len(exact.blocks) - 1 - len(confidence_thresholds)
     return ExitRule((*confidence_thresholds, *[math.inf] * unreached_blocks))

@@ -152,13 +152,15 @@ class Experts(nn.Module):
         outputs: Sequence[Tensor]
         if is_grouped:
             counts = counts.clamp(min=1) if self.feeds_empty_experts else counts
-            part_ends = ((counts + row_multiple - 1) // row_multiple * row_multiple).cumsum(0).to(torch.int32)
+            part_end_rows = ((counts + row_multiple - 1) // row_multiple * row_multiple).cumsum(0).to(torch.int32)
             first_expert = self.experts[0]
 
             def multiply(x: Tensor, layers: list[Linear]) -> Tensor:
                 weights = [layer.weight for layer in layers]
                 operands = [layer.operands for layer in layers]
-                return grouped_linear(x, weights, padded_sizes, part_ends, first_expert.up.arithmetic, phase, operands)
+                return grouped_linear(
+                    x, weights, padded_sizes, part_end_rows, first_expert.up.arithmetic, phase, operands
+                )
 
             hidden = first_expert.apply_activation(
                 multiply(torch.cat(padded_parts), [expert.up for expert in self.experts])
@@ -190,8 +192,10 @@ class Experts(nn.Module):
 
 def _pass_no_rows(expert: FeedForward, part: Tensor) -> Tensor:
     """Runs the expert's products without any rows, so that its weights get gradients."""
-    part_cast = part.to(expert.up.weight.dtype)
-    return F.linear(expert.apply_activation(F.linear(part_cast, expert.up.weight)), expert.down.weight).to(part.dtype)
+    converted_part = part.to(expert.up.weight.dtype)
+    return F.linear(expert.apply_activation(F.linear(converted_part, expert.up.weight)), expert.down.weight).to(
+        part.dtype
+    )
 
 
 def add_balance(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> Tensor:
@@ -203,8 +207,8 @@ def add_balance(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> T
         layer.balance = None
     if not is_trained:
         return loss
-    balancing_loss = BALANCE_WEIGHT * torch.stack(balancing_losses).sum()
-    return loss + (balancing_loss - balancing_loss.detach())
+    weighted_balancing_loss = BALANCE_WEIGHT * torch.stack(balancing_losses).sum()
+    return loss + (weighted_balancing_loss - weighted_balancing_loss.detach())
 
 
 _ELEMENTS_PER_SCALE = 128
@@ -324,14 +328,14 @@ class LoadedExperts(Experts):
     def _get_row_multiple(self, is_grouped: bool) -> int:
         arithmetic = self.experts[0].up.arithmetic
         if not is_grouped:
-            product_multiple = 1
+            product_row_multiple = 1
         elif not arithmetic.plain:
-            product_multiple = arithmetic.part_rows
+            product_row_multiple = arithmetic.part_rows
         else:
             # Only the weight gradient contracts over rows. So plain products need padded rows only if there is a
             # backward pass.
-            product_multiple = arithmetic.groups if torch.is_grad_enabled() else 1
-        return max(self.travel.row_multiple, product_multiple)
+            product_row_multiple = arithmetic.groups if torch.is_grad_enabled() else 1
+        return max(self.travel.row_multiple, product_row_multiple)
 
 
 class Mixture(nn.Module):
@@ -362,9 +366,9 @@ class Mixture(nn.Module):
 
     def expert_bytes(self) -> int:
         """Returns the bytes of one expert's weights in the format that its products read."""
-        expert = self.blocks[0].experts[0]
+        first_expert = self.blocks[0].experts[0]
         byte_count = 0
-        for layer in (expert.up, expert.down):
+        for layer in (first_expert.up, first_expert.down):
             operands = layer.operands or (layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT),)
             byte_count += sum(tensor.nbytes for tensor in operands[0].tensors)
         return byte_count
@@ -394,15 +398,15 @@ def summarise_load(counts: Sequence[Sequence[int]], expert_bytes: int) -> dict[s
     """Returns figures about the load of the experts in all layers: the largest imbalance of any layer, the number of
     experts that have tokens, the bytes of their weights, and the minimum and median rows of such an expert.
     """
-    used_counts: list[int] = []
-    largest_imbalance = 0.0
+    used_expert_row_counts: list[int] = []
+    largest_load_imbalance = 0.0
     for layer in counts:
-        used_counts += filter(None, layer)
-        largest_imbalance = max(largest_imbalance, max(layer) * len(layer) / sum(layer))
+        used_expert_row_counts += filter(None, layer)
+        largest_load_imbalance = max(largest_load_imbalance, max(layer) * len(layer) / sum(layer))
     return {
-        "load_ratio": largest_imbalance,
-        "distinct_experts": float(len(used_counts)),
-        "expert_bytes": float(len(used_counts) * expert_bytes),
-        "rows_least": float(min(used_counts)),
-        "rows_median": float(median(used_counts)),
+        "load_ratio": largest_load_imbalance,
+        "distinct_experts": float(len(used_expert_row_counts)),
+        "expert_bytes": float(len(used_expert_row_counts) * expert_bytes),
+        "rows_least": float(min(used_expert_row_counts)),
+        "rows_median": float(median(used_expert_row_counts)),
     }

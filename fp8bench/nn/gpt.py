@@ -128,8 +128,8 @@ class GPT(LanguageModel):
         loss = LanguageModel.forward(self, tokens, targets, phase, reduction)
         if not self.has_experts:
             return loss
-        experts = [block.mlp for block in self.blocks if isinstance(block.mlp, Experts)]
-        return add_balance(loss, experts, self.training and reduction == "mean")
+        expert_layers = [block.mlp for block in self.blocks if isinstance(block.mlp, Experts)]
+        return add_balance(loss, expert_layers, self.training and reduction == "mean")
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         return self.read_logits(self.run_blocks(self.embed_tokens(tokens), phase, tokens.shape[1]), phase)
@@ -139,18 +139,20 @@ class GPT(LanguageModel):
         return self.apply_dropout(x if self.unit_scaling is None else self.unit_scaling.scale_embedding(x))
 
     def run_blocks(self, x: Tensor, phase: Phases, length: int) -> Tensor:
-        rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
+        rotary_table_rows = None if self.rotation is None else self.rotation[:length].to(self.carrier)
         # fp64 references use `recompute`, which restores neither dropout's random states nor the experts' balancing
         # losses.
         recomputes = self.checkpointing and self.carrier is torch.float64 and not (self.dropout or self.has_experts)
         for block in self.blocks:
             if recomputes:
-                x = recompute(partial(block, phase=phase, rotation=rotation), x)
+                x = recompute(partial(block, phase=phase, rotation=rotary_table_rows), x)
             elif self.checkpointing:
                 # Random states must be restored only for dropout.
-                x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=self.dropout > 0)
+                x = checkpoint(
+                    block, x, phase, rotary_table_rows, use_reentrant=False, preserve_rng_state=self.dropout > 0
+                )
             else:
-                x = block(x, phase, rotation)
+                x = block(x, phase, rotary_table_rows)
         return x
 
     def read_logits(self, x: Tensor, phase: Phases) -> Tensor:

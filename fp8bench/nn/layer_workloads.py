@@ -74,11 +74,11 @@ class LayerWorkload(Workload):
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import Ledger
 
-        ledger = Ledger()
-        state = self.exercise(setup, self.count_operands(setup, ledger), setup.arithmetic.carrier)
-        ledger.tallies.clear()  # preparing runs a forward pass, whose casts must not be counted
+        range_ledger = Ledger()
+        state = self.exercise(setup, self.count_operands(setup, range_ledger), setup.arithmetic.carrier)
+        range_ledger.tallies.clear()  # preparing runs a forward pass, whose casts must not be counted
         state.outcome()  # runs the layer, whose casts the ledger counts
-        return ledger.statistics()
+        return range_ledger.statistics()
 
     def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
         """Returns a `choose` function for `layer`, whose arithmetics also record every tensor that they cast in

@@ -160,13 +160,13 @@ class _LinearProduct(torch.autograd.Function):
         needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad[:2]
         # 1. Cast the gradient, and transpose the operands that forward has not transposed.
         with cast_marker(arithmetic, phase):
-            g, g_transposed = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
+            g, transposed_gradient = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
             b = Operand(b_data, b_scale)
             a = Operand(a_data, a_scale)
             if needs_x_gradient and not ctx.weight_is_transposed:
                 b = arithmetic.turn(b, weight, Role.WEIGHT)
-            if needs_weight_gradient and g_transposed is None:
-                g_transposed = arithmetic.turn(g, gradient, Role.GRADIENT)
+            if needs_weight_gradient and transposed_gradient is None:
+                transposed_gradient = arithmetic.turn(g, gradient, Role.GRADIENT)
             if needs_weight_gradient and not ctx.input_is_transposed:
                 a = arithmetic.turn(a, x, Role.INPUT)
         input_gradient = weight_gradient = None
@@ -175,9 +175,9 @@ class _LinearProduct(torch.autograd.Function):
             with phase.gemm:
                 input_gradient = arithmetic.product(g, b, arithmetic.carrier)
         if needs_weight_gradient:
-            assert g_transposed is not None
+            assert transposed_gradient is not None
             with phase.gemm:
-                weight_gradient = arithmetic.product(g_transposed, a, arithmetic.carrier)
+                weight_gradient = arithmetic.product(transposed_gradient, a, arithmetic.carrier)
             # The master weight is fp32. Without this conversion autograd would convert the gradient outside of any
             # phase.
             with cast_marker(arithmetic, phase):
@@ -281,13 +281,13 @@ def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> 
         for path, arithmetic in arithmetics.items():
             layer = model.get_submodule(path)
             # Save and restore only the layer's own attributes, not those of its class.
-            multiplier = {name: vars(layer)[name] for name in _MULTIPLIER_ATTRIBUTES if name in vars(layer)}
-            original_attributes.append((layer, multiplier))
-            vars(layer).update(dict.fromkeys(multiplier), arithmetic=arithmetic)
+            multiplier_attributes = {name: vars(layer)[name] for name in _MULTIPLIER_ATTRIBUTES if name in vars(layer)}
+            original_attributes.append((layer, multiplier_attributes))
+            vars(layer).update(dict.fromkeys(multiplier_attributes), arithmetic=arithmetic)
         yield
     finally:
-        for layer, multiplier in original_attributes:
-            vars(layer).update(multiplier)
+        for layer, multiplier_attributes in original_attributes:
+            vars(layer).update(multiplier_attributes)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -332,18 +332,18 @@ class _GroupedProduct(torch.autograd.Function):
         phase = ctx.phase
         (gradient,) = gradients
         source, ends, *transposed = ctx.saved_tensors
-        cast_phase = cast_marker(arithmetic, phase)
-        with cast_phase:
+        cast_phase_marker = cast_marker(arithmetic, phase)
+        with cast_phase_marker:
             g = arithmetic.cast(gradient, Role.GRADIENT)
             b = stack_operands([Operand(*pair) for pair in zip(transposed[::2], transposed[1::2], strict=True)])
-            g_transposed = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            a_transposed = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
+            transposed_gradient = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
+            transposed_input = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.multiply_groups(g, b, ends)
-            weight_gradients = arithmetic.multiply_groups(g_transposed, a_transposed, ends)
-        with cast_phase:  # otherwise autograd would convert the gradients to fp32 outside of any phase
-            widened_gradients = weight_gradients.to(widen_dtype(arithmetic.carrier))
-        return input_gradient, None, None, None, None, None, *widened_gradients.unbind()
+            weight_gradients = arithmetic.multiply_groups(transposed_gradient, transposed_input, ends)
+        with cast_phase_marker:  # otherwise autograd would convert the gradients to fp32 outside of any phase
+            widened_weight_gradients = weight_gradients.to(widen_dtype(arithmetic.carrier))
+        return input_gradient, None, None, None, None, None, *widened_weight_gradients.unbind()
 
 
 def grouped_linear(

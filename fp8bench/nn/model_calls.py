@@ -82,7 +82,7 @@ def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[
     (list, mapping) as positional arguments and keywords. Raises UsageError if forward does not accept the batch, or
     if a tensor is not on the model's device. The returned function raises UsageError if the model fails.
     """
-    positional, named = make_arguments(model, batch, has_loss)
+    positional_arguments, named_arguments = make_arguments(model, batch, has_loss)
     model_device = next((parameter.device for parameter in model.parameters()), None)
     # Check devices before the call, because torch's message would not name the argument.
     for name, tensor in iterate_named_tensors(batch):
@@ -93,7 +93,7 @@ def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[
 
     def call() -> Any:
         try:
-            return model(*positional, **named)
+            return model(*positional_arguments, **named_arguments)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -106,8 +106,8 @@ def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[
 
 def shorten_error(error: BaseException) -> str:
     message = " ".join(str(error).split())
-    short_message = message if len(message) <= _MAX_ERROR_LENGTH else f"{message[:_MAX_ERROR_LENGTH]}..."
-    return f"{type(error).__name__}: {short_message}" if short_message else type(error).__name__
+    short_error_message = message if len(message) <= _MAX_ERROR_LENGTH else f"{message[:_MAX_ERROR_LENGTH]}..."
+    return f"{type(error).__name__}: {short_error_message}" if short_error_message else type(error).__name__
 
 
 # The positional and the keyword arguments of forward.
@@ -133,20 +133,20 @@ def choose_call_style(model: nn.Module, batch: Any, has_loss: bool = False) -> C
             "reached (as with torch.jit): return the module that it was made from"
         ) from None
     # Use the first way of passing the batch that forward's signature accepts.
-    bind_error = ""
+    first_bind_error = ""
     for call in _list_call_styles(batch, tuple(signature.parameters), has_loss):
-        positional, named = call(batch)
+        positional_arguments, named_arguments = call(batch)
         try:
-            signature.bind(*positional, **named)
+            signature.bind(*positional_arguments, **named_arguments)
         except TypeError as error:
-            bind_error = bind_error or str(error)
+            first_bind_error = first_bind_error or str(error)
         else:
             return call
     parameter_names = (
         ", ".join(name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty)
         or "nothing"
     )
-    problem = bind_error or f"a batch of type {type(batch).__name__} was given"
+    problem = first_bind_error or f"a batch of type {type(batch).__name__} was given"
     raise UsageError(f"forward of {_get_class_name(model)} takes ({parameter_names}): {problem}; {_WHAT_MAKE_RETURNS}")
 
 
@@ -156,10 +156,10 @@ def _list_call_styles(batch: Any, parameters: Sequence[str], has_loss: bool) -> 
     elif isinstance(batch, Mapping):
         if all(isinstance(name, str) for name in batch):
             yield lambda named: ((), dict(named))
-        accepted_names = [name for name in parameters if name in batch]
-        if has_loss and accepted_names:
-            yield lambda named: ((), {name: named[name] for name in accepted_names})
-        if len(parameters) == 1 and not accepted_names:
+        accepted_keyword_names = [name for name in parameters if name in batch]
+        if has_loss and accepted_keyword_names:
+            yield lambda named: ((), {name: named[name] for name in accepted_keyword_names})
+        if len(parameters) == 1 and not accepted_keyword_names:
             yield lambda batch: ((batch,), {})
     elif isinstance(batch, list | tuple):
         # A pair of a sequence and a mapping means positional arguments and keywords.
@@ -239,8 +239,8 @@ def _guess_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
     output_text = (
         f"{name + ', ' if name else ''}{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
     )
-    wide_value = value.to(widen_dtype(value.dtype))
-    return wide_value.square().mean(), f"the mean of squares of forward's first floating output ({output_text})"
+    widened_value = value.to(widen_dtype(value.dtype))
+    return widened_value.square().mean(), f"the mean of squares of forward's first floating output ({output_text})"
 
 
 def _get_class_name(model: nn.Module) -> str:

@@ -110,8 +110,8 @@ class Bucket:
         self._second_storages = [storages[1].make_for_tensor(f"moment.second.{index}") for index in indices]
         self._stored: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the step count on the host, or on the device if the step is fused.
-        count_device = parameters[0].device if fused else torch.device("cpu")
-        self._steps = [torch.tensor(float(steps), device=count_device) for _ in parameters]
+        step_count_device = parameters[0].device if fused else torch.device("cpu")
+        self._steps = [torch.tensor(float(steps), device=step_count_device) for _ in parameters]
         # A delayed scale comes from earlier casts. So store the moments twice, to get a scale that fits them.
         if self.fp32_moments is None:
             self.store(first, second)
@@ -182,12 +182,12 @@ def split_into_buckets(elements: Sequence[int], max_elements: int) -> Iterator[s
     """Yields slices of consecutive tensors. The tensors of a slice have at most `max_elements` elements together. A
     tensor that is larger gets a separate slice.
     """
-    start = bucket_elements = 0
+    start = bucket_element_count = 0
     for index, count in enumerate(elements):
-        if bucket_elements and bucket_elements + count > max_elements:
+        if bucket_element_count and bucket_element_count + count > max_elements:
             yield slice(start, index)
             start = index
-            bucket_elements = 0
-        bucket_elements += count
-    if bucket_elements:
+            bucket_element_count = 0
+        bucket_element_count += count
+    if bucket_element_count:
         yield slice(start, len(elements))

@@ -209,15 +209,15 @@ class OwnModel:
         # 1. Load the batch. Copy it until a step has shown that steps do not change it.
         with phase.data_load:
             batch = move_to_device(self._batch, self._facts.key, copy=self._copies)
-            positional, named = self._make_arguments(batch)
+            positional_arguments, named_arguments = self._make_arguments(batch)
         # 2. Run the forward pass. An inference step ends after it.
         self.running_part = "forward"
         if not self.training:
             with torch.no_grad():
-                output = self._call(self.model, positional, named)
+                output = self._call(self.model, positional_arguments, named_arguments)
             self._copies = self._copies and was_changed(batch)
             return output
-        loss = self._compute_loss(self._call(self.model, positional, named), batch)
+        loss = self._compute_loss(self._call(self.model, positional_arguments, named_arguments), batch)
         self._copies = self._copies and was_changed(batch)
         # 3. Run backward, and divide the gradients by the loss scale.
         self.running_part = "backward"
@@ -242,9 +242,9 @@ class OwnModel:
         """Returns the results of a step without running its optimizer. Every call draws the same random numbers."""
         self._set_phase(SilentPhases())
         batch = move_to_device(self._batch, self._facts.key, copy=True)
-        positional, named = self._make_arguments(batch)
+        positional_arguments, named_arguments = self._make_arguments(batch)
         with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
-            output = self._call(self.model, positional, named)
+            output = self._call(self.model, positional_arguments, named_arguments)
             loss = self._compute_loss(output, batch) if self.training else None
             # A loss that forward returns does not count as an output, because it has its own error.
             tensors = [tensor for _, tensor in iterate_named_tensors(output) if tensor is not loss]
@@ -279,7 +279,7 @@ class OwnModel:
         from torch._inductor import config
 
         graph: CallModel = torch.compile(copy_function(call_model))
-        graphs_before = counters["stats"]["unique_graphs"]
+        graph_count_before = counters["stats"]["unique_graphs"]
         # The first call compiles. It runs without the optimizer, so that the weights do not change.
         self._call = graph
         optimizer = self.optimizer
@@ -287,7 +287,7 @@ class OwnModel:
         with config.patch(fallback_random=True) if draws_alike else nullcontext():
             self.step(SilentPhases())
         self.optimizer = optimizer
-        if counters["stats"]["unique_graphs"] == graphs_before:
+        if counters["stats"]["unique_graphs"] == graph_count_before:
             raise RuntimeError(
                 "torch.compile compiled no part of the model (0 frames), so it would be timed uncompiled: is it "
                 "switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Remove --compile"

@@ -32,8 +32,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.unit_scaling is None else self.unit_scaling(self.weight)
         weight = cast_to(weight, self.arithmetic, Role.WEIGHT)
-        x_cast = cast_to(x, self.arithmetic).to(weight.dtype)
-        return normalise(x_cast, weight, self.root_mean_square, self.epsilon).to(x.dtype)
+        cast_input = cast_to(x, self.arithmetic).to(weight.dtype)
+        return normalise(cast_input, weight, self.root_mean_square, self.epsilon).to(x.dtype)
 
 
 def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float) -> Tensor:

@@ -92,8 +92,8 @@ class FourModels:
         weights and scales of any other model.
         """
         trained_bytes = {"actor": _count_trained_bytes(self.actor), "critic": _count_trained_bytes(self.critic)}
-        frozen_bytes = {name: model.weight_bytes() for name, model in self.frozen_models.items()}
-        return {f"{name}_bytes": float(size) for name, size in (trained_bytes | frozen_bytes).items()}
+        frozen_bytes_by_name = {name: model.weight_bytes() for name, model in self.frozen_models.items()}
+        return {f"{name}_bytes": float(size) for name, size in (trained_bytes | frozen_bytes_by_name).items()}
 
 
 def _count_trained_bytes(state: TrainingState) -> int:

@@ -134,8 +134,8 @@ def _view_as_runs(memory: Tensor, turned: bool) -> Tensor:
 
 def _run_kernel(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
     blocks = _view_as_runs(x, turned)
-    result_blocks = _view_as_runs(out, turned)
-    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, result_blocks, amaxes, magnitudes)
+    result_runs = _view_as_runs(out, turned)
+    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, result_runs, amaxes, magnitudes)
 
 
 _ROTATION_SCHEMA = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"
@@ -145,8 +145,8 @@ operators.define_operator("rotated_and_looked_at", f"({_ROTATION_SCHEMA}) -> ()"
 def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
     runs = x.reshape(x.numel() // RUN_LENGTH, RUN_LENGTH)
     result = torch.empty(runs.shape, dtype=torch.float32, device=x.device)
-    piece_length = _RUNS_PER_PIECE if x.device.type == "cpu" else max(len(runs), 1)
-    for source, target in zip(torch.split(runs, piece_length), torch.split(result, piece_length), strict=True):
+    runs_per_piece = _RUNS_PER_PIECE if x.device.type == "cpu" else max(len(runs), 1)
+    for source, target in zip(torch.split(runs, runs_per_piece), torch.split(result, runs_per_piece), strict=True):
         target.copy_(source.to(torch.float64) @ matrix)
     return result.view(x.shape)
 
@@ -158,5 +158,5 @@ def _make_matrix(seed: int, device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1, dtype=torch.float64, device=cpu)
     while len(matrix) < RUN_LENGTH:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    negative = random_bits((RUN_LENGTH, 1), torch.tensor([seed], device=cpu)) >= 1 << (RANDOM_BITS - 1)
-    return torch.where(negative, -matrix, matrix).div(RUN_LENGTH**0.5).to(device)
+    is_negated_row = random_bits((RUN_LENGTH, 1), torch.tensor([seed], device=cpu)) >= 1 << (RANDOM_BITS - 1)
+    return torch.where(is_negated_row, -matrix, matrix).div(RUN_LENGTH**0.5).to(device)

@@ -115,8 +115,8 @@ def choose_arm(params: Scalars, precision: Precision) -> ServedArm:
         low_inputs = options["activations"] == "low"
         return ServedArm(str(options["carrier"]), str(options["kv"]), str(options["weights"]), low_inputs)
     carrier = precision.carried_by or precision.name
-    own_weights = OWN if precision.carried_by else carrier
-    return ServedArm(carrier, "" if kv == OWN else kv, own_weights if weights == OWN else weights)
+    own_weight_format = OWN if precision.carried_by else carrier
+    return ServedArm(carrier, "" if kv == OWN else kv, own_weight_format if weights == OWN else weights)
 
 
 def check_served_support(params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -311,9 +311,9 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
     # others in the carrier dtype.
     carrier_bytes = CARRIERS[arm.carrier]
     weights = 0.0
-    read_share = 1.0
+    read_expert_share = 1.0
     if model.experts:
-        read_share = (model.count_chosen_experts(batch) if experts is None else experts) / model.experts
+        read_expert_share = (model.count_chosen_experts(batch) if experts is None else experts) / model.experts
     for name, shape in model.shapes:
         weight_kind = name.partition(".")[0]
         if weight_kind == "embedding":
@@ -321,9 +321,9 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
         elif weight_kind == "positions":
             weights += shape[-1] * carrier_bytes
         elif weight_kind == "blocks" and len(shape) == 2 and not name.endswith(ROUTER_PATH):
-            is_int4 = arm.weight_format == "int4"
-            number_format = int4_format(shape[1]) if is_int4 else WEIGHT_FORMATS[arm.weight_format]
-            weights += number_format.count_bytes(*shape) * (read_share if EXPERTS_PATH in name else 1)
+            has_int4_weights = arm.weight_format == "int4"
+            number_format = int4_format(shape[1]) if has_int4_weights else WEIGHT_FORMATS[arm.weight_format]
+            weights += number_format.count_bytes(*shape) * (read_expert_share if EXPERTS_PATH in name else 1)
         else:
             weights += prod(shape) * carrier_bytes
 
@@ -337,8 +337,8 @@ def estimate_min_memory(model: ServedShape, batch: int, context: int) -> float:
     """Returns a lower bound of the memory in bytes: half a byte for each element of the blocks' weights and of the
     cache, and two bytes for each element of the embedding.
     """
-    cache_numbers = 2.0 * model.layers * batch * context * model.key_heads * model.head_width
-    return 2.0 * model.weights("embedding") + 0.5 * (model.weights("blocks") + cache_numbers)
+    cache_element_count = 2.0 * model.layers * batch * context * model.key_heads * model.head_width
+    return 2.0 * model.weights("embedding") + 0.5 * (model.weights("blocks") + cache_element_count)
 
 
 def count_forward_flops(model: ServedShape, batch: int, new: int, context: int) -> float:

@@ -214,8 +214,8 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     from fp8bench.nn.block_arithmetic import BlockArithmetic
 
     device_recipe = recipe_on_device(recipe, facts)
-    row_arithmetic = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
-    arithmetic = (BlockArithmetic if device_recipe.in_blocks else row_arithmetic)(device_recipe)
+    scaled_arithmetic_class = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
+    arithmetic = (BlockArithmetic if device_recipe.in_blocks else scaled_arithmetic_class)(device_recipe)
     arithmetic.groups = grouped_multiple(device_recipe.products, facts)
     return arithmetic
 

@@ -140,8 +140,8 @@ class GPTConfig:
 
 def list_feed_forward_paths(experts: int) -> tuple[str, ...]:
     parts: list[str] = []
-    for owner in [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]:
-        parts += (f"{owner}.up", f"{owner}.down")
+    for owner_path in [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]:
+        parts += (f"{owner_path}.up", f"{owner_path}.down")
     return tuple(parts)
 
 
@@ -222,8 +222,8 @@ class VisionSizes:
         if self.model == "resnet":
             return make_surrounding_layers(("norm", *self._list_convolutions("norms.")), "residual", "logits")
         norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
-        image_norms = [f"image.{name}" for name in norms] if self.model == "two-input" else []
-        return make_surrounding_layers((*image_norms, *norms), *_OTHER_KINDS)
+        image_norm_names = [f"image.{name}" for name in norms] if self.model == "two-input" else []
+        return make_surrounding_layers((*image_norm_names, *norms), *_OTHER_KINDS)
 
     def low_layers(self) -> tuple[str, ...]:
         if self.model == "resnet":
@@ -245,8 +245,8 @@ _OTHER_KINDS = {"embedding": "embed", "residual": "residual", "logits": "logits"
 
 
 def make_surrounding_layers(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
-    kinds_by_name = (*((part, _OTHER_KINDS[part]) for part in parts), *((name, "norm") for name in norms))
-    return tuple(Layer(name, kind, product=False) for name, kind in kinds_by_name)
+    names_and_kinds = (*((part, _OTHER_KINDS[part]) for part in parts), *((name, "norm") for name in norms))
+    return tuple(Layer(name, kind, product=False) for name, kind in names_and_kinds)
 
 
 def around(norms: Iterable[str]) -> tuple[Layer, ...]:

@@ -50,8 +50,8 @@ class BlockEncoder:
     def decode_rows(self, codes: Tensor, scales: Tensor, columns: int) -> Tensor:
         assert self.scaling.scale is not None
         elements = decode(unpack(codes, E2M1, columns).contiguous(), E2M1)
-        scale_values = decode(scales.contiguous(), self.scaling.scale)
-        values = elements * scale_values.repeat_interleave(self.block, -1)[..., :columns]
+        decoded_scales = decode(scales.contiguous(), self.scaling.scale)
+        values = elements * decoded_scales.repeat_interleave(self.block, -1)[..., :columns]
         return values if self.tensor_scale is None else values * self.tensor_scale
 
 
@@ -235,8 +235,8 @@ class IntegerWeight:
     def restore(self) -> Tensor:
         codes = self.codes.float()
         if self.name == "int4":
-            code_pairs = torch.stack((self.codes.bitwise_and(15), self.codes.bitwise_right_shift(4)), -1)
-            codes = code_pairs.flatten(1).float() - 8
+            int4_code_pairs = torch.stack((self.codes.bitwise_and(15), self.codes.bitwise_right_shift(4)), -1)
+            codes = int4_code_pairs.flatten(1).float() - 8
         return (codes.view(len(codes), -1, self.group) * self.scales.float()).view(codes.shape)
 
     def tensors(self) -> list[Tensor]:
@@ -301,9 +301,9 @@ def draw_cached_values(
     The numbers resemble those of a trained model: in keys, every 16th channel is four times larger.
     """
     *leading_sides, positions, width = shape
-    piece_length = min(positions, 4096)
-    for at in range(0, positions, piece_length or 1):
-        values = torch.randn(*leading_sides, piece_length, width, generator=generator, device=generator.device)
+    positions_per_piece = min(positions, 4096)
+    for at in range(0, positions, positions_per_piece or 1):
+        values = torch.randn(*leading_sides, positions_per_piece, width, generator=generator, device=generator.device)
         if are_keys:
             values[..., ::16] *= 4
         yield at, values[:, :, : positions - at]
@@ -314,13 +314,13 @@ def draw_weights(shapes: WeightShapes, seed: int, device: str) -> Callable[[str]
     into memory in fp32.
     """
     # Each weight has its own generator. So its numbers do not depend on which weights were drawn before.
-    weight_numbers = {name: place for place, name in enumerate(shapes)}
+    weight_index_by_name = {name: place for place, name in enumerate(shapes)}
 
     def weight(name: str) -> Tensor:
         shape, deviation = shapes[name]
         if not deviation:
             return torch.ones(shape, device=device)
-        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + weight_numbers[name])
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + weight_index_by_name[name])
         return torch.randn(shape, generator=generator, device=device).mul_(deviation)
 
     return weight

@@ -217,24 +217,26 @@ class StaticScale:
         """
         # A GPU must not wait for the host. So on a GPU always count, compute both scales, and select one of them on
         # the device.
-        host_decides = x.device.type == "cpu"
+        host_decides_renewal = x.device.type == "cpu"
         # Divide a tensor by a tensor, as float_factor does. On a GPU a number divided by a tensor becomes a product
         # with the reciprocal.
-        largest_unsaturated = torch.full_like(scale, self._fmt.largest) / scale
+        largest_unsaturated_magnitude = torch.full_like(scale, self._fmt.largest) / scale
         amax = largest_magnitude(x)
-        if host_decides and amax <= largest_unsaturated:
+        if host_decides_renewal and amax <= largest_unsaturated_magnitude:
             return
-        saturated_count = torch.count_nonzero(x.detach().to(torch.float32).abs() > largest_unsaturated)
+        saturated_count = torch.count_nonzero(x.detach().to(torch.float32).abs() > largest_unsaturated_magnitude)
         saturates_too_much = saturated_count > bound * x.numel()
-        if not host_decides or saturates_too_much:
+        if not host_decides_renewal or saturates_too_much:
             self._renew_scale(amax, saturates_too_much)
 
     def _renew_scale(self, amax: Tensor, is_due: Tensor) -> None:
         assert self._amax is not None and self._scale is not None and self._renewals is not None
-        is_renewed = is_due & amax.isfinite() & (amax > 0)
-        self._amax = torch.where(is_renewed, amax, self._amax)
-        self._scale = _make_scale_pair(torch.where(is_renewed, self._compute_scale_factor(amax), self._scale.scale))
-        self._renewals = self._renewals + is_renewed
+        is_scale_renewed = is_due & amax.isfinite() & (amax > 0)
+        self._amax = torch.where(is_scale_renewed, amax, self._amax)
+        self._scale = _make_scale_pair(
+            torch.where(is_scale_renewed, self._compute_scale_factor(amax), self._scale.scale)
+        )
+        self._renewals = self._renewals + is_scale_renewed
 
     def _compute_scale_factor(self, amax: Tensor) -> Tensor:
         return float_factor(amax, self._fmt, self._rounding)

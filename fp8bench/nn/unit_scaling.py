@@ -100,12 +100,12 @@ class UnitProduct:
     def __call__(self, layer: Linear, x: Tensor, phase: Phases) -> Tensor:
         outputs, inputs = layer.weight.shape
         root_of_inputs = math.sqrt(inputs)
-        total_factor = self.gradient_factor * root_of_inputs * self.loss.factor
+        total_gradient_factor = self.gradient_factor * root_of_inputs * self.loss.factor
         # With `operands`, the product uses the weight that was cast earlier, so this weight needs no factor.
         weight_scale = 1.0 if layer.operands is not None else layer.weight_factor
         # Time this multiplication as part of the weight's cast, as if the cast were done once for all micro-batches.
         with cast_marker(layer.arithmetic, phase):
-            weight = rescale(layer.weight, weight_scale, 1 / (self.deviation * total_factor))
+            weight = rescale(layer.weight, weight_scale, 1 / (self.deviation * total_gradient_factor))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescale(y, 1 / root_of_inputs, 1.0)
 
@@ -145,8 +145,8 @@ def scale_feed_forward(feed_forward: FeedForward, gain: float, gradient_factor: 
         if feed_forward.gated
         else UnitFeedForward(GELU_DEVIATION, GELU_SLOPE)
     )
-    hidden_factor = scale_layer(feed_forward.down, gain, gradient_factor, loss) * unit.deviation / unit.slope
-    return scale_layer(feed_forward.up, 1.0, hidden_factor, loss)
+    hidden_gradient_factor = scale_layer(feed_forward.down, gain, gradient_factor, loss) * unit.deviation / unit.slope
+    return scale_layer(feed_forward.up, 1.0, hidden_gradient_factor, loss)
 
 
 @dataclass(frozen=True)
@@ -244,34 +244,34 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
     # 2. Scale both branches of each block. Each branch makes the stream's deviation larger. `stream_deviation` is the
     # deviation before the next branch.
     gain = 1 / math.sqrt(2 * len(model.blocks))
-    initial_deviation = (
+    initial_stream_deviation = (
         _EMBEDDING_DEVIATION if model.positions is None else math.hypot(_EMBEDDING_DEVIATION, _POSITION_DEVIATION)
     )
-    stream_deviation = initial_deviation
-    core_deviation = compute_attention_deviation(tokens)
+    residual_stream_deviation = initial_stream_deviation
+    attention_deviation = compute_attention_deviation(tokens)
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
-        feed_deviation = GATED_DEVIATION if block.mlp.gated else GELU_DEVIATION
+        feed_forward_deviation = GATED_DEVIATION if block.mlp.gated else GELU_DEVIATION
         sums = []
-        for norm, deviation in ((block.norm_attn, core_deviation), (block.norm_mlp, feed_deviation)):
-            next_stream_deviation = math.hypot(stream_deviation, gain * deviation)
-            skip = stream_deviation / next_stream_deviation
-            branch_share = gain * deviation / next_stream_deviation
-            branch_factor = gradient_factor / branch_share
+        for norm, deviation in ((block.norm_attn, attention_deviation), (block.norm_mlp, feed_forward_deviation)):
+            next_residual_stream_deviation = math.hypot(residual_stream_deviation, gain * deviation)
+            skip = residual_stream_deviation / next_residual_stream_deviation
+            branch_coefficient = gain * deviation / next_residual_stream_deviation
+            branch_gradient_factor = gradient_factor / branch_coefficient
             if norm is block.norm_mlp:
-                branch_factor = scale_feed_forward(block.mlp, gain, branch_factor, loss)
+                branch_gradient_factor = scale_feed_forward(block.mlp, gain, branch_gradient_factor, loss)
             else:
-                branch_factor = scale_layer(
-                    block.attn.qkv, 1.0, scale_layer(block.attn.out, gain, branch_factor, loss), loss
+                branch_gradient_factor = scale_layer(
+                    block.attn.qkv, 1.0, scale_layer(block.attn.out, gain, branch_gradient_factor, loss), loss
                 )
-            norm.unit_scaling = UnitWeight(branch_factor, loss)
-            norm.epsilon = _NORM_EPSILON / stream_deviation**2
-            sums.append(UnitSum(skip, branch_share, gradient_factor / branch_factor))
-            stream_deviation = next_stream_deviation
-        block.attn.core = UnitCore(block.attn.core, core_deviation)
+            norm.unit_scaling = UnitWeight(branch_gradient_factor, loss)
+            norm.epsilon = _NORM_EPSILON / residual_stream_deviation**2
+            sums.append(UnitSum(skip, branch_coefficient, gradient_factor / branch_gradient_factor))
+            residual_stream_deviation = next_residual_stream_deviation
+        block.attn.core = UnitCore(block.attn.core, attention_deviation)
         block.unit_scaling = UnitResidual(*sums)
 
     # 3. Scale the last norm, the embedding and the logits.
     model.norm.unit_scaling = UnitWeight(gradient_factor, loss)
-    model.norm.epsilon = _NORM_EPSILON / stream_deviation**2
-    model.unit_scaling = UnitStream(initial_deviation, gradient_factor, loss, head_gain)
+    model.norm.epsilon = _NORM_EPSILON / residual_stream_deviation**2
+    model.unit_scaling = UnitStream(initial_stream_deviation, gradient_factor, loss, head_gain)

@@ -149,12 +149,16 @@ class UserDecoder:
                 part.at = at
 
         # 2. Call the model with the arguments that its forward accepts.
-        named: dict[str, Any] = {_CACHE_ARGUMENT: self.cache, "use_cache": True, "logits_to_keep": 0 if every else 1}
+        named_arguments: dict[str, Any] = {
+            _CACHE_ARGUMENT: self.cache,
+            "use_cache": True,
+            "logits_to_keep": 0 if every else 1,
+        }
         if "cache_position" in self._forward_parameters:
-            named["cache_position"] = torch.arange(at, at + tokens.shape[1], device=tokens.device)
+            named_arguments["cache_position"] = torch.arange(at, at + tokens.shape[1], device=tokens.device)
         try:
             out = self.model(
-                tokens, **{name: value for name, value in named.items() if name in self._forward_parameters}
+                tokens, **{name: value for name, value in named_arguments.items() if name in self._forward_parameters}
             )
         except IndexError as error:
             raise UsageError(
@@ -212,10 +216,10 @@ class UserDecoder:
     def find_block_number(self, product_weight: ProductWeight) -> int | None:
         """Returns the number of the block that contains a linear layer, or None."""
         # The first number in the path is the block's number, as in Hugging Face's names.
-        path_match = None if product_weight.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", product_weight.name)
-        if path_match is None:
+        block_number_match = None if product_weight.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", product_weight.name)
+        if block_number_match is None:
             return None
-        number = int(path_match[1])
+        number = int(block_number_match[1])
         layers = len(self.cache.layers)
         if number >= layers:
             raise UsageError(
@@ -318,24 +322,26 @@ class QueryHeads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = kwargs or {}
+        named_arguments = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.heads = (args[0] if args else named["query"]).shape[1]
-        return func(*args, **named)
+            self.heads = (args[0] if args else named_arguments["query"]).shape[1]
+        return func(*args, **named_arguments)
 
 
 def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
     """Checks that a model's cache works, and returns the shape of the model. The cache works if a prompt gives the
     same logits token by token and as a whole.
     """
-    decoder = UserDecoder(name, model, ServedArm("fp32"), (1, _CHECKED_TOKENS), facts.key)
+    user_decoder = UserDecoder(name, model, ServedArm("fp32"), (1, _CHECKED_TOKENS), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
     # One text without gradients suffices to check the cache.
-    tokens = torch.randint(decoder.vocabulary, (1, _CHECKED_TOKENS), generator=generator, device=facts.key)
+    tokens = torch.randint(user_decoder.vocabulary, (1, _CHECKED_TOKENS), generator=generator, device=facts.key)
     with torch.no_grad():
         with QueryHeads() as query:
-            prompt_logits = decoder.forward(tokens, 0, SilentPhases(), every=True)
-        logits_by_token = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)]
+            prompt_logits = user_decoder.forward(tokens, 0, SilentPhases(), every=True)
+        logits_by_token = [
+            user_decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)
+        ]
     # 1. Refuse NaN, because comparisons with NaN always fail.
     if bool(prompt_logits.isnan().any()):
         raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
@@ -353,12 +359,12 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
             f"{name}: token by token the logits differ by {relative_error:.2g} from those of the whole prompt: "
             "the cache does not return what it stored, or tokens attend to later tokens."
         )
-    keys = decoder.cache.layers[0].keys
-    layers = len(decoder.cache.layers)
+    keys = user_decoder.cache.layers[0].keys
+    layers = len(user_decoder.cache.layers)
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or query.heads or keys.shape[1]
-    shapes = tuple(_list_shapes(model, decoder))
+    shapes = tuple(_list_shapes(model, user_decoder))
     return ServedShape(
-        decoder.vocabulary, count_token_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes
+        user_decoder.vocabulary, count_token_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes
     )
 
 

@@ -142,19 +142,19 @@ def find_fault(state: TrainingState | InferenceState) -> str:
     for name, norm in state.model.named_modules():
         if isinstance(norm, BatchNorm) and norm.running_mean is not None:
             norms[name] = norm, norm.running_mean.clone()
-    layout_watch = _LayoutWatch(convolutions[0].layout)
+    memory_layout_watch = _LayoutWatch(convolutions[0].layout)
     watched_layers = [*convolutions, *(norm for norm, _ in norms.values())]
-    hooks = [layer.register_forward_hook(layout_watch.check_layer) for layer in watched_layers]
+    hooks = [layer.register_forward_hook(memory_layout_watch.check_layer) for layer in watched_layers]
 
     # 2. Run the step.
-    with layout_watch:
+    with memory_layout_watch:
         state.step(SilentPhases())
     for hook in hooks:
         hook.remove()
 
     # 3. Check layouts and statistics.
-    if layout_watch.fault and all(layer.arithmetic.plain for layer in convolutions):
-        return layout_watch.fault
+    if memory_layout_watch.fault and all(layer.arithmetic.plain for layer in convolutions):
+        return memory_layout_watch.fault
     for name, (norm, mean) in norms.items():
         if torch.equal(norm.running_mean, mean) == training:  # type: ignore[arg-type]
             return f"batch norm {name} uses {'its running statistics' if training else 'the batch'} in this pass"

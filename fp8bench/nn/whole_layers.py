@@ -97,12 +97,12 @@ class LibraryArithmetic(Arithmetic):
 
         # Return a function: torch would register a module as a submodule, and list its weight twice.
         def multiply(x: Tensor) -> Tensor:
-            passed_layers = self._passed_layers[0]
-            if layer.multiply_in_step is None or passed_layers is None:
+            passed_layer_ids = self._passed_layers[0]
+            if layer.multiply_in_step is None or passed_layer_ids is None:
                 return layer.multiply(x)
-            is_first_pass = id(layer) not in passed_layers
-            passed_layers.add(id(layer))
-            return layer.multiply_in_step(x, is_first_pass)
+            is_first_layer_pass = id(layer) not in passed_layer_ids
+            passed_layer_ids.add(id(layer))
+            return layer.multiply_in_step(x, is_first_layer_pass)
 
         return multiply
 

@@ -140,34 +140,34 @@ def compute_fp8_mean(
     scaled_values, scale = yield from scale_for_cast(values, scaling, size, auto_scale)
     if method == RING:
         codes = yield from sum_in_ring(scaled_values, rank, size, whole_vector)
-        reduced_vector = ReducedVector(decode_e4m3(codes) / (scale * size), codes)
+        mean_vector = ReducedVector(decode_e4m3(codes) / (scale * size), codes)
     elif method == GATHER:
         codes_of_ranks = yield AllGather(encode_e4m3(scaled_values))
         mean_values = _sum_in_rank_order([decode_e4m3(codes_of_rank) for codes_of_rank in codes_of_ranks]) / (
             scale * size
         )
-        reduced_vector = ReducedVector(
+        mean_vector = ReducedVector(
             mean_values if whole_vector else mean_values.chunk(size)[rank], torch.cat(codes_of_ranks)
         )
     elif method == TWOSHOT:
         rows = yield AllToAll(encode_e4m3(scaled_values).reshape(size, -1))
-        reduced_vector = ReducedVector(_sum_in_rank_order([decode_e4m3(row) for row in rows]) / (scale * size), rows)
+        mean_vector = ReducedVector(_sum_in_rank_order([decode_e4m3(row) for row in rows]) / (scale * size), rows)
         if whole_vector:
             # Count saturation in the summed codes, which share one scale. Codes of the mean have one scale per rank.
-            whole_mean = yield from gather_parts(reduced_vector.values)
-            reduced_vector = ReducedVector(whole_mean.values, rows)
+            gathered_mean = yield from gather_parts(mean_vector.values)
+            mean_vector = ReducedVector(gathered_mean.values, rows)
     else:
         raise ValueError(f"expected one of {', '.join(FP8_MEAN_METHODS)}, got {method!r}")
     if scaling == FP8LM_SCALING:
         # Ranks have different codes if each has only a part of the vector, and with `fp8_twoshot`. The maximum over
         # ranks gives all of them the same mu.
-        saturated_part_share = compute_saturated_share(reduced_vector.codes).reshape(1)
+        saturated_part_share = compute_saturated_share(mean_vector.codes).reshape(1)
         auto_scale.update(
             saturated_part_share
             if whole_vector and method != TWOSHOT
             else (yield MaximumOverRanks(saturated_part_share))
         )
-    return reduced_vector
+    return mean_vector
 
 
 def gather_parts(part: Tensor) -> Program[ReducedVector]:
@@ -282,15 +282,17 @@ def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Progra
     Part k starts at the rank after rank k, is rounded to E4M3 at every hop, and ends at rank k.
     """
     codes_by_part = encode_e4m3(values).reshape(size, -1)
-    partial_sum = codes_by_part[rank - 1]
+    partial_sum_codes = codes_by_part[rank - 1]
     for hop in range(1, size):
-        received_sum = yield ShiftToNextRank(partial_sum)
-        received_part = rank - 1 - hop  # a negative index counts from the last part
-        partial_sum = encode_e4m3(decode_e4m3(received_sum) + decode_e4m3(codes_by_part[received_part]))
+        received_sum_codes = yield ShiftToNextRank(partial_sum_codes)
+        received_part_index = rank - 1 - hop  # a negative index counts from the last part
+        partial_sum_codes = encode_e4m3(
+            decode_e4m3(received_sum_codes) + decode_e4m3(codes_by_part[received_part_index])
+        )
     if not all_parts:
-        return partial_sum
-    summed_parts = yield AllGather(partial_sum)
-    return torch.cat(summed_parts)
+        return partial_sum_codes
+    summed_part_codes = yield AllGather(partial_sum_codes)
+    return torch.cat(summed_part_codes)
 
 
 def _sum_in_rank_order(values: list[Tensor]) -> Tensor:
@@ -307,8 +309,8 @@ def compute_saturated_share(codes: Tensor) -> Tensor:
 
 def compute_flushed_share(values: Tensor, scaling: str, size: int, auto_scale: AutoScale) -> Program[Tensor]:
     scaled_values, _ = yield from scale_for_cast(values, scaling, size, auto_scale)
-    is_flushed = (decode_e4m3(encode_e4m3(scaled_values)) == 0) & (values != 0)
-    return is_flushed.float().mean()
+    is_flushed_to_zero = (decode_e4m3(encode_e4m3(scaled_values)) == 0) & (values != 0)
+    return is_flushed_to_zero.float().mean()
 
 
 ALL_REDUCE = "all_reduce"
@@ -436,14 +438,14 @@ class FP8Collective:
         """Runs the programs of all ranks in this process, and returns what each rank receives. `auto_scale.mu` does not
         change.
         """
-        collectives = [
+        collectives_by_rank = [
             FP8Collective(self.collective, self.method, self.scaling, AutoScale(self.auto_scale.mu)) for _ in sources
         ]
-        programs = [
+        collective_programs = [
             collective.program(values, rank, len(sources))
-            for rank, (collective, values) in enumerate(zip(collectives, sources, strict=True))
+            for rank, (collective, values) in enumerate(zip(collectives_by_rank, sources, strict=True))
         ]
-        return simulate(programs)
+        return simulate(collective_programs)
 
 
 def check_mean_of_ones(kind: PlainCollective | FP8Collective, count: int, rank: int, size: int, device: str) -> None:
@@ -458,8 +460,8 @@ def check_mean_of_ones(kind: PlainCollective | FP8Collective, count: int, rank: 
         expected_values = torch.ones_like(measured_values)
     else:
         simulated_results = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
-        new_collective = FP8Collective(kind.collective, kind.method, kind.scaling)
-        measured_values = new_collective(ones, rank, size, nullcontext()).values.cpu()
+        measured_collective = FP8Collective(kind.collective, kind.method, kind.scaling)
+        measured_values = measured_collective(ones, rank, size, nullcontext()).values.cpu()
         expected_values = simulated_results[rank].values
     if not torch.equal(measured_values, expected_values):
         first_wrong_index = int((measured_values != expected_values).nonzero()[0])

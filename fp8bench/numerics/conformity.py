@@ -62,8 +62,8 @@ ExplainedDifference = tuple[Difference, str]
 
 def have_different_bits(native_result: Tensor, emulated_result: Tensor) -> Tensor:
     bits = _INTEGER_BY_BYTES[native_result.element_size()]
-    equal_bits = native_result.contiguous().view(bits) == emulated_result.contiguous().view(bits)
-    return ~(equal_bits | (native_result.isnan() & emulated_result.isnan()))
+    has_equal_bits = native_result.contiguous().view(bits) == emulated_result.contiguous().view(bits)
+    return ~(has_equal_bits | (native_result.isnan() & emulated_result.isnan()))
 
 
 def count_steps_between(native_result: Tensor, emulated_result: Tensor) -> Tensor:
@@ -123,9 +123,9 @@ class ConformitySums:
         rounded to nearest, or toward 0 with `toward_zero`.
         """
         round_values = self._round_toward_zero if toward_zero else self._round_to_nearest
-        smallest_result = round_values(self.product - self.bound)
-        largest_result = round_values(self.product + self.bound)
-        return bool(((result >= smallest_result) & (result <= largest_result)).all())
+        smallest_valid_result = round_values(self.product - self.bound)
+        largest_valid_result = round_values(self.product + self.bound)
+        return bool(((result >= smallest_valid_result) & (result <= largest_valid_result)).all())
 
     def is_near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
         """Returns whether each element of the result differs from `exact` by at most `bound` and one rounding step."""
@@ -174,40 +174,40 @@ class ConformitySums:
 
 def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference:
     """Explains why a product differs in bits from another product of the same operands."""
-    result64 = result.to(torch.float64)
-    if not bool(sums.product.isfinite().all()) or not bool(result64.any()):
+    float64_result = result.to(torch.float64)
+    if not bool(sums.product.isfinite().all()) or not bool(float64_result.any()):
         return (
             Difference.UNEXPLAINED,
             "all results are 0" if sums.product.isfinite().all() else "operands have NaN or infinity",
         )
-    is_not_finite = ~result64.isfinite()
+    is_not_finite = ~float64_result.isfinite()
     if bool(is_not_finite.any()):
         overflows = sums.product.abs() > torch.finfo(sums.dtype).max
         if bool((overflows | ~is_not_finite).all()):
             return Difference.OVERFLOW, "sums beyond the largest number"
         return Difference.UNEXPLAINED, f"{int(is_not_finite.sum())} results are NaN or infinite"
-    if sums.is_within_bound(result64) and sums.is_unbiased(result64):
+    if sums.is_within_bound(float64_result) and sums.is_unbiased(float64_result):
         return Difference.ORDER, f"within {sums.relative_bound(sums.bits):.1e} of the sum of the products' magnitudes"
-    if sums.is_within_bound(result64, toward_zero=True):
+    if sums.is_within_bound(float64_result, toward_zero=True):
         return Difference.ROUNDING, "the result is truncated toward 0, not rounded to nearest"
-    for description, exact in _iterate_layouts(result64, sums):
-        if exact.shape == result64.shape and sums.is_near(
-            result64, exact, sums.relative_bound(sums.bits) * sums.magnitude.max()
+    for description, exact in _iterate_layouts(float64_result, sums):
+        if exact.shape == float64_result.shape and sums.is_near(
+            float64_result, exact, sums.relative_bound(sums.bits) * sums.magnitude.max()
         ):
             return Difference.LAYOUT, description
-    for fit in _iterate_scaled_fits(result64, sums):
+    for fit in _iterate_scaled_fits(float64_result, sums):
         if sums.is_near(
-            result64,
+            float64_result,
             fit.scaled_product,
             (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude,
         ):
             return Difference.SCALE, fit.description
-    bits = estimate_sum_bits(result64, sums)
+    bits = estimate_sum_bits(float64_result, sums)
     if _MIN_SUM_BITS <= bits < sums.bits and sums.is_near(
-        result64, sums.product, sums.relative_bound(bits - 1) * sums.magnitude
+        float64_result, sums.product, sums.relative_bound(bits - 1) * sums.magnitude
     ):
         return Difference.ACCUMULATION, f"sums seem to be kept in about {bits} bits, where {sums.bits} are expected"
-    if sums.is_near(result64, sums.product, sums.bound):
+    if sums.is_near(float64_result, sums.product, sums.bound):
         return Difference.ROUNDING, "each result is a neighbour of the exact value, but not always the nearest"
     return Difference.UNEXPLAINED, ""
 
@@ -218,11 +218,11 @@ def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
 
     Hopper's units sum in 14 bits, and no unit is known to use fewer.
     """
-    result64 = result.to(torch.float64)
-    short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    is_within_bound = sums.is_near(result64, sums.product, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
-    return is_within_bound and sums.mean_square_error(result64) <= _MEAN_SQUARE_RATIO * (
-        sums.mean_square_error(short_sums) + sums.rounding_variance
+    float64_result = result.to(torch.float64)
+    short_sum_product = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
+    is_within_bound = sums.is_near(float64_result, sums.product, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
+    return is_within_bound and sums.mean_square_error(float64_result) <= _MEAN_SQUARE_RATIO * (
+        sums.mean_square_error(short_sum_product) + sums.rounding_variance
     )
 
 
@@ -233,15 +233,15 @@ def estimate_sum_bits(result: Tensor, sums: ConformitySums) -> int:
     Truncated sums are too small in magnitude. The deficit, and the errors of single results, are compared with those of
     the same product in sums of 14 bits.
     """
-    short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    loss = sums.mean_magnitude_loss(result)
-    short_sums_loss = sums.mean_magnitude_loss(short_sums)
+    short_sum_product = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
+    magnitude_loss = sums.mean_magnitude_loss(result)
+    short_sum_magnitude_loss = sums.mean_magnitude_loss(short_sum_product)
     # The loss is infinite or NaN if all products of a sum are 0 but the result is not.
-    if not (0 < loss < math.inf and short_sums_loss > 0):
+    if not (0 < magnitude_loss < math.inf and short_sum_magnitude_loss > 0):
         return FLOAT32_BITS
-    ratio = loss / short_sums_loss
+    ratio = magnitude_loss / short_sum_magnitude_loss
     if sums.mean_square_error(result) > _MEAN_SQUARE_RATIO * (
-        ratio**2 * sums.mean_square_error(short_sums) + sums.rounding_variance
+        ratio**2 * sums.mean_square_error(short_sum_product) + sums.rounding_variance
     ):
         return FLOAT32_BITS
     return min(FLOAT32_BITS, round(HOPPER_SUM_BITS - math.log2(ratio)))
@@ -267,9 +267,9 @@ def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Te
     Skips rows (or columns) that are already in order, and those of which two are nearest to the same correct one.
     """
     for line_name, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
-        line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
-        if sorted(line_order) == list(range(len(line_order))) != line_order:
-            permuted_lines = correct_lines[line_order]
+        fitted_line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
+        if sorted(fitted_line_order) == list(range(len(fitted_line_order))) != fitted_line_order:
+            permuted_lines = correct_lines[fitted_line_order]
             yield f"{line_name} are permuted", permuted_lines if line_name == "rows" else permuted_lines.t()
 
 
@@ -283,21 +283,21 @@ def matches_hopper_units(
     so results may differ by the rounding of these operations.
     """
     length = PROMOTION_LENGTH if promoted else codes[0].shape[1]
-    total_products = magnitude = torch.zeros((), dtype=torch.float64)
+    product_sum = magnitude = torch.zeros((), dtype=torch.float64)
     for start in range(0, codes[0].shape[1], length):
-        piece_slice = slice(start, start + length)
-        row_scales, column_scales = (scale[:, piece_slice].to(torch.float64) for scale in scales)
+        contraction_slice = slice(start, start + length)
+        row_scales, column_scales = (scale[:, contraction_slice].to(torch.float64) for scale in scales)
         if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (row_scales, column_scales)):
             return False
         scaled_product = (
-            sum_like_hopper_units(*(code[:, piece_slice] for code in codes))
+            sum_like_hopper_units(*(code[:, contraction_slice] for code in codes))
             * row_scales[:, :1]
             * column_scales[:, :1].t()
         )
-        total_products = total_products + scaled_product
+        product_sum = product_sum + scaled_product
         magnitude = magnitude + scaled_product.abs()
     bound = (codes[0].shape[1] // length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
-    lowest_result, highest_result = ((total_products + side * bound).to(result.dtype) for side in (-1, 1))
+    lowest_result, highest_result = ((product_sum + side * bound).to(result.dtype) for side in (-1, 1))
     return bool(((result >= lowest_result) & (result <= highest_result)).all())
 
 
@@ -316,18 +316,22 @@ def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]
     contraction. Yields the scaled products whose factors are not 1.
     """
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
-    fits = []
+    scale_fits = []
     for part_name, by_row, by_column in _SCALED_PARTS:
         row_factors, column_factors = _fit_factors(result, sums.product, by_row, by_column)
         factor = row_factors * column_factors
-        fits.append((part_name, factor, factor * sums.product, factor.abs() * sums.magnitude))
-    fits += _fit_block_scales(result, sums)
-    for part_name, factors, scaled_product, magnitude in fits:
-        smallest_factor = float(factors.min())
-        largest_factor = float(factors.max())
-        if max(abs(smallest_factor - 1), abs(largest_factor - 1)) > tolerance:
-            range_text = f" to {largest_factor:.3g}" if largest_factor - smallest_factor > tolerance else ""
-            yield _Fit(f"{part_name} scaled by {smallest_factor:.3g}{range_text}", scaled_product, magnitude)
+        scale_fits.append((part_name, factor, factor * sums.product, factor.abs() * sums.magnitude))
+    scale_fits += _fit_block_scales(result, sums)
+    for part_name, factors, scaled_product, magnitude in scale_fits:
+        smallest_scale_factor = float(factors.min())
+        largest_scale_factor = float(factors.max())
+        if max(abs(smallest_scale_factor - 1), abs(largest_scale_factor - 1)) > tolerance:
+            factor_range_text = (
+                f" to {largest_scale_factor:.3g}" if largest_scale_factor - smallest_scale_factor > tolerance else ""
+            )
+            yield _Fit(
+                f"{part_name} scaled by {smallest_scale_factor:.3g}{factor_range_text}", scaled_product, magnitude
+            )
 
 
 def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -377,8 +381,8 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
     )
     if bool((overflows | ~has_different_bits).all()):
         first_index = tuple(int(index) for index in has_different_bits.nonzero()[0])
-        example = f"{float(result[first_index]):g}, not {float(correct[first_index]):g}"
-        return Difference.OVERFLOW, f"a value above the format's largest becomes {example}"
+        example_text = f"{float(result[first_index]):g}, not {float(correct[first_index]):g}"
+        return Difference.OVERFLOW, f"a value above the format's largest becomes {example_text}"
     if not bool(result.any()):
         return Difference.UNEXPLAINED, "all values are 0"
     # 2. Check whether the values are correct, but in a different order or multiplied by a scale.
@@ -402,15 +406,18 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
     steps = largest_grid_steps(torch.maximum(values.abs(), expected_values.abs()), fmt, float(largest_value))
     distance = (values - expected_values).abs() / steps
     min_distance = torch.where(steps > steps.min(), 0.5 - _VALUE_TOLERANCE, 0.0)
-    is_neighbour = (
+    is_grid_neighbour = (
         ((values - source_values) * (expected_values - source_values) <= 0)
         & (distance > min_distance)
         & (distance < 1 + _VALUE_TOLERANCE)
     )
-    if not bool((is_neighbour | ~has_different_bits).all()):
+    if not bool((is_grid_neighbour | ~has_different_bits).all()):
         return Difference.UNEXPLAINED, ""
-    is_truncated = bool((values.abs() <= source_values.abs())[has_different_bits].all())
-    return Difference.ROUNDING, "truncated toward 0" if is_truncated else "to a neighbour that is not the nearest"
+    is_truncated_toward_zero = bool((values.abs() <= source_values.abs())[has_different_bits].all())
+    return (
+        Difference.ROUNDING,
+        "truncated toward 0" if is_truncated_toward_zero else "to a neighbour that is not the nearest",
+    )
 
 
 def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -438,8 +445,8 @@ def estimate_mantissa_bits(values: Tensor) -> int:
     for run in runs[:: max(1, len(runs) // _MAX_EXAMINED_RUNS)]:
         magnitudes = torch.tensor(sorted({size for size in run.tolist() if 0 < size < math.inf}), dtype=torch.float64)
         if len(magnitudes):
-            octave_ends = torch.searchsorted(magnitudes, magnitudes * (2 - _VALUE_TOLERANCE))
-            values_per_octave = max(values_per_octave, int((octave_ends - torch.arange(len(magnitudes))).max()))
+            octave_end_indices = torch.searchsorted(magnitudes, magnitudes * (2 - _VALUE_TOLERANCE))
+            values_per_octave = max(values_per_octave, int((octave_end_indices - torch.arange(len(magnitudes))).max()))
     return math.ceil(math.log2(values_per_octave))
 
 

@@ -43,12 +43,12 @@ def relative_frobenius(value: Tensor, reference: Tensor) -> float:
 
 
 def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    error_squares = reference_squares = 0.0
+    error_square_sum = reference_square_sum = 0.0
     for value, reference in zip(values, references, strict=True):
         difference_square, reference_square = _sum_squares(value, reference)
-        error_squares = error_squares + difference_square
-        reference_squares = reference_squares + reference_square
-    return math.sqrt(_divide_or_infinite(error_squares, reference_squares))
+        error_square_sum = error_square_sum + difference_square
+        reference_square_sum = reference_square_sum + reference_square
+    return math.sqrt(_divide_or_infinite(error_square_sum, reference_square_sum))
 
 
 def relative_error(value: float, reference: float) -> float:
@@ -81,12 +81,12 @@ def _sum_squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
     _check_shapes(value, reference)
     rows = as_rows(value)
     reference_rows = as_rows(reference)
-    error_squares = reference_squares = torch.zeros((), dtype=torch.float64, device=reference.device)
+    error_square_sum = reference_square_sum = torch.zeros((), dtype=torch.float64, device=reference.device)
     for tile in iterate_tiles(*reference_rows.shape):
         exact = reference_rows[tile].to(torch.float64)
-        error_squares = error_squares + (rows[tile].to(torch.float64) - exact).square().sum()
-        reference_squares = reference_squares + exact.square().sum()
-    return float(error_squares), float(reference_squares)
+        error_square_sum = error_square_sum + (rows[tile].to(torch.float64) - exact).square().sum()
+        reference_square_sum = reference_square_sum + exact.square().sum()
+    return float(error_square_sum), float(reference_square_sum)
 
 
 def _check_shapes(value: Tensor, reference: Tensor) -> None:

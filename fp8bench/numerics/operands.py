@@ -93,12 +93,12 @@ class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name = getattr(func, "overloadpacket", func).__name__
-        operand_slice = slice(0, 4) if name.startswith(_ATTENTION_PREFIX) else _OPERANDS_BY_OPERATOR.get(name)
+        operand_argument_slice = slice(0, 4) if name.startswith(_ATTENTION_PREFIX) else _OPERANDS_BY_OPERATOR.get(name)
         self.operators += 1
         if kernel := _find_attention_kernel(name):
             self.attention[kernel] = None
-        if operand_slice is not None:
-            self._examine_operands(tuple(_flatten_tensors(args[operand_slice])))
+        if operand_argument_slice is not None:
+            self._examine_operands(tuple(_flatten_tensors(args[operand_argument_slice])))
         return func(*args, **named)
 
 
@@ -119,11 +119,11 @@ def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
         if isinstance(argument, list | tuple):
             yield from _flatten_tensors(argument)
         elif isinstance(argument, Tensor):
-            flatten = getattr(type(argument), "__tensor_flatten__", None)
+            flatten_subclass = getattr(type(argument), "__tensor_flatten__", None)
             yield from (
                 (argument,)
-                if flatten is None
-                else _flatten_tensors([getattr(argument, name) for name in flatten(argument)[0]])
+                if flatten_subclass is None
+                else _flatten_tensors([getattr(argument, name) for name in flatten_subclass(argument)[0]])
             )
 
 
@@ -161,28 +161,28 @@ def has_format(tensor: Tensor, fmt: Format) -> bool:
 
 def _is_on_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
-        with_dimension_last = tensor.movedim(dimension, -1)
-        line_count = with_dimension_last.numel() // with_dimension_last.shape[-1]
+        dimension_last_tensor = tensor.movedim(dimension, -1)
+        vector_count = dimension_last_tensor.numel() // dimension_last_tensor.shape[-1]
         # Examine a few evenly spaced vectors along the dimension.
-        examined_lines = (
-            with_dimension_last[..., :_MAX_LINE_LENGTH]
-            .reshape(line_count, -1)[:: max(1, line_count // _MAX_EXAMINED_LINES)][:_MAX_EXAMINED_LINES]
+        examined_vectors = (
+            dimension_last_tensor[..., :_MAX_LINE_LENGTH]
+            .reshape(vector_count, -1)[:: max(1, vector_count // _MAX_EXAMINED_LINES)][:_MAX_EXAMINED_LINES]
             .to(torch.float32)
         )
-        if not bool(examined_lines.isfinite().all()):
+        if not bool(examined_vectors.isfinite().all()):
             return False
-        unused_bits = (1 << (23 - fmt.mantissa_bits)) - 1
-        if not bool((examined_lines.contiguous().view(torch.int32) & unused_bits).any()):
+        unused_mantissa_mask = (1 << (23 - fmt.mantissa_bits)) - 1
+        if not bool((examined_vectors.contiguous().view(torch.int32) & unused_mantissa_mask).any()):
             return True
         if fmt.bits > _MAX_SCALED_FORMAT_BITS:  # 16-bit formats are never scaled
             continue
-        if _has_few_magnitudes(examined_lines.reshape(1, -1), fmt):
+        if _has_few_magnitudes(examined_vectors.reshape(1, -1), fmt):
             return True
         for length in _RUN_LENGTHS:
             runs = (
-                examined_lines[:, : examined_lines.shape[1] // length * length].reshape(-1, length)
+                examined_vectors[:, : examined_vectors.shape[1] // length * length].reshape(-1, length)
                 if length < _MAX_LINE_LENGTH
-                else examined_lines
+                else examined_vectors
             )
             if runs.numel() and (_has_few_magnitudes(runs, fmt) or _fits_scaled_grid(runs, fmt)):
                 return True
@@ -196,9 +196,11 @@ def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
     sorted_magnitudes = runs.abs().sort(dim=1).values
     is_new_magnitude = torch.ones_like(sorted_magnitudes, dtype=torch.bool)
     is_new_magnitude[:, 1:] = sorted_magnitudes[:, 1:] != sorted_magnitudes[:, :-1]
-    magnitude_counts = (is_new_magnitude & (sorted_magnitudes > 0)).sum(dim=1)
-    has_many_values_each = int((sorted_magnitudes > 0).sum()) >= _MIN_VALUES_PER_MAGNITUDE * int(magnitude_counts.sum())
-    return has_many_values_each and int(magnitude_counts.max()) < 1 << (fmt.bits - 1)
+    distinct_magnitude_counts = (is_new_magnitude & (sorted_magnitudes > 0)).sum(dim=1)
+    has_many_values_each = int((sorted_magnitudes > 0).sum()) >= _MIN_VALUES_PER_MAGNITUDE * int(
+        distinct_magnitude_counts.sum()
+    )
+    return has_many_values_each and int(distinct_magnitude_counts.max()) < 1 << (fmt.bits - 1)
 
 
 def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:

@@ -45,11 +45,11 @@ def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
     `b` is converted in chunks, because a float64 copy of a large weight would take four times its memory.
     """
     index = torch.tensor(rows, dtype=torch.int64, device=a.device)
-    wide_a = a.detach().index_select(0, index).to(torch.float64)
-    result = wide_a.new_empty((len(rows), b.shape[0]))
+    float64_a = a.detach().index_select(0, index).to(torch.float64)
+    result = float64_a.new_empty((len(rows), b.shape[0]))
     for start in range(0, b.shape[0], _CHUNK_COLUMNS):
         column_slice = slice(start, start + _CHUNK_COLUMNS)
-        result[:, column_slice] = wide_a @ b.detach()[column_slice].to(torch.float64).t()
+        result[:, column_slice] = float64_a @ b.detach()[column_slice].to(torch.float64).t()
     return result
 
 
@@ -135,19 +135,19 @@ def _truncate(values: Tensor, exponents: Tensor | None) -> Tensor:
 # A custom operator, so that a compiled graph does not unroll the loop over K.
 @torch.library.custom_op("fp8bench::short_product", mutates_args=())
 def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
-    wide_a = a.to(torch.float64)
-    wide_b = b.to(torch.float64)
+    float64_a = a.to(torch.float64)
+    float64_b = b.to(torch.float64)
     length = PROMOTION_LENGTH if promoted else max(a.shape[1], 1)
-    promoted_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+    float32_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], length):
-        short_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
+        few_bit_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
         for instruction_start in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
             instruction_slice = slice(instruction_start, min(instruction_start + INSTRUCTION_LENGTH, start + length))
-            short_sum.addmm_(wide_a[:, instruction_slice], wide_b[:, instruction_slice].t())
+            few_bit_sum.addmm_(float64_a[:, instruction_slice], float64_b[:, instruction_slice].t())
             # Truncate the sum after every instruction. This does not change infinities and NaN.
-            short_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_BITS - bits)))
-        promoted_sum += short_sum
-    return promoted_sum
+            few_bit_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_BITS - bits)))
+        float32_sum += few_bit_sum
+    return float32_sum
 
 
 @_sum_pieces.register_fake

@@ -51,10 +51,10 @@ def count_outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
 
 
 def compute_statistics(tensors: Iterable[tuple[str, str, Tensor]]) -> tuple[TensorStatistics, ...]:
-    ledger = Ledger()
+    range_ledger = Ledger()
     for kind, role, tensor in tensors:
-        ledger.add(kind, role, tensor)
-    return ledger.statistics()
+        range_ledger.add(kind, role, tensor)
+    return range_ledger.statistics()
 
 
 @dataclass

@@ -105,11 +105,11 @@ def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -
     """Runs the programs of all ranks in lockstep in this process, and returns their results. The bytes that rank 0
     sends are added to `counted`.
     """
-    received_data: list[Any] = [None] * len(programs)
+    answers_by_rank: list[Any] = [None] * len(programs)
     while True:
         requests = []
         results = []
-        for program, answer in zip(programs, received_data, strict=True):
+        for program, answer in zip(programs, answers_by_rank, strict=True):
             try:
                 requests.append(program.send(answer))
             except StopIteration as end:
@@ -120,7 +120,7 @@ def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -
             return results
         if counted is not None:
             counted.add(requests[0])
-        received_data = _answer_exchanges(requests)
+        answers_by_rank = _answer_exchanges(requests)
 
 
 def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
@@ -171,9 +171,9 @@ def start_program(program: Program[T]) -> PendingExchange[T]:
     answer = None
     while True:
         next_exchange = program.send(answer)
-        asynchronous = not isinstance(next_exchange, MaximumOverRanks)
-        operations, answer = _start_exchange(next_exchange, None, asynchronous)
-        if asynchronous:
+        is_asynchronous = not isinstance(next_exchange, MaximumOverRanks)
+        operations, answer = _start_exchange(next_exchange, None, is_asynchronous)
+        if is_asynchronous:
             return PendingExchange(program, operations, answer)
 
 
@@ -233,11 +233,11 @@ def _start_exchange(
             answer = torch.split(received_payload, list(received_lengths))
         case ShiftToNextRank():
             answer = torch.empty_like(payload)
-            send_and_receive = [
+            send_receive_operations = [
                 dist.P2POp(dist.isend, contiguous_payload, group=group, group_peer=(rank + 1) % size),
                 dist.P2POp(dist.irecv, answer, group=group, group_peer=(rank - 1) % size),
             ]
-            return dist.batch_isend_irecv(send_and_receive), answer
+            return dist.batch_isend_irecv(send_receive_operations), answer
         case BroadcastFromFirst():
             answer = payload.clone()
             pending_operation = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)

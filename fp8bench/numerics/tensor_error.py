@@ -51,11 +51,11 @@ class Factors:
         """Updates `peaks`, the largest magnitude of each block, with the `magnitudes` of a tile."""
         # 1. For each row of the tile, find the largest magnitude in each block that the row crosses.
         row_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
-        first_block = tile[1].start // self.columns if self.columns else 0
-        peaks_across = peaks[:, first_block : first_block + row_peaks.shape[1]]
+        first_block_index = tile[1].start // self.columns if self.columns else 0
+        tile_column_peaks = peaks[:, first_block_index : first_block_index + row_peaks.shape[1]]
         # 2. Reduce the rows of the same block.
-        row_blocks = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(row_peaks.shape)
-        peaks_across.scatter_reduce_(0, row_blocks, row_peaks, "amax")
+        row_block_indices = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(row_peaks.shape)
+        tile_column_peaks.scatter_reduce_(0, row_block_indices, row_peaks, "amax")
 
     def _block_indices(self, indices: slice, size: int) -> Tensor:
         """Returns for each row (or column) of a tile the index of its block. If there is one block, returns a single
@@ -74,8 +74,8 @@ def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tens
         return Factors(torch.ones(1, 1, device=x.device))
     # `steps` has for each block the factor that decodes its elements.
     factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
-    blocks_down = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
-    return Factors(factors.reshape(blocks_down, -1), scaling.rows, scaling.columns)
+    row_block_count = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
+    return Factors(factors.reshape(row_block_count, -1), scaling.rows, scaling.columns)
 
 
 def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
@@ -83,8 +83,8 @@ def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
     row is one block.
     """
     size = columns or x.shape[1]
-    padding = -x.shape[1] % size
-    padded_matrix = pad(x, (0, padding)) if padding else x
+    padding_columns = -x.shape[1] % size
+    padded_matrix = pad(x, (0, padding_columns)) if padding_columns else x
     return padded_matrix.reshape(x.shape[0], padded_matrix.shape[1] // size, size)
 
 
@@ -260,13 +260,13 @@ class _ValueSums:
         rounded_values = torch.where(both_finite, rounded_values, 0.0)
         self._cross += (exact_values * rounded_values).sum()
         self._output += rounded_values.square().sum()
-        first_block = tile[1].start // SPREAD_BLOCK
+        first_block_index = tile[1].start // SPREAD_BLOCK
         for sums, squares in (
             (self._signal, exact_values.square()),
             (self._noise, (rounded_values - exact_values).square()),
         ):
-            block_sums = reshape_to_blocks(squares, SPREAD_BLOCK).sum(-1)
-            sums[tile[0], first_block : first_block + block_sums.shape[1]] += block_sums
+            block_square_sums = reshape_to_blocks(squares, SPREAD_BLOCK).sum(-1)
+            sums[tile[0], first_block_index : first_block_index + block_square_sums.shape[1]] += block_square_sums
 
     def to_tensor_error(self, count: int, grid: _GridFigures | None) -> TensorError:
         nonzero_count, lost_count, vanished_count = self._counts.tolist()
@@ -319,8 +319,8 @@ class _GridFigures:
         exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
         spacing_exponent = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits
         spacing_bits = (spacing_exponent + _FLOAT64_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS)
-        spacings = spacing_bits.view(torch.float64)
-        errors = (rounded / divisor - elements).abs() / spacings
+        grid_spacings = spacing_bits.view(torch.float64)
+        errors = (rounded / divisor - elements).abs() / grid_spacings
         is_counted = both_finite & is_valid_factor & ~is_saturated
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(is_counted, errors, 0.0).amax())
 
@@ -357,11 +357,13 @@ class ScaleCourse:
 
 
 def follow_scale(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
-    drifts = [_log2_ratio(later_scale, earlier_scale) for earlier_scale, later_scale in itertools.pairwise(scales)]
-    lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
+    scale_drifts = [
+        _log2_ratio(later_scale, earlier_scale) for earlier_scale, later_scale in itertools.pairwise(scales)
+    ]
+    scale_lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(
-        tuple(abs(octaves) for octaves in drifts if octaves is not None),
-        tuple(octaves for octaves in lags if octaves is not None),
+        tuple(abs(octaves) for octaves in scale_drifts if octaves is not None),
+        tuple(octaves for octaves in scale_lags if octaves is not None),
     )
 
 

@@ -49,8 +49,8 @@ def restrict_to_cell(plan: Plan, cell: Cell) -> Plan:
         raise UsageError(f"{cell.setting} cannot be planned here: it was planned for other devices.")
     case_ids = {planned.case.id for planned in groups[0].cases}
     if case_ids != set(cell.cases):
-        differing_case = min(case_ids ^ set(cell.cases))
+        differing_case_id = min(case_ids ^ set(cell.cases))
         raise UsageError(
-            f"{cell.setting} would be planned differently here ({differing_case}): another version made the plan."
+            f"{cell.setting} would be planned differently here ({differing_case_id}): another version made the plan."
         )
     return replace(plan, groups=(groups[0],))

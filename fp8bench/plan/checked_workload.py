@@ -80,14 +80,14 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
     change the ids of existing cases.
     """
     # axis.of({}) returns the default of a quiet axis.
-    quiet_values = {axis.name: axis.of({}) for axis in axes if axis.quiet}
+    quiet_axis_defaults = {axis.name: axis.of({}) for axis in axes if axis.quiet}
     # Put chosen values first, because the order is part of a case's id. They also override the defaults.
-    values = {**chosen_values, **quiet_values, **chosen_values}
+    values = {**chosen_values, **quiet_axis_defaults, **chosen_values}
     common_params = [(name, values[name]) for name in values if name in _COMMON_AXES]
     cases = []
     for params in workload.expand({name: values[name] for name in values if name not in _COMMON_AXES}):
         pairs = (*_check_params(workload, params), *common_params)
-        cases.append(tuple(pair for pair in pairs if pair not in quiet_values.items()))
+        cases.append(tuple(pair for pair in pairs if pair not in quiet_axis_defaults.items()))
     return tuple(cases)
 
 
@@ -96,9 +96,11 @@ def expand_request(workload: Workload, request: Request, facts: DeviceFacts, cor
     """Returns the parameters of each case of a suite that a request asks for on a device. Each case occurs once."""
     axes = checked_axes(workload, facts)
     values = _choose_axis_values(request, workload, axes, facts)
-    combinations = math.prod(len(choices) for choices in values)
-    if combinations > MAX_CASES:
-        raise UsageError(f"--set asks for {combinations} combinations; the most is {MAX_CASES}. Choose fewer values.")
+    combination_count = math.prod(len(choices) for choices in values)
+    if combination_count > MAX_CASES:
+        raise UsageError(
+            f"--set asks for {combination_count} combinations; the most is {MAX_CASES}. Choose fewer values."
+        )
     text_params = (("data", corpus),) if corpus and workload.uses_corpus else ()
     names = [axis.name for axis in axes]
     cases: dict[Params, None] = {}
@@ -114,15 +116,21 @@ def _choose_axis_values(
     """Returns the values of each axis: those of the request; otherwise, with --grid, those of the workload's `history`;
     otherwise the defaults of the axis.
     """
-    requested_values = dict(request.axes)
-    is_quick = request.quick
+    requested_values_by_axis = dict(request.axes)
+    uses_quick_sizes = request.quick
     if request.grid and workload.history is not None:
-        requested_values = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **requested_values}
-        is_quick = False  # the sizes of --quick are not in the grid, so they have no history
+        requested_values_by_axis = {
+            **(workload.history.gpu if facts.accelerated else workload.history.cpu),
+            **requested_values_by_axis,
+        }
+        uses_quick_sizes = False  # the sizes of --quick are not in the grid, so they have no history
     values = []
     for axis in axes:
-        axis_values = (*requested_values.get(axis.name, ()), *requested_values.get(axis.alias, ()))
-        values.append(axis.values(axis_values or (is_quick and axis.quick) or axis.default))
+        requested_axis_values = (
+            *requested_values_by_axis.get(axis.name, ()),
+            *requested_values_by_axis.get(axis.alias, ()),
+        )
+        values.append(axis.values(requested_axis_values or (uses_quick_sizes and axis.quick) or axis.default))
     return values
 
 
@@ -163,8 +171,8 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
         is_count = name == "tokens"
         subject = f"work() returned {name} = {value!r:.80}"
         if type(value) is not int and (is_count or type(value) is not float):
-            expected_type = "a whole number (int)" if is_count else "a number (float)"
-            raise _make_planning_error(workload, f"{subject}, and it must be {expected_type}")
+            expected_type_text = "a whole number (int)" if is_count else "a number (float)"
+            raise _make_planning_error(workload, f"{subject}, and it must be {expected_type_text}")
         if not math.isfinite(value) or value < 0 or (is_count and value >= _MAX_TOKENS):
             raise _make_planning_error(workload, f"{subject}, which is not a count")
     return work
@@ -215,17 +223,17 @@ def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, 
     # backend.
     if backend is not None and precision.whole_layers and not workload.linear_layers:
         if not workload.single_products:
-            usable_suites = ", ".join(suite.name for suite in suites if suite.linear_layers)
+            usable_suite_names = ", ".join(suite.name for suite in suites if suite.linear_layers)
             why = f"{backend.name} replaces linear layers, and suite {workload.name} has none"
-            return f"{why}: choose {usable_suites}"
+            return f"{why}: choose {usable_suite_names}"
         if reason := backend.why_inseparable(precision):
             return reason
     # Unit scaling needs a whole model, so a precision map cannot give it to layers of one kind.
     if precision.unit_scaled and (kind or not workload.unit_scales):
-        usable_suites = ", ".join(f"suite {suite.name}" for suite in suites if suite.unit_scales)
+        usable_suite_names = ", ".join(f"suite {suite.name}" for suite in suites if suite.unit_scales)
         subject = f"{kind} layers of another model" if kind else f"suite {workload.name}"
         why = f"{precision.mode} casts without scales, which only works in unit-scaled models; {subject} cannot be one"
-        return f"{why}: choose {usable_suites} or train, or fp8 here"
+        return f"{why}: choose {usable_suite_names} or train, or fp8 here"
     refused_cases = backend.refuses.items() if backend else ()
     return next((why for (axis, value), why in refused_cases if params.get(axis) == value), "")
 

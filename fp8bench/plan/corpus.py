@@ -64,13 +64,13 @@ def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
         raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {MIN_BYTES} bytes.")
     if b"\0" in text:
         raise UsageError(f"--data {path} contains zero bytes, so it is not text. Give a text file.")
-    control_count = len(text) - len(text.translate(None, _CONTROL_CHARACTERS))
-    undecodable_count = text.decode("utf-8", errors="replace").count("\ufffd")
+    control_character_count = len(text) - len(text.translate(None, _CONTROL_CHARACTERS))
+    replacement_character_count = text.decode("utf-8", errors="replace").count("\ufffd")
     reason = ""
-    if control_count > _MAX_CONTROL_SHARE * len(text):
-        reason = f"{control_count} of {len(text)} bytes are control characters"
-    elif undecodable_count > len(text) / 2:
-        reason = f"{undecodable_count} of {len(text)} bytes are not valid UTF-8"
+    if control_character_count > _MAX_CONTROL_SHARE * len(text):
+        reason = f"{control_character_count} of {len(text)} bytes are control characters"
+    elif replacement_character_count > len(text) / 2:
+        reason = f"{replacement_character_count} of {len(text)} bytes are not valid UTF-8"
     if reason:
         raise UsageError(f"--data {path} is not text: {reason}. Give a text file, best in UTF-8.")
     return text

@@ -119,12 +119,12 @@ def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
     """Returns the modes in which the layers of a case compute, each mode once."""
     mode_by_key = dict(case.precision_map)
     # By default, layers with the flag `high` compute in the precision of the values between products.
-    high_precision = precisions.get(case.precision).carried_by or case.precision
+    high_layer_precision = precisions.get(case.precision).carried_by or case.precision
     modes: dict[str, None] = {}
     for layer in checked_products(workload, dict(case.params)):
         key = find_map_key(layer, mode_by_key)
-        default_mode = high_precision if layer.high else case.precision
-        modes[default_mode if key is None else mode_by_key[key]] = None
+        default_layer_mode = high_layer_precision if layer.high else case.precision
+        modes[default_layer_mode if key is None else mode_by_key[key]] = None
     return modes
 
 
@@ -152,13 +152,13 @@ def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tupl
         _check_source(rule, scaled_cases)
 
     # 3. Give static scales to the cases that support them.
-    changed_groups = []
+    groups_with_static_scales = []
     for group in groups:
         cases = (
             _with_static_scales(planned, rule) if planned.case in scaled_cases else planned for planned in group.cases
         )
-        changed_groups.append(replace(group, cases=tuple(cases)))
-    return tuple(changed_groups), tuple(_describe_scalings(groups, scalings_by_case))
+        groups_with_static_scales.append(replace(group, cases=tuple(cases)))
+    return tuple(groups_with_static_scales), tuple(_describe_scalings(groups, scalings_by_case))
 
 
 def _check_source(rule: StaticScales, cases: Iterable[Case]) -> None:

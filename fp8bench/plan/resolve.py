@@ -62,8 +62,8 @@ def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
     """Checks a request. Raises UsageError for impossible values, and UnknownName for unknown names."""
     import_user_modules(request.imports)
     suites = check_request(request)
-    is_hurried = request.brisk or request.budget is not None
-    switches = read_switches(environ, request.quick, is_hurried, request.tape)
+    is_brisk_or_budgeted = request.brisk or request.budget is not None
+    switches = read_switches(environ, request.quick, is_brisk_or_budgeted, request.tape)
     if request.brisk:  # measuring ceilings would take longer than a group of a brisk run
         switches = replace(switches, ceilings=False)
     return Resolved(request, suites, switches)

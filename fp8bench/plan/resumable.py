@@ -99,41 +99,41 @@ def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environm
     """
     if change := next(describe_environment_changes(run.environment, environment), ""):
         return change
-    current_names = {fact.key: fact.name for fact in facts}
-    previous_names = {fact.key: fact.name for fact in run.devices}
+    current_device_names = {fact.key: fact.name for fact in facts}
+    previous_device_names = {fact.key: fact.name for fact in run.devices}
     for planned in _list_planned_cases(run.plan):
         key = planned.case.device
-        if key not in previous_names or key not in current_names:
+        if key not in previous_device_names or key not in current_device_names:
             return f"there is no device {key}"
-        if previous_names[key] != current_names[key]:
-            return f"{key} was {previous_names[key]} and is {current_names[key]}"
+        if previous_device_names[key] != current_device_names[key]:
+            return f"{key} was {previous_device_names[key]} and is {current_device_names[key]}"
     return _find_plan_difference(run.plan, plan)
 
 
 def describe_environment_changes(first: Environment, second: Environment) -> Iterator[str]:
     """Yields a sentence for each difference between two environments that prevents a run from being resumed."""
     for fact, name in _REQUIRED_FACTS.items():
-        previous_names = first.get(fact)
-        current_names = second.get(fact)
-        if previous_names != current_names:
-            yield f"{name} was {_describe_value(previous_names)} and is {_describe_value(current_names)}"
+        previous_value = first.get(fact)
+        current_value = second.get(fact)
+        if previous_value != current_value:
+            yield f"{name} was {_describe_value(previous_value)} and is {_describe_value(current_value)}"
 
 
 def _find_plan_difference(previous: Plan, current: Plan) -> str:
-    old_cases = {planned.case.id: planned for planned in _list_planned_cases(previous)}
-    new_cases = {planned.case.id: planned for planned in _list_planned_cases(current)}
-    for name in (*old_cases, *new_cases):
-        if name not in old_cases or name not in new_cases:
+    previous_cases_by_id = {planned.case.id: planned for planned in _list_planned_cases(previous)}
+    current_cases_by_id = {planned.case.id: planned for planned in _list_planned_cases(current)}
+    for name in (*previous_cases_by_id, *current_cases_by_id):
+        if name not in previous_cases_by_id or name not in current_cases_by_id:
             return f"it would be planned differently now ({name})"
-    for name, old_case in old_cases.items():
-        new_case = new_cases[name]
-        backend = new_case.support.backend
+    for name, old_case in previous_cases_by_id.items():
+        current_case = current_cases_by_id[name]
+        backend = current_case.support.backend
         if old_case.support.backend and backend != old_case.support.backend:
             return f"{name} was multiplied by {old_case.support.backend} and would now be by {backend or 'no backend'}"
-        if old_case.case.version != new_case.case.version:
+        if old_case.case.version != current_case.case.version:
             return (
                 f"the workload {old_case.case.workload} was version {old_case.case.version} "
-                f"and is {new_case.case.version}"
+                f"and is {current_case.case.version}"
             )
     return ""
 

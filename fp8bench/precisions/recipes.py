@@ -84,9 +84,9 @@ class Fp8Block(RecipePrecision):
     def make_recipe(self) -> Recipe:
         # As in DeepSeek-V3, inputs and gradients have a scale for each part of a row, and weights a scale for each
         # square.
-        row_parts = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
-        squares = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
-        inputs, weights, gradients = row_parts, squares, row_parts
+        row_part_treatment = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
+        square_treatment = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
+        inputs, weights, gradients = row_part_treatment, square_treatment, row_part_treatment
         return self.build_recipe((inputs, weights, gradients))
 
 

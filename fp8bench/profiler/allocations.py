@@ -253,20 +253,24 @@ class _DevicePeakMemoryFinder:
 
 def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     """Returns the peak of memory since the first phase, and what is held at the peak. Returns None without a phase."""
-    finder = _PeakMemoryFinder()
-    device_finder = _DevicePeakMemoryFinder()
+    peak_finder = _PeakMemoryFinder()
+    device_peak_finder = _DevicePeakMemoryFinder()
     for number, event in enumerate(events):
-        finder.read(number, event)
-        device_finder.read(event)
-    if finder.peak is None or finder.first_phase_event is None:
+        peak_finder.read(number, event)
+        device_peak_finder.read(event)
+    if peak_finder.peak is None or peak_finder.first_phase_event is None:
         return None
-    first_phase_event = finder.first_phase_event
-    backward_start = next((number for number in finder.backward_starts if number > first_phase_event), None)
-    phases = tuple(PhaseMemory(phase, peak) for phase, peak in finder.phases.items())
-    blocks_at_peak = finder.list_held_blocks(finder.peak_event)
-    blocks_before_backward = () if backward_start is None else finder.list_held_blocks(backward_start - 1)
-    on_device = device_finder.peak if device_finder.has_notes else None
-    return MemoryCourse(finder.peak, blocks_at_peak, phases, on_device=on_device, forward=blocks_before_backward)
+    first_phase_event = peak_finder.first_phase_event
+    backward_start_index = next((number for number in peak_finder.backward_starts if number > first_phase_event), None)
+    phases = tuple(PhaseMemory(phase, peak) for phase, peak in peak_finder.phases.items())
+    blocks_at_peak = peak_finder.list_held_blocks(peak_finder.peak_event)
+    blocks_before_backward = (
+        () if backward_start_index is None else peak_finder.list_held_blocks(backward_start_index - 1)
+    )
+    device_peak_bytes = device_peak_finder.peak if device_peak_finder.has_notes else None
+    return MemoryCourse(
+        peak_finder.peak, blocks_at_peak, phases, on_device=device_peak_bytes, forward=blocks_before_backward
+    )
 
 
 def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
@@ -389,25 +393,25 @@ def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, 
 
     The function reads as few attributes as possible, because each read is a call into C++.
     """
-    pending_events = [(event, 0) for event in reversed(tree)]
-    node_count = 0
-    while pending_events:
-        event, node = pending_events.pop()
+    unvisited_events = [(event, 0) for event in reversed(tree)]
+    backward_node_count = 0
+    while unvisited_events:
+        event, node_number = unvisited_events.pop()
         name = event.name
         if name == _MEMORY_EVENT:
-            yield event.start_time_ns, name, event.extra_fields, node
+            yield event.start_time_ns, name, event.extra_fields, node_number
             continue
         if name.startswith(_NOTE_PREFIX):
-            yield event.start_time_ns, name, None, node
+            yield event.start_time_ns, name, None, node_number
         elif name.startswith(_BACKWARD_EVENT):
-            node_count += 1
-            node = node_count
-        elif node:
+            backward_node_count += 1
+            node_number = backward_node_count
+        elif node_number:
             # A forward operation that checkpointing runs again during backward counts as forward (node 0). It has the
             # scope FUNCTION and a sequence number. The function of a backward node has a sequence number too, but
             # another scope.
             fields = event.extra_fields
-            scope_name = getattr(getattr(fields, "scope", None), "name", "")
-            if scope_name == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:
-                node = 0
-        pending_events.extend([(child, node) for child in reversed(event.children)])
+            record_scope_name = getattr(getattr(fields, "scope", None), "name", "")
+            if record_scope_name == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:
+                node_number = 0
+        unvisited_events.extend([(child, node_number) for child in reversed(event.children)])

@@ -51,13 +51,13 @@ class Axis:
         parsed.
         """
         # A dictionary keeps the order and drops repetitions.
-        parsed: dict[Scalar, None] = {}
+        parsed_values: dict[Scalar, None] = {}
         for text in given:
             try:
-                parsed[self.parse(text)] = None
+                parsed_values[self.parse(text)] = None
             except ValueError as error:
                 raise UsageError(f"axis {self.name!r} cannot be {text!r}: {error}.") from None
-        return list(parsed)
+        return list(parsed_values)
 
     def of(self, params: Mapping[str, Scalar]) -> Scalar:
         """Returns the value of this axis in the parameters of a case. Returns the default if the axis is quiet and the

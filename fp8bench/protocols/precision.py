@@ -86,10 +86,10 @@ class Precision(ABC):
     def plain_mode(self) -> str:
         chosen_options = [(option, self.chosen[option.name]) for option in self.options]
         # Leave out options that have their default values, so that a precision has only one name.
-        chosen_texts = [
+        chosen_option_texts = [
             f"{option.name}={value}" for option, value in chosen_options if value != option.parse(option.default)
         ]
-        return ":".join([self.name, *chosen_texts])
+        return ":".join([self.name, *chosen_option_texts])
 
     @property
     def tensor_scale(self) -> TensorScale:
@@ -225,9 +225,9 @@ def limit_to_one_thread() -> Iterator[None]:
     """
     import torch
 
-    previous_threads = torch.get_num_threads()
+    previous_num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(previous_threads)
+        torch.set_num_threads(previous_num_threads)

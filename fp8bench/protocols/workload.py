@@ -53,9 +53,9 @@ def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:
     for layer in layers:
         # The beginning of a name is a key for all layers below it that have a product. The only key for a layer without
         # a product, besides its kind, is its full name.
-        prefixes = accumulate(layer.name.split("."), "{}.{}".format)
-        name_keys = prefixes if layer.product else (layer.name,)
-        keys.update(dict.fromkeys((*kind_keys(layer), *name_keys)))
+        layer_name_prefixes = accumulate(layer.name.split("."), "{}.{}".format)
+        layer_name_keys = layer_name_prefixes if layer.product else (layer.name,)
+        keys.update(dict.fromkeys((*kind_keys(layer), *layer_name_keys)))
     return keys
 
 
@@ -63,10 +63,12 @@ def find_map_key(layer: Layer, keys: Collection[str]) -> str | None:
     """Returns the key that applies to a layer, or None if no key does. Keys that are the layer's name or a beginning of
     it take precedence over keys for its kind, and among them the longest one applies.
     """
-    name_keys = [key for key in keys if layer.name == key or (layer.product and layer.name.startswith(f"{key}."))]
-    if name_keys:
+    matching_map_keys = [
+        key for key in keys if layer.name == key or (layer.product and layer.name.startswith(f"{key}."))
+    ]
+    if matching_map_keys:
         # The longest key is the most exact one: 'blocks.0.attn' comes before 'blocks.0'.
-        return max(name_keys, key=len)
+        return max(matching_map_keys, key=len)
     return next((word for word in kind_keys(layer) if word in keys), None)
 
 

@@ -89,9 +89,9 @@ def table(
             continue
         fields = [col.field(item) for item in items]
         # A column that has only dashes would push useful columns off a narrow terminal.
-        are_fields_empty = all(field.text in ("", units.NONE) for field in fields)
+        is_column_empty = all(field.text in ("", units.NONE) for field in fields)
         is_always_shown = not col.column.shared and (required_headings is None or col.heading in required_headings)
-        if is_always_shown or not are_fields_empty:
+        if is_always_shown or not is_column_empty:
             columns.append(col.column)
             fields_by_column.append(fields)
     rows = tuple(zip(*fields_by_column, strict=True))

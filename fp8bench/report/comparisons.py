@@ -127,11 +127,13 @@ def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_
         for comparison in comparisons
         if with_unchanged or comparison.metric in TIME_METRICS or comparison.direction is not Direction.SAME
     ]
-    counts_text = count_directions(comparisons)
+    direction_counts_text = count_directions(comparisons)
     if len(listed_comparisons) < len(comparisons):
-        num_hidden = len(comparisons) - len(listed_comparisons)
-        counts_text += f". Not listed: {num_hidden} that are the same on both sides (memory, errors and counts)"
-    elements: list[Element] = [Text(counts_text, Tone.STRONG), *_explain_missing_verdicts(compared)]
+        num_hidden_comparisons = len(comparisons) - len(listed_comparisons)
+        direction_counts_text += (
+            f". Not listed: {num_hidden_comparisons} that are the same on both sides (memory, errors and counts)"
+        )
+    elements: list[Element] = [Text(direction_counts_text, Tone.STRONG), *_explain_missing_verdicts(compared)]
     if listed_comparisons:
         elements += _comparison_table(listed_comparisons, with_reasons)
     parts = [Part("sides", *_describe_differences(compared)), Part("comparison", "", tuple(elements))]
@@ -154,8 +156,8 @@ def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_
     if any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons):
         legend += (_CHANGE_LEGEND, _TIME_LEGEND, _VERDICT_LEGEND)
     legend += explain_labels(comparisons)
-    side_facts = (("A", describe_side(compared.before)), ("B", describe_side(compared.after)))
-    return Page("B against A", "", tuple(parts), legend, side_facts)
+    side_descriptions = (("A", describe_side(compared.before)), ("B", describe_side(compared.after)))
+    return Page("B against A", "", tuple(parts), legend, side_descriptions)
 
 
 def _explain_missing_verdicts(compared: ComparedSides) -> Texts:
@@ -187,8 +189,8 @@ def describe_side(side: Side) -> str:
         commits.append(f"{name}{'' if is_clean else ' with other changes'}" if name else "of no commit")
     ids = [run.id for run in side.runs]
     ids_text = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
-    num_unfinished = sum(not run.finished for run in side.runs)
-    unfinished_text = f"; {num_unfinished} of them unfinished" if num_unfinished else ""
+    num_unfinished_runs = sum(not run.finished for run in side.runs)
+    unfinished_text = f"; {num_unfinished_runs} of them unfinished" if num_unfinished_runs else ""
     return f"{side.name}: {' and '.join(dict.fromkeys(commits))}, {many(len(ids), 'run')} ({ids_text}){unfinished_text}"
 
 

@@ -21,12 +21,12 @@ def short_names(cases: Sequence[Case]) -> dict[str, str]:
     """
     params_by_suite = together((case.workload, case.params) for case in cases)
     # Parameters that all cases of a suite share do not distinguish its cases.
-    shared_by_suite = {suite: shared_params(params) for suite, params in params_by_suite.items()}
+    shared_params_by_suite = {suite: shared_params(params) for suite, params in params_by_suite.items()}
     has_devices = len({case.device for case in cases}) > 1
     id_by_name = {}
     for case in cases:
-        params = show_params(pair for pair in case.params if pair not in shared_by_suite[case.workload])
-        suite = case.workload if len(shared_by_suite) > 1 else ""
+        params = show_params(pair for pair in case.params if pair not in shared_params_by_suite[case.workload])
+        suite = case.workload if len(shared_params_by_suite) > 1 else ""
         short_name = join_parts(case.mode, suite, params, case.device if has_devices else "", separator=" ")
         id_by_name[short_name] = case.id
     return id_by_name
@@ -86,5 +86,5 @@ def _element_html(element: Element) -> str:
 
 
 def _row_html(tag: str, texts: Sequence[str]) -> str:
-    cells = "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
-    return f"<tr>{cells}</tr>"
+    cells_html = "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{cells_html}</tr>"

@@ -39,10 +39,10 @@ _PARAMS_WITHOUT_NAME = frozenset({"size", "make", "part", "operation", "limit", 
 
 def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Groups the values of (key, value) pairs by key. Keys are in the order in which they first occur."""
-    by_key: dict[K, list[V]] = {}
+    values_by_key: dict[K, list[V]] = {}
     for key, value in pairs:
-        by_key.setdefault(key, []).append(value)
-    return by_key
+        values_by_key.setdefault(key, []).append(value)
+    return values_by_key
 
 
 # The metrics that all suites about tensors have.
@@ -297,21 +297,21 @@ def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
     If only some groups have an optional parameter such as cache=cold, the other groups name its default: 'cache hot'.
     """
     # Leave parameters that all groups of the panel share out of the setting names, because the heading has them.
-    panel = Panel(tuple(groups))
-    errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
-    main_error_metric = next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
+    panel_of_groups = Panel(tuple(groups))
+    error_metrics = [metric for metric in panel_of_groups.metrics if metric.endswith(_ERROR_SUFFIX)]
+    main_error_metric = next((metric for metric in (*_MAIN_ERRORS, *error_metrics) if metric in error_metrics), "")
     params_of_groups = [dict(group.case.params) for group in groups]
-    varying_param_names = set().union(*params_of_groups) - dict(panel.common_params).keys()
-    groups_with_names = []
+    varying_param_names = set().union(*params_of_groups) - dict(panel_of_groups.common_params).keys()
+    groups_with_setting_names = []
     for group, params in zip(groups, params_of_groups, strict=True):
-        differing_params = [pair for pair in params.items() if pair not in panel.common_params]
+        differing_params = [pair for pair in params.items() if pair not in panel_of_groups.common_params]
         # Runs store an optional axis only if the user set it. Without a stored value, it has its default value.
         default_params = [
             pair for pair in QUIET_DEFAULTS.items() if pair[0] in varying_param_names and pair[0] not in params
         ]
         setting_name = describe_params([*differing_params, *default_params]) or ("as usual" if len(groups) > 1 else "")
-        groups_with_names.append(replace(group, setting_name=setting_name, error_metric=main_error_metric))
-    return tuple(groups_with_names)
+        groups_with_setting_names.append(replace(group, setting_name=setting_name, error_metric=main_error_metric))
+    return tuple(groups_with_setting_names)
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:
@@ -331,16 +331,16 @@ def describe_params(params: Iterable[tuple[str, Scalar]], left_out: Collection[t
         if name in _PARAMS_WITHOUT_NAME or (name, value) not in left_out:
             is_path = ":" in str(value)
             text_by_name[name] = str(value) if is_path else str(value).replace("_", " ")
-    phrases = [text_by_name.pop(name) for name in list(text_by_name) if name in _PARAMS_WITHOUT_NAME]
+    param_phrases = [text_by_name.pop(name) for name in list(text_by_name) if name in _PARAMS_WITHOUT_NAME]
     if {"m", "n", "k"} <= text_by_name.keys():
-        phrases.append(" x ".join(text_by_name.pop(name) for name in ("m", "n", "k")))
+        param_phrases.append(" x ".join(text_by_name.pop(name) for name in ("m", "n", "k")))
     if {"batch", "sequence"} <= text_by_name.keys():
-        phrases.append(f"{text_by_name.pop('batch')} x {text_by_name.pop('sequence')} tokens")
+        param_phrases.append(f"{text_by_name.pop('batch')} x {text_by_name.pop('sequence')} tokens")
     for name, value in text_by_name.items():
-        separator = "=" if len(name) == 1 else " "
+        name_value_separator = "=" if len(name) == 1 else " "
         readable_name = name.replace("_", " ")
-        phrases.append(readable_name if value == "yes" else f"{readable_name}{separator}{value}")
-    return ", ".join(phrases)
+        param_phrases.append(readable_name if value == "yes" else f"{readable_name}{name_value_separator}{value}")
+    return ", ".join(param_phrases)
 
 
 def panel_heading(workload: str, params: Params, device: str, devices: Sequence[DeviceFacts]) -> str:

@@ -45,11 +45,11 @@ def load_acks(store: Path) -> Acks:
         # The error's text begins with the file's path, which reports already print before this sentence.
         reason = str(error).removeprefix(str(acks_path(store))).rstrip(".")
         return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
-    undone_ids = {line.id for line in lines if isinstance(line, Undo)}
+    undone_ack_ids = {line.id for line in lines if isinstance(line, Undo)}
     # If two lines have the same id, the earlier line counts.
-    acks = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone_ids}
+    ack_by_id = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone_ack_ids}
     return Acks(
-        tuple(sorted(acks.values(), key=lambda ack: (ack.when, ack.id))),
+        tuple(sorted(ack_by_id.values(), key=lambda ack: (ack.when, ack.id))),
         tuple(f"{trouble}, and is ignored" for trouble in troubles),
     )
 

@@ -75,9 +75,9 @@ def find_commit_prefix(path: Path) -> str:
     """Returns the first 8 digits of the commit of a run file, from the file's name or header. Returns 'nocommit' for
     a run without a commit.
     """
-    name_match = _RUN_FILE_STEM_PATTERN.fullmatch(path.stem)
-    if name_match is not None:
-        return name_match[1]
+    file_name_match = _RUN_FILE_STEM_PATTERN.fullmatch(path.stem)
+    if file_name_match is not None:
+        return file_name_match[1]
     header = _load_header_or_none(path)
     commit = header.environment.get("commit") if header is not None else None
     return str(commit)[:8] if commit else "nocommit"
@@ -102,16 +102,16 @@ def group_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
     runs = []
-    left_out_reasons = []
+    left_out_run_reasons = []
     suites: set[str] = set()
     for path in paths:
         tracked_run, reason, names = _read_run(path)
         suites |= names
         if reason:
-            left_out_reasons.append(reason)
+            left_out_run_reasons.append(reason)
         if tracked_run is not None:
             runs.append(tracked_run)
-    return CommitRuns(tuple(sorted(runs, key=lambda run: run.sort_key)), tuple(left_out_reasons), frozenset(suites))
+    return CommitRuns(tuple(sorted(runs, key=lambda run: run.sort_key)), tuple(left_out_run_reasons), frozenset(suites))
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
@@ -215,8 +215,8 @@ def merge_commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell],
 
 def parse_time(text: str) -> datetime:
     """Parses a time. Without a time zone it is UTC. Raises ValueError."""
-    time = datetime.fromisoformat(text)
-    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
+    parsed_time = datetime.fromisoformat(text)
+    return parsed_time if parsed_time.tzinfo is not None else parsed_time.replace(tzinfo=UTC)
 
 
 def find_commit(word: str, folder: Path) -> str | None:
@@ -311,16 +311,16 @@ def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
             f"{len(matching_commits)} commits start with {commit}: "
             f"{', '.join(matching_commits[:4])}. Give more digits of one."
         )
-    clean_files = [path for path, header in header_by_path.items() if header.environment.get("dirty") is False]
-    if header_by_path and not clean_files:
+    clean_run_files = [path for path, header in header_by_path.items() if header.environment.get("dirty") is False]
+    if header_by_path and not clean_run_files:
         raise RunNotFound(
             f"all runs of {commit[:12]} had files that differed from it, so they are not its runs. "
             "Name them by their ids to compare them anyway."
         )
     notes = runs.notes(candidate_files)
-    if candidate_files and not clean_files and notes:
+    if candidate_files and not clean_run_files and notes:
         raise StoreError(f"no run of {commit[:12]} counts: {'; '.join(notes)}.")
-    return ChosenRuns(clean_files, notes)
+    return ChosenRuns(clean_run_files, notes)
 
 
 def _load_header_or_none(path: Path) -> Run | None:
@@ -339,8 +339,8 @@ def _find_newest_runs(store: Path) -> ChosenRuns:
     except OSError as error:
         raise RunNotFound(f"the store {store} cannot be read ({error.strerror}).") from None
     if runs.newest is None:
-        is_store = (store / "runs").is_dir()
-        raise RunNotFound(f"{store} {'has no runs yet' if is_store else 'is not a store: it has no runs'}.")
+        is_store_folder = (store / "runs").is_dir()
+        raise RunNotFound(f"{store} {'has no runs yet' if is_store_folder else 'is not a store: it has no runs'}.")
     newest_file = runs.find_counted_file(runs.newest)
     header = _load_header_or_none(newest_file)
     commit = (

@@ -99,9 +99,9 @@ def _find_plan_fault(plan: FleetPlan) -> str:
     if invalid_gpus:
         return f"a cell needs {invalid_gpus} GPUs, expected 0 or more"
     counts = Counter(name for cell in plan.cells for name in {cell.setting, *cell.cases})
-    duplicate_name = next((name for name, count in counts.items() if count > 1), "")
-    if duplicate_name:
-        return f"it names {duplicate_name:.200} twice, so it would be measured twice and counted once"
+    name_in_several_cells = next((name for name, count in counts.items() if count > 1), "")
+    if name_in_several_cells:
+        return f"it names {name_in_several_cells:.200} twice, so it would be measured twice and counted once"
     return "" if plan.cells else "it has no cells"
 
 
@@ -119,9 +119,9 @@ def cell_folder(plan: FleetPlan, cell_number: int, store: Path) -> Path:
 def iterate_plan_runs(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
     """Yields (cell number, header) of each readable run of a plan, newest run first."""
     return (
-        (cell_number, header_or_reason)
-        for cell_number, header_or_reason in _iterate_plan_files(plan, store)
-        if isinstance(header_or_reason, Run)
+        (cell_number, run_header_or_reason)
+        for cell_number, run_header_or_reason in _iterate_plan_files(plan, store)
+        if isinstance(run_header_or_reason, Run)
     )
 
 
@@ -130,16 +130,16 @@ def _iterate_plan_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run
     replaced by the reason.
     """
     for path in run_files(store):
-        header_or_reason: Run | str
+        run_header_or_reason: Run | str
         try:
-            header_or_reason = load_header(path)
-            if not header_or_reason.started:
-                raise StoreError(f"{path}: {header_or_reason.troubles[0]}")
-            cell_number = find_cell_number(plan, header_or_reason.cell)
+            run_header_or_reason = load_header(path)
+            if not run_header_or_reason.started:
+                raise StoreError(f"{path}: {run_header_or_reason.troubles[0]}")
+            cell_number = find_cell_number(plan, run_header_or_reason.cell)
         except (StoreError, RunNotFound) as error:
-            header_or_reason, cell_number = str(error), find_cell_number(plan, _search_cell_name(path))
+            run_header_or_reason, cell_number = str(error), find_cell_number(plan, _search_cell_name(path))
         if cell_number is not None:
-            yield cell_number, header_or_reason
+            yield cell_number, run_header_or_reason
 
 
 def _search_cell_name(path: Path) -> str:
@@ -190,8 +190,8 @@ def compute_cell_states(plan: FleetPlan, store: Path, except_cells: Collection[i
     `except_cells`.
     """
     runs: dict[int, list[Run | str]] = {}
-    for cell_number, header_or_reason in _iterate_plan_files(plan, store):
-        runs.setdefault(cell_number, []).append(header_or_reason)
+    for cell_number, run_header_or_reason in _iterate_plan_files(plan, store):
+        runs.setdefault(cell_number, []).append(run_header_or_reason)
     cell_numbers = (cell_number for cell_number in range(len(plan.cells)) if cell_number not in except_cells)
     return tuple(
         _compute_cell_state(plan, cell_number, store, runs.get(cell_number, [])) for cell_number in cell_numbers
@@ -203,18 +203,20 @@ def _compute_cell_state(
 ) -> CellState:
     # 1. Find the newest run of the cell, or its newest complete run if it has one.
     folder = cell_folder(plan, cell_number, store)
-    loaded_runs, damage = _load_runs(headers_or_reasons)
-    complete_run = next((run for run in loaded_runs if is_run_complete(run)), None)
-    newest_run = complete_run or (loaded_runs[0] if loaded_runs else None)
+    loaded_runs, damage_texts = _load_runs(headers_or_reasons)
+    newest_complete_run = next((run for run in loaded_runs if is_run_complete(run)), None)
+    newest_run = newest_complete_run or (loaded_runs[0] if loaded_runs else None)
     attempts, damage_of_folder = _load_attempts(folder)
-    damage += damage_of_folder
-    state = CellState(cell_number, plan.cells[cell_number], CellStatus.WAITING, attempts=attempts, damage=tuple(damage))
+    damage_texts += damage_of_folder
+    state = CellState(
+        cell_number, plan.cells[cell_number], CellStatus.WAITING, attempts=attempts, damage=tuple(damage_texts)
+    )
     if newest_run is not None:
         machine = str(newest_run.environment.get("machine") or "")
         cases = Counter(record.status.value for record in newest_run.records)
         state = replace(state, status=CellStatus.BEGUN, run=newest_run.id, machine=machine, cases=tuple(cases.items()))
-    if complete_run is not None:
-        failed_modes = [record.case.mode for record in complete_run.records if record.status is Status.FAILED]
+    if newest_complete_run is not None:
+        failed_modes = [record.case.mode for record in newest_complete_run.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed_modes)}" if failed_modes else "")
     # 2. Without a complete run, the cell's status follows from its lock, its damaged files and its last attempt.
     with contextlib.suppress(OSError):
@@ -224,8 +226,8 @@ def _compute_cell_state(
         return replace(state, status=CellStatus.DAMAGED)
     if attempts and attempts[-1].code:
         exit_code = attempts[-1].code
-        exit_text = f"was ended by signal {-exit_code}" if exit_code < 0 else f"exited with status {exit_code}"
-        reason = _read_last_message(folder) or exit_text
+        exit_description = f"was ended by signal {-exit_code}" if exit_code < 0 else f"exited with status {exit_code}"
+        reason = _read_last_message(folder) or exit_description
         return replace(state, status=CellStatus.FAILED, why=reason)
     return state
 
@@ -235,20 +237,20 @@ def _load_runs(headers_or_reasons: Iterable[Run | str]) -> tuple[list[Run], list
     last line that is cut off, because the process was killed, does not count as damage.
     """
     loaded_runs = []
-    damage = []
-    for header_or_reason in headers_or_reasons:
-        if isinstance(header_or_reason, str):
-            damage.append(header_or_reason)
+    damage_texts = []
+    for run_header_or_reason in headers_or_reasons:
+        if isinstance(run_header_or_reason, str):
+            damage_texts.append(run_header_or_reason)
             continue
         try:
-            run, file_lines = load_run_with_lines(Path(header_or_reason.path))
+            run, file_lines = load_run_with_lines(Path(run_header_or_reason.path))
         except (StoreError, RunNotFound) as error:
-            damage.append(str(error))
+            damage_texts.append(str(error))
             continue
         loaded_runs.append(run)
         if file_lines.lost or file_lines.troubles:
-            damage += [f"{header_or_reason.path}: {trouble}" for trouble in run.troubles]
-    return loaded_runs, damage
+            damage_texts += [f"{run_header_or_reason.path}: {trouble}" for trouble in run.troubles]
+    return loaded_runs, damage_texts
 
 
 def _load_attempts(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
@@ -256,12 +258,12 @@ def _load_attempts(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
     log = _open_attempt_log(folder)
     if folder.exists() and not folder.is_dir():
         return (), [f"{folder} is not a folder"]
-    faults = [f"{path} is not a file" for name in (OUTPUT_FILE, LOCK_FILE) if (path := folder / name).is_dir()]
+    folder_faults = [f"{path} is not a file" for name in (OUTPUT_FILE, LOCK_FILE) if (path := folder / name).is_dir()]
     try:
         attempts, troubles = log.lines()
     except StoreError as error:
-        return (), [*faults, str(error).rstrip(".")]
-    return tuple(attempts), [*faults, *(f"{log.path}: {trouble}" for trouble in troubles)]
+        return (), [*folder_faults, str(error).rstrip(".")]
+    return tuple(attempts), [*folder_faults, *(f"{log.path}: {trouble}" for trouble in troubles)]
 
 
 def _open_attempt_log(folder: Path) -> Log[Attempt]:

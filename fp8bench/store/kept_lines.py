@@ -53,9 +53,9 @@ def find_files_by_name(word: str, names: Mapping[Path, Sequence[str]]) -> list[P
     """Returns the files that have `word` as one of their names. If no file has this name, returns the files with a name
     that starts with `word`.
     """
-    exact_matches = [path for path, file_names in names.items() if word in file_names]
-    if exact_matches or not word:
-        return exact_matches
+    exactly_named_files = [path for path, file_names in names.items() if word in file_names]
+    if exactly_named_files or not word:
+        return exactly_named_files
     return [path for path, file_names in names.items() if _has_prefix(word, file_names)]
 
 
@@ -125,11 +125,11 @@ class Log(Generic[T]):
 
     def merge(self, other_values: Iterable[T]) -> list[T]:
         """Appends the values that this log lacks, and returns them. Raises StoreError."""
-        existing_values = set(self.lines()[0])
-        new_values = [value for value in dict.fromkeys(other_values) if value not in existing_values]
-        if new_values:
-            self.append(new_values)
-        return new_values
+        logged_values = set(self.lines()[0])
+        unlogged_values = [value for value in dict.fromkeys(other_values) if value not in logged_values]
+        if unlogged_values:
+            self.append(unlogged_values)
+        return unlogged_values
 
 
 class BrokenLine(NamedTuple):
@@ -187,8 +187,8 @@ def parse_file_lines(content: bytes) -> FileLines:
             continue
         try:
             content_of_line, checksum = parse_checksummed_line(line)
-            if (written_number := content_of_line.pop("line", 0)) and checksum:
-                sealed_lines.append(_SealedLine(written_number, number, content_of_line, checksum))
+            if (written_line_number := content_of_line.pop("line", 0)) and checksum:
+                sealed_lines.append(_SealedLine(written_line_number, number, content_of_line, checksum))
             elif sealed_lines:  # versions that write no checksums never append to a file with checksums
                 raise Damaged("it has no checksum, unlike the lines before it")
             else:
@@ -203,8 +203,8 @@ def parse_file_lines(content: bytes) -> FileLines:
     sorted_lines, troubles = _sort_lines(sealed_lines)
     troubles += _describe_missing_lines(sorted_lines, broken_lines)
     is_incomplete = bool(sorted_lines) and sorted_lines[-1].written_number > len(sorted_lines)
-    digests_correct = [_is_digest_correct(sorted_lines, line) for line in sorted_lines]
-    if not (is_incomplete or troubles or all(digests_correct)):
+    digest_check_results = [_is_digest_correct(sorted_lines, line) for line in sorted_lines]
+    if not (is_incomplete or troubles or all(digest_check_results)):
         troubles, is_incomplete = ["its lines do not match the digest in its end line"], True
     lines = (*lines_without_checksum, *((line.number, line.content) for line in sorted_lines))
     return FileLines(
@@ -223,31 +223,31 @@ def _sort_lines(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[s
     """
     line_by_number: dict[int, _SealedLine] = {}
     troubles = []
-    highest_number = 0
+    highest_written_number = 0
     for line in lines:
         first_line = line_by_number.setdefault(line.written_number, line)
         if first_line is not line:
             troubles.append(f"line {line.number} is a duplicate of line {first_line.number} and was left out")
-        elif line.written_number < highest_number:
+        elif line.written_number < highest_written_number:
             troubles.append(f"line {line.number} is behind lines that were written after it")
-        highest_number = max(highest_number, line.written_number)
+        highest_written_number = max(highest_written_number, line.written_number)
     return sorted(line_by_number.values()), troubles
 
 
 def _describe_missing_lines(lines: Sequence[_SealedLine], broken_lines: Sequence[BrokenLine]) -> Iterator[str]:
     """Yields a sentence for each place where lines are missing."""
-    written_number = number = 0
+    previous_written_number = number = 0
     for line in lines:
-        missing_count = (
+        missing_line_count = (
             line.written_number
-            - written_number
+            - previous_written_number
             - 1
             - sum(number < broken_line.number < line.number for broken_line in broken_lines)
         )
-        if missing_count > 0:
-            verb_phrase = "line is" if missing_count == 1 else "lines are"
-            yield f"before line {line.number} {missing_count} {verb_phrase} missing"
-        written_number, number = line.written_number, line.number
+        if missing_line_count > 0:
+            verb_phrase = "line is" if missing_line_count == 1 else "lines are"
+            yield f"before line {line.number} {missing_line_count} {verb_phrase} missing"
+        previous_written_number, number = line.written_number, line.number
 
 
 def _is_digest_correct(lines: Sequence[_SealedLine], last_line: _SealedLine) -> bool:

@@ -54,19 +54,19 @@ def find_store(folder: Path, our_store: Path) -> Path:
     """
     try:
         candidates = (folder, folder / our_store.name, folder / ".fp8bench")
-        found_store = next((candidate for candidate in candidates if (candidate / "runs").is_dir()), None)
-        if found_store is None:
+        their_store = next((candidate for candidate in candidates if (candidate / "runs").is_dir()), None)
+        if their_store is None:
             problem = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(
                 f"{folder} is not a store: it {problem}. Give another machine's .fp8bench, or its parent folder."
             )
         # Resolve links and '..', which may lead back into our store.
-        our_folder, their_folder = our_store.resolve(), found_store.resolve()
+        our_folder, their_folder = our_store.resolve(), their_store.resolve()
     except OSError as error:
         raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
     if their_folder == our_folder or our_folder in their_folder.parents:
         raise StoreError(f"{folder} is this store, or inside it. Give the store of another machine.")
-    return found_store
+    return their_store
 
 
 def merge_runs(our_store: Path, their_store: Path) -> MergeResult:
@@ -131,9 +131,9 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
         if content.startswith(read_file(target)):
             with open_file(target, "ab") as file:  # if the process is killed here, the next merge appends the rest
                 lock_run(file, target)
-                stored_content = read_file(target)
-                if content.startswith(stored_content):
-                    append(file, content[len(stored_content) :])
+                target_content = read_file(target)
+                if content.startswith(target_content):
+                    append(file, content[len(target_content) :])
                     return CopyOutcome.LONGER
     raise StoreError(
         f"run {find_run_id(path)} differs between {path} and {target}, which is unchanged: each was resumed "
@@ -220,8 +220,10 @@ def _find_newest_series(store: Path, series: Iterable[Series]) -> list[Series]:
         defined_suites = {metric.workload for metric in newest_series.values()}
         if suites <= defined_suites:
             break
-        tracked = read_runs([path]).runs
-        newest_series |= {run.name: run for run in collect_series(tracked) if run.workload in suites - defined_suites}
+        tracked_runs = read_runs([path]).runs
+        newest_series |= {
+            run.name: run for run in collect_series(tracked_runs) if run.workload in suites - defined_suites
+        }
     return list(newest_series.values())
 
 

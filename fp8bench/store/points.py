@@ -121,13 +121,13 @@ def _merge_points_of_cell(points: Sequence[Point]) -> Point:
     points_with_samples = [point for point in points if point.samples]
     if not points_with_samples:
         return replace(points[-1], runs=len(points))
-    complete_points = [point for point in points_with_samples if not point.hasty] or points_with_samples
-    newest_point = complete_points[-1]
-    comparable_points = [point for point in complete_points if point.under == newest_point.under]
+    preferred_points = [point for point in points_with_samples if not point.hasty] or points_with_samples
+    newest_point = preferred_points[-1]
+    same_condition_points = [point for point in preferred_points if point.under == newest_point.under]
     if metric_of_point(newest_point) in COUNTS:  # the median of two counts need not be an integer
-        return replace(newest_point, runs=len(comparable_points))
-    samples = chain.from_iterable(point.samples for point in comparable_points)
-    return replace(newest_point, samples=tuple(samples), runs=len(comparable_points))
+        return replace(newest_point, runs=len(same_condition_points))
+    samples = chain.from_iterable(point.samples for point in same_condition_points)
+    return replace(newest_point, samples=tuple(samples), runs=len(same_condition_points))
 
 
 def _explain_untracked_run(run: Run) -> str:
@@ -155,10 +155,11 @@ def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> 
         _check_grid(type(workload))
         main_device, tracked_ranks = _find_main_device(run), workload.history.ranks or (1,)
         if main_device is not None and main_device.ranks not in tracked_ranks:
-            actual_ranks = f"it was measured by {main_device.ranks} rank{'s' * (main_device.ranks != 1)}"
-            tracked_text = ", ".join(map(str, tracked_ranks))
+            actual_ranks_text = f"it was measured by {main_device.ranks} rank{'s' * (main_device.ranks != 1)}"
+            tracked_ranks_text = ", ".join(map(str, tracked_ranks))
             return RunPoints(
-                untracked_cases=len(records), why=f"{actual_ranks}, but the history of {name} tracks {tracked_text}"
+                untracked_cases=len(records),
+                why=f"{actual_ranks_text}, but the history of {name} tracks {tracked_ranks_text}",
             )
         return _extract_grid_points(workload, workload.history, records, run)
     except UsageError as error:

@@ -82,19 +82,21 @@ def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | No
     there are too few earlier runs.
     """
     case_runs = runs_by_case.get(case, CaseRuns())
-    other_cases = [summary for name, summary in runs_by_case.items() if name != case and summary.freedom]
-    freedom = sum(summary.freedom for summary in other_cases)
-    if case_runs.freedom + freedom < MIN_COMPARISONS:
+    other_case_summaries = [summary for name, summary in runs_by_case.items() if name != case and summary.freedom]
+    other_cases_freedom = sum(summary.freedom for summary in other_case_summaries)
+    if case_runs.freedom + other_cases_freedom < MIN_COMPARISONS:
         return None
-    prior_weight = min(_OTHER_CASES_WEIGHT, freedom)
+    prior_weight = min(_OTHER_CASES_WEIGHT, other_cases_freedom)
     weight = case_runs.freedom + prior_weight
-    count = case_runs.runs + sum(summary.runs for summary in other_cases)
+    count = case_runs.runs + sum(summary.runs for summary in other_case_summaries)
     # Average the variance of this case with the typical variance, which counts as `prior_weight` comparisons.
-    squares = case_runs.squares + prior_weight * _find_typical_variance(other_cases)
+    squares = case_runs.squares + prior_weight * _find_typical_variance(other_case_summaries)
     spread = math.sqrt(squares / weight)
     # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
-    widest_range = max(summary.high - summary.low for summary in (case_runs, *other_cases) if summary.runs)
-    return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest_range)
+    widest_log_ratio_range = max(
+        summary.high - summary.low for summary in (case_runs, *other_case_summaries) if summary.runs
+    )
+    return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest_log_ratio_range)
 
 
 def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
@@ -103,11 +105,11 @@ def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
     """
     # The mean would be dominated by the noisiest case, and no other case would get a verdict. On a shared machine, the
     # intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
-    min_freedom = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
-    freedom = 0
+    freedom_at_quantile = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
+    cumulative_freedom = 0
     for variance, case_freedom in sorted((runs.squares / runs.freedom, runs.freedom) for runs in cases):
-        freedom += case_freedom
-        if freedom >= min_freedom:
+        cumulative_freedom += case_freedom
+        if cumulative_freedom >= freedom_at_quantile:
             return variance
     return 0.0
 
@@ -124,15 +126,15 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
             continue
         # The key ends with the machine's load ('busy' or 'quiet'), followed by the A/A suffix for the reference.
         key = _rerun_key(record, records, run)
-        is_aa, load_state = key.endswith(_AA_SUFFIX), key.rpartition("|")[2]
+        is_aa, load_with_suffix = key.endswith(_AA_SUFFIX), key.rpartition("|")[2]
         runs_of_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
         if record.case.workload != BENCH:
             # A user's callable may be anything, so its spread does not apply to the cases of fp8bench's suites.
             runs_of_kind = {case: runs for case, runs in runs_of_kind.items() if not case.startswith(f"{BENCH}[")}
-        runs_in_load_state = {
-            case: runs for case, runs in runs_of_kind.items() if case.rpartition("|")[2] == load_state
+        runs_at_same_load = {
+            case: runs for case, runs in runs_of_kind.items() if case.rpartition("|")[2] == load_with_suffix
         }
-        reruns = learn_spread(key, runs_in_load_state) or learn_spread(key, runs_of_kind)
+        reruns = learn_spread(key, runs_at_same_load) or learn_spread(key, runs_of_kind)
         if reruns is not None:
             # `low` and `high` cover all runs of this case, on a busy and on a quiet machine.
             runs_of_case = [
@@ -204,10 +206,10 @@ def _rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
     """
     reference = _find_reference(records) or record
     timings = [timing for timing in (record.timing, reference.timing) if timing is not None]
-    load_state = "busy" if record.case.device.startswith("cpu") and was_machine_busy(*timings) else "quiet"
-    load_state += _AA_SUFFIX * record.is_reference
+    load_with_suffix = "busy" if record.case.device.startswith("cpu") and was_machine_busy(*timings) else "quiet"
+    load_with_suffix += _AA_SUFFIX * record.is_reference
     code_versions = (str(run.environment.get(key) or "") for key in _CODE_VERSION_KEYS)
-    return "|".join([record.case.id, reference.case.mode, *code_versions, load_state])
+    return "|".join([record.case.id, reference.case.mode, *code_versions, load_with_suffix])
 
 
 def _reruns_path(records: Sequence[Record], run: Run, store: Path) -> Path:

@@ -35,15 +35,15 @@ def class_name(workload: str) -> str:
 
 def list_tracked_metrics(grid: Grid) -> tuple[MetricSpec, ...]:
     """Returns the metrics of a case that the history tracks, in asv's units. The first one is the step's time."""
-    grid_words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
+    kept_where_words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
     if grid.energy and not grid.ranks:
-        grid_words.add("energy")
-    specs = [spec for spec in METRICS.values() if spec.history and spec.kept_where in grid_words]
+        kept_where_words.add("energy")
+    metric_specs = [spec for spec in METRICS.values() if spec.history and spec.kept_where in kept_where_words]
     errors = [spec_of(name) for name in grid.errors]
-    specs += [replace(spec, history="against the reference that the workload names") for spec in errors]
+    metric_specs += [replace(spec, history="against the reference that the workload names") for spec in errors]
     return tuple(
         replace(spec, unit=units.RATIO if spec in RELATIVE_TIMES else ASV_UNITS.get(spec.unit, spec.unit))
-        for spec in specs
+        for spec in metric_specs
     )
 
 
@@ -208,11 +208,11 @@ def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dic
     axes = checked_axes(workload, facts)
     texts = [grid_values.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
-        axis_texts = list(zip(axes, combination, strict=True))
-        cases = expand_cases(workload, axes, {axis.name: axis.values((text,))[0] for axis, text in axis_texts})
+        axis_text_pairs = list(zip(axes, combination, strict=True))
+        cases = expand_cases(workload, axes, {axis.name: axis.values((text,))[0] for axis, text in axis_text_pairs})
         if len(cases) != 1:
             raise UsageError(f"{', '.join(combination)} gives {len(cases)} cases, but a cell is one case.")
-        yield {axis.name: _to_scalar(axis, text) for axis, text in axis_texts}, cases[0]
+        yield {axis.name: _to_scalar(axis, text) for axis, text in axis_text_pairs}, cases[0]
 
 
 def _to_scalar(axis: Axis, text: str) -> Scalar:

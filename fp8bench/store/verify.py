@@ -40,21 +40,23 @@ def verify_store(store: Path) -> Verified:
     """Reads every file of a store and returns its faults."""
     # 1. Check the run files.
     runs = listing(store)
-    faults: list[Fault] = []
-    broken_count = unsealed_count = 0
+    store_faults: list[Fault] = []
+    broken_file_count = unsealed_file_count = 0
     for path in runs.all_files:
         is_sealed, run_faults = _check_run(path)
         run_faults += _check_copies(path, runs)
-        broken_count += any(fault.broken for fault in run_faults)
-        unsealed_count += not is_sealed
-        faults += run_faults
+        broken_file_count += any(fault.broken for fault in run_faults)
+        unsealed_file_count += not is_sealed
+        store_faults += run_faults
     # 2. Report files of older versions, which have no checksums.
-    if unsealed_count:
-        problem = f"{unsealed_count} of {len(runs.all_files)} run files have no checksums: an older fp8bench wrote them"
-        faults.append(Fault(str(store / "runs"), problem, "Changes in them cannot be detected", broken=False))
+    if unsealed_file_count:
+        problem = (
+            f"{unsealed_file_count} of {len(runs.all_files)} run files have no checksums: an older fp8bench wrote them"
+        )
+        store_faults.append(Fault(str(store / "runs"), problem, "Changes in them cannot be detected", broken=False))
     # 3. Check all other files.
-    faults += _check_other_files(store)
-    return Verified(tuple(faults), len(runs.all_files), len(runs.all_files) - broken_count)
+    store_faults += _check_other_files(store)
+    return Verified(tuple(store_faults), len(runs.all_files), len(runs.all_files) - broken_file_count)
 
 
 def _check_copies(path: Path, runs: Listing) -> Iterator[Fault]:
@@ -77,13 +79,13 @@ def _check_run(path: Path) -> tuple[bool, list[Fault]]:
         return True, [_to_fault(path, error, remedy)]
     except OSError as error:
         return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
-    faults = [_make_line_fault(run, file_lines.lost)] if run.troubles and not is_being_written else []
+    run_file_faults = [_make_line_fault(run, file_lines.lost)] if run.troubles and not is_being_written else []
     # Without a header, the correct file name is unknown, because it has the run's start and commit.
     if run.environment.facts and path.name != file_name(run):
         remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
-        faults.append(Fault(str(path), "its name does not fit the run in it", remedy))
+        run_file_faults.append(Fault(str(path), "its name does not fit the run in it", remedy))
     # Damage may hide checksums, so only an intact file without checksums counts as a file of an older version.
-    return file_lines.sealed or bool(run.troubles), faults
+    return file_lines.sealed or bool(run.troubles), run_file_faults
 
 
 def _make_line_fault(run: Run, lost: bool) -> Fault:
@@ -93,9 +95,13 @@ def _make_line_fault(run: Run, lost: bool) -> Fault:
     The fault is only a remark (`broken=False`) if every planned case has a record, unless a line is lost and no resumed
     run has measured the lost cases again.
     """
-    shown_troubles = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
-    unlisted_count = len(run.troubles) - _MAX_SHOWN_TROUBLES
-    problem = f"{shown_troubles}; and {unlisted_count} more" if unlisted_count > 0 else shown_troubles
+    shown_troubles_text = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
+    unlisted_trouble_count = len(run.troubles) - _MAX_SHOWN_TROUBLES
+    problem = (
+        f"{shown_troubles_text}; and {unlisted_trouble_count} more"
+        if unlisted_trouble_count > 0
+        else shown_troubles_text
+    )
     if not run.environment.facts:
         return Fault(run.path, problem, "Its records belong to no commit; restore it from a copy")
     if run.finished and not find_incomplete_groups(run):
@@ -131,8 +137,10 @@ def _check_seal(path: Path) -> Iterator[Fault]:
     try:
         if path.suffix == ".jsonl":
             file_lines = parse_file_lines(read_file(path))
-            broken = [f"line {line.number} was changed after it was written ({line.why})" for line in file_lines.broken]
-            problems = [*broken, *file_lines.troubles]
+            broken_line_texts = [
+                f"line {line.number} was changed after it was written ({line.why})" for line in file_lines.broken
+            ]
+            problems = [*broken_line_texts, *file_lines.troubles]
         else:
             document = parse_json(read_file(path))
             remove_checksum(document if isinstance(document, dict) else {})

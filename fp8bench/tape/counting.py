@@ -84,10 +84,13 @@ def count_elements(tensor: RecordedTensor) -> int:
         return 0
     if tensor.stride is None:
         return math.prod(tensor.shape)
-    dimensions = [
+    sizes_and_strides = [
         (size, abs(stride)) for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride and size > 1
     ]
-    return min(math.prod(size for size, _ in dimensions), 1 + sum((size - 1) * stride for size, stride in dimensions))
+    return min(
+        math.prod(size for size, _ in sizes_and_strides),
+        1 + sum((size - 1) * stride for size, stride in sizes_and_strides),
+    )
 
 
 def count_tensor_bytes(tensor: RecordedTensor) -> int:
@@ -115,12 +118,12 @@ def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[
     # The values may be broadcast to the shape of the indices, so count the elements of that shape.
     if "indices" in arguments:
         indices = [*arguments["indices"], *(None for _ in shape[len(arguments["indices"]) :])]
-        given_indices = [index for index in indices if index is not None]
-        if any(index.dtype is torch.bool for index in given_indices):
+        given_index_tensors = [index for index in indices if index is not None]
+        if any(index.dtype is torch.bool for index in given_index_tensors):
             return ("self", count) if count > 1 else ("", 0)
-        unindexed_count = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
-        index_shape = torch.broadcast_shapes(*(index.shape for index in given_indices))  # type: ignore[no-untyped-call]
-        count = unindexed_count * math.prod(index_shape)
+        elements_per_index = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
+        index_shape = torch.broadcast_shapes(*(index.shape for index in given_index_tensors))  # type: ignore[no-untyped-call]
+        count = elements_per_index * math.prod(index_shape)
     return "self", count
 
 
@@ -137,22 +140,22 @@ class CallTraffic:
         self._partial_bytes: dict[int, int] = {}
         arguments = bind_arguments(call)
         # Maps the name of each written argument to whether it is an `out=` argument, which only receives the result.
-        written_names = {argument.name: argument.kwarg_only for _, argument in list_written_arguments(call.operator)}
+        is_out_by_name = {argument.name: argument.kwarg_only for _, argument in list_written_arguments(call.operator)}
         accumulate_option = arguments.get("accumulate")
         overwrites_tensor = (
             self._name.startswith("fp8bench::")
             or self._name in _OVERWRITING_OPERATORS
             or (self._name in _PARTLY_WRITTEN_COUNTS and "add" not in self._name and not accumulate_option)
         )
-        unread_argument = (
+        unread_argument_name = (
             "self" if self._name.removesuffix("_") in _PRODUCTS_WITH_BETA and arguments.get("beta") == 0 else ""
         )
-        self.overwritten_unread = list(iterate_tensors(arguments.get(unread_argument)))
+        self.overwritten_unread = list(iterate_tensors(arguments.get(unread_argument_name)))
         # 1. The operator's schema, with exceptions for some operators, determines which arguments are read and written.
         for name, value in arguments.items():
             tensors = list(iterate_tensors(value))
-            only_receives_result = written_names.get(name)
-            if name != unread_argument and (
+            only_receives_result = is_out_by_name.get(name)
+            if name != unread_argument_name and (
                 only_receives_result is None or not (overwrites_tensor or only_receives_result)
             ):
                 self.read += tensors
@@ -220,11 +223,13 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
         # Skip calls on meta tensors, with which torch only computes shapes.
         if not all(tensor.is_real for tensor in iterate_tensors(call.result)):
             continue
-        traffic = CallTraffic(call)
-        unwritten_memory.track_call(traffic)
-        bytes_by_dtype = {get_dtype_name(dtype): size for dtype, size in traffic.count_bytes_by_dtype().items() if size}
+        call_traffic = CallTraffic(call)
+        unwritten_memory.track_call(call_traffic)
+        bytes_by_dtype = {
+            get_dtype_name(dtype): size for dtype, size in call_traffic.count_bytes_by_dtype().items() if size
+        }
         flops, argument = count_flops(call)
-        if flops == 0 and not traffic.moves_data:
+        if flops == 0 and not call_traffic.moves_data:
             continue  # the call only returned a view or new memory
         operator = OperatorCount(
             call.phase,
@@ -236,7 +241,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
             flops,
             sum(bytes_by_dtype.values()),
             _find_product_dtype(call, argument, tf32) if flops else "",
-            int(traffic.moves_data),
+            int(call_traffic.moves_data),
         )
         # Count equal calls together. An OperatorCount has no bytes by dtype, so sum those of each phase here.
         calls_by_operator[operator] += 1

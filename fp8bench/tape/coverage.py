@@ -50,8 +50,8 @@ def list_products(call: Call) -> list[HeldProduct]:
         return []
     _, shapes = PRODUCT_SHAPES[called_operator(call)]
     # The functions in PRODUCT_SHAPES take the call's result as an argument with the name ''.
-    named = {**bind_arguments(call), "": next(iterate_tensors(call.result), None)}
-    return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named)]
+    named_arguments = {**bind_arguments(call), "": next(iterate_tensors(call.result), None)}
+    return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named_arguments)]
 
 
 @dataclass(frozen=True)
@@ -149,22 +149,28 @@ def measure_coverage(
     parameters = dict(model.named_parameters())
     # Record two steps, to report a product that only one of them has.
     tape = _record_step(model, product_weights, step)
-    second_tape = _record_step(model, product_weights, step)
+    second_step_tape = _record_step(model, product_weights, step)
     sums = _CoverageSums(model, tape)
     for call, site, node in zip(tape.calls, tape.sites, tape.nodes, strict=True):
         sums.add(call, site, node)
     if not sums.flops and not sums.other_products:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     # List the weights first. Then list the products without a weight, those with the most FLOPs first.
-    holders = (_build_holder(weight, sums, tape, multiple) for weight in product_weights)
+    weight_holders = (_build_holder(weight, sums, tape, multiple) for weight in product_weights)
     products_without_weight = sorted(sums.other_products.values(), key=lambda product: -(product.flops or 0))
     # Leave out stacks that no product uses: they only look like weights.
-    multiplying_holders = (holder for holder in holders if holder.rule != _NO_PRODUCT_RULE)
-    new_names = [name for name, _ in model.named_parameters() if name not in parameters]
-    remarks = (
-        [_LATE_PARAMETERS_REMARK.format(_list_names(new_names))] if new_names else _compare_steps(tape, second_tape)
+    multiplying_weight_holders = (
+        weight_holder for weight_holder in weight_holders if weight_holder.rule != _NO_PRODUCT_RULE
     )
-    return Coverage(tuple(multiplying_holders), tuple(products_without_weight), sums.flops, remarks=tuple(remarks))
+    new_parameter_names = [name for name, _ in model.named_parameters() if name not in parameters]
+    remarks = (
+        [_LATE_PARAMETERS_REMARK.format(_list_names(new_parameter_names))]
+        if new_parameter_names
+        else _compare_steps(tape, second_step_tape)
+    )
+    return Coverage(
+        tuple(multiplying_weight_holders), tuple(products_without_weight), sums.flops, remarks=tuple(remarks)
+    )
 
 
 def _record_step(
@@ -178,9 +184,9 @@ def _record_step(
 
 def _compare_steps(first: _LocatedTape, second: _LocatedTape) -> list[str]:
     """Returns a remark if the two steps call different products or differ in FLOPs, and otherwise nothing."""
-    first_flops, first_products = _count_products(first)
-    second_flops, second_products = _count_products(second)
-    differing_products = (first_products - second_products) + (second_products - first_products)
+    first_flops, first_step_products = _count_products(first)
+    second_flops, second_step_products = _count_products(second)
+    differing_products = (first_step_products - second_step_products) + (second_step_products - first_step_products)
     allowed_difference = _FLOPS_TOLERANCE * max(first_flops, second_flops)
     if not differing_products and abs(first_flops - second_flops) <= allowed_difference:
         return []
@@ -195,8 +201,8 @@ def _compare_steps(first: _LocatedTape, second: _LocatedTape) -> list[str]:
 
 
 def _list_names(names: Sequence[str]) -> str:
-    remainder_text = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
-    return ", ".join(names[:_MAX_LISTED_NAMES]) + remainder_text
+    unlisted_names_text = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + unlisted_names_text
 
 
 def _count_products(tape: _LocatedTape) -> tuple[int, Counter[tuple[str, str]]]:
@@ -246,12 +252,12 @@ class _CoverageSums:
             self.products[id(site.product_weight)] += list_products(call)
             self.flops_by_weight[id(site.product_weight)] += count
             return
-        node_weight = "" if node is None else self._node_weights.get(node, "")
+        node_weight_name = "" if node is None else self._node_weights.get(node, "")
         operator = called_operator(call)
-        weight = next(self._find_weights(call), node_weight)
+        weight = next(self._find_weights(call), node_weight_name)
         self.used_by_functions.add(weight)
         key = operator, site.path, weight, count is None
-        empty_sum = OtherProduct(
+        empty_product_sum = OtherProduct(
             operator,
             site.path,
             None if count is None else 0,
@@ -259,9 +265,9 @@ class _CoverageSums:
             _explain_missing_layer(operator, count, weight),
             weight,
         )
-        previous_sum = self.other_products.get(key, empty_sum)
-        flops = None if count is None else (previous_sum.flops or 0) + count
-        self.other_products[key] = replace(previous_sum, flops=flops, calls=previous_sum.calls + 1)
+        previous_product_sum = self.other_products.get(key, empty_product_sum)
+        flops = None if count is None else (previous_product_sum.flops or 0) + count
+        self.other_products[key] = replace(previous_product_sum, flops=flops, calls=previous_product_sum.calls + 1)
 
     def _find_weights(self, call: Call) -> Iterator[str]:
         """Yields the weights among a call's arguments, if the call may be a product. Operators outside of aten may be

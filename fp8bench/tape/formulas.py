@@ -58,8 +58,8 @@ def _make_matrix_shapes(left_name: str, right_name: str) -> ListProducts:
 
 def _count_contraction(a: RecordedTensor) -> int:
     """Counts the numbers along an operand's last dimension. An element of torch's packed E2M1 dtype holds two."""
-    packed = getattr(torch, "float4_e2m1fn_x2", None)
-    return int(a.shape[-1]) * (2 if a.dtype is packed else 1)
+    packed_fp4_dtype = getattr(torch, "float4_e2m1fn_x2", None)
+    return int(a.shape[-1]) * (2 if a.dtype is packed_fp4_dtype else 1)
 
 
 def _get_grouped_shapes(named: NamedArguments) -> list[ProductSizes]:
@@ -114,12 +114,12 @@ def _count_attended_pairs(named: NamedArguments) -> float:
     """Counts the pairs of a query and a key in one head. With a causal mask, a query and its own key count as half a
     pair.
     """
-    queries = int(named["query"].shape[-2])
+    query_count = int(named["query"].shape[-2])
     keys = int(named["key"].shape[-2])
     if not named.get("is_causal"):
-        return queries * keys
-    masked_side = min(queries, keys)
-    return masked_side * masked_side / 2 + (queries - masked_side) * keys
+        return query_count * keys
+    masked_square_side = min(query_count, keys)
+    return masked_square_side * masked_square_side / 2 + (query_count - masked_square_side) * keys
 
 
 def _make_attention_formula(products: tuple[int, int]) -> FlopsFormula:
@@ -128,15 +128,15 @@ def _make_attention_formula(products: tuple[int, int]) -> FlopsFormula:
     """
 
     def flops(named: NamedArguments) -> int:
-        query = named["query"]
+        query_tensor = named["query"]
         value = named["value"]
-        heads = math.prod(query.shape[:-2])
+        heads = math.prod(query_tensor.shape[:-2])
         (key_products, value_products) = products
         return int(
             2
             * heads
             * _count_attended_pairs(named)
-            * (key_products * query.shape[-1] + value_products * value.shape[-1])
+            * (key_products * query_tensor.shape[-1] + value_products * value.shape[-1])
         )
 
     return flops
@@ -300,8 +300,8 @@ def _apply_torch_formula(call: Call, formula: Callable[..., int]) -> int | None:
         return value.shape if isinstance(value, RecordedTensor) else value
 
     try:
-        named = {name: shapes(argument) for name, argument in call.named.items()}
-        return int(formula(*map(shapes, call.positional), **named, out_val=shapes(call.result)))
+        named_shapes = {name: shapes(argument) for name, argument in call.named.items()}
+        return int(formula(*map(shapes, call.positional), **named_shapes, out_val=shapes(call.result)))
     except Exception:  # noqa: BLE001 - the formula may be foreign code
         return None
 
@@ -325,8 +325,8 @@ def _multiplies_nothing(operator: Any) -> bool:
     for operator_packet in operator_packets:
         if operator_packet is not None:
             overloads += [getattr(operator_packet, overload_name) for overload_name in operator_packet.overloads()]
-    tags = chain.from_iterable(overload.tags for overload in overloads)
-    return any(tag.name in _ELEMENTWISE_TAGS for tag in tags)
+    operator_tags = chain.from_iterable(overload.tags for overload in overloads)
+    return any(tag.name in _ELEMENTWISE_TAGS for tag in operator_tags)
 
 
 ACCUMULATION_NODE = "AccumulateGrad"
@@ -396,9 +396,9 @@ class CallLocation:
 
 
 def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str]:
-    location_kind = classify_location(location)
-    if location_kind is not None:
-        return location_kind, ""
+    location_share_kind = classify_location(location)
+    if location_share_kind is not None:
+        return location_share_kind, ""
     name = operator_name(operator)
     kind, detail = classify_name(name, location)
     if kind is not ShareKind.UNKNOWN:

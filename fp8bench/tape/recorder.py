@@ -118,16 +118,18 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         self._phase = phase
 
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        route = self._routes.get(func)
-        if route is None:
-            route = self._routes[func] = choose_route(func)
-        if route is Route.DECOMPOSE:  # without gradients torch does not decompose some composite operators itself
+        operator_route = self._routes.get(func)
+        if operator_route is None:
+            operator_route = self._routes[func] = choose_route(func)
+        if (
+            operator_route is Route.DECOMPOSE
+        ):  # without gradients torch does not decompose some composite operators itself
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result
             # torch has no decomposition for these arguments, so treat the operator as one call.
-        elif route is Route.SKIP:
+        elif operator_route is Route.SKIP:
             is_watched_view = self.watches_views and getattr(func, "is_view", False)
             if not is_watched_view:
                 return func(*args, **named)
@@ -155,9 +157,9 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         inputs = tuple(map(_record_tensors, args))
         named_inputs = {name: _record_tensors(argument) for name, argument in named.items()}
-        begin_seconds = perf_counter()
+        call_begin_seconds = perf_counter()
         result = func(*args, **named)
-        self.seconds += perf_counter() - begin_seconds
+        self.seconds += perf_counter() - call_begin_seconds
         self.calls.append(
             Call(func, self._phase, _current_task() != _NO_TASK, inputs, named_inputs, _record_tensors(result))
         )

@@ -106,11 +106,11 @@ class Replay:
         """
         with torch.no_grad():
             for _ in range(times):
-                registers: list[Tensor | None] = [None] * self.register_count
+                register_tensors: list[Tensor | None] = [None] * self.register_count
                 for call in self.calls:
-                    call.execute(registers)
+                    call.execute(register_tensors)
                     for register in call.freed_registers:
-                        registers[register] = None
+                        register_tensors[register] = None
 
     def restore(self) -> None:
         for overwritten_input in self.overwritten_inputs:
@@ -121,19 +121,19 @@ class Replay:
         Returns a sentence about the first operator that differs, or ''.
         """
         self.restore()
-        registers: list[Tensor | None] = [None] * self.register_count
+        register_tensors: list[Tensor | None] = [None] * self.register_count
         with torch.no_grad(), self.keep_random_states():
             for number, call in enumerate(self.calls):
                 for generator, state in call.check.generators if call.check is not None else ():
                     generator.set_state(state)
-                result = call.execute(registers)
-                written_tensors = [_fill_registers(argument, registers) for argument in call.written_arguments]
+                result = call.execute(register_tensors)
+                written_tensors = [_fill_registers(argument, register_tensors) for argument in call.written_arguments]
                 if call.check is not None and call.check.bits != compute_checksums(
                     call.operator, result, written_tensors
                 ):
                     return f"{call.operator} (operator {number + 1} of the phase) gives other numbers than in the step"
                 for register in call.freed_registers:
-                    registers[register] = None
+                    register_tensors[register] = None
         return ""
 
     def find_lost_values(self) -> str:
@@ -300,10 +300,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         bits_check = BitsCheck(compute_checksums(func, result, written_tensors), states) if self._check else None
         result_registers = tuple(self._assign_registers(list_tensors(result)))
-        recorded_written = tuple(map(self._record_part, written_tensors))
+        recorded_written_tensors = tuple(map(self._record_part, written_tensors))
         self._calls.append(
             ReplayedCall(
-                func, recorded_args, recorded_kwargs, False, recorded_written, result_registers, (), bits_check
+                func, recorded_args, recorded_kwargs, False, recorded_written_tensors, result_registers, (), bits_check
             )
         )
         return result
@@ -312,13 +312,13 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         """Returns the random generators that an operator draws from. Also adds them to the generators whose states a
         replay restores.
         """
-        generators = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
-        if not generators and torch.Tag.nondeterministic_seeded in func.tags:
-            generators = [torch.default_generator]
+        random_generators = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
+        if not random_generators and torch.Tag.nondeterministic_seeded in func.tags:
+            random_generators = [torch.default_generator]
             if torch.cuda.is_available():
-                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._generators.update(dict.fromkeys(generators))
-        return generators
+                random_generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._generators.update(dict.fromkeys(random_generators))
+        return random_generators
 
     def _record_part(self, part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -466,8 +466,8 @@ def _free_registers(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
             *(register for _, register in call.results),
         ]
         last_call_by_register.update(dict.fromkeys(used_registers, number))
-    last_uses = defaultdict(list)
+    registers_by_last_call = defaultdict(list)
     for register, number in last_call_by_register.items():
-        last_uses[number].append(register)
+        registers_by_last_call[number].append(register)
     for number, call in enumerate(calls):
-        yield replace(call, freed_registers=tuple(last_uses[number]))
+        yield replace(call, freed_registers=tuple(registers_by_last_call[number]))

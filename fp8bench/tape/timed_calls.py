@@ -152,20 +152,21 @@ class RunningModules(Generic[L]):
         node_ranges = self._ranges_by_task.get(task)
         if node_ranges is None:
             node_ranges = self._ranges_by_task[task] = _NodeRanges(number, self._outside_label)
-        running = self._running[-1] if self._running else None
+        running_module = self._running[-1] if self._running else None
         node_ranges.add_range(
-            number, running.label if running is not None and running.task == task else self._outside_label
+            number,
+            running_module.label if running_module is not None and running_module.task == task else self._outside_label,
         )
         return task, number
 
     def _label_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
         """Labels the autograd nodes that a finished module created, as far as the module's result depends on them."""
-        waiting_nodes: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
+        nodes_to_visit: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
         node_ranges = self._ranges_by_task[ended.task]
         visited_nodes = set()
         # Follow the autograd graph back from the result. Stop at nodes that existed before the module started.
-        while waiting_nodes:
-            node = waiting_nodes.pop()
+        while nodes_to_visit:
+            node = nodes_to_visit.pop()
             if node is None or node in visited_nodes or node._sequence_nr() < ended.first_number:
                 continue
             visited_nodes.add(node)
@@ -173,7 +174,7 @@ class RunningModules(Generic[L]):
             # Nodes that accumulate a gradient are in no range. The first module that reaches such a node labels it.
             label = ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
             node.metadata.setdefault(_LABEL_KEY, label)
-            waiting_nodes += [next_node for next_node, _ in node.next_functions]
+            nodes_to_visit += [next_node for next_node, _ in node.next_functions]
 
 
 class ModulePaths(RunningModules[str]):
@@ -276,12 +277,12 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         )
         source_dtype = _find_source_dtype(func, args) if operator_name(func) in COPY_OPERATORS else None
         with self._open_range(f"{RANGE_PREFIX}{len(self.calls)}"):
-            begin_ns = self._clock()
+            call_begin_ns = self._clock()
             result = func(*args, **named)
-            end_ns = self._clock()
+            call_end_ns = self._clock()
         copy_dtypes = None if source_dtype is None else (source_dtype, _find_dtype(result) or source_dtype)
         location = CallLocation(self._phase, module, "" if node is None else node.name(), is_optimizing, copy_dtypes)
-        self.calls.append(TimedCall(func, location, backward, end_ns - begin_ns))
+        self.calls.append(TimedCall(func, location, backward, call_end_ns - call_begin_ns))
         return result
 
 
@@ -310,9 +311,10 @@ def compute_shares(steps: Sequence[Sequence[TimedCall]], unwatched_seconds: Sequ
     The time of the shortest operator counts as the cost of timing and is subtracted from every call.
     """
     calls, nanoseconds = _select_typical_step(steps)
-    watch_cost = min(nanoseconds, default=0.0)
+    watch_cost_ns = min(nanoseconds, default=0.0)
     return Shares(
-        sum_shares(calls, [(nanosecond - watch_cost) * 1e-9 for nanosecond in nanoseconds]), median(unwatched_seconds)
+        sum_shares(calls, [(nanosecond - watch_cost_ns) * 1e-9 for nanosecond in nanoseconds]),
+        median(unwatched_seconds),
     )
 
 
@@ -365,15 +367,15 @@ def _match_launches(events: Iterable[Mapping[str, Any]]) -> dict[object, int]:
             threads[event.get("tid")].append(event)
     operators: dict[object, int] = {}
     for thread in threads.values():
-        open_ranges: list[tuple[float, int]] = []  # end time and operator number
+        open_operator_ranges: list[tuple[float, int]] = []  # end time and operator number
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
-            while open_ranges and open_ranges[-1][0] <= event["ts"]:
-                open_ranges.pop()
+            while open_operator_ranges and open_operator_ranges[-1][0] <= event["ts"]:
+                open_operator_ranges.pop()
             name = str(event.get("name"))
             if name.startswith(RANGE_PREFIX):
-                open_ranges.append((event["ts"] + event["dur"], int(name.removeprefix(RANGE_PREFIX))))
-            elif open_ranges:
-                operators[_get_correlation_id(event)] = open_ranges[-1][1]
+                open_operator_ranges.append((event["ts"] + event["dur"], int(name.removeprefix(RANGE_PREFIX))))
+            elif open_operator_ranges:
+                operators[_get_correlation_id(event)] = open_operator_ranges[-1][1]
     return operators
 
 
@@ -387,8 +389,8 @@ def sum_shares(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Sh
     for call, call_seconds in zip(calls, seconds, strict=True):
         kind, detail = classify_call(call.operator, call.location)
         key = kind, call.location.module, call.backward, detail
-        empty_share = Share(kind, call.location.module, call.backward, seconds=0.0, calls=0, what=detail)
-        share = sums.get(key, empty_share)
+        empty_operator_share = Share(kind, call.location.module, call.backward, seconds=0.0, calls=0, what=detail)
+        share = sums.get(key, empty_operator_share)
         sums[key] = dataclasses.replace(share, seconds=share.seconds + call_seconds, calls=share.calls + 1)
     return tuple(sorted(sums.values(), key=lambda share: -share.seconds))
 
@@ -404,6 +406,6 @@ def _select_typical_step(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence
         nanoseconds.append([call.nanoseconds for call in step])
     if all(step_operators == operators[0] for step_operators in operators):
         return steps[0], [median(call_nanoseconds) for call_nanoseconds in zip(*nanoseconds, strict=True)]
-    steps_by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
-    median_step = steps_by_time[len(steps_by_time) // 2]
-    return steps[median_step], [float(time) for time in nanoseconds[median_step]]
+    step_numbers_by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
+    median_step_number = step_numbers_by_time[len(step_numbers_by_time) // 2]
+    return steps[median_step_number], [float(time) for time in nanoseconds[median_step_number]]

@@ -73,28 +73,28 @@ def _stdout_to_stderr() -> Iterator[None]:
     stdout was closed.
     """
     stdout = sys.stdout
-    saved_descriptor = -1
+    saved_stdout_descriptor = -1
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if stdout.fileno() == 1:
             stdout.flush()
-            saved_descriptor = os.dup(1)
+            saved_stdout_descriptor = os.dup(1)
     try:
-        if saved_descriptor >= 0:
+        if saved_stdout_descriptor >= 0:
             try:
                 os.dup2(sys.stderr.fileno(), 1)
             except (OSError, ValueError, AttributeError):
                 # stderr is closed, and descriptor 2 may belong to a different file
-                null_descriptor = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null_descriptor, 1)
-                os.close(null_descriptor)
+                devnull_descriptor = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull_descriptor, 1)
+                os.close(devnull_descriptor)
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        if saved_descriptor >= 0:
+        if saved_stdout_descriptor >= 0:
             with contextlib.suppress(OSError, ValueError):
                 stdout.flush()  # buffered text must go to stderr as well
-            os.dup2(saved_descriptor, 1)
-            os.close(saved_descriptor)
+            os.dup2(saved_stdout_descriptor, 1)
+            os.close(saved_stdout_descriptor)
 
 
 def hash_user_code(names: Iterable[str]) -> str | None:
@@ -133,8 +133,8 @@ def own_words(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > 2 * _MAX_SHOWN_PART_LENGTH:
         text = f"{text[:_MAX_SHOWN_PART_LENGTH]} ... {text[-_MAX_SHOWN_PART_LENGTH:]}"
-    error_kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
-    description = ": ".join(part for part in (error_kind, text) if part)
+    error_class_name = "" if isinstance(error, Fp8benchError) else type(error).__name__
+    description = ": ".join(part for part in (error_class_name, text) if part)
     # Code of fp8bench, of the standard library, and without a file ('<string>').
     foreign_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
     user_frames = [
@@ -193,7 +193,7 @@ def modules_under(folder: Path) -> tuple[str, ...]:
     """Returns the loaded modules whose files are below a folder. Leaves out fp8bench's modules and installed
     packages.
     """
-    top_folder = folder.resolve()
+    resolved_folder = folder.resolve()
     module_names = []
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -202,6 +202,6 @@ def modules_under(folder: Path) -> tuple[str, ...]:
         # Some modules without a file, for example of torch, name a relative path that does not exist. Replace it by
         # Path(), which is in no folder.
         path = Path(file).resolve() if Path(file).is_absolute() else Path()
-        if path.is_relative_to(top_folder) and not _PACKAGE_FOLDERS.intersection(path.parts):
+        if path.is_relative_to(resolved_folder) and not _PACKAGE_FOLDERS.intersection(path.parts):
             module_names.append(name)
     return tuple(module_names)

@@ -72,12 +72,12 @@ def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[st
     """Sets switches to their values `before`. Describes each switch that had a different value: both values, and
     whether restoring failed.
     """
-    new_values = read_values(switches)
-    if new_values == before:
+    present_values = read_values(switches)
+    if present_values == before:
         return []
-    switch_values = zip(switches, before, new_values, strict=True)
+    switches_with_values = zip(switches, before, present_values, strict=True)
     # Ignore switches that read as NotInUse before: the first use of a library is not a change.
-    comparable_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
+    comparable_switches = [(switch, old, new) for switch, old, new in switches_with_values if old is not NotInUse]
     # read each switch again, because writing an older switch of torch sets several newer ones
     for switch, old, _ in comparable_switches:
         if switch.set_value is not None and switch.read() != old:
@@ -164,8 +164,8 @@ def _list_interpreter_switches() -> Iterator[Switch]:
 
 
 def _list_system_switches() -> Iterator[Switch]:
-    binding_variables = _BINDING_VARIABLES & os.environ.keys()
-    if hasattr(os, "sched_getaffinity") and not binding_variables:
+    thread_binding_variables = _BINDING_VARIABLES & os.environ.keys()
+    if hasattr(os, "sched_getaffinity") and not thread_binding_variables:
         yield Switch("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
     yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
     if hasattr(os, "sched_getscheduler"):
@@ -237,8 +237,8 @@ def _get_handler(number: int) -> Any:
     """Returns the handler of a signal, as signal.getsignal does. It is ten times as fast, because it does not convert
     handlers to enumerators first.
     """
-    handler = raw_handler(number)
-    return _SPECIAL_HANDLERS[handler] if type(handler) is int else handler
+    signal_handler = raw_handler(number)
+    return _SPECIAL_HANDLERS[signal_handler] if type(signal_handler) is int else signal_handler
 
 
 def _is_timer_running(timer: int) -> bool:
@@ -251,8 +251,8 @@ def _stop_timer(timer: int, was_running: bool) -> None:
 
 
 def _read_environment() -> dict[str, str]:
-    present_names = sorted(_WATCHED_VARIABLES.intersection(_ENVIRONMENT_BYTES))
-    return {os.fsdecode(name): os.fsdecode(_ENVIRONMENT_BYTES[name]) for name in present_names}
+    present_variable_names = sorted(_WATCHED_VARIABLES.intersection(_ENVIRONMENT_BYTES))
+    return {os.fsdecode(name): os.fsdecode(_ENVIRONMENT_BYTES[name]) for name in present_variable_names}
 
 
 def _set_environment(old: dict[str, str]) -> None:

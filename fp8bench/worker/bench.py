@@ -99,9 +99,9 @@ class Bench(UntimedPasses):
     def probe(self) -> tuple[DeviceFacts, ...]:
         from fp8bench.worker.trial import list_installed_packages
 
-        packages = list_installed_packages()
+        installed_packages = list_installed_packages()
         available_devices = [facts for kind in devices.names() for facts in devices.get(kind).available()]
-        return tuple(replace(facts, packages=packages) for facts in available_devices)
+        return tuple(replace(facts, packages=installed_packages) for facts in available_devices)
 
     def backend(self, name: str) -> str:
         """Imports a backend that is installed. Returns why the backend cannot be used, or ''."""
@@ -135,11 +135,11 @@ class Bench(UntimedPasses):
         device = self._select_device(facts)
         workload = workloads.get(case.workload)
         precision = precisions.get(case.precision)
-        running_before = list_running()
+        running_tasks_before = list_running()
         fusing.forget_waiting()  # quantisers that only untimed passes requested need no compilation
         cache_mode = CACHE.of(dict(case.params))
-        mark_codes: list[int] = []
-        sharing_indices: list[int] = []
+        phase_mark_codes: list[int] = []
+        stamp_sharing_indices: list[int] = []
         # 1. Run the first step, which allocates memory, and chooses or compiles kernels.
         with precision_scope(precision), restore_switches(), stdout_to_stderr(), end_processes_on_error():
             make_state = partial(self._make_stepped_state, workload, case, facts)
@@ -150,7 +150,7 @@ class Bench(UntimedPasses):
             # because its first call must be like the timed ones.
             is_compiled = dict(case.params).get("compile", "no") != "no"
             if facts.accelerated and not is_compiled and _is_own_workload(workload):
-                mark_codes, sharing_indices = find_shared_marks(
+                phase_mark_codes, stamp_sharing_indices = find_shared_marks(
                     partial(step, workload, first_state.held, first_state.scales)
                 )
         # 2. For a cold cache, make the function that flushes the cache before each call.
@@ -158,9 +158,9 @@ class Bench(UntimedPasses):
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         clock = self._make_clock(stamper)
-        if sharing_indices:
-            clock.share(mark_codes, sharing_indices)
-        started_processes = list_running() - running_before
+        if stamp_sharing_indices:
+            clock.share(phase_mark_codes, stamp_sharing_indices)
+        started_tasks = list_running() - running_tasks_before
         # 3. Store the state for timed slots. Store also the threads and processes that its preparation started, because
         # `release` reports them.
         self._prepared[key] = PreparedCase(
@@ -171,7 +171,7 @@ class Bench(UntimedPasses):
             states,
             clock,
             stamper,
-            started_processes,
+            started_tasks,
             flush_cache,
             facts.cache_bytes,
             meet_ranks=self._meet_ranks,
@@ -188,8 +188,8 @@ class Bench(UntimedPasses):
         return State(workload_state, setup.scales, finite_state, (setup.arithmetic, *setup.layers.values()))
 
     def rotation(self, key: str) -> Rotation:
-        prepared = self._prepared[key]
-        return Rotation(len(prepared.states), count_bytes(prepared.state))
+        prepared_case = self._prepared[key]
+        return Rotation(len(prepared_case.states), count_bytes(prepared_case.state))
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Calibrates the static scales of a case with data, if the case has them. Later requests use these scales."""
@@ -212,14 +212,14 @@ class Bench(UntimedPasses):
         """Compiles the waiting quantisers, and runs an untimed step, because the first calls of compiled quantisers
         are slow.
         """
-        prepared = self._select_case(key)
-        running_before = list_running()
-        with precision_scope(prepared.precision), restore_switches(), stdout_to_stderr():
+        prepared_case = self._select_case(key)
+        running_tasks_before = list_running()
+        with precision_scope(prepared_case.precision), restore_switches(), stdout_to_stderr():
             fusing.compile_waiting()
-            step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
-        prepared.device.synchronise(prepared.index)
+            step(prepared_case.workload, prepared_case.state, prepared_case.scales, SilentPhases())
+        prepared_case.device.synchronise(prepared_case.index)
         # also waits for the compiler's background work, which would disturb the timing
-        wait_and_name_running(list_running() - running_before)
+        wait_and_name_running(list_running() - running_tasks_before)
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
@@ -259,9 +259,9 @@ class Bench(UntimedPasses):
         return self._select_case(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
-        prepared = self._prepared[key]
-        static_scales = prepared.scales.states() if prepared.scales is not None else ()
-        arithmetics = prepared.states[0].arithmetics
+        prepared_case = self._prepared[key]
+        static_scales = prepared_case.scales.states() if prepared_case.scales is not None else ()
+        arithmetics = prepared_case.states[0].arithmetics
         return (*static_scales, *(scale for arithmetic in arithmetics for scale in arithmetic.layer_scales()))
 
     def release(self, key: str) -> tuple[str, ...]:
@@ -272,12 +272,12 @@ class Bench(UntimedPasses):
         if released_case is None:
             return ()
         device = released_case.device
-        started_processes = released_case.started
+        started_tasks = released_case.started
         # The last reference to the state must be deleted before its memory can be freed.
         del released_case
         gc.collect()
         device.empty_cache()
-        return tuple(wait_and_name_running(started_processes))
+        return tuple(wait_and_name_running(started_tasks))
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
         return measure_overheads(self._select_device(facts), facts.index)
@@ -307,9 +307,9 @@ class Bench(UntimedPasses):
         self.prepare(key, case, facts)
         # Both loops use the same state, because the addresses of its tensors affect the time of a step.
         try:
-            prepared = self._prepared[key]
-            with prepared.precision.scope():
-                take_bare_step = partial(prepared.workload.step, prepared.state, SilentPhases())
+            prepared_case = self._prepared[key]
+            with prepared_case.precision.scope():
+                take_bare_step = partial(prepared_case.workload.step, prepared_case.state, SilentPhases())
                 return time_loop_pairs(take_bare_step, lambda: self.slot(key, steps, 0), steps, rounds)
         finally:
             self.release(key)
@@ -335,7 +335,7 @@ class Bench(UntimedPasses):
         return fault
 
     def _select_case(self, key: str) -> PreparedCase:
-        prepared = self._prepared[key]
-        self._used = prepared.device, prepared.index
-        prepared.device.select(prepared.index)
-        return prepared
+        prepared_case = self._prepared[key]
+        self._used = prepared_case.device, prepared_case.index
+        prepared_case.device.select(prepared_case.index)
+        return prepared_case

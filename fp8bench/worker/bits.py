@@ -26,8 +26,8 @@ def digest(tensor: Any) -> int:
     """
     digest_value = 0
     for piece in _view_storage(tensor, torch.uint8).split(8 * _PIECE_ELEMENTS):
-        word_bytes = piece.numel() // 8 * 8
-        for words in (piece[:word_bytes].view(torch.int64), piece[word_bytes:].to(torch.int64)):
+        whole_word_bytes = piece.numel() // 8 * 8
+        for words in (piece[:whole_word_bytes].view(torch.int64), piece[whole_word_bytes:].to(torch.int64)):
             # mix the upper bits of a word into its lower bits; otherwise two changed signs would cancel
             mixed_words = words * _WORD_FACTOR
             mixed_words ^= mixed_words >> 32
@@ -44,16 +44,16 @@ def sketch_tensor(tensor: Any, original: Any = None) -> Any:
     """
     dtype = _choose_readable_dtype(tensor.dtype)
     sums = torch.zeros(_SKETCH_SUMS, dtype=torch.float64, device=tensor.device)
-    wide_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-    signs = _make_sign_table(tensor.device, wide_dtype)
-    piece_signs = _make_sign_table(tensor.device, torch.float64)
+    computing_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+    element_sign_table = _make_sign_table(tensor.device, computing_dtype)
+    piece_sign_table = _make_sign_table(tensor.device, torch.float64)
     for number, piece in enumerate(_view_storage(tensor, dtype).split(_SIGN_TABLE_ROWS)):
-        numbers = piece.to(wide_dtype).nan_to_num(0.0, 0.0, 0.0)
+        numbers = piece.to(computing_dtype).nan_to_num(0.0, 0.0, 0.0)
         # subtract element by element, because rounding errors of the sums would hide a small step
         if original is not None:
             original_piece = _view_storage(original, dtype)[number * _SIGN_TABLE_ROWS :][: piece.numel()]
-            numbers = numbers - original_piece.to(wide_dtype).nan_to_num(0.0, 0.0, 0.0)
-        sums += (numbers @ signs[: piece.numel()]) * piece_signs[number % _SIGN_TABLE_ROWS]
+            numbers = numbers - original_piece.to(computing_dtype).nan_to_num(0.0, 0.0, 0.0)
+        sums += (numbers @ element_sign_table[: piece.numel()]) * piece_sign_table[number % _SIGN_TABLE_ROWS]
     return sums
 
 
@@ -90,11 +90,11 @@ def replace_numbers(tensor: Any, seed: int) -> Iterator[None]:
 
 @contextmanager
 def restore_afterwards(tensor: Any) -> Iterator[None]:
-    original = copy_bytes(tensor)
+    original_bytes = copy_bytes(tensor)
     try:
         yield
     finally:
-        restore_bytes(tensor, original)
+        restore_bytes(tensor, original_bytes)
 
 
 def _choose_readable_dtype(dtype: Any) -> Any:

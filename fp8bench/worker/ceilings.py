@@ -54,9 +54,11 @@ def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
     else:
         # Each array is larger than the cache. On a CPU only one size is tried, because new memory is mapped slowly,
         # page by page.
-        min_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
-        max_bytes = facts.memory_bytes / _MEMORY_PER_ARRAY
-        sizes = [size for size in (min_bytes, 2 * min_bytes)[: 1 + facts.accelerated] if size <= max_bytes]
+        min_array_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
+        max_array_bytes = facts.memory_bytes / _MEMORY_PER_ARRAY
+        sizes = [
+            size for size in (min_array_bytes, 2 * min_array_bytes)[: 1 + facts.accelerated] if size <= max_array_bytes
+        ]
     return tuple((size,) for size in sizes)
 
 
@@ -123,13 +125,13 @@ def measure_next(device: Device, facts: DeviceFacts, rate: Rate, seconds: float)
     """Adds one run to the measurement of a device's highest rate (FLOPs, bytes or launches per second). The first call
     only searches the fastest shape.
     """
-    wait = partial(device.synchronise, facts.index)
+    wait_for_device = partial(device.synchronise, facts.index)
     try:
         if not rate.shape:
-            best_rate = _time_shapes(rate, list_shapes(rate.limit, facts), facts, wait, seconds, 0)
-            return replace(best_rate, runs=())
+            searched_rate = _time_shapes(rate, list_shapes(rate.limit, facts), facts, wait_for_device, seconds, 0)
+            return replace(searched_rate, runs=())
         run_number = len(rate.runs) + 1
-        (value,) = _time_shapes(rate, (rate.shape,), facts, wait, seconds, run_number).runs
+        (value,) = _time_shapes(rate, (rate.shape,), facts, wait_for_device, seconds, run_number).runs
         return replace(rate, runs=(*rate.runs, value))
     except Exception as error:  # noqa: BLE001 - whatever a missing kernel raises ends this rate alone
         return replace(rate, runs=(), why=f"{type(error).__name__}: {error}"[:200])
@@ -144,10 +146,10 @@ def _time_shapes(
     arithmetic = precision.arithmetic(facts)
     with precision.scope():
         work_by_shape = {shape: count_work(rate.limit, shape) for shape in shapes}
-        shape, best_rate, tried_count = _find_best_shape(
+        shape, best_rate, tried_shape_count = _find_best_shape(
             work_by_shape, lambda shape: make_call(rate.limit, shape, facts, arithmetic, seed), wait, seconds
         )
-    return replace(rate, runs=(best_rate,), searched=tried_count, shape=shape)
+    return replace(rate, runs=(best_rate,), searched=tried_shape_count, shape=shape)
 
 
 def _find_best_shape(
@@ -163,13 +165,13 @@ def _find_best_shape(
     """
     best_rate = 0.0
     best_shape = next(iter(work_by_shape))
-    tried_count = 0
+    tried_shape_count = 0
     seconds_per_shape = seconds / len(work_by_shape)
     for shape, work in work_by_shape.items():
         # All further shapes are larger and would take even longer, so the search ends.
         if best_rate and work / best_rate > seconds_per_shape:
             break
-        tried_count += 1
+        tried_shape_count += 1
         deadline = time.perf_counter() + seconds_per_shape
         call = make_shape_call(shape)
         call()
@@ -181,7 +183,7 @@ def _find_best_shape(
             batch_seconds.append(_time_batch(call, calls_per_batch, wait))
         rate = work / sorted(batch_seconds)[: _RATED_BATCH_INDEX + 1][-1]
         best_rate, best_shape = max((best_rate, best_shape), (rate, shape))
-    return best_shape, best_rate, tried_count
+    return best_shape, best_rate, tried_shape_count
 
 
 def _time_batch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:

@@ -54,14 +54,14 @@ def check_gradient_error(returned: object) -> float | None:
 def _copy_statistics(returned: object) -> TensorStatistics:
     if not isinstance(returned, TensorStatistics):
         raise TypeError(f"statistics() gave {_describe_value(returned)}; expected a TensorStatistics")
-    outside = []
+    outside_shares = []
     subject_and_expectation = ("outside of TensorStatistics holds", "a tuple")
     for row in _require_iterable(returned.outside, *subject_and_expectation):
         # Accept any sequence of a format name and two numbers as a row of `outside`.
         match tuple(_require_iterable(row, *subject_and_expectation)):
             case (name, over, under):
                 share_subject = f"a share in TensorStatistics.outside of {returned.kind!r}"
-                outside.append(
+                outside_shares.append(
                     (
                         _require_text(name, "a format in outside"),
                         _require_number(over, share_subject),
@@ -78,7 +78,7 @@ def _copy_statistics(returned: object) -> TensorStatistics:
         _require_text(returned.role, "role"),
         _require_count(returned.count),
         _require_number(returned.amax, "amax"),
-        tuple(outside),
+        tuple(outside_shares),
     )
 
 

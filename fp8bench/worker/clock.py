@@ -104,8 +104,12 @@ class PhaseClock(Markers):
         self._shared = {index: notes[index] for index in indices}
         for name in PHASES:
             code = CELL_PHASES.index(name)
-            stamp = self._stamps.append
-            setattr(self, name, SharingMarker(code, self._note_code, stamp, self.now, self._noted_codes, self._shared))
+            append_stamp = self._stamps.append
+            setattr(
+                self,
+                name,
+                SharingMarker(code, self._note_code, append_stamp, self.now, self._noted_codes, self._shared),
+            )
 
     def begin(self) -> None:
         """Starts a step. Drops the marks of a previous step that was aborted."""
@@ -123,12 +127,14 @@ class PhaseClock(Markers):
         marker itself does not raise, because a thread or a dropped generator would hide the error.
         """
         self._stamps.append(self.now())
-        notes, phase_codes = self._last_step
-        if self._noted_codes != notes:  # recompute only if the marks have changed, which is rare
+        last_mark_codes, phase_codes = self._last_step
+        if self._noted_codes != last_mark_codes:  # recompute only if the marks have changed, which is rare
             phase_codes = _compute_phase_codes(self._noted_codes)
             if self._shared:
-                shared = {index for index, note in enumerate(self._noted_codes) if self._shared.get(index) == note}
-                phase_codes = [code for index, code in enumerate(phase_codes) if index not in shared]
+                shared_mark_indices = {
+                    index for index, note in enumerate(self._noted_codes) if self._shared.get(index) == note
+                }
+                phase_codes = [code for index, code in enumerate(phase_codes) if index not in shared_mark_indices]
                 # this step has different marks than the inspected step, so stop sharing stamps
                 if self._noted_codes and self._noted_codes != self._expected_codes:
                     self._shared.clear()
@@ -169,19 +175,19 @@ class BetweenCalls:
 
 
 def _compute_phase_codes(notes: Iterable[int]) -> list[int]:
-    open_codes = [UNATTRIBUTED_CODE]
-    phase_codes = open_codes.copy()
+    open_phase_codes = [UNATTRIBUTED_CODE]
+    phase_codes = open_phase_codes.copy()
     for note in notes:
         if note >= 0:
-            open_codes.append(note)
-        elif open_codes.pop() != ~note:
+            open_phase_codes.append(note)
+        elif open_phase_codes.pop() != ~note:
             raise RuntimeError(
                 "the step closed a phase that was not the innermost open one: phases must be nested, and those that "
                 "threads or generators open must be closed before the phase around them"
             )
-        phase_codes.append(open_codes[-1])
-    if len(open_codes) != 1:
-        open_phases = ", ".join(CELL_PHASES[code] for code in open_codes[1:])
+        phase_codes.append(open_phase_codes[-1])
+    if len(open_phase_codes) != 1:
+        open_phases = ", ".join(CELL_PHASES[code] for code in open_phase_codes[1:])
         raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
     return phase_codes
 
@@ -210,19 +216,19 @@ def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list
             return super().run_call(func, args, named)
 
     launch_watch = LaunchWatch()
-    mark_codes: list[int] = []
-    sharing_indices: list[int] = []
+    phase_mark_codes: list[int] = []
+    stamp_sharing_indices: list[int] = []
 
     def note(code: int) -> None:
-        if code >= 0 and mark_codes and mark_codes[-1] < 0 and not launch_watch.has_launched:
-            sharing_indices.append(len(mark_codes))
-        mark_codes.append(code)
+        if code >= 0 and phase_mark_codes and phase_mark_codes[-1] < 0 and not launch_watch.has_launched:
+            stamp_sharing_indices.append(len(phase_mark_codes))
+        phase_mark_codes.append(code)
         launch_watch.has_launched = False
 
     phases = Markers(lambda name: Marker(CELL_PHASES.index(name), note, lambda stamp: None, lambda: None))
     with launch_watch:
         step(phases)
-    return mark_codes, sharing_indices
+    return phase_mark_codes, stamp_sharing_indices
 
 
 _CALLS_PER_LOOP = 500
@@ -259,23 +265,23 @@ def measure_overheads(device: Device, index: int) -> Overheads:
         clock.begin()
 
     # The loop itself takes time, which is subtracted from all costs.
-    loop_seconds = _time_fastest_loop(lambda: None, _run_empty_loop)
-    marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(clock)) - loop_seconds
-    silent_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(SilentPhases())) - loop_seconds
-    stamp_seconds = _time_fastest_loop(start_step, lambda: _call_repeatedly(read_clock)) - loop_seconds
-    pair_seconds = None
+    empty_loop_seconds = _time_fastest_loop(lambda: None, _run_empty_loop)
+    marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(clock)) - empty_loop_seconds
+    silent_marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(SilentPhases())) - empty_loop_seconds
+    stamp_seconds = _time_fastest_loop(start_step, lambda: _call_repeatedly(read_clock)) - empty_loop_seconds
+    event_pair_seconds = None
     if device.kind != "cpu":
         start_step()
         # Keep the device busy while events are enqueued. Otherwise the host would determine the time between events.
         device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED_STAMPS * stamp_seconds))
-        stamps = [read_clock() for _ in range(_QUEUED_STAMPS)]
-        intervals_ns = sorted(stamper.intervals_ns(stamps))
-        pair_seconds = intervals_ns[len(intervals_ns) // 2] * 1e-9
+        time_stamps = [read_clock() for _ in range(_QUEUED_STAMPS)]
+        intervals_ns = sorted(stamper.intervals_ns(time_stamps))
+        event_pair_seconds = intervals_ns[len(intervals_ns) // 2] * 1e-9
     return Overheads(
         max(marker_seconds, 0.0),
-        max(silent_seconds, 0.0),
+        max(silent_marker_seconds, 0.0),
         max(stamp_seconds, 0.0),
-        pair_seconds,
+        event_pair_seconds,
         device.why_idle(index),
     )
 
@@ -312,19 +318,19 @@ def time_loop_pairs(
     """Returns the CPU seconds per step of two loops: slots of fp8bench (`harness`), and a loop that measures nothing
     (`bare`). Each round runs both loops, in alternating order.
     """
-    harness_seconds = []
-    bare_seconds = []
+    harness_loop_seconds = []
+    bare_loop_seconds = []
     for round_number in range(rounds):
         for is_harness in (round_number % 2, 1 - round_number % 2):
             start = time.process_time()
             if is_harness:
                 harness()
-                harness_seconds.append((time.process_time() - start) / steps)
+                harness_loop_seconds.append((time.process_time() - start) / steps)
             else:
                 for _ in range(steps):
                     bare()
-                bare_seconds.append((time.process_time() - start) / steps)
-    return harness_seconds, bare_seconds
+                bare_loop_seconds.append((time.process_time() - start) / steps)
+    return harness_loop_seconds, bare_loop_seconds
 
 
 # The largest allowed relative difference of two clocks. Daemons that adjust the time change the speed of the system's
@@ -353,13 +359,13 @@ def require_agreeing_clocks(clocks: Mapping[str, Callable[[], float]]) -> Iterat
     }
     yield
     for name, clock in clocks.items():
-        earliest_start, clock_start, latest_start = readings[name]
-        earliest_end = _READ_CLOCK(_HARDWARE_CLOCK)
-        clock_end = clock()
-        latest_end = _READ_CLOCK(_HARDWARE_CLOCK)
-        clock_duration = clock_end - clock_start
-        min_duration = earliest_end - latest_start
-        max_duration = latest_end - earliest_start
+        earliest_start_reading, clock_start_reading, latest_start_reading = readings[name]
+        earliest_end_reading = _READ_CLOCK(_HARDWARE_CLOCK)
+        clock_end_reading = clock()
+        latest_end_reading = _READ_CLOCK(_HARDWARE_CLOCK)
+        clock_duration = clock_end_reading - clock_start_reading
+        min_duration = earliest_end_reading - latest_start_reading
+        max_duration = latest_end_reading - earliest_start_reading
         if not min_duration * (1 - MAX_CLOCK_DIFFERENCE) <= clock_duration <= max_duration * (1 + MAX_CLOCK_DIFFERENCE):
             raise ClocksDisagree(
                 f"{name} counted {clock_duration * 1e-9:.6f} s where the hardware's clock counted "

@@ -122,9 +122,9 @@ class _ComparedPrecision:
         magnitude. The seed and the name determine them.
         """
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
-        row_sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
-        normal_numbers = torch.randn(rows, columns, generator=generator) * row_sizes
-        return normal_numbers.to(self._native().carrier)
+        row_magnitudes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
+        gaussian_numbers = torch.randn(rows, columns, generator=generator) * row_magnitudes
+        return gaussian_numbers.to(self._native().carrier)
 
     def _compare_cast(self, cast_name: str, role: Role, x: Tensor, method_name: str) -> Conformity:
         from fp8bench.numerics.conformity import explain_cast, largest_grid_steps
@@ -133,13 +133,13 @@ class _ComparedPrecision:
         shape = f"{x.shape[0]}x{x.shape[1]}"
         fmt = self._formats[role]
         native_arithmetic = self._native()
-        emulation = self._emulated()
+        emulated_arithmetic = self._emulated()
         try:
             native_values, emulated_values = (
                 arithmetic.restore(getattr(arithmetic, method_name)(x.to(device), role), torch.float32)
                 .cpu()
                 .contiguous()
-                for arithmetic, device in ((native_arithmetic, self._device), (emulation, "cpu"))
+                for arithmetic, device in ((native_arithmetic, self._device), (emulated_arithmetic, "cpu"))
             )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
             return Conformity(self.mode, subject, shape, why=_describe_refusal(error))
@@ -159,15 +159,19 @@ class _ComparedPrecision:
 
     def _compare_product(self, product: str, m: int, n: int, k: int) -> Iterator[Conformity]:
         native_arithmetic = self._native()
-        emulation = self._emulated()
+        emulated_arithmetic = self._emulated()
         subject = f"{product} product"
         shape = f"{m}x{n}x{k}"
         try:
             operands = self._cast_operands(native_arithmetic, self._device, product, m, n, k)
             # If the device rounds operands when it loads them, round them here before they are given to the
             # emulation.
-            sources = operands if native_arithmetic.casts else self._cast_operands(emulation, "cpu", product, m, n, k)
-            casting_arithmetic = native_arithmetic if native_arithmetic.casts else emulation
+            sources = (
+                operands
+                if native_arithmetic.casts
+                else self._cast_operands(emulated_arithmetic, "cpu", product, m, n, k)
+            )
+            casting_arithmetic = native_arithmetic if native_arithmetic.casts else emulated_arithmetic
             operand_values = [casting_arithmetic.restore(operand, torch.float32).cpu() for operand in sources]
             a, b = (
                 Operand(value, gradient=operand.gradient)
@@ -177,7 +181,7 @@ class _ComparedPrecision:
                 (
                     dtype,
                     native_arithmetic.product(operands[0], operands[1], dtype).cpu(),
-                    emulation.product(a, b, dtype),
+                    emulated_arithmetic.product(a, b, dtype),
                 )
                 for dtype in (native_arithmetic.carrier, torch.float32)
             ]

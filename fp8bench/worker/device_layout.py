@@ -88,12 +88,12 @@ class DeviceLedger:
         formats.
         """
         self.has_seen_cast = True
-        replaced: list[int] = []
+        replaced_addresses: list[int] = []
         self.meter.note(Emulating())
         try:
-            yield replaced
+            yield replaced_addresses
         finally:
-            self.meter.note(EmulationEnd(tuple(replaced)))
+            self.meter.note(EmulationEnd(tuple(replaced_addresses)))
 
     def why(self) -> str:
         if not self.has_seen_cast:
@@ -165,12 +165,20 @@ class LaidOutArithmetic(Arithmetic):
         self._hardware_tensors: dict[int, tuple[_HardwareTensor, weakref.ref[Tensor]]] = {}
 
     def layer(self, name: str) -> Arithmetic:
-        inner = self._inner.layer(name)
-        return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware.layer(name), self._ledger)
+        inner_arithmetic = self._inner.layer(name)
+        return (
+            self
+            if inner_arithmetic is self._inner
+            else LaidOutArithmetic(inner_arithmetic, self._hardware.layer(name), self._ledger)
+        )
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        inner = self._inner.scaled_by(book, name)  # emulation and hardware use the same stored scale
-        return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware, self._ledger)
+        inner_arithmetic = self._inner.scaled_by(book, name)  # emulation and hardware use the same stored scale
+        return (
+            self
+            if inner_arithmetic is self._inner
+            else LaidOutArithmetic(inner_arithmetic, self._hardware, self._ledger)
+        )
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._record_cast("cast", tensor, role)
@@ -326,22 +334,22 @@ class LaidOutArithmetic(Arithmetic):
         # 2. Find the memory of the call's inputs. All other memory of the result is new.
         operands = result if isinstance(result, tuple) else (result,)
         inputs = [meta_source] if hardware_tensor is None else [meta_source, *hardware_tensor.operand.tensors]
-        owner_by_storage = {
-            tensor.untyped_storage()._cdata: owner
-            for tensor, owner in zip(inputs, (_SOURCE_OWNER, *_OPERAND_OWNERS), strict=False)
+        owner_number_by_storage = {
+            tensor.untyped_storage()._cdata: owner_number
+            for tensor, owner_number in zip(inputs, (_SOURCE_OWNER, *_OPERAND_OWNERS), strict=False)
             if tensor is not None
         }
         sizes: list[int] = []
-        owners_by_operand = []
+        owner_numbers_by_operand = []
         # 3. Find the owner of each result's memory. Count new memory only once, even if several tensors are views of
         # it.
         for operand in operands:
-            owners = []
+            owner_numbers = []
             for tensor in () if operand is None else operand.tensors:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in owner_by_storage:
-                    owner_by_storage[storage._cdata] = len(sizes)
+                if storage._cdata not in owner_number_by_storage:
+                    owner_number_by_storage[storage._cdata] = len(sizes)
                     sizes.append(storage.nbytes())
-                owners.append(owner_by_storage[storage._cdata])
-            owners_by_operand.append(tuple(owners))
-        return _CallLayout(operands, tuple(owners_by_operand), tuple(sizes))
+                owner_numbers.append(owner_number_by_storage[storage._cdata])
+            owner_numbers_by_operand.append(tuple(owner_numbers))
+        return _CallLayout(operands, tuple(owner_numbers_by_operand), tuple(sizes))

@@ -59,10 +59,10 @@ class FiniteState:
         # existed since preparation.
         self._has_read_state = True
         for tensor in self._read_tensors(state):
-            not_finite = _mask_not_finite(tensor)
-            is_mask = not_finite is not None and bool(_mask_negative_infinity(tensor).any())
+            not_finite_mask = _mask_not_finite(tensor)
+            is_mask = not_finite_mask is not None and bool(_mask_negative_infinity(tensor).any())
             self._prepared[get_view_key(tensor)] = (
-                None if not_finite is None else _InitiallyNotFinite(not_finite, is_mask)
+                None if not_finite_mask is None else _InitiallyNotFinite(not_finite_mask, is_mask)
             )
 
     @property
@@ -78,20 +78,20 @@ class FiniteState:
                 self._made_versions[view] = get_version(tensor)
 
     def find_lost_numbers(self, state: object) -> LostNumbers:
-        count = 0
+        lost_count = 0
         checked_count = 0
         first_tensor = ""
-        had_read_state = self._has_read_state
+        had_read_whole_state = self._has_read_state
         for tensor in self._read_tensors(state):
-            if get_view_key(tensor) not in self._prepared and not had_read_state:
+            if get_view_key(tensor) not in self._prepared and not had_read_whole_state:
                 continue
             checked_count += tensor.numel()
-            tensor_count = self._count_lost(tensor)
-            if tensor_count and not first_tensor:
+            tensor_lost_count = self._count_lost(tensor)
+            if tensor_lost_count and not first_tensor:
                 shape_text = " x ".join(map(str, tensor.shape)) or "one number"
                 first_tensor = f"a tensor of {shape_text} ({str(tensor.dtype).removeprefix('torch.')})"
-            count += tensor_count
-        return LostNumbers(count, checked_count, first_tensor)
+            lost_count += tensor_lost_count
+        return LostNumbers(lost_count, checked_count, first_tensor)
 
     def _read_tensors(self, state: object) -> Iterator[Any]:
         import torch
@@ -108,20 +108,22 @@ class FiniteState:
         self._has_read_state = self._has_read_state and time.thread_time() <= deadline
 
     def _count_lost(self, tensor: Any) -> int:
-        not_finite = _mask_not_finite(tensor)
-        if not_finite is None:
+        not_finite_mask = _mask_not_finite(tensor)
+        if not_finite_mask is None:
             return 0
         view_key = get_view_key(tensor)
         if view_key not in self._prepared:
             is_input = self._made_versions.get(view_key) == get_version(tensor)
-            is_mask = bool((_mask_negative_infinity(tensor) == not_finite).all()) and not bool(not_finite.all())
-            return 0 if is_input or is_mask else int(not_finite.sum())
+            is_infinity_mask = bool((_mask_negative_infinity(tensor) == not_finite_mask).all()) and not bool(
+                not_finite_mask.all()
+            )
+            return 0 if is_input or is_infinity_mask else int(not_finite_mask.sum())
         prepared = self._prepared[view_key]
         if prepared is not None:
-            not_finite = not_finite & ~prepared.not_finite
+            not_finite_mask = not_finite_mask & ~prepared.not_finite
             if prepared.is_mask:
-                not_finite = not_finite & ~_mask_negative_infinity(tensor)
-        return int(not_finite.sum())
+                not_finite_mask = not_finite_mask & ~_mask_negative_infinity(tensor)
+        return int(not_finite_mask.sum())
 
 
 @functools.cache
@@ -143,8 +145,8 @@ def _mask_not_finite(tensor: Any) -> Any:
     import torch
 
     if tensor.dtype.itemsize > 1:
-        smallest_and_largest = torch.stack(torch.aminmax(tensor))
-        return None if bool(smallest_and_largest.isfinite().all()) else ~tensor.isfinite()
+        smallest_and_largest_element = torch.stack(torch.aminmax(tensor))
+        return None if bool(smallest_and_largest_element.isfinite().all()) else ~tensor.isfinite()
     # torch has no arithmetic for one-byte dtypes, so pieces of the tensor are converted first.
     pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_PIECE_ELEMENTS)]
     return torch.cat(pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in pieces) else None

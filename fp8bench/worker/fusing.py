@@ -41,10 +41,10 @@ def compile_waiting() -> None:
     """Compiles all waiting quantisers (emulated casts), one after the other. If compiling fails, the case still runs,
     and its record has the reason.
     """
-    kernels = _find_kernel_registry()
-    for kernel in tuple(kernels.wanted):
+    kernel_registry = _find_kernel_registry()
+    for kernel in tuple(kernel_registry.wanted):
         with contextlib.suppress(Exception):  # a compiler may raise any error; operators.py stores the reason
-            kernels.compile(kernel)
+            kernel_registry.compile(kernel)
 
 
 def explain_eager_quantisers() -> str:
@@ -62,8 +62,8 @@ QuantiserCalls = tuple[int, Counter[int]]
 
 
 def count_calls() -> QuantiserCalls:
-    kernels = _find_kernel_registry()
-    return kernels.eager, Counter(kernels.fused)
+    kernel_registry = _find_kernel_registry()
+    return kernel_registry.eager, Counter(kernel_registry.fused)
 
 
 def count_calls_since(earlier: QuantiserCalls) -> QuantiserCalls:
@@ -84,10 +84,10 @@ def try_to_compile(device: str) -> str:
     seconds = time.perf_counter() - start
     if reason := explain_eager_quantisers():
         return reason
-    earlier_calls = count_calls()
+    earlier_quantiser_calls = count_calls()
     values(torch.ones(64, device=device), E4M3)
     description = f"a quantiser compiles in {seconds:.1f} s"
-    for bits in filter(None, count_calls_since(earlier_calls)[1]):
+    for bits in filter(None, count_calls_since(earlier_quantiser_calls)[1]):
         description += f", with vectors of {bits} bits"
     torch_device = torch.device(device)
     return f"{description}; {_try_triton(torch_device)}" if torch_device.type == "cuda" else description

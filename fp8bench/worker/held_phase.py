@@ -51,13 +51,13 @@ class HeldPhase:
         of the stored memory.
         """
         deadline = time.perf_counter() + WARM_SECONDS
-        repetitions = 1
+        phase_repetitions = 1
         seconds = self.loop(1)
         while time.perf_counter() < deadline:
-            repetitions = max(1, round(repetitions * _LOOP_SECONDS / max(seconds, 1e-7)))
-            seconds = self.loop(repetitions)
+            phase_repetitions = max(1, round(phase_repetitions * _LOOP_SECONDS / max(seconds, 1e-7)))
+            seconds = self.loop(phase_repetitions)
         self.replay.restore()
-        return RawReplay(seconds / repetitions, len(self.replay.calls), self.replay.bytes)
+        return RawReplay(seconds / phase_repetitions, len(self.replay.calls), self.replay.bytes)
 
 
 def store_phase_inputs(
@@ -86,9 +86,9 @@ def store_phase_inputs(
         workload.step(state, Markers(lambda name: ReportingMarker(name, open_phases, lambda told: None)))
     device.synchronise(index)
     try:
-        replay = phase_recording.replay()
+        phase_replay = phase_recording.replay()
     except CannotReplay as cannot:
         return RawReplay(why=str(cannot))
-    if why := replay.find_difference():
+    if why := phase_replay.find_difference():
         return RawReplay(why=why)
-    return HeldPhase(workload, state, device, index, replay, loads_data)
+    return HeldPhase(workload, state, device, index, phase_replay, loads_data)

@@ -46,16 +46,16 @@ def reset_high_water(proc: Path = PROC_FOLDER) -> Read:
 
 def _reset_peak(proc: Path) -> Reading:
     path = proc / "self" / "clear_refs"
-    old_peak = _read_status_bytes(proc, "VmHWM")
+    old_peak_bytes = _read_status_bytes(proc, "VmHWM")
     try:
         path.write_text(_RESET_HIGH_WATER)
     except OSError as error:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
-    new_peak = _read_status_bytes(proc, "VmHWM")
+    new_peak_bytes = _read_status_bytes(proc, "VmHWM")
     resident_bytes = _read_status_bytes(proc, "VmRSS")
-    if new_peak >= old_peak and new_peak > 1.01 * resident_bytes:
-        raise NoReading(f"{path} was written, but the peak stayed at {new_peak} B")
-    return Reading(new_peak, "B", str(path))
+    if new_peak_bytes >= old_peak_bytes and new_peak_bytes > 1.01 * resident_bytes:
+        raise NoReading(f"{path} was written, but the peak stayed at {new_peak_bytes} B")
+    return Reading(new_peak_bytes, "B", str(path))
 
 
 def _read_resident(proc: Path, name: str) -> Read:

@@ -75,9 +75,9 @@ class LateSlots:
             if not self._is_timed:
                 self._compiled = stack.enter_context(without_compiling())
             stack.callback(self._call.close)
-            earlier_waits = _count_waits()
+            earlier_wait_count = _count_waits()
             yield
-            self._wait_count = _count_waits() - earlier_waits
+            self._wait_count = _count_waits() - earlier_wait_count
 
     def begin_call(self) -> None:
         self._call.close()
@@ -103,22 +103,22 @@ class LateSlots:
             self._late = replace(self._late, told_apart=comparison.value)
 
     def _summarise_tapes(self, tapes: Sequence[_LateTape]) -> LateSteps:
-        counted_tapes = [count_tape(tape.calls, self._tf32) for tape in tapes[-_MAX_COUNTED_STEPS:]]
-        step_flops = [tape.flops for tape in counted_tapes]
+        counted_step_tapes = [count_tape(tape.calls, self._tf32) for tape in tapes[-_MAX_COUNTED_STEPS:]]
+        step_flops = [tape.flops for tape in counted_step_tapes]
         flops_by_path = Counter[str]()
-        for tape in counted_tapes:
+        for tape in counted_step_tapes:
             flops_by_path.update(tape.by_path)
-        is_complete = all(tape.complete for tape in counted_tapes)
-        first_tape = self._tapes[0]
+        is_complete = all(tape.complete for tape in counted_step_tapes)
+        first_step_tape = self._tapes[0]
         operator_seconds = _compute_mean_seconds(tapes)
         has_operator_times = self._device.kind == "cpu" and not self._compiled
         return LateSteps(
-            by_path=tuple((path, total / len(counted_tapes)) for path, total in sorted(flops_by_path.items()))
+            by_path=tuple((path, total / len(counted_step_tapes)) for path, total in sorted(flops_by_path.items()))
             if is_complete
             else None,
             varies=max(step_flops) - min(step_flops) > _MAX_FLOPS_VARIATION * max(step_flops),
-            switches=tuple(first_tape.switches),
-            subnormal=first_tape.subnormal / max(first_tape.sampled_count, 1),
+            switches=tuple(first_step_tape.switches),
+            subnormal=first_step_tape.subnormal / max(first_step_tape.sampled_count, 1),
             seconds=tuple(sorted(operator_seconds.items(), key=lambda pair: -pair[1])[:_MAX_REPORTED_OPERATORS])
             if has_operator_times
             else (),
@@ -166,8 +166,12 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
         result = super().run_call(func, args, named)
         self.seconds_of[func] += thread_time() - start
         if self._switches and len(self.calls) <= _MAX_CHECKED_OPERATORS:
-            switch_values = zip(self._switches, self._initial_values, read_values(self._switches), strict=True)
-            self.switches.update((switch.name, None) for switch, usual, present in switch_values if present != usual)
+            switches_with_values = zip(self._switches, self._initial_values, read_values(self._switches), strict=True)
+            self.switches.update(
+                (switch.name, None)
+                for switch, initial_value, present_value in switches_with_values
+                if present_value != initial_value
+            )
             if operator_name(func) not in ALLOCATION_OPERATORS:  # newly allocated memory holds arbitrary values
                 self._count_subnormals(result)
         return result

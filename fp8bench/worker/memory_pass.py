@@ -95,28 +95,33 @@ def measure_step_memory(
     with without_garbage_collection():
         # 2. If casts are emulated, record the memory that hardware would hold instead. This needs a separate step if
         # the emulation holds different tensors.
-        ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
+        device_ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
         device_memory_course = None
-        if ledger and hardware.needs_separate_step:
-            device_memory_course = _measure_second_step(make, device, meter, ledger).course
-        second_step = _measure_second_step(make, device, meter, None if device_memory_course else ledger)
-        if second_step.course is None:
+        if device_ledger and hardware.needs_separate_step:
+            device_memory_course = _measure_second_step(make, device, meter, device_ledger).course
+        measured_step = _measure_second_step(make, device, meter, None if device_memory_course else device_ledger)
+        if measured_step.course is None:
             return "torch's profiler recorded nothing", None
         # 3. Sum up the memory of the step by its purpose.
         memory_use = _summarise_memory(
-            second_step.course, second_step.before, state_tensors(second_step.prepared.state), second_step.resident
+            measured_step.course,
+            measured_step.before,
+            state_tensors(measured_step.prepared.state),
+            measured_step.resident,
         )
         # Without emulation, the hardware's peak is the measured peak.
-        device_peak = (device_memory_course or second_step.course).on_device if ledger else memory_use.peak
-        reason = ledger.why() if ledger else hardware.why
-        memory_use = replace(memory_use, on_device=None if reason else device_peak, off_device=reason)
+        hardware_peak_bytes = (
+            (device_memory_course or measured_step.course).on_device if device_ledger else memory_use.peak
+        )
+        reason = device_ledger.why() if device_ledger else hardware.why
+        memory_use = replace(memory_use, on_device=None if reason else hardware_peak_bytes, off_device=reason)
         # 4. Measure the growth of memory, which takes many more steps.
         if not leaks:
-            return memory_use, second_step.prepared.state
-        repeat_step = partial(second_step.prepared.step, SilentPhases())
+            return memory_use, measured_step.prepared.state
+        repeat_step = partial(measured_step.prepared.step, SilentPhases())
         device_key = device.kind if device.kind == "cpu" else f"{device.kind}:{index}"
-        growth_bytes = measure_growth(repeat_step, device_key, second_step.seconds)
-        return replace(memory_use, leak=growth_bytes), second_step.prepared.state
+        growth_bytes_per_step = measure_growth(repeat_step, device_key, measured_step.seconds)
+        return replace(memory_use, leak=growth_bytes_per_step), measured_step.prepared.state
 
 
 def _measure_second_step(
@@ -131,23 +136,25 @@ def _measure_second_step(
         prepared.step(SilentPhases())
         gc.collect(0)  # only the youngest generation: it has all objects that were made since the start
         state_before = state_tensors(prepared.state)
-        resident_reading = reset_high_water()
+        resident_memory_reading = reset_high_water()
         meter.mark()
         start = time.perf_counter()
         prepared.step(make_reporting_phases(meter.enter))
         seconds = time.perf_counter() - start
-        if isinstance(resident_reading, Reading):
-            resident_reading = read_resident_memory()["rss_high_water"]
+        if isinstance(resident_memory_reading, Reading):
+            resident_memory_reading = read_resident_memory()["rss_high_water"]
     finally:
         memory_course = meter.stop()
-    return _SecondStep(memory_course, prepared, state_before, resident_reading, seconds)
+    return _SecondStep(memory_course, prepared, state_before, resident_memory_reading, seconds)
 
 
 def _summarise_memory(
     course: MemoryCourse, state_before: StateTensors, state_after: StateTensors, resident: Read
 ) -> MemoryUse:
     bytes_at_peak_by_role = sum_by_role(course.held, course.peak, state_before, state_after) if course.held else {}
-    forward_sizes = sum_by_role(course.forward, sum(block.size for block in course.forward), state_before, state_after)
+    forward_bytes_by_role = sum_by_role(
+        course.forward, sum(block.size for block in course.forward), state_before, state_after
+    )
     reasons = [course.why]
     if course.held and not bytes_at_peak_by_role:
         reasons.append("torch's profiler saw more allocated bytes than torch's allocator counts")
@@ -160,7 +167,7 @@ def _summarise_memory(
         course.reserved,
         resident=int(resident.number) if isinstance(resident, Reading) else None,
         why="; ".join(filter(None, reasons)),
-        forward=tuple((role.value, size) for role, size in forward_sizes.items()),
+        forward=tuple((role.value, size) for role, size in forward_bytes_by_role.items()),
     )
 
 
@@ -194,9 +201,12 @@ def make_cast_watch(report: ReportMemory) -> Watch:
         if torch.compiler.is_compiling():  # while it is compiled, tensors have no addresses
             return
         source_addresses = [] if source is None else list(iterate_addresses(source))
-        known_addresses = {*source_addresses, *(_list_addresses(other_orientation) if other_orientation else ())}
-        copied_addresses = [address for address in _list_addresses(operand) if address not in known_addresses]
-        for addresses, memory_role in ((source_addresses, MEMORY_ROLES[role]), (copied_addresses, _COPY_ROLES[role])):
+        addresses_not_copied = {*source_addresses, *(_list_addresses(other_orientation) if other_orientation else ())}
+        addresses_of_copies = [address for address in _list_addresses(operand) if address not in addresses_not_copied]
+        for addresses, memory_role in (
+            (source_addresses, MEMORY_ROLES[role]),
+            (addresses_of_copies, _COPY_ROLES[role]),
+        ):
             if addresses:
                 report(addresses, memory_role)
 
@@ -219,14 +229,14 @@ def sum_by_role(
     peak. `state_before` and `state_after` are the tensors that the state holds before and after the step. Counted
     memory without a known purpose is OTHER. The result is empty if tensors have more bytes than the allocator counts.
     """
-    sizes = dict.fromkeys(MemoryRole, 0)
+    bytes_by_role = dict.fromkeys(MemoryRole, 0)
     for block in held:
-        sizes[find_role(block, state_before, state_after)] += block.size
-    unidentified_bytes = peak - sum(sizes.values())
-    if unidentified_bytes < 0:
+        bytes_by_role[find_role(block, state_before, state_after)] += block.size
+    bytes_without_role = peak - sum(bytes_by_role.values())
+    if bytes_without_role < 0:
         return {}
-    sizes[MemoryRole.OTHER] += unidentified_bytes
-    return {role: size for role, size in sizes.items() if size}
+    bytes_by_role[MemoryRole.OTHER] += bytes_without_role
+    return {role: size for role, size in bytes_by_role.items() if size}
 
 
 def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
@@ -342,12 +352,16 @@ def compute_growth(held: Sequence[int]) -> float:
     """Returns the growth in bytes per step, from the bytes that were held after each of many steps; 0.0 if the growth
     ends.
     """
-    quarter_length = len(held) // 4
-    quarters = [held[start : start + quarter_length] for start in range(0, 4 * quarter_length, quarter_length)]
-    minimum_rises = [min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(quarters)]
-    last_quarter_rise = min(minimum_rises[-1], max(quarters[3]) - max(quarters[2]))
-    growth_continues = min(minimum_rises) > 0 and last_quarter_rise >= max(minimum_rises) / 2
-    bytes_per_step = sum(minimum_rises) / (len(minimum_rises) * quarter_length)
+    quarter_step_count = len(held) // 4
+    held_bytes_by_quarter = [
+        held[start : start + quarter_step_count] for start in range(0, 4 * quarter_step_count, quarter_step_count)
+    ]
+    rises_of_minimum = [
+        min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(held_bytes_by_quarter)
+    ]
+    last_quarter_rise = min(rises_of_minimum[-1], max(held_bytes_by_quarter[3]) - max(held_bytes_by_quarter[2]))
+    growth_continues = min(rises_of_minimum) > 0 and last_quarter_rise >= max(rises_of_minimum) / 2
+    bytes_per_step = sum(rises_of_minimum) / (len(rises_of_minimum) * quarter_step_count)
     return bytes_per_step if growth_continues and bytes_per_step >= MIN_GROWTH_BYTES else 0.0
 
 

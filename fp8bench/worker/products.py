@@ -63,10 +63,12 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
         addresses_cast_in_step.clear()
         with ProductWatch(held_weights.inspect_operands):
             step(workload, state, setup.scales, clock)
-    kernels = _list_multiplying_kernels(partial(step, workload, state, setup.scales), facts) if takes_codes else ()
+    multiplying_kernels = (
+        _list_multiplying_kernels(partial(step, workload, state, setup.scales), facts) if takes_codes else ()
+    )
     del state, state_inputs
     has_low_values = operand_inspection.has_low_operand or operand_inspection.has_wide_operand
-    real_precision = identify_product(precision, facts) if operand_inspection.count or kernels else ""
+    real_precision = identify_product(precision, facts) if operand_inspection.count or multiplying_kernels else ""
     is_unknown = not formats or (not has_low_values and operand_inspection.count > _MAX_INSPECTED_PRODUCTS)
     return Products(
         operand_inspection.count,
@@ -76,7 +78,7 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
         tuple(watch.attention),
         operand_inspection.has_wide_operand and not operand_inspection.has_low_operand,
         real_precision,
-        kernels,
+        multiplying_kernels,
         input_sums,
         len(held_weights.find_unwritten() - addresses_cast_in_step),
     )
@@ -116,11 +118,11 @@ def find_formats(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Fo
     """Returns the formats of a case's products: those of its precision map if the map covers all layers, else those
     of its precision.
     """
-    precision_by_key = dict(case.precision_map)
+    precision_by_layer_key = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
     # only layers have keys in a precision map, elementwise operations do not
-    keys = [(layer, find_map_key(layer, precision_by_key)) for layer in layers]
-    modes = [precision_by_key[key] for _, key in keys if key is not None]
+    keys = [(layer, find_map_key(layer, precision_by_layer_key)) for layer in layers]
+    modes = [precision_by_layer_key[key] for _, key in keys if key is not None]
     if not layers or any(key is None and not layer.high for layer, key in keys):
         modes = [case.precision]
     formats: dict[Format, None] = {}
@@ -171,8 +173,11 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
     carrier_name = str(arithmetic.carrier).removeprefix("torch.")
     guesses: dict[str, tuple[Tensor, Tensor]] = {precision.mode: promised_operands, carrier_name: (x, weight)}
     if is_native:
-        carrier_copies = promised_operands[0].to(arithmetic.carrier), promised_operands[1].to(arithmetic.carrier)
-        guesses[f"{carrier_name} copies of {precision.mode}'s values"] = carrier_copies
+        carrier_dtype_operands = (
+            promised_operands[0].to(arithmetic.carrier),
+            promised_operands[1].to(arithmetic.carrier),
+        )
+        guesses[f"{carrier_name} copies of {precision.mode}'s values"] = carrier_dtype_operands
     try:
         layer_function = arithmetic.whole(torch.nn.Parameter(weight.to(torch.float32)))
         layer = arithmetic.layer(_LAYER_NAME)
@@ -243,21 +248,23 @@ class StateInputs:
         self._remaining_seconds = self._deadline - time.thread_time()
 
     def sum_inputs(self) -> tuple[GivenTensors, ...]:
-        sums_by_shape: dict[tuple[int, ...], GivenTensors] = {}
+        input_sums_by_shape: dict[tuple[int, ...], GivenTensors] = {}
         self._deadline = time.thread_time() + self._remaining_seconds
         for tensor, version, sums in self._sums_before:
             is_trained = tensor.is_leaf and tensor.requires_grad
             if is_trained or (get_version(tensor) == version and self._sum_numbers(tensor) == sums):
                 shape = tuple(tensor.shape)
-                previous = sums_by_shape.get(shape, GivenTensors(shape))
+                previous = input_sums_by_shape.get(shape, GivenTensors(shape))
                 total, squares, subnormals = (a + b for a, b in zip(previous.sums, sums, strict=True))
-                scattered = previous.scattered + (tensor.layout is torch.strided and 1 not in tensor.stride())
-                sums_by_shape[shape] = GivenTensors(
-                    shape, previous.tensors + 1, total, squares, int(subnormals), scattered
+                scattered_tensor_count = previous.scattered + (
+                    tensor.layout is torch.strided and 1 not in tensor.stride()
+                )
+                input_sums_by_shape[shape] = GivenTensors(
+                    shape, previous.tensors + 1, total, squares, int(subnormals), scattered_tensor_count
                 )
         if time.thread_time() > self._deadline:
             return ()
-        return tuple(sorted(sums_by_shape.values(), key=lambda tensors: -tensors.elements)[:_MAX_SHAPES])
+        return tuple(sorted(input_sums_by_shape.values(), key=lambda tensors: -tensors.elements)[:_MAX_SHAPES])
 
     def _sum_numbers(self, tensor: Any) -> tuple[float, float, int] | None:
         """Returns the sum, the sum of squares and the number of subnormals of a tensor; None if they are not finite or
@@ -265,15 +272,15 @@ class StateInputs:
         """
         total = 0.0
         squares = 0.0
-        subnormals = 0
+        subnormal_count = 0
         for piece in tensor.detach().reshape(-1).split(_PIECE_ELEMENTS):
             if time.thread_time() > self._deadline:
                 return None
             total += float(piece.sum(dtype=torch.float64))
             squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
             if tensor.dtype is not torch.float16:  # CPUs do not multiply in float16
-                subnormals += count_subnormals(piece)
-        return (total, squares, subnormals) if squares < float("inf") else None
+                subnormal_count += count_subnormals(piece)
+        return (total, squares, subnormal_count) if squares < float("inf") else None
 
 
 def _has_numbers(tensor: Any) -> bool:

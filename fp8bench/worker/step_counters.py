@@ -98,12 +98,12 @@ class PhaseReadings:
 
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
         marked_phases = set().union(*self.steps)
-        present_phases = [name for name in CELL_PHASES if name in marked_phases]
+        marked_cell_phases = [name for name in CELL_PHASES if name in marked_phases]
         measurements = []
         for index, spec in enumerate(figures):
             step_totals = tuple(sum(part[index] for part in counts.values()) for counts in self.steps)
             measurements.append(Measurement(spec.name, spec.unit, step_totals))
-            for name in present_phases:
+            for name in marked_cell_phases:
                 phase_totals = tuple(counts[name][index] if name in counts else 0.0 for counts in self.steps)
                 measurements.append(Measurement(spec.name, spec.unit, phase_totals, phase=name))
         return measurements

@@ -54,10 +54,10 @@ def untimed_pass() -> Iterator[None]:
     """Runs an untimed pass, whose output goes to stderr. Raises LeftRunning if it leaves threads or processes
     running.
     """
-    running_before = list_running()
+    running_tasks_before = list_running()
     with stdout_to_stderr():
         yield
-    if names := wait_and_name_running(list_running() - running_before):
+    if names := wait_and_name_running(list_running() - running_tasks_before):
         raise LeftRunning(
             f"it left {_describe_running(names)}: they would be timed with later work. Join them before returning."
         )
@@ -68,20 +68,20 @@ def silent_step() -> Iterator[None]:
     """Runs the `with` block, which takes timed steps. Raises an error if a step printed, or left a thread or a process
     running.
     """
-    running_before = list_running()
-    stdout_size = _measure_stdout()
+    running_tasks_before = list_running()
+    stdout_bytes_before = _measure_stdout()
     with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
         yield
     lines = captured_output.getvalue().strip().splitlines()
-    bypassed_bytes = _measure_stdout() - stdout_size
-    if lines or bypassed_bytes:
-        shown_output = repr(lines[0][:60]) if lines else f"{bypassed_bytes} bytes that bypass sys.stdout"
-        further_lines = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+    bytes_bypassing_stdout = _measure_stdout() - stdout_bytes_before
+    if lines or bytes_bypassing_stdout:
+        shown_output = repr(lines[0][:60]) if lines else f"{bytes_bypassing_stdout} bytes that bypass sys.stdout"
+        further_lines_text = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         raise StepPrinted(
-            f"a step printed {shown_output}{further_lines}: printing is timed with the step. "
+            f"a step printed {shown_output}{further_lines_text}: printing is timed with the step. "
             "Print while preparing, or not at all."
         )
-    if names := wait_and_name_running(list_running() - running_before, 0.0):
+    if names := wait_and_name_running(list_running() - running_tasks_before, 0.0):
         raise LeftRunning(
             f"a step left {_describe_running(names)}: it would be timed with the next one. Join it in the step, or "
             "start it while preparing."
@@ -153,8 +153,8 @@ def owns_process() -> bool:
 
 def list_running() -> RunningTasks:
     thread_id = None if _owns_process else threading.get_native_id()
-    descendants = () if _has_no_child() else _iterate_descendants(os.getpid(), thread_id)
-    return RunningTasks(frozenset(threading.enumerate()), frozenset(descendants))
+    descendant_pids = () if _has_no_child() else _iterate_descendants(os.getpid(), thread_id)
+    return RunningTasks(frozenset(threading.enumerate()), frozenset(descendant_pids))
 
 
 def wait_and_name_running(started: RunningTasks, grace_seconds: float = GRACE_SECONDS) -> list[str]:
@@ -176,11 +176,11 @@ def end_processes_on_error() -> Iterator[None]:
     """If the `with` block raises, ends the processes that the block has started, because no state exists whose release
     would end them.
     """
-    running_before = list_running()
+    running_tasks_before = list_running()
     try:
         yield
     except BaseException:
-        wait_and_name_running(list_running() - running_before, 0.0)
+        wait_and_name_running(list_running() - running_tasks_before, 0.0)
         raise
 
 
@@ -222,12 +222,12 @@ def _iterate_descendants(pid: int, thread: int | str | None = None) -> Iterator[
     for task in thread_ids:
         try:
             with open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file:  # noqa: PTH123
-                children = list(map(int, file.readall().split()))
+                child_pids = list(map(int, file.readall().split()))
         except OSError:
             continue
-        for child in children:
-            yield child
-            yield from _iterate_descendants(child)
+        for child_pid in child_pids:
+            yield child_pid
+            yield from _iterate_descendants(child_pid)
 
 
 def _end_processes(started: Iterable[int]) -> list[str]:

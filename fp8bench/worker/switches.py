@@ -65,12 +65,12 @@ def precision_scope(precision: Precision) -> Iterator[None]:
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Turns automatic garbage collection off, so that tensors in reference cycles are freed at a defined time."""
-    was_enabled = gc.isenabled()
+    was_collector_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
+        if was_collector_enabled:
             gc.enable()
 
 
@@ -101,9 +101,9 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
     for name, module in list(sys.modules.items()):
         # List the functions before any step runs, so that functions that a step adds to these modules are not listed.
         if name.startswith(_MEASURING_MODULES):
-            classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
-            for holder in (module, *classes):
-                names: Any = getattr(holder, "__dict__", {})
+            module_classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
+            for function_owner in (module, *module_classes):
+                names: Any = getattr(function_owner, "__dict__", {})
                 # A copy, because another thread may add a name.
                 for word, value in list(names.items()):
                     if type(value) is FunctionType:
@@ -138,13 +138,13 @@ def read_recorded_switches() -> dict[str, Scalar | None]:
     in a new process (None without any).
     """
     values = {switch: make_plain(switch.read()) for switch in switches() if switch.is_recorded}
-    unusual_texts = [
+    unusual_switch_texts = [
         f"{switch.name} at {value} (usually {make_plain(switch.usual)})"
         for switch, value in values.items()
         if switch.usual is not Unset and value != make_plain(switch.usual)
     ]
     switch_facts = {f"{SWITCH_PREFIX}{switch.name}": value for switch, value in values.items()}
-    return {**switch_facts, SWITCHES_SET: "; ".join(unusual_texts) or None}
+    return {**switch_facts, SWITCHES_SET: "; ".join(unusual_switch_texts) or None}
 
 
 def refuse_distorted_reference() -> None:
@@ -154,23 +154,27 @@ def refuse_distorted_reference() -> None:
         if "mixed" not in values.values():
             scope.enter_context(float32_products("highest"))  # the scope of the reference sets float32 products as well
             values = {switch: switch.read() for switch in switches()}
-    wrong_switches = [
+    distorting_switch_values = [
         (switch, value)
         for switch, value in values.items()
         if switch.is_distorting is not None and switch.is_distorting(value)
     ]
-    if not wrong_switches:
+    if not distorting_switch_values:
         return
-    wrong_texts = [
+    distorting_switch_texts = [
         f"{switch.name} at {make_plain(value)!s:.100} (expected {switch.expected or make_plain(switch.usual)})"
-        for switch, value in wrong_switches[:_MAX_NAMED_SWITCHES]
+        for switch, value in distorting_switch_values[:_MAX_NAMED_SWITCHES]
     ]
-    further_text = (
-        [f"{len(wrong_switches) - _MAX_NAMED_SWITCHES} more"] if len(wrong_switches) > _MAX_NAMED_SWITCHES else []
+    further_count_texts = (
+        [f"{len(distorting_switch_values) - _MAX_NAMED_SWITCHES} more"]
+        if len(distorting_switch_values) > _MAX_NAMED_SWITCHES
+        else []
     )
-    corrections = dict.fromkeys(switch.correction for switch, _ in wrong_switches[:_MAX_NAMED_SWITCHES])
+    switch_corrections = dict.fromkeys(
+        switch.correction for switch, _ in distorting_switch_values[:_MAX_NAMED_SWITCHES]
+    )
     raise UsageError(
-        f"the process that is to measure has {'; '.join([*wrong_texts, *further_text])}, "
+        f"the process that is to measure has {'; '.join([*distorting_switch_texts, *further_count_texts])}, "
         "which would distort the reference. "
-        f"Correct that first ({'; '.join(corrections)}), or measure in a separate process (isolation)."
+        f"Correct that first ({'; '.join(switch_corrections)}), or measure in a separate process (isolation)."
     )

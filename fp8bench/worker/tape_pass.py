@@ -92,21 +92,23 @@ def measure_shares(workload: Workload, setup: Setup, device: Device) -> Shares |
 
 def _measure_operator_shares(steps: _SharedSteps, state: Any) -> Shares:
     operator_times = OperatorTimes(find_models(state), steps.clock)
-    observed_calls = []
-    unobserved_seconds = []
+    timed_calls_by_step = []
+    unwatched_step_seconds = []
     # Observed and unobserved steps alternate, so that slow changes of the machine affect both kinds.
     for _ in _iterate_limited_turns():
         with operator_times.time_calls() as calls:
             steps.run(operator_times.phases)
-        observed_calls.append(calls)
-        unobserved_seconds.append(steps.time_without_watch())
+        timed_calls_by_step.append(calls)
+        unwatched_step_seconds.append(steps.time_without_watch())
     # The first observed and the first unobserved step are warm-ups. They are dropped if there are further steps.
-    return compute_shares(observed_calls[1:] or observed_calls, unobserved_seconds[1:] or unobserved_seconds)
+    return compute_shares(
+        timed_calls_by_step[1:] or timed_calls_by_step, unwatched_step_seconds[1:] or unwatched_step_seconds
+    )
 
 
 def _measure_kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
     operator_times = OperatorTimes(find_models(state), in_profiler_ranges=True)
-    unobserved_seconds = [steps.time_without_watch() for _ in _iterate_limited_turns()]
+    unwatched_step_seconds = [steps.time_without_watch() for _ in _iterate_limited_turns()]
 
     def take_observed_step() -> None:
         with operator_times.time_calls():
@@ -116,7 +118,7 @@ def _measure_kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
     # Run the first observed step without the profiler, because it also starts the observation.
     take_observed_step()
     operator_kernels, other_kernels = sum_kernel_seconds(record_events(take_observed_step, steps.facts.kind))
-    return compute_kernel_shares(operator_times.calls, operator_kernels, other_kernels, median(unobserved_seconds))
+    return compute_kernel_shares(operator_times.calls, operator_kernels, other_kernels, median(unwatched_step_seconds))
 
 
 def _iterate_limited_turns() -> Iterator[int]:

@@ -145,14 +145,14 @@ def get_attention_order() -> list[int]:
 @cache
 def _choose_attention() -> None:
     # Choose a kernel for small inputs that all attention kernels accept.
-    query = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
-    torch._fused_sdp_choice(query, query, query)
+    query_tensor = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
+    torch._fused_sdp_choice(query_tensor, query_tensor, query_tensor)
 
 
 def has_memory_pool() -> bool:
-    is_enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
+    is_caching_allocator_enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
     # torch 2.11 cannot report whether it pools memory; by default it does
-    return is_enabled is None or bool(is_enabled())
+    return is_caching_allocator_enabled is None or bool(is_caching_allocator_enabled())
 
 
 _MAPS_FILE = Path("/proc/self/maps")

@@ -169,8 +169,8 @@ def _list_library_switches() -> Iterator[Switch]:
         ("the library of products on a GPU", "preferred_blas_library"),
         ("the library of attention on ROCm", "preferred_rocm_fa_library"),
     ):
-        library_setting = getattr(cuda, function)
-        yield Switch(switch_name, library_setting, library_setting, names=(f"torch.backends.cuda.{function}",))
+        read_or_set_library = getattr(cuda, function)
+        yield Switch(switch_name, read_or_set_library, read_or_set_library, names=(f"torch.backends.cuda.{function}",))
     if hasattr(torch.backends, "python_native"):  # torch.backends.python_native exists since torch 2.12
         setter_names = (
             "DSLController.enabled",
@@ -202,10 +202,10 @@ def _list_attention_switches() -> Iterator[Switch]:
             switch_name, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True
         )
     # Reading the order would initialise the GPU.
-    read_order = torch._C._get_sdp_priority_order
+    read_attention_order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
-        read_order = partial(state.read_if_gpu_active, state.get_attention_order, NotInUse)
-    yield Switch("the order of attention's kernels", read_order, torch._C._set_sdp_priority_order)
+        read_attention_order = partial(state.read_if_gpu_active, state.get_attention_order, NotInUse)
+    yield Switch("the order of attention's kernels", read_attention_order, torch._C._set_sdp_priority_order)
     yield Switch(
         "reduced-precision sums in attention",
         cuda.fp16_bf16_reduction_math_sdp_allowed,
@@ -236,22 +236,22 @@ def _list_attention_switches() -> Iterator[Switch]:
 
 def _list_module_and_compiler_switches() -> Iterator[Switch]:
     # Global module hooks would also run in the layers of the reference.
-    hook_dicts = [
+    global_hook_dicts = [
         value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)
     ]
-    empty_hooks = ((),) * len(hook_dicts)
+    empty_global_hooks = ((),) * len(global_hook_dicts)
 
     def restore_hooks(old: tuple[dict[int, Any], ...]) -> None:
-        for holder, old_hooks in zip(hook_dicts, old, strict=True):
-            holder.clear()
-            holder.update(old_hooks)
+        for hook_dict, old_hooks in zip(global_hook_dicts, old, strict=True):
+            hook_dict.clear()
+            hook_dict.update(old_hooks)
 
     # Usually no module has hooks. Then return a constant, which is fast, because switches are read around every slot.
     yield Switch(
         "hooks of all modules",
-        lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else empty_hooks,
+        lambda: tuple(map(dict, global_hook_dicts)) if any(global_hook_dicts) else empty_global_hooks,
         restore_hooks,
-        usual=empty_hooks,
+        usual=empty_global_hooks,
         is_distorting=any,
         correction="remove the hooks",
     )
@@ -336,15 +336,15 @@ def _list_gpu_switches() -> Iterator[Switch]:
         for library_name, function in (("cuBLAS", "cublas_workspace_size"), ("cuBLASLt", "cublaslt_workspace_size"))
         if (read_or_set_size := getattr(libraries, function, None)) is not None
     ]
-    for switch_name, read, write, usual, public_name in rows:
+    for switch_name, read, write, usual_value, public_name in rows:
         # If no GPU is in use, a switch reads as its usual value, or as NotInUse if it has none.
-        value_before_use = NotInUse if usual is Unset else usual
+        value_before_gpu_use = NotInUse if usual_value is Unset else usual_value
         yield Switch(
             switch_name,
-            partial(state.read_if_gpu_active, read, value_before_use),
+            partial(state.read_if_gpu_active, read, value_before_gpu_use),
             write,
             (public_name,),
-            usual,
+            usual_value,
         )
 
 
@@ -448,12 +448,12 @@ def _make_flag_switch(name: str, path: str, usual: Any = Unset, is_distorting: b
     attribute.
     """
     *parents, attribute_name = path.split(".")
-    holder = reduce(getattr, parents, torch.backends)
-    if hasattr(holder, attribute_name):
+    flag_owner = reduce(getattr, parents, torch.backends)
+    if hasattr(flag_owner, attribute_name):
         full_path = f"torch.backends.{path}"
         yield make_attribute_switch(
             name,
-            holder,
+            flag_owner,
             attribute_name,
             names=(full_path,),
             usual=usual,

@@ -57,7 +57,7 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     from torch.profiler import profile, record_function, schedule
 
     phases = make_range_markers(record_function)
-    traces: list[dict[str, Any]] = []
+    chrome_traces: list[dict[str, Any]] = []
     for _ in range(WARM_UP_STEPS):
         step(phases)
     # The profiler names steps by their number, which includes its warm-up.
@@ -67,7 +67,7 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         profile(
             activities=list_activities(kind),
             schedule=profiler_schedule,
-            on_trace_ready=lambda profiler: traces.append(export_trace(profiler)),
+            on_trace_ready=lambda profiler: chrome_traces.append(export_trace(profiler)),
             record_shapes=True,
             acc_events=True,  # avoids torch 2.11's warning that events of several cycles get lost
         ) as profiler,
@@ -75,9 +75,9 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         for _ in range(1 + TRACED_STEPS):
             step(phases)
             profiler.step()
-    if not traces:
+    if not chrome_traces:
         raise RuntimeError("torch's profiler recorded nothing")
-    trace = traces[0]
+    trace = chrome_traces[0]
     trace["traceEvents"] = cut_overlaps(trace["traceEvents"])
     if not any(str(event.get("name", "")).startswith(PROFILER_STEP_PREFIX) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
@@ -129,32 +129,33 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     In backward, a phase may begin within an operator of one autograd node and end after it, in a later node. The parts
     that are cut off are microseconds long.
     """
-    all_events = list(events)
+    trace_events = list(events)
     intervals_by_thread = defaultdict[object, list[TracedInterval]](list)
-    phase_edges = defaultdict[object, set[int]](set)
-    for event in all_events:
+    phase_edges_by_thread = defaultdict[object, set[int]](set)
+    for event in trace_events:
         if _is_phase(event):
             phase_interval = _make_interval(event)
-            phase_edges[event.get("tid")] |= {phase_interval.start, phase_interval.end}
+            phase_edges_by_thread[event.get("tid")] |= {phase_interval.start, phase_interval.end}
         elif _has_times(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
             intervals_by_thread[event.get("tid")].append(_make_interval(event))
     open_intervals_by_thread = {
-        thread: _find_open_intervals(intervals_by_thread[thread], times) for thread, times in phase_edges.items()
+        thread: _find_open_intervals(intervals_by_thread[thread], times)
+        for thread, times in phase_edges_by_thread.items()
     }
     return [
         _cut_phase(event, open_intervals_by_thread[event.get("tid")]) if _is_phase(event) else event
-        for event in all_events
+        for event in trace_events
     ]
 
 
 def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) -> OpenIntervals:
     """Returns for each time the intervals that have begun before it and end after it."""
-    later_intervals = sorted(intervals, key=lambda interval: interval.start, reverse=True)
+    intervals_not_begun = sorted(intervals, key=lambda interval: interval.start, reverse=True)
     unfinished_intervals: list[TracedInterval] = []
     open_intervals_by_time = {}
     for time in sorted(times):
-        while later_intervals and later_intervals[-1].start < time:
-            unfinished_intervals.append(later_intervals.pop())
+        while intervals_not_begun and intervals_not_begun[-1].start < time:
+            unfinished_intervals.append(intervals_not_begun.pop())
         unfinished_intervals = [interval for interval in unfinished_intervals if interval.end > time]
         open_intervals_by_time[time] = unfinished_intervals.copy()
     return open_intervals_by_time
@@ -181,5 +182,5 @@ def _is_phase(event: Event) -> bool:
 
 
 def _make_interval(event: Event) -> TracedInterval:
-    start_ns = round(event["ts"] * 1000)
-    return TracedInterval(start_ns, start_ns + round(event["dur"] * 1000))
+    interval_start_ns = round(event["ts"] * 1000)
+    return TracedInterval(interval_start_ns, interval_start_ns + round(event["dur"] * 1000))

@@ -110,10 +110,12 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
         """
         row_decades = magnitude_decades * down
         column_decades = magnitude_decades * across
-        sizes = torch.logspace(-row_decades, row_decades, rows, device=facts.key)[:, None]
-        sizes = sizes * torch.logspace(-column_decades, column_decades, columns, device=facts.key)
+        element_magnitudes = torch.logspace(-row_decades, row_decades, rows, device=facts.key)[:, None]
+        element_magnitudes = element_magnitudes * torch.logspace(
+            -column_decades, column_decades, columns, device=facts.key
+        )
         # Most numbers have the same sign, because terms that cancel would hide an error.
-        return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * sizes
+        return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * element_magnitudes
 
     # One operand grows along the summed dimension while the other one falls, so that all terms of a sum matter.
     x = draw(_TOKENS, _INPUTS, 1, 0.5)
@@ -124,17 +126,17 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
         errors = _compare_with_emulation(arithmetic, recipe_on_device(get_recipe(precision), facts), *sources)
         allowed_error = _MAX_LAYER_ERROR
         expected_text = "fp8bench's emulation of it"
-        denominator_text = "that"
+        error_denominator_text = "that"
     else:
         errors = _compare_with_codes(arithmetic, *sources)
         allowed_error = _MAX_PRODUCT_ERROR
         expected_text = "the same product in fp64"
-        denominator_text = "the sum of its magnitudes"
+        error_denominator_text = "the sum of its magnitudes"
     for name, error in errors.items():
         if not error <= allowed_error:  # true for NaN as well
             return (
                 f"its {name} product is wrong on {facts.key}: it differs from {expected_text} by {error:.3g} of "
-                f"{denominator_text}, where at most {allowed_error:g} is expected. Nothing is measured with it "
+                f"{error_denominator_text}, where at most {allowed_error:g} is expected. Nothing is measured with it "
                 f"({PRODUCTS_VARIABLE}=unchecked measures nevertheless)"
             )
     return ""
@@ -172,33 +174,33 @@ def _compare_group_products(
         return arithmetic.restore(operand, torch.float64)
 
     def cast_columns(source: Tensor, role: Role) -> list[Tensor]:
-        parts = torch.split_with_sizes(source, part_sizes)
+        parts = torch.split_with_sizes(source, part_token_counts)
         return [restore_in_fp64(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 
     # 1. Split the tokens into two unequal parts, because equal parts would hide a wrong boundary.
     x, weight, gradient = sources
-    part_sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
-    part_ends = torch.tensor(part_sizes, device=x.device).cumsum(0).to(torch.int32)
+    part_token_counts = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
+    part_end_rows = torch.tensor(part_token_counts, device=x.device).cumsum(0).to(torch.int32)
     # 2. For each part of the tokens, compute the exact product of the rounded operands.
     cast_weights = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
-    row_pairs = zip(
-        torch.split_with_sizes(restore_in_fp64(a), part_sizes), map(restore_in_fp64, cast_weights), strict=True
+    forward_operand_pairs = zip(
+        torch.split_with_sizes(restore_in_fp64(a), part_token_counts), map(restore_in_fp64, cast_weights), strict=True
     )
-    transposed_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
+    gradient_operand_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
     # 3. Compute the same products, forward and for the gradients of weights, by grouped kernels.
     forward_products = torch.split_with_sizes(
-        arithmetic.multiply_groups(a, stack_operands(cast_weights), part_ends), part_sizes
+        arithmetic.multiply_groups(a, stack_operands(cast_weights), part_end_rows), part_token_counts
     )
     gradient_products = arithmetic.multiply_groups(
-        transpose_parts(arithmetic, g, gradient, Role.GRADIENT, part_sizes),
-        transpose_parts(arithmetic, a, x, Role.INPUT, part_sizes),
-        part_ends,
+        transpose_parts(arithmetic, g, gradient, Role.GRADIENT, part_token_counts),
+        transpose_parts(arithmetic, a, x, Role.INPUT, part_token_counts),
+        part_end_rows,
     ).unbind()
     # 4. Return the larger error of the two parts, for each product.
     errors = {}
     for name, parts, pairs in (
-        ("forward", forward_products, row_pairs),
-        ("weight gradient's", gradient_products, transposed_pairs),
+        ("forward", forward_products, forward_operand_pairs),
+        ("weight gradient's", gradient_products, gradient_operand_pairs),
     ):
         part_errors = [
             _find_largest_error(part, *_multiply_exactly(*pair)) for part, pair in zip(parts, pairs, strict=True)
@@ -221,14 +223,14 @@ def _compare_with_emulation(
     from fp8bench.nn.linear import linear
     from fp8bench.numerics.norms import relative_frobenius
 
-    emulation = RecipeArithmetic(recipe, arithmetic.carrier)
+    emulated_arithmetic = RecipeArithmetic(recipe, arithmetic.carrier)
     results_by_arithmetic = []
     for is_emulated in (False, True):
         inputs = x.detach().clone().requires_grad_()
         parameter = torch.nn.Parameter(weight.detach().clone())
         layer_function = None if is_emulated else arithmetic.whole(parameter)
         if layer_function is None:
-            outputs = linear(inputs, parameter, emulation, SilentPhases())
+            outputs = linear(inputs, parameter, emulated_arithmetic, SilentPhases())
         else:
             outputs = layer_function(inputs)
         results_by_arithmetic.append((outputs, *torch.autograd.grad(outputs, (inputs, parameter), gradient)))

@@ -149,12 +149,14 @@ class UntimedPasses:
         from fp8bench.tape.coverage import measure_coverage
 
         with self._open_untimed_pass(case, facts) as (workload, _, setup):
-            covered = workload.covered(setup())
-            if covered is None:
+            covered_model = workload.covered(setup())
+            if covered_model is None:
                 return None
             # `covered.held` has the weights of the model's products, as the conversion stores them.
-            coverage = measure_coverage(covered.model, covered.held, covered.step, multiple=covered.multiple)
-            return replace(coverage, loss=covered.loss())
+            coverage = measure_coverage(
+                covered_model.model, covered_model.held, covered_model.step, multiple=covered_model.multiple
+            )
+            return replace(coverage, loss=covered_model.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
         """Returns how many bytes each purpose (weights, gradients, ...) takes at the peak of a step, or why it is

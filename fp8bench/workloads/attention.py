@@ -104,16 +104,16 @@ class Attention(LayerWorkload):
         flops = 4.0 * score_count * int(params["head_width"]) * (0.5 if _is_causal(params) else 1.0)
         # Queries, keys, values and the output take at least two bytes for each value. In training, their gradients take
         # the same memory.
-        least_bytes = 2.0 * rows * (inner + width) * (2 if is_training else 1)
+        least_memory_bytes = 2.0 * rows * (inner + width) * (2 if is_training else 1)
         if params["part"] == "layer":
             weights = width * inner + width * width
             flops += 2.0 * rows * weights
-            least_bytes += 4.0 * weights * (2 if is_training else 1) + 2.0 * rows * width
+            least_memory_bytes += 4.0 * weights * (2 if is_training else 1) + 2.0 * rows * width
         if _has_low_scores(params):
             # Scores exist in fp32 before and after rounding. In backward, softmax needs the probabilities and two
             # gradients.
-            least_bytes += (3 if is_training else 2) * 4.0 * score_count
-        return Work(flops * (3 if is_training else 1), rows, least_memory=least_bytes)
+            least_memory_bytes += (3 if is_training else 2) * 4.0 * score_count
+        return Work(flops * (3 if is_training else 1), rows, least_memory=least_memory_bytes)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
         """Estimates the peak bytes: queries, keys, values, inputs, outputs and their gradients, and the attention
@@ -139,18 +139,18 @@ class Attention(LayerWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         kernel = str(_KERNEL_AXIS.of(params))
-        has_low_scores = _has_low_scores(params)
+        has_low_precision_scores = _has_low_scores(params)
         if support.level is Level.REFUSED:
             return support
         # Refuse settings that exclude each other, before asking what the device supports.
-        if kernel != "auto" and has_low_scores:
+        if kernel != "auto" and has_low_precision_scores:
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
         has_grouped_heads = params["heads"] != params["key_heads"]
         if missing_kernel_reason := shared.explain_missing_kernel(kernel, has_grouped_heads, precision, facts):
             return refused(missing_kernel_reason)
         # With scores=high, the attention core runs in `carried_by`, the precision of values between products. Its time
         # would not describe the case's precision.
-        if params["part"] == "core" and not has_low_scores and precision.carried_by:
+        if params["part"] == "core" and not has_low_precision_scores and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
@@ -164,7 +164,7 @@ class Attention(LayerWorkload):
             )
             if support.level is Level.REFUSED:
                 return support
-        if has_low_scores:
+        if has_low_precision_scores:
             return emulated("scores in low precision: explicit products of rounded values, no kernel")
         return support
 
@@ -223,16 +223,16 @@ def _build_exercise(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype
     batch, sequence, heads = read_integers(params, "batch", "sequence", "heads")
     key_heads, head_width = read_integers(params, "key_heads", "head_width")
     width = heads * head_width
-    is_core = params["part"] == "core"
+    is_attention_core = params["part"] == "core"
     # The core's inputs are queries, keys and values, already split into heads. The layer's inputs are tokens.
     shapes: list[tuple[int, ...]] = [(batch, sequence, width)]
-    if is_core:
+    if is_attention_core:
         shapes = [(batch, number, sequence, head_width) for number in (heads, key_heads, key_heads)]
 
     def build() -> BareAttention | SelfAttention:
         return (
             BareAttention(core)
-            if is_core
+            if is_attention_core
             else SelfAttention(width, heads, key_heads, gain=1.0, choose=choose, core=core)
         )
 

@@ -99,8 +99,8 @@ class Cast(Workload):
         elements = int(params["rows"]) * int(params["columns"])
         source_bytes = float(SOURCE_BYTES[str(params["source"])] * elements)
         # Memory holds the source, and codes of at least half a byte for each element.
-        span_factor = SPAN_FACTORS.get(str(LAYOUT.of(params)), 1)
-        return Work(bytes=source_bytes, least_memory=span_factor * source_bytes + elements / 2)
+        layout_span_factor = SPAN_FACTORS.get(str(LAYOUT.of(params)), 1)
+        return Work(bytes=source_bytes, least_memory=layout_span_factor * source_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)

@@ -93,8 +93,8 @@ class Collective(Workload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        dropped_names = () if params["collective"] in SUMMING_COLLECTIVES else _FP8_PARAMETERS
-        return (tuple((name, value) for name, value in params.items() if name not in dropped_names),)
+        dropped_parameter_names = () if params["collective"] in SUMMING_COLLECTIVES else _FP8_PARAMETERS
+        return (tuple((name, value) for name, value in params.items() if name not in dropped_parameter_names),)
 
     def work(self, params: Scalars) -> Work:
         input_bytes = float(_ELEMENT_BYTES * int(params["elements"]))
@@ -189,9 +189,9 @@ class Collective(Workload):
         bus_ratio = bus_factor(str(setup.params["collective"]), state.size)
         logical_bytes = float(_ELEMENT_BYTES * elements)
         if isinstance(state.kind, FP8Collective):
-            counter = SentBytes(state.size)
-            state.kind(state.input_values, state.rank, state.size, SilentPhases().communication, counter)
-            return Transfer(logical_bytes, float(elements), counter.bytes, bus_ratio, counted=True)
+            sent_bytes_counter = SentBytes(state.size)
+            state.kind(state.input_values, state.rank, state.size, SilentPhases().communication, sent_bytes_counter)
+            return Transfer(logical_bytes, float(elements), sent_bytes_counter.bytes, bus_ratio, counted=True)
         sent_bytes = state.kind.count_sent_bytes(state.input_values, state.size)
         return Transfer(
             logical_bytes, float(elements * state.input_values.element_size()), sent_bytes, bus_ratio, counted=False
@@ -240,5 +240,7 @@ def _measure_lost_shares(kind: FP8Collective, state: CollectiveState) -> tuple[A
         )
     if kind.collective not in SUMMING_COLLECTIVES:
         return saturated_share, 0.0
-    flushed_share = collectives.compute_flushed_share(state.input_values, kind.scaling, state.size, kind.auto_scale)
-    return saturated_share, run_on_this_rank(flushed_share, None, phase)
+    flushed_input_share = collectives.compute_flushed_share(
+        state.input_values, kind.scaling, state.size, kind.auto_scale
+    )
+    return saturated_share, run_on_this_rank(flushed_input_share, None, phase)

@@ -212,8 +212,8 @@ def _iterate_batches(setup: Setup, records: StoredRecords, random: np.random.Gen
         return (records.read_batch(_draw_indices(random, batch), reused_batch) for _ in itertools.count())
     # Steps use several batches in turn, so that the next batch is in no cache. A batch that is larger than RECORD_COUNT
     # fits into no cache, so one such batch is enough.
-    prepared_count = PREPARED_BATCHES if batch <= RECORD_COUNT else 1
-    return itertools.cycle([records.read_batch(_draw_indices(random, batch)) for _ in range(prepared_count)])
+    prepared_batch_count = PREPARED_BATCHES if batch <= RECORD_COUNT else 1
+    return itertools.cycle([records.read_batch(_draw_indices(random, batch)) for _ in range(prepared_batch_count)])
 
 
 def _draw_indices(random: np.random.Generator, batch: int) -> IndexArray:

@@ -104,7 +104,7 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
     # In the middle of the UNet, an image has half the height and half the width.
-    middle_pixels = pixels // 4
+    middle_pixel_count = pixels // 4
 
     def iterate_block_shapes(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
         yield f"{name}.conv1", "body", rows, 9 * inputs, outputs
@@ -118,10 +118,10 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
         yield from iterate_block_shapes(f"down.{number}", pixels, width, width)
         # The first block after the middle also reads the output of the middle, which has twice the width.
         yield from iterate_block_shapes(f"up.{number}", pixels, width if number else 3 * width, width)
-    yield from iterate_block_shapes("middle.0", middle_pixels, width, 2 * width)
-    yield from iterate_block_shapes("middle.1", middle_pixels, 2 * width, 2 * width)
-    yield "attn.qkv", "attn", middle_pixels, 2 * width, 6 * width
-    yield "attn.out", "attn", middle_pixels, 2 * width, 2 * width
+    yield from iterate_block_shapes("middle.0", middle_pixel_count, width, 2 * width)
+    yield from iterate_block_shapes("middle.1", middle_pixel_count, 2 * width, 2 * width)
+    yield "attn.qkv", "attn", middle_pixel_count, 2 * width, 6 * width
+    yield "attn.out", "attn", middle_pixel_count, 2 * width, 2 * width
     yield "last", "ends", pixels, 9 * width, LATENT_CHANNELS
 
 
@@ -233,9 +233,9 @@ class Diffusion(ConvolvedWorkload):
             plan = read_plan(params)
             return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=weight_bytes)
         # The noisy latents and the encoded time step need no gradient.
-        first_products = (product for product in products if product.layer.name in ("first", "time.up"))
+        input_layer_products = (product for product in products if product.layer.name in ("first", "time.up"))
         return Work(
-            3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in first_products),
+            3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in input_layer_products),
             least_memory=2 * weight_bytes,
         )
 
@@ -295,5 +295,5 @@ class Diffusion(ConvolvedWorkload):
             for arithmetic in (setup.high, diffusion.AlternativeKernels(setup.high.carrier))
         )
         samplings = [sampling for sampling in (exact, *high_exercises) if isinstance(sampling, diffusion.Sampling)]
-        evaluations = read_plan(setup.params).denoiser_calls
-        return {**diffusion.measure_step_errors(state, *samplings), "evaluations": float(evaluations)}
+        denoiser_evaluations = read_plan(setup.params).denoiser_calls
+        return {**diffusion.measure_step_errors(state, *samplings), "evaluations": float(denoiser_evaluations)}

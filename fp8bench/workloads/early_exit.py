@@ -33,9 +33,9 @@ def count_rows_by_block(params: Scalars) -> list[int]:
     or with the last block.
     """
     rows = [int(params["tokens"])]
-    staying_share = 1 - int(params["leaving"]) / 100
+    staying_row_share = 1 - int(params["leaving"]) / 100
     while len(rows) < int(params["depth"]) and rows[-1]:
-        rows.append(math.ceil((rows[-1] - 1) * staying_share))
+        rows.append(math.ceil((rows[-1] - 1) * staying_row_share))
     return rows
 
 
@@ -93,9 +93,9 @@ class EarlyExits(LayerWorkload):
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden, depth = read_integers(params, "tokens", "width", "hidden", "depth")
         # Weights in fp32, and rows with at least two bytes for each value.
-        least_bytes = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
+        least_memory_bytes = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
         flops = 2.0 * sum(count_rows_by_block(params)) * width * (2 * hidden + int(params["classes"]))
-        return Work(flops, tokens, least_memory=least_bytes)
+        return Work(flops, tokens, least_memory=least_memory_bytes)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         block_kinds = product(range(int(params["depth"])), self.layer_kinds)
@@ -111,8 +111,8 @@ class EarlyExits(LayerWorkload):
     def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         from fp8bench.nn.early_exit import EarlyExit
 
-        width, hidden, depth, classes = read_integers(params, "width", "hidden", "depth", "classes")
-        return EarlyExit(width, hidden, depth, classes, choose)
+        width, hidden, depth, class_count = read_integers(params, "width", "hidden", "depth", "classes")
+        return EarlyExit(width, hidden, depth, class_count, choose)
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         return [(int(params["tokens"]), int(params["width"]))]

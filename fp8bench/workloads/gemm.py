@@ -139,8 +139,8 @@ class Gemm(Workload):
         """Returns the cases that a shape stands for. A model stands for the products of all its layers. A sweep
         stands for all its sizes.
         """
-        layout_params = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
-        return tuple((*shape, *layout_params) for shape in self._expand_shape(params))
+        layout_and_value_params = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
+        return tuple((*shape, *layout_and_value_params) for shape in self._expand_shape(params))
 
     def _expand_shape(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
@@ -237,19 +237,19 @@ class Gemm(Workload):
         arithmetic, cast = _select_casts(setup)
         # 1. Draw operands in fp32 and round them to the carrier. This rounding is a part of the error.
         carrier_operands = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
-        cast_operands = cast(*carrier_operands)
+        operands_after_cast = cast(*carrier_operands)
         # Delayed scales fit the operands only after a first cast.
         if arithmetic.settles:
-            cast_operands = cast(*carrier_operands)
+            operands_after_cast = cast(*carrier_operands)
         # 2. Compute the product, and the values that the codes of the operands represent.
         if (stored_weight := _store_weight(setup, carrier_operands[1])) is not None:
             product = stored_weight.multiply(carrier_operands[0], SilentPhases())
             restored_operands = (carrier_operands[0].float(), stored_weight.restore())
         else:
-            product = arithmetic.product(cast_operands[0], cast_operands[1], arithmetic.carrier)
+            product = arithmetic.product(operands_after_cast[0], operands_after_cast[1], arithmetic.carrier)
             restored_operands = (
-                arithmetic.restore(cast_operands[0], torch.float32),
-                arithmetic.restore(cast_operands[1], torch.float32),
+                arithmetic.restore(operands_after_cast[0], torch.float32),
+                arithmetic.restore(operands_after_cast[1], torch.float32),
             )
         # 3. Compare with the exact operands, and with the rounded operands that the kernel got.
         errors = products.measure_product_errors(
@@ -285,8 +285,8 @@ def parse_shape(text: str) -> str:
     try:
         return parse_sides(text)
     except ValueError as error:
-        nearest_name = meant_name("model", text, MODELS)
-        hint = f"; the nearest is {nearest_name!r}" if nearest_name else ""
+        nearest_model_name = meant_name("model", text, MODELS)
+        hint = f"; the nearest is {nearest_model_name!r}" if nearest_model_name else ""
         sizes = "hidden:4096/ffn:14336/heads:32/kv:8"
         raise ValueError(f"{error}, sweep, {sizes}, or one of {', '.join(MODELS)}{hint}") from None
 

@@ -67,11 +67,11 @@ class Learning(shared.TrainingWorkload):
 
     def work(self, params: Scalars) -> Work:
         config = _make_config(params)
-        least_bytes = 16.0 * config.weights + 4.0 * _BATCH_SEQUENCES * _SEQUENCE_TOKENS * config.vocabulary
+        least_memory_bytes = 16.0 * config.weights + 4.0 * _BATCH_SEQUENCES * _SEQUENCE_TOKENS * config.vocabulary
         return Work(
             config.step_flops(_BATCH_SEQUENCES, _SEQUENCE_TOKENS),
             _BATCH_SEQUENCES * _SEQUENCE_TOKENS,
-            least_memory=least_bytes,
+            least_memory=least_memory_bytes,
         )
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:

@@ -70,10 +70,10 @@ class Mlp(LayerWorkload):
         tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
         # Weights in fp32, and input, output and intermediate values with at least two bytes each.
-        least_bytes = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
+        least_memory_bytes = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
         # The backward pass has two products for each product of the forward pass.
         passes = 3 if shared.is_training(params) else 1
-        return Work(flops=2.0 * tokens * weights * passes, tokens=tokens, least_memory=least_bytes)
+        return Work(flops=2.0 * tokens * weights * passes, tokens=tokens, least_memory=least_memory_bytes)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)

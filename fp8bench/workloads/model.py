@@ -163,14 +163,14 @@ class Model(Workload):
         first_outcome, second_outcome = (
             OwnModel(_copy_model(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
         )
-        repeat_difference = compute_errors(second_outcome, first_outcome)
+        differences_between_repeats = compute_errors(second_outcome, first_outcome)
         # 2. Run the converted copy with the same random numbers.
         state = _make_converted_model(setup, draws_alike=True)
         if setup.settles:
             state.outcome()  # this pass only fills the history from which the precision gets its scales
         errors = compute_errors(state.outcome(), first_outcome)
         # 3. Reject errors that are not clearly larger than the difference between the two runs.
-        if _is_irreproducible(errors, repeat_difference):
+        if _is_irreproducible(errors, differences_between_repeats):
             raise NotRepeatable(
                 "the unchanged model gives different numbers from the same seed, perhaps because it draws them from "
                 "a separate generator. Seed that in forward, or draw by torch, random or numpy.random"
@@ -186,8 +186,8 @@ class Model(Workload):
         model_copy = _copy_model(setup)
         if setup.draw:
             # Keep the batch of the first seed. Only the model comes from the other seed.
-            other_copy = _copy_model(replace(setup, seed=setup.seed + setup.draw))
-            model_copy = model_copy._replace(model=other_copy.model)
+            other_seed_copy = _copy_model(replace(setup, seed=setup.seed + setup.draw))
+            model_copy = model_copy._replace(model=other_seed_copy.model)
         state = OwnModel(model_copy, setup, _find_native_multiples(setup), converts=_is_converted(setup))
         with seed_generators(setup.seed, setup.facts):
             return state.losses(steps)
@@ -198,8 +198,8 @@ class Model(Workload):
         outcome = _make_converted_model(setup, compiles=False).outcome()
         exact = _make_converted_model(reference, compiles=False).outcome()
         errors = compute_errors(outcome, exact)
-        repeat_difference = compute_errors(_make_converted_model(reference, compiles=False).outcome(), exact)
-        return None if _is_irreproducible(errors, repeat_difference) else errors.get("gradient_error")
+        differences_between_repeats = compute_errors(_make_converted_model(reference, compiles=False).outcome(), exact)
+        return None if _is_irreproducible(errors, differences_between_repeats) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
         """Returns what is needed to compute the FLOP coverage: the unchanged model, its weights and a step. Returns

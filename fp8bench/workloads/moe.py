@@ -35,12 +35,12 @@ def parse_load(text: str) -> str:
     kind, _, exponent = text.partition(":")
     if kind == "zipf":
         try:
-            exponent_value = float(exponent)
+            zipf_exponent = float(exponent)
         except ValueError:
             raise ValueError("expected zipf with an exponent, as in zipf:1") from None
-        if not 0 < exponent_value <= _LARGEST_EXPONENT:
+        if not 0 < zipf_exponent <= _LARGEST_EXPONENT:
             raise ValueError(f"expected an exponent above 0, up to {_LARGEST_EXPONENT:g}")
-        return f"zipf:{exponent_value:g}"
+        return f"zipf:{zipf_exponent:g}"
     return one_of("uniform", "zipf:1", "router")(text)
 
 
@@ -119,11 +119,13 @@ class Moe(LayerWorkload):
         products = tokens * (sizes.top_k * expert_weights + sizes.experts * sizes.width)
         # Weights are in fp32. Each token has a row for each of its experts. The values of rows, and the values between
         # the two products, take two bytes each.
-        row_values = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
-        least_bytes = layers * (
-            4.0 * sizes.experts * expert_weights + (2.0 * row_values if is_training(params) else 0.0)
+        row_value_count = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
+        least_memory_bytes = layers * (
+            4.0 * sizes.experts * expert_weights + (2.0 * row_value_count if is_training(params) else 0.0)
         )
-        return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least_bytes)
+        return Work(
+            2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least_memory_bytes
+        )
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         indices = product(range(int(params["layers"])), range(int(params["experts"])), self.layer_kinds)
@@ -145,9 +147,11 @@ class Moe(LayerWorkload):
         # 2. Find how the device supports the router's products, which have their own precision and sizes. The router's
         # weight gradient sums over tokens, so the number of tokens must fit too.
         router_precision = precisions.get(str(params["router"]))
-        router_text = f"experts={sizes.experts}, tokens={params['tokens']}"
+        router_size_text = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
-        router_support = require_fit(router_precision.support(facts), router_precision, 0, sides, False, router_text)
+        router_support = require_fit(
+            router_precision.support(facts), router_precision, 0, sides, False, router_size_text
+        )
         if router_support.level is Level.REFUSED:
             return hardware.refused(f"router={router_precision.name}: {router_support.reason}")
         fp8_axes = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
@@ -203,23 +207,24 @@ class Moe(LayerWorkload):
         errors = state.measure_errors(exact, setup.settles)
         assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
         # Record which experts each token gets in this precision and in the exact pass.
-        routing = state.layer.record_routing(state.outcome)
-        exact_routing = exact.layer.record_routing(exact.outcome)
-        differing_shares = measure_disagreements(
-            [chosen_experts for chosen_experts, _ in routing], [chosen_experts for chosen_experts, _ in exact_routing]
+        routing_by_layer = state.layer.record_routing(state.outcome)
+        exact_routing_by_layer = exact.layer.record_routing(exact.outcome)
+        differing_choice_shares = measure_disagreements(
+            [chosen_experts for chosen_experts, _ in routing_by_layer],
+            [chosen_experts for chosen_experts, _ in exact_routing_by_layer],
         )
         # Find the first layer whose router chooses other experts. Later layers have other inputs than in the exact
         # pass.
         first_differing_layer = next(
-            (number for number, share in enumerate(differing_shares) if share), len(differing_shares)
+            (number for number, share in enumerate(differing_choice_shares) if share), len(differing_choice_shares)
         )
-        figures_by_layer = {
-            f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(differing_shares)
+        layer_differing_percents = {
+            f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(differing_choice_shares)
         }
         return {
             **errors,
-            "top_k_differs_percent": 100 * sum(differing_shares) / len(differing_shares),
-            **(figures_by_layer if len(differing_shares) > 1 else {}),
+            "top_k_differs_percent": 100 * sum(differing_choice_shares) / len(differing_choice_shares),
+            **(layer_differing_percents if len(differing_choice_shares) > 1 else {}),
             "layers_that_agree": float(first_differing_layer),
-            **summarise_load([counts for _, counts in routing], state.layer.expert_bytes()),
+            **summarise_load([counts for _, counts in routing_by_layer], state.layer.expert_bytes()),
         }

@@ -73,11 +73,13 @@ class NormAct(LayerWorkload):
         the operation reads it.
         """
         tokens, width = read_integers(params, "tokens", "width")
-        tensors = INPUT_COUNTS[str(params["operation"])]
-        counted_tensors = tensors + (
+        input_tensor_count = INPUT_COUNTS[str(params["operation"])]
+        counted_tensors = input_tensor_count + (
             shared.is_training(params) and params["operation"] not in OPERATIONS_NOT_READING_GRADIENT
         )
-        return Work(bytes=4.0 * counted_tensors * tokens * width, least_memory=2.0 * tensors * tokens * width)
+        return Work(
+            bytes=4.0 * counted_tensors * tokens * width, least_memory=2.0 * input_tensor_count * tokens * width
+        )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.carried_by:

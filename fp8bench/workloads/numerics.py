@@ -40,7 +40,7 @@ def _list_default_precisions() -> Iterator[str]:
     on the rounding.
     """
     mx_scalings = tuple(f"mx{scale}" for scale in _MX_SCALES)
-    scalings = {
+    scalings_by_format = {
         "e4m3fn": (*_FLOAT_SCALINGS, *mx_scalings),
         "e4m3fnuz": ("tensor",),
         "e5m2": (*_FLOAT_SCALINGS, "mx"),
@@ -50,7 +50,7 @@ def _list_default_precisions() -> Iterator[str]:
         "e2m1": (*_FLOAT_SCALINGS, *mx_scalings, "nvfp4", "nvfp4:scale=up"),
     }
     yield from ("fp16", "bf16")
-    for fmt, format_scalings in scalings.items():
+    for fmt, format_scalings in scalings_by_format.items():
         yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in format_scalings)
 
 

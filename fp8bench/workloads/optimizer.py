@@ -130,9 +130,9 @@ class Optimizer(Workload):
         # 1. Start twice from the same state: with fp32 moments, and with moments in the case's precision.
         params = setup.params
         params |= {"tensors": 1, "width": min(int(params["width"]), ERROR_WIDTH)}
-        small_setup = replace(setup, case=replace(setup.case, params=tuple(params.items())))
-        exact_state, source = _draw_initial_state(small_setup, _make_exact_storages(), fused=True)
-        state, _ = _draw_initial_state(small_setup, _choose_storages(setup), params["fused"] == "yes")
+        one_matrix_setup = replace(setup, case=replace(setup.case, params=tuple(params.items())))
+        exact_state, source = _draw_initial_state(one_matrix_setup, _make_exact_storages(), fused=True)
+        state, _ = _draw_initial_state(one_matrix_setup, _choose_storages(setup), params["fused"] == "yes")
         initial_weights = [parameter.clone() for parameter in exact_state.parameters()]
         # 2. Run both with the same gradients, on one thread, because sums must not depend on the machine.
         with limit_to_one_thread():
@@ -197,10 +197,10 @@ def _draw_initial_state(
     weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled_gradients()]
     # A moving average of noise keeps (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
     # keeps twice as much.
-    moment_deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
-    first = [tensor.mul_(moment_deviations[0]) for tensor in source.draw()]
+    moment_standard_deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
+    first = [tensor.mul_(moment_standard_deviations[0]) for tensor in source.draw()]
     second = [
-        tensor.mul_(moment_deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
+        tensor.mul_(moment_standard_deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
         for tensor, scale in zip(source.draw_unscaled_gradients(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]

@@ -57,7 +57,9 @@ class Parallel(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
-        ways_text = "; ".join(f"{division.name} ({division.summary})" for division in WAYS.values())
+        ways_text = "; ".join(
+            f"{division_method.name} ({division_method.summary})" for division_method in WAYS.values()
+        )
         options = (
             Axis(
                 name,
@@ -82,22 +84,24 @@ class Parallel(Workload):
         that the method does not have are dropped.
         """
         config = sizes.SIZES[str(params["size"])]
-        division = WAYS[str(params["way"])]
+        division_method = WAYS[str(params["way"])]
         default_sizes: dict[str, Scalar] = {"batch": config.batch * _BATCH_FACTOR, "sequence": config.sequence}
-        sized_params = {
+        params_with_sizes = {
             name: default_sizes.get(name, value) if value == "auto" else value for name, value in params.items()
         }
-        fixed_params = {
+        single_value_params = {
             name: value
-            for name, value in sized_params.items()
+            for name, value in params_with_sizes.items()
             if name not in DIVISION_OPTIONS or str(value).partition(" ")[0] not in (_ALL_VALUES, _FIRST_VALUE)
         }
-        names = [name for name in division.options if name not in fixed_params]
+        names = [name for name in division_method.options if name not in single_value_params]
         values = [
-            map(_make_value_parser(name), _expand_word(division.options[name], str(params[name]))) for name in names
+            map(_make_value_parser(name), _expand_word(division_method.options[name], str(params[name])))
+            for name in names
         ]
         return tuple(
-            (*fixed_params.items(), *zip(names, chosen_values, strict=True)) for chosen_values in product(*values)
+            (*single_value_params.items(), *zip(names, chosen_values, strict=True))
+            for chosen_values in product(*values)
         )
 
     def work(self, params: Scalars) -> Work:
@@ -114,28 +118,31 @@ class Parallel(Workload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         # 1. Refuse too few ranks for the method.
-        division = WAYS[str(params["way"])]
-        if facts.ranks < division.least_ranks:
-            min_ranks = division.least_ranks
-            return refused(f"{division.name} needs {min_ranks} ranks, not {facts.ranks}: add --ranks {min_ranks}")
+        division_method = WAYS[str(params["way"])]
+        if facts.ranks < division_method.least_ranks:
+            min_ranks = division_method.least_ranks
+            return refused(
+                f"{division_method.name} needs {min_ranks} ranks, not {facts.ranks}: add --ranks {min_ranks}"
+            )
         # 2. Refuse options of other methods, because they would have no effect.
         options = _read_options(params)
         unknown_options = [
             name
             for name, value in options.items()
-            if name not in division.options or (isinstance(params[name], str) and value not in division.options[name])
+            if name not in division_method.options
+            or (isinstance(params[name], str) and value not in division_method.options[name])
         ]
         if unknown_options:
             name = unknown_options[0]
-            choices = "; ".join(f"{option}: {', '.join(values)}" for option, values in division.options.items())
-            return refused(f"{division.name} has no {name}={options[name]}: it takes {choices or 'none'}")
+            choices = "; ".join(f"{option}: {', '.join(values)}" for option, values in division_method.options.items())
+            return refused(f"{division_method.name} has no {name}={options[name]}: it takes {choices or 'none'}")
         # 3. Refuse layers that cannot be divided, and sizes that cannot be divided equally.
         if precision.whole_layers:
             return refused(
                 f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
             )
         case = ParallelCase(_make_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
-        reason = division.refuse(case)
+        reason = division_method.refuse(case)
         return refused(reason) if reason else precision.support(facts)
 
     def prepare(self, setup: Setup) -> ParallelState:
@@ -182,13 +189,13 @@ class Parallel(Workload):
         with StepWire(dist.get_rank()) as step_wire:
             state_with_communication.train_step(SilentPhases())
         full_batch_step = bind_step(self._make_single_rank_state(setup))
-        part_step = bind_step(self._make_single_rank_state(setup, parts=size))
+        part_batch_step = bind_step(self._make_single_rank_state(setup, parts=size))
         return StepParts(
             bind_step(self._make_state(setup, make_silent_group())),
             step_wire.repeat_exchanges,
             bind_step(state_with_communication),
             step_wire.list_sent_bytes(dist.get_rank()),
-            (full_batch_step, part_step),
+            (full_batch_step, part_batch_step),
         )
 
     def _make_state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
@@ -241,8 +248,8 @@ def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:
     micro-batches, 'usual' becomes 'usual N', where N is the number of ranks.
     """
     parse = _make_value_parser(option)
-    first_value = f"{_FIRST_VALUE} {ranks}" if option == _MICRO_BATCHES_OPTION else _FIRST_VALUE
-    return lambda text: text if text == _ALL_VALUES else first_value if text == _FIRST_VALUE else parse(text)
+    first_value_word = f"{_FIRST_VALUE} {ranks}" if option == _MICRO_BATCHES_OPTION else _FIRST_VALUE
+    return lambda text: text if text == _ALL_VALUES else first_value_word if text == _FIRST_VALUE else parse(text)
 
 
 def _expand_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
@@ -252,8 +259,8 @@ def _expand_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
     if word == _ALL_VALUES:
         return values
     _, _, min_value = word.partition(" ")
-    sufficient_values = [value for value in values if not min_value or int(value) >= int(min_value)]
-    return (sufficient_values[0] if sufficient_values else values[-1],)
+    large_enough_values = [value for value in values if not min_value or int(value) >= int(min_value)]
+    return (large_enough_values[0] if large_enough_values else values[-1],)
 
 
 def _make_value_parser(option: str) -> Callable[[str], Scalar]:
@@ -261,8 +268,8 @@ def _make_value_parser(option: str) -> Callable[[str], Scalar]:
     only numbers for it, otherwise for the words that they accept.
     """
     values: dict[str, None] = {}
-    for division in WAYS.values():
-        values |= dict.fromkeys(division.options.get(option, ()))
+    for division_method in WAYS.values():
+        values |= dict.fromkeys(division_method.options.get(option, ()))
     return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
 
 

@@ -60,8 +60,12 @@ class Planted(Workload):
         base_name = str(case.param("base"))
         workload = workloads.get(base_name)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
-        inner_state = workload.prepare(replace(setup, case=Case(base_name, params, case.precision, case.device)))
-        return PlantedState(workload, inner_state, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated)
+        inner_workload_state = workload.prepare(
+            replace(setup, case=Case(base_name, params, case.precision, case.device))
+        )
+        return PlantedState(
+            workload, inner_workload_state, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated
+        )
 
     def step(self, state: PlantedState, phase: Phases) -> None:
         state.workload.step(state.inner_state, phase)
@@ -75,6 +79,6 @@ class Planted(Workload):
             with phase.gemm:
                 # A call of `is_contiguous` takes about 50 ns. A single torch operator would add 1 or 2% to a product of
                 # 0.3 ms.
-                tiny_call = state.tiny_tensor.is_contiguous
+                call_tiny_operation = state.tiny_tensor.is_contiguous
                 for _ in range(call_count):
-                    tiny_call()
+                    call_tiny_operation()

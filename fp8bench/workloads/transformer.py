@@ -137,25 +137,30 @@ class Transformer(shared.TrainingWorkload):
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
         if has_four_models and (_read_choice(params, "compile"), _read_choice(params, "cut")) != ("no", "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
-        usual_sizes: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
-        sized_params = {
-            name: usual_sizes.get(name, value) if value == "auto" else value for name, value in params.items()
+        default_sizes: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
+        params_with_sizes = {
+            name: default_sizes.get(name, value) if value == "auto" else value for name, value in params.items()
         }
-        return (tuple(sized_params.items()),)
+        return (tuple(params_with_sizes.items()),)
 
     def work(self, params: Scalars) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
         config = _read_config(params)
         # Weights, two moments, gradients, and the logits of one micro-batch, all in fp32.
-        least_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
+        least_memory_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compile_seconds = COMPILE_SECONDS if _is_compiled(params) else 0.0
         flops = config.step_flops(sequences, length)
-        extra_bytes = 0.0
+        further_models_bytes = 0.0
         if _read_choice(params, "models") == "rlhf":
             flops *= 2 + _FROZEN_MODELS_WORK
-            extra_bytes = 16.0 * config.weights + _count_frozen_bytes(params)
-        return Work(flops, sequences * length, least_memory=least_bytes + extra_bytes, setup_seconds=compile_seconds)
+            further_models_bytes = 16.0 * config.weights + _count_frozen_bytes(params)
+        return Work(
+            flops,
+            sequences * length,
+            least_memory=least_memory_bytes + further_models_bytes,
+            setup_seconds=compile_seconds,
+        )
 
     def memory(self, params: Scalars, precision: Precision) -> float:
         """Estimates the peak bytes of an uncompiled step: weights, gradients and moments in fp32, the activations that
@@ -165,7 +170,7 @@ class Transformer(shared.TrainingWorkload):
         """
         config = _read_config(params)
         length, batch = read_integers(params, "sequence", "batch")
-        value_bytes = shared.carrier_bytes(precision)
+        bytes_per_value = shared.carrier_bytes(precision)
         key_value_width = 2 * config.key_heads * config.head_width
         # The values that a block stores for each token: both norms, queries, the output of attention and the sum after
         # it, and the inputs and outputs of the activation.
@@ -186,7 +191,7 @@ class Transformer(shared.TrainingWorkload):
             state_bytes = 2 * state_bytes + _count_frozen_bytes(params)
         return (
             state_bytes
-            + tokens * (value_bytes * (block_values + 5 * config.width) + 12.0 * config.vocabulary)
+            + tokens * (bytes_per_value * (block_values + 5 * config.width) + 12.0 * config.vocabulary)
             + score_bytes
         )
 
@@ -196,9 +201,9 @@ class Transformer(shared.TrainingWorkload):
         reason = shared.explain_missing_kernel(_read_choice(params, "attention"), has_grouped_heads, precision, facts)
         if support.level is not Level.REFUSED and reason:
             return refused(reason)
-        frozen_format = _read_choice(params, "frozen")
-        if support.is_native and frozen_format not in CARRIERS:
-            return emulated(f"frozen weights in {frozen_format} are restored before they are multiplied")
+        frozen_weight_format = _read_choice(params, "frozen")
+        if support.is_native and frozen_weight_format not in CARRIERS:
+            return emulated(f"frozen weights in {frozen_weight_format} are restored before they are multiplied")
         return support
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -276,15 +281,15 @@ class Transformer(shared.TrainingWorkload):
         from fp8bench.nn.gpt import GPT
 
         micro_batches = int(setup.params["micro_batches"])
-        frozen_format = _read_choice(setup.params, "frozen")
+        frozen_weight_format = _read_choice(setup.params, "frozen")
         loader = rlhf.SharedBatches(_make_loader(setup), micro_batches)
         actor = self._make_training_state(setup, loader)
-        critic = self._make_training_state(replace(setup, draw=setup.draw + 1), loader)
+        critic_state = self._make_training_state(replace(setup, draw=setup.draw + 1), loader)
         assert isinstance(actor.model, GPT)
         frozen_pair = rlhf.make_frozen_models(
-            actor.model, _make_config(setup), int(setup.params["batch"]), frozen_format, setup.seed
+            actor.model, _make_config(setup), int(setup.params["batch"]), frozen_weight_format, setup.seed
         )
-        return rlhf.FourModels(actor, critic, frozen_pair, loader, micro_batches, {})
+        return rlhf.FourModels(actor, critic_state, frozen_pair, loader, micro_batches, {})
 
     def _make_training_state(self, setup: Setup, loader: Loader) -> TrainingState:
         from fp8bench.nn.attention import select_attention_kernel
@@ -372,15 +377,17 @@ class Transformer(shared.TrainingWorkload):
         from fp8bench.nn import arithmetics
         from fp8bench.numerics.ranges import Ledger
 
-        ledger = Ledger()
+        range_ledger = Ledger()
         plain_arithmetic = arithmetics.PlainArithmetic(torch.float32)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
         model = _build_model(
-            setup, lambda name: arithmetics.count_casts(plain_arithmetic, kinds[name], ledger), plain_arithmetic.carrier
+            setup,
+            lambda name: arithmetics.count_casts(plain_arithmetic, kinds[name], range_ledger),
+            plain_arithmetic.carrier,
         )
         model(*_make_loader(setup).next(), SilentPhases()).backward()
         kind_and_role_order = list(product(self.layer_kinds, Role))
-        statistics = ledger.statistics()
+        statistics = range_ledger.statistics()
         return tuple(
             sorted(statistics, key=lambda statistic: kind_and_role_order.index((statistic.kind, Role(statistic.role))))
         )

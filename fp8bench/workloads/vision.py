@@ -120,18 +120,18 @@ class Vision(shared.TrainingWorkload):
             product_flops += 2.0 * rows * weights * factor
             weight_count += weights
         flops = (3 if is_training else 1) * sizes.attention_flops() + product_flops
-        least_bytes = 4.0 * weight_count * (4 if is_training else 1) + 3.0 * batch * sizes.image**2
+        least_memory_bytes = 4.0 * weight_count * (4 if is_training else 1) + 3.0 * batch * sizes.image**2
         tokens = 0 if sizes.model == "resnet" else batch * (sizes.patches + sizes.text)
-        return Work(batch * flops, tokens, least_memory=least_bytes)
+        return Work(batch * flops, tokens, least_memory=least_memory_bytes)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = read_sizes(params)
-        first_name = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
+        first_layer_name = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
         low_layers = []
         for path in sizes.low_layers():
             group = "attn" if ".attn." in path else "mlp" if ".mlp." in path else ""
             low_layers.append(Layer(path, "block", group=group))
-        return (Layer(first_name, "stem", high=True), *low_layers, Layer("head", "head", high=True))
+        return (Layer(first_layer_name, "stem", high=True), *low_layers, Layer("head", "head", high=True))
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         return read_sizes(params).around()
@@ -147,9 +147,15 @@ class Vision(shared.TrainingWorkload):
         is_convolution = kind == "stem" or (kind == "block" and is_resnet)
         support = shared.convolution_support(precision, facts) if is_convolution else precision.support(facts)
         outputs = sizes.vocabulary if sizes.model == "two-input" else CLASSES
-        common_side = sizes.inner_width if is_resnet else sizes.width  # All other sizes are multiples of this one.
-        stem_inputs = 3 * (7 if is_resnet else sizes.patch) ** 2
-        sides = {"stem": (stem_inputs, common_side), "block": (common_side,), "head": (sizes.width, outputs)}[kind]
+        common_product_side = (
+            sizes.inner_width if is_resnet else sizes.width
+        )  # All other sizes are multiples of this one.
+        stem_product_inputs = 3 * (7 if is_resnet else sizes.patch) ** 2
+        sides = {
+            "stem": (stem_product_inputs, common_product_side),
+            "block": (common_product_side,),
+            "head": (sizes.width, outputs),
+        }[kind]
         for product_kind, image_rows, _ in sizes.products():
             if product_kind == kind:
                 rows = int(params["batch"]) * image_rows

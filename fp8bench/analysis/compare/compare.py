@@ -98,18 +98,18 @@ def _describe_busier_side(old: Sequence[Sighting], new: Sequence[Sighting]) -> s
     """
     if not all(sighting.record.case.device.startswith("cpu") for sighting in (*old, *new)):
         return ""
-    remedy = "measure both sides under the same load, or duel"
+    advice_text = "measure both sides under the same load, or duel"
     old_share, new_share = _average_disturbed_share(old), _average_disturbed_share(new)
     if abs(old_share - new_share) > _MIN_EXTRA_DISTURBED_SHARE:
         shares_text = f"{percent(old_share, 0)} of the slots before and {percent(new_share, 0)} of the slots now"
-        return f"other programs took the CPU in {shares_text}: {remedy}"
+        return f"other programs took the CPU in {shares_text}: {advice_text}"
     old_loads, new_loads = _list_loads(old), _list_loads(new)
     if not old_loads or not new_loads:
         return ""
     old_load, new_load = fmean(old_loads), fmean(new_loads)
     if abs(old_load - new_load) > _MIN_EXTRA_LOAD:
         loads_text = f"{percent(old_load, 0)} of the cores before and {percent(new_load, 0)} of the cores now"
-        return f"the load at the start was {loads_text}: {remedy}"
+        return f"the load at the start was {loads_text}: {advice_text}"
     return ""
 
 
@@ -210,12 +210,12 @@ def _compare_case(
         return
     # 2. Compare times and energy, whose values are noisy.
     old, new, extra = _choose_sightings(old), _choose_sightings(new), _choose_sightings(extra)
-    busier_side = _describe_busier_side(old, new)
+    busier_side_text = _describe_busier_side(old, new)
     labels = _collect_labels((*old, *new))
     for figures in (*match_times(old, new, extra), *match_noisy_costs(old, new, extra)):
         comparison = compare_figures(figures, case.id, case.workload, labels)
         if figures.metric in (TIME, RELATIVE_TIME):
-            comparison = _withhold_disturbed_time(comparison, old, new, busier_side)
+            comparison = _withhold_disturbed_time(comparison, old, new, busier_side_text)
         if conditions:
             comparison = replace(comparison, direction=Direction.DIFFERS, why=conditions)
         yield comparison
@@ -268,8 +268,8 @@ def _choose_sightings(side: Sequence[Sighting]) -> list[Sighting]:
     are quick.
     """
     measured_sightings = [sighting for sighting in side if sighting.record.is_ok]
-    full_sightings = [sighting for sighting in measured_sightings if not sighting.run.request.quick]
-    return full_sightings or measured_sightings
+    full_run_sightings = [sighting for sighting in measured_sightings if not sighting.run.request.quick]
+    return full_run_sightings or measured_sightings
 
 
 def _make_missing_comparison(case: Case, reason: str, failed: bool = False) -> Comparison:

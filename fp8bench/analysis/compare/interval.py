@@ -64,32 +64,39 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
     """Compares the mean over the runs of the new side with that of the old side. The `extra` runs only show how much
     runs of the same code differ.
     """
-    log_ratio = _mean_log(new) - _mean_log(old)
+    mean_log_ratio = _mean_log(new) - _mean_log(old)
     error_within_runs = math.sqrt(_variance_of_mean(old) + _variance_of_mean(new))
-    freedom = sum(max(0, len(side) - 1) for side in (old, new, extra))
-    if freedom < MIN_DEGREES_OF_FREEDOM:
+    degrees_of_freedom = sum(max(0, len(side) - 1) for side in (old, new, extra))
+    if degrees_of_freedom < MIN_DEGREES_OF_FREEDOM:
         # 1. With few runs, the interval spans the ratios of all pairs of an old and a new run, each widened by the
         # noise within the runs.
-        deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+        normal_quantile = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
         low, high = math.inf, -math.inf
         for old_run, new_run in product(old, new):
-            log, half_width = new_run.log - old_run.log, deviations * math.hypot(new_run.error, old_run.error)
-            low, high = min(low, log - half_width), max(high, log + half_width)
-        return RunDifference(_to_interval(log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new)))
+            pair_log_ratio, half_width = (
+                new_run.log - old_run.log,
+                normal_quantile * math.hypot(new_run.error, old_run.error),
+            )
+            low, high = min(low, pair_log_ratio - half_width), max(high, pair_log_ratio + half_width)
+        return RunDifference(
+            _to_interval(mean_log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new))
+        )
     # 2. With enough runs, use the spread between them and Student's t. The error is at least the error within runs,
     # because runs may agree by chance.
-    squared_deviations = [*_squared_deviations(old), *_squared_deviations(new), *_squared_deviations(extra)]
-    pooled_variance = sum(squared_deviations) / freedom
+    squared_log_deviations = [*_squared_deviations(old), *_squared_deviations(new), *_squared_deviations(extra)]
+    pooled_variance = sum(squared_log_deviations) / degrees_of_freedom
     error_between_runs = math.sqrt(pooled_variance * (1 / len(old) + 1 / len(new)))
     error = max(error_between_runs, error_within_runs)
     if error:
-        t_statistic = abs(log_ratio) / error
+        t_statistic = abs(mean_log_ratio) / error
     else:
-        t_statistic = math.inf if log_ratio else 0.0
-    half_width = student_quantile(FINAL_LEVEL, freedom) * error
-    noise = Noise(error, freedom, len(old), len(new))
+        t_statistic = math.inf if mean_log_ratio else 0.0
+    half_width = student_quantile(FINAL_LEVEL, degrees_of_freedom) * error
+    noise = Noise(error, degrees_of_freedom, len(old), len(new))
     return RunDifference(
-        _to_interval(log_ratio, log_ratio - half_width, log_ratio + half_width), p_value(t_statistic, freedom), noise
+        _to_interval(mean_log_ratio, mean_log_ratio - half_width, mean_log_ratio + half_width),
+        p_value(t_statistic, degrees_of_freedom),
+        noise,
     )
 
 
@@ -113,10 +120,10 @@ def _squared_deviations(side: Sequence[Estimate]) -> list[float]:
 def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
     """Returns whether a change is better, worse, the same or UNSURE. Also returns the reason if it is UNSURE."""
     ratio = difference.ratio
-    min_change = MIN_CHANGE_OF_FEW_RUNS if difference.is_spread_unknown else BAND
-    if ratio.low > 1 and ratio.point > 1 + min_change:
+    min_ratio_change = MIN_CHANGE_OF_FEW_RUNS if difference.is_spread_unknown else BAND
+    if ratio.low > 1 and ratio.point > 1 + min_ratio_change:
         return Direction.WORSE, ""
-    if ratio.high < 1 and ratio.point < 1 / (1 + min_change):
+    if ratio.high < 1 and ratio.point < 1 / (1 + min_ratio_change):
         return Direction.BETTER, ""
     if difference.is_spread_unknown:
         return Direction.UNSURE, (
@@ -167,11 +174,11 @@ def compare_exact_values(
     # 3. If an exact value differs between runs of one side, treat both sides as noisy.
     values_vary = any(max(side) > min(side) * (1 + STORED_DIGITS_TOLERANCE) for side in (old, new))
     if values_vary and all(0 < value < math.inf for value in (*old, *new)):
-        old_logs = [Estimate(math.log(value), 0.0) for value in old]
-        new_logs = [Estimate(math.log(value), 0.0) for value in new]
-        difference = compare_runs(old_logs, new_logs)
+        old_estimates = [Estimate(math.log(value), 0.0) for value in old]
+        new_estimates = [Estimate(math.log(value), 0.0) for value in new]
+        difference = compare_runs(old_estimates, new_estimates)
         direction, reason = judge_difference(difference)
-        old_value, new_value = geometric_mean(old_logs), geometric_mean(new_logs)
+        old_value, new_value = geometric_mean(old_estimates), geometric_mean(new_estimates)
         return FigureChange(
             direction, old_value, new_value, difference.ratio, difference.p_value, reason, difference.noise
         )
@@ -222,8 +229,8 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
         return 1 - _incomplete_beta(b, a, 1 - x)
-    log_prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    return math.exp(log_prefactor) * _evaluate_continued_fraction(a, b, x) / a
+    log_beta_prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(log_beta_prefactor) * _evaluate_continued_fraction(a, b, x) / a
 
 
 def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:

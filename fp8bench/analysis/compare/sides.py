@@ -75,16 +75,16 @@ class Side:
 def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> Side:
     """Makes one side of a comparison. Each of `judged_runs` is a run with its findings by case id."""
     sorted_runs = sorted(judged_runs, key=lambda pair: pair[0].started)
-    sightings: dict[str, list[Sighting]] = {}
+    sightings_by_case: dict[str, list[Sighting]] = {}
     for run, findings in sorted_runs:
         # The cases of a group have the same setting.
         reference_modes = {record.case.setting: record.case.mode for record in run.records if record.is_reference}
         for record in run.records:
             reference = reference_modes.get(record.case.setting, "")
             sighting = Sighting(run, record, findings.get(record.case.id), reference)
-            sightings.setdefault(record.case.id, []).append(sighting)
+            sightings_by_case.setdefault(record.case.id, []).append(sighting)
     runs = tuple(run for run, _ in sorted_runs)
-    return Side(name, runs, {case_id: tuple(case_sightings) for case_id, case_sightings in sightings.items()})
+    return Side(name, runs, {case_id: tuple(case_sightings) for case_id, case_sightings in sightings_by_case.items()})
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def match_times(
     # 1. Compare only as many rounds, and calls per round, as every run has.
     all_timings = [*timings[0], *timings[1], *timings[2]]
     rounds = min(timing.num_rounds for timing in all_timings)
-    calls = count_common_calls(*all_timings)
+    common_call_count = count_common_calls(*all_timings)
     has_few_rounds = rounds < MIN_ROUNDS_FOR_BEST_CASE
     # 2. Compare parts of steps (`segments`) only if all runs have the same parts. In a `varying` timing, the sequence
     # of phases differs between steps.
@@ -234,7 +234,7 @@ def match_times(
         sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
         for sighting in (*old, *new, *extra)
     )
-    best_estimates = [_estimate_best(side, rounds, calls, whole_steps) for side in timings]
+    best_estimates = [_estimate_best(side, rounds, common_call_count, whole_steps) for side in timings]
     mean_estimates = tuple(_estimate_means(side, rounds) for side in timings)
     yield MatchedFigures(
         TIME,
@@ -291,9 +291,11 @@ def match_noisy_costs(
     sides = [list(map(_collect_costs, side)) for side in (old, new, extra)]
     for metric in _list_metrics(sides[1]):
         if metric.noisy:
-            estimates = [_estimate_medians(side, metric) for side in sides]
-            if estimates[0] and estimates[1]:
-                yield MatchedFigures(metric.name, metric.unit, estimates[0], estimates[1], extra=estimates[2])
+            estimates_by_side = [_estimate_medians(side, metric) for side in sides]
+            if estimates_by_side[0] and estimates_by_side[1]:
+                yield MatchedFigures(
+                    metric.name, metric.unit, estimates_by_side[0], estimates_by_side[1], extra=estimates_by_side[2]
+                )
 
 
 def match_exact_costs(
@@ -339,13 +341,13 @@ def _list_samples(side: Sequence[_CostByName], metric: Metric) -> list[tuple[flo
 
 
 def _estimate_medians(side: Sequence[_CostByName], metric: Metric) -> tuple[Estimate, ...]:
-    estimates = []
+    median_estimates = []
     for samples in _list_samples(side, metric):
         logs = [math.log(value) for value in samples if 0 < value < math.inf]
         if logs:
             error = _MEDIAN_ERROR_FACTOR * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-            estimates.append(Estimate(median(logs), error))
-    return tuple(estimates)
+            median_estimates.append(Estimate(median(logs), error))
+    return tuple(median_estimates)
 
 
 def _list_first_rounds(timing: Timing, rounds: int) -> list[int]:
@@ -353,31 +355,31 @@ def _list_first_rounds(timing: Timing, rounds: int) -> list[int]:
 
 
 def _estimate_best(side: Sequence[Timing], rounds: int, calls: int, whole_steps: bool) -> tuple[Estimate, ...]:
-    estimates = []
+    best_case_estimates = []
     for timing in side:
         # Each row is a round, and each column a cell: a part of the step.
         samples = cell_seconds(timing, calls, _list_first_rounds(timing, rounds))
         best_case = stats.resample_best_case(samples.sum(axis=1, keepdims=True) if whole_steps else samples)
-        estimates.append(Estimate(best_case.point, best_case.error))
-    return tuple(estimates)
+        best_case_estimates.append(Estimate(best_case.point, best_case.error))
+    return tuple(best_case_estimates)
 
 
 def _estimate_means(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]:
-    estimates = []
+    mean_estimates = []
     for timing in side:
         mean = stats.resample_mean(mean_seconds(timing, _list_first_rounds(timing, rounds)))
-        estimates.append(Estimate(mean.point, mean.error))
-    return tuple(estimates)
+        mean_estimates.append(Estimate(mean.point, mean.error))
+    return tuple(mean_estimates)
 
 
 def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
     """Returns the ratio that `read` takes from each finding as an estimate: the ratio's logarithm, with a standard
     error that follows from the ratio's interval.
     """
-    deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
-    estimates = []
+    normal_quantile = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+    ratio_estimates = []
     for sighting in side:
         ratio = read(sighting.finding) if sighting.finding is not None else None
         if ratio is not None and sighting.record.is_ok and math.isfinite(ratio.half_width):
-            estimates.append(Estimate(math.log(ratio.point), ratio.half_width / deviations))
-    return tuple(estimates)
+            ratio_estimates.append(Estimate(math.log(ratio.point), ratio.half_width / normal_quantile))
+    return tuple(ratio_estimates)

@@ -61,10 +61,10 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])
     # The lowest cost of the first n values, for each n. It excludes the sum of their squares, which does not depend on
     # the cuts.
-    lowest_cost = np.full((series_count, longest_length + 1), np.inf)
-    lowest_cost[:, 0] = 0.0
+    lowest_cost_by_end = np.full((series_count, longest_length + 1), np.inf)
+    lowest_cost_by_end[:, 0] = 0.0
     last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest_length + 1), dtype=np.intp)
-    series_ends = set(batch.lengths.tolist())
+    distinct_series_lengths = set(batch.lengths.tolist())
     for end in range(MIN_LEVEL_LENGTH, longest_length + 1):
         begin_slice, length_slice = (
             slice(end - MIN_LEVEL_LENGTH + 1),
@@ -74,15 +74,15 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
         cost_by_piece_begin *= cost_by_piece_begin
         cost_by_piece_begin *= weights[length_slice]
         cost_by_piece_begin += length_prices[length_slice]
-        cost_by_piece_begin += lowest_cost[:, begin_slice]
-        if end in series_ends:
+        cost_by_piece_begin += lowest_cost_by_end[:, begin_slice]
+        if end in distinct_series_lengths:
             last_cut_of_whole_series[:, end] = cost_by_piece_begin.argmin(axis=1)
         if end >= MIN_FIRST_LEVEL_LENGTH:
             cost_by_piece_begin[:, max(end - SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
             last_cut[:, end] = cost_by_piece_begin.argmin(axis=1)
-            lowest_cost[:, end] = cost_by_piece_begin[rows, last_cut[:, end]] + 1.0
-    ends_of_rows = last_cut_of_whole_series[rows, batch.lengths].tolist()
-    return [_trace_cuts(row, cut) for row, cut in zip(last_cut, ends_of_rows, strict=True)]
+            lowest_cost_by_end[:, end] = cost_by_piece_begin[rows, last_cut[:, end]] + 1.0
+    last_cut_by_row = last_cut_of_whole_series[rows, batch.lengths].tolist()
+    return [_trace_cuts(row, cut) for row, cut in zip(last_cut, last_cut_by_row, strict=True)]
 
 
 def _trace_cuts(last_cut: Counts, position: int) -> list[int]:
@@ -116,18 +116,20 @@ def estimate_noise(batch: Batch) -> Floats:
     levels and trends cancel.
     """
     counts = batch.lengths - 1
-    differences = np.abs(np.diff(batch.values, axis=1))
-    differences[np.arange(differences.shape[1]) >= counts[:, None]] = np.inf
-    differences.sort(axis=1)
-    row_indices = np.arange(len(differences))
-    median_difference = (differences[row_indices, (counts - 1) // 2] + differences[row_indices, counts // 2]) / 2
-    squared_differences = np.where(np.isfinite(differences), differences, 0.0) ** 2
+    neighbour_differences = np.abs(np.diff(batch.values, axis=1))
+    neighbour_differences[np.arange(neighbour_differences.shape[1]) >= counts[:, None]] = np.inf
+    neighbour_differences.sort(axis=1)
+    row_indices = np.arange(len(neighbour_differences))
+    median_differences = (
+        neighbour_differences[row_indices, (counts - 1) // 2] + neighbour_differences[row_indices, counts // 2]
+    ) / 2
+    squared_differences = np.where(np.isfinite(neighbour_differences), neighbour_differences, 0.0) ** 2
     trimmed_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
     trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, trimmed_count - 1] / trimmed_count
-    rough_noise = np.maximum(median_difference / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
+    rough_noise = np.maximum(median_differences / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
     clipping_limit = _CLIPPING_LIMIT_IN_DEVIATIONS * np.maximum(rough_noise, MIN_SPREAD)[:, None]
-    mean_clipped_square = np.minimum(squared_differences, clipping_limit**2).sum(axis=1) / counts
-    noise: Floats = np.maximum(np.sqrt(mean_clipped_square / 2), MIN_SPREAD)
+    mean_clipped_squares = np.minimum(squared_differences, clipping_limit**2).sum(axis=1) / counts
+    noise: Floats = np.maximum(np.sqrt(mean_clipped_squares / 2), MIN_SPREAD)
     return noise
 
 
@@ -137,16 +139,16 @@ def replace_outliers(batch: Batch, spread: Floats) -> Batch:
     At either end of a series, the outermost five values are these neighbours, so that three values of a new level are
     not replaced.
     """
-    window_centre = np.clip(
+    window_centre_indices = np.clip(
         np.arange(batch.values.shape[1]), _NEIGHBOURS_PER_SIDE, batch.lengths[:, None] - 1 - _NEIGHBOURS_PER_SIDE
     )
     window_values = [
-        np.take_along_axis(batch.values, window_centre + offset, axis=1)
+        np.take_along_axis(batch.values, window_centre_indices + offset, axis=1)
         for offset in range(-_NEIGHBOURS_PER_SIDE, _NEIGHBOURS_PER_SIDE + 1)
     ]
-    window_median = np.sort(window_values, axis=0)[_NEIGHBOURS_PER_SIDE]
-    is_outlier = np.abs(batch.values - window_median) > _OUTLIER_LIMIT_IN_DEVIATIONS * spread[:, None]
-    return Batch(np.where(is_outlier, window_median, batch.values), batch.lengths)
+    window_medians = np.sort(window_values, axis=0)[_NEIGHBOURS_PER_SIDE]
+    is_outlier = np.abs(batch.values - window_medians) > _OUTLIER_LIMIT_IN_DEVIATIONS * spread[:, None]
+    return Batch(np.where(is_outlier, window_medians, batch.values), batch.lengths)
 
 
 def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
@@ -155,10 +157,10 @@ def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
     r is the correlation of neighbours, and the factor is 1 if r may be chance. Subtracting the mean of each piece
     hides some of the correlation, so that part is added back.
     """
-    sum_of_squares = float(residuals @ residuals)
-    if sum_of_squares == 0:
+    residual_sum_of_squares = float(residuals @ residuals)
+    if residual_sum_of_squares == 0:
         return 1.0
-    neighbour_correlation = float(residuals[1:] @ residuals[:-1]) / sum_of_squares + pieces / len(residuals)
+    neighbour_correlation = float(residuals[1:] @ residuals[:-1]) / residual_sum_of_squares + pieces / len(residuals)
     if neighbour_correlation <= _CHANCE_CORRELATION_FACTOR / math.sqrt(len(residuals)):
         return 1.0
     neighbour_correlation = min(neighbour_correlation, _MAX_CORRELATION)
@@ -218,26 +220,30 @@ class Step:
     @property
     def ratio(self) -> Interval:
         """The new level over the old level, with a 99% interval. Above 1 is worse."""
-        log = math.log(self.after / self.before)
+        log_ratio = math.log(self.after / self.before)
         half_width = _INTERVAL_DEVIATIONS * self.error
-        return Interval(math.exp(log), math.exp(log - half_width), math.exp(log + half_width), _INTERVAL_LEVEL)
+        return Interval(
+            math.exp(log_ratio), math.exp(log_ratio - half_width), math.exp(log_ratio + half_width), _INTERVAL_LEVEL
+        )
 
 
 def find_steps(series: Sequence[Values]) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in order. Searching all series together is much faster than searching them one
     by one.
     """
-    arrays = [np.asarray(values, dtype=np.float64) for values in series]
-    for array in arrays:
+    series_arrays = [np.asarray(values, dtype=np.float64) for values in series]
+    for array in series_arrays:
         if not (np.isfinite(array).all() and (array > 0).all()):
             raise ValueError("values must be positive and finite, because steps are searched in logarithms")
     # Search series of similar length together, because a batch is padded to its longest series.
-    searchable_indices = [number for number, array in enumerate(arrays) if len(array) >= MIN_SERIES_LENGTH]
-    searchable_indices.sort(key=lambda number: len(arrays[number]))
+    searchable_series_indices = [
+        number for number, array in enumerate(series_arrays) if len(array) >= MIN_SERIES_LENGTH
+    ]
+    searchable_series_indices.sort(key=lambda number: len(series_arrays[number]))
     steps_by_series: list[tuple[Step, ...]] = [()] * len(series)
-    for first_index in range(0, len(searchable_indices), _BATCH_SIZE):
-        batch_indices = searchable_indices[first_index : first_index + _BATCH_SIZE]
-        batch = _make_batch([arrays[number] for number in batch_indices])
+    for batch_begin in range(0, len(searchable_series_indices), _BATCH_SIZE):
+        batch_indices = searchable_series_indices[batch_begin : batch_begin + _BATCH_SIZE]
+        batch = _make_batch([series_arrays[number] for number in batch_indices])
         for number, steps in zip(batch_indices, _find_batch_steps(batch), strict=True):
             steps_by_series[number] = steps
     return steps_by_series
@@ -263,8 +269,8 @@ def find_newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
         batch = _make_batch([np.asarray(values, dtype=np.float64)])
         row = replace_outliers(batch, estimate_noise(batch)).values[0]
         level_begins = [0, *(step.at for step in steps)]
-        noise, freedom = _estimate_residual_noise(row, level_begins[1:])
-        levels.append(PieceLevel(noise, freedom, len(values) - level_begins[-1]))
+        noise, degrees_of_freedom = _estimate_residual_noise(row, level_begins[1:])
+        levels.append(PieceLevel(noise, degrees_of_freedom, len(values) - level_begins[-1]))
     return levels
 
 
@@ -275,21 +281,29 @@ def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, floa
     Such a step is worth the price of a cut, is still found without the most distant value of the new level, and has a
     p-value of at most `chance`.
     """
-    new_values, old_values = MIN_LEVEL_LENGTH, level.length - MIN_LEVEL_LENGTH
-    if old_values < MIN_LEVEL_LENGTH:
+    new_value_count, old_value_count = MIN_LEVEL_LENGTH, level.length - MIN_LEVEL_LENGTH
+    if old_value_count < MIN_LEVEL_LENGTH:
         return math.inf, math.inf
-    variance = 1 / old_values + 1 / new_values
-    length_term = math.log(old_values / MIN_LEVEL_LENGTH) - math.log((old_values + new_values) / MIN_LEVEL_LENGTH)
+    step_variance_factor = 1 / old_value_count + 1 / new_value_count
+    log_length_term = math.log(old_value_count / MIN_LEVEL_LENGTH) - math.log(
+        (old_value_count + new_value_count) / MIN_LEVEL_LENGTH
+    )
     # 1. Compute how large a step must be to be worth a cut: it lowers the sum of squares by more than the price of the
     # cut.
-    squared_price = 1 + (old_values < SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / CUT_PRICE**2 * length_term
-    step_worth_a_cut = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(squared_price * variance)
+    squared_cut_price = 1 + (old_value_count < SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / CUT_PRICE**2 * log_length_term
+    step_worth_a_cut = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(squared_cut_price * step_variance_factor)
     # 2. Compute how large a step must be to be found without its most distant value.
-    robust_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST_VALUE_SHIFT
+    robust_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_value_count - 1) + 1 / old_value_count) + _FURTHEST_VALUE_SHIFT
     # 3. Compute how large a step must be for a small enough p-value.
-    squared_deviations = (NormalDist().inv_cdf(1 - chance / 2) / _DEVIATION_DISCOUNT) ** 2 + _LENGTH_PRICE * length_term
-    significant_step = _to_student_t(math.sqrt(max(squared_deviations, 0.0)), level.freedom) * math.sqrt(variance)
-    return level.noise * max(step_worth_a_cut, robust_step, significant_step), level.noise * math.sqrt(variance)
+    squared_gaussian_deviations = (
+        NormalDist().inv_cdf(1 - chance / 2) / _DEVIATION_DISCOUNT
+    ) ** 2 + _LENGTH_PRICE * log_length_term
+    significant_step = _to_student_t(math.sqrt(max(squared_gaussian_deviations, 0.0)), level.freedom) * math.sqrt(
+        step_variance_factor
+    )
+    return level.noise * max(step_worth_a_cut, robust_step, significant_step), level.noise * math.sqrt(
+        step_variance_factor
+    )
 
 
 def _make_batch(series: Sequence[Floats]) -> Batch:
@@ -309,21 +323,23 @@ def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
     noise = estimate_noise(batch)
     values, lengths = replace_outliers(batch, noise).values, batch.lengths
     first_cut_prices = _FIRST_CUT_PRICE * noise
-    first_cuts = find_cuts(Batch(values / first_cut_prices[:, None], lengths), _LENGTH_PRICE / _FIRST_CUT_PRICE**2)
-    steps: list[tuple[Step, ...]] = [()] * len(first_cuts)
-    indices_with_cuts = [number for number, cuts in enumerate(first_cuts) if cuts]
+    first_cuts_by_row = find_cuts(
+        Batch(values / first_cut_prices[:, None], lengths), _LENGTH_PRICE / _FIRST_CUT_PRICE**2
+    )
+    steps: list[tuple[Step, ...]] = [()] * len(first_cuts_by_row)
+    indices_with_cuts = [row_index for row_index, cuts in enumerate(first_cuts_by_row) if cuts]
     if not indices_with_cuts:
         return steps
     # 2. Cut again with prices proportional to the noise of the residuals. The factor is a quantile, as in Student's t.
     values, lengths = values[indices_with_cuts], lengths[indices_with_cuts]
     rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
-    cut_prices = []
-    for number, row in zip(indices_with_cuts, rows, strict=True):
-        residual_noise, freedom = _estimate_residual_noise(row, first_cuts[number])
-        cut_prices.append(residual_noise * _to_student_t(CUT_PRICE, freedom))
-    all_cuts = find_cuts(Batch(values / np.array(cut_prices)[:, None], lengths), _LENGTH_PRICE / CUT_PRICE**2)
-    for number, row, cuts in zip(indices_with_cuts, rows, all_cuts, strict=True):
-        steps[number] = tuple(_make_steps(row, _drop_weak_end(row, cuts)))
+    scaled_cut_prices = []
+    for row_index, row in zip(indices_with_cuts, rows, strict=True):
+        residual_noise, degrees_of_freedom = _estimate_residual_noise(row, first_cuts_by_row[row_index])
+        scaled_cut_prices.append(residual_noise * _to_student_t(CUT_PRICE, degrees_of_freedom))
+    final_cuts = find_cuts(Batch(values / np.array(scaled_cut_prices)[:, None], lengths), _LENGTH_PRICE / CUT_PRICE**2)
+    for row_index, row, cuts in zip(indices_with_cuts, rows, final_cuts, strict=True):
+        steps[row_index] = tuple(_make_steps(row, _drop_weak_end(row, cuts)))
     return steps
 
 
@@ -333,9 +349,11 @@ def _estimate_residual_noise(row: Floats, cuts: Sequence[int]) -> tuple[float, i
     """
     pieces = np.split(row, cuts)
     residuals = np.concatenate([piece - piece.mean() for piece in pieces])
-    freedom = max(len(row) - len(pieces), 1)
-    variance = float(residuals @ residuals) / freedom * autocorrelation_factor(residuals, len(pieces))
-    return max(math.sqrt(variance), MIN_SPREAD), freedom
+    degrees_of_freedom = max(len(row) - len(pieces), 1)
+    residual_variance = (
+        float(residuals @ residuals) / degrees_of_freedom * autocorrelation_factor(residuals, len(pieces))
+    )
+    return max(math.sqrt(residual_variance), MIN_SPREAD), degrees_of_freedom
 
 
 def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
@@ -344,35 +362,35 @@ def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
         return cuts
     noise, _ = _estimate_residual_noise(row, cuts)
     level_begin, cut = [0, *cuts][-2:]
-    level_distances = row[cut:] - row[level_begin:cut].mean()
-    remaining_distances = np.sort(level_distances * math.copysign(1.0, level_distances.mean()))[:-1]
-    error = noise * math.sqrt(1 / len(remaining_distances) + 1 / (cut - level_begin))
-    return cuts if remaining_distances.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
+    distances_from_level = row[cut:] - row[level_begin:cut].mean()
+    distances_without_furthest = np.sort(distances_from_level * math.copysign(1.0, distances_from_level.mean()))[:-1]
+    error = noise * math.sqrt(1 / len(distances_without_furthest) + 1 / (cut - level_begin))
+    return cuts if distances_without_furthest.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
 
 
 def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
-    noise, freedom = _estimate_residual_noise(row, cuts)
-    piece_ends = [0, *cuts, len(row)]
-    for piece_begin, cut, piece_end in zip(piece_ends, piece_ends[1:], piece_ends[2:], strict=False):
+    noise, degrees_of_freedom = _estimate_residual_noise(row, cuts)
+    piece_boundaries = [0, *cuts, len(row)]
+    for piece_begin, cut, piece_end in zip(piece_boundaries, piece_boundaries[1:], piece_boundaries[2:], strict=False):
         log_likelihoods = _variance_reductions(row[piece_begin:piece_end]) / noise**2
         # The cumulative probability of the step's index. Before the data are seen, all indices are equally likely.
         weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
         tail_indices = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
-        low, high = piece_begin + 1 + tail_indices
+        earliest_cut, latest_cut = piece_begin + 1 + tail_indices
         lengths = cut - piece_begin, piece_end - cut
         # After a cut, the lengths of two pieces cost more than the length of the uncut piece.
-        length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
-        length_term -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
+        log_length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
+        log_length_term -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
         # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's
         # t).
         t_squared = math.sqrt(log_likelihoods[cut - piece_begin - 1]) ** 2
-        gaussian_deviations = math.sqrt(freedom * math.log1p(t_squared / freedom))
-        gaussian_deviations = gaussian_deviations * (8 * freedom + 1) / (8 * freedom + 3)
-        squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * length_term
+        gaussian_deviations = math.sqrt(degrees_of_freedom * math.log1p(t_squared / degrees_of_freedom))
+        gaussian_deviations = gaussian_deviations * (8 * degrees_of_freedom + 1) / (8 * degrees_of_freedom + 3)
+        squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * log_length_term
         yield Step(
             cut,
-            min(int(low), cut) - 1,
-            max(int(high), cut),
+            min(int(earliest_cut), cut) - 1,
+            max(int(latest_cut), cut),
             math.exp(row[piece_begin:cut].mean()),
             math.exp(row[cut:piece_end].mean()),
             math.erfc(_DEVIATION_DISCOUNT * math.sqrt(max(squared_deviations, 0.0) / 2)),
@@ -385,11 +403,15 @@ def _variance_reductions(values: Floats) -> Floats:
     cut is before the second value.
     """
     count = len(values)
-    first_lengths = np.arange(1, count)
-    sums = values.cumsum()
-    mean_difference = sums[:-1] / first_lengths - (sums[-1] - sums[:-1]) / (count - first_lengths)
-    variance_reductions: Floats = mean_difference**2 * first_lengths * (count - first_lengths) / count
-    return variance_reductions
+    first_piece_lengths = np.arange(1, count)
+    running_sums = values.cumsum()
+    mean_differences = running_sums[:-1] / first_piece_lengths - (running_sums[-1] - running_sums[:-1]) / (
+        count - first_piece_lengths
+    )
+    sum_of_squares_reductions: Floats = (
+        mean_differences**2 * first_piece_lengths * (count - first_piece_lengths) / count
+    )
+    return sum_of_squares_reductions
 
 
 def _to_student_t(deviations: float, freedom: int) -> float:

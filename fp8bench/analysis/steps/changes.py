@@ -139,7 +139,7 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
     """Returns the changes of trends. Each item of `stretches` has the comparable figures of one trend. `search` finds
     steps in series. A whole trend is read only if it has steps.
     """
-    skipped: Counter[str] = Counter()
+    skipped_trend_counts: Counter[str] = Counter()
     searchable_stretches: list[Stretch] = []
     changes: list[Change] = []
     searched_counts = [0, 0]
@@ -154,18 +154,18 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
             for stretch in finite_stretches
             if len(stretch.values) >= (2 if stretch.is_counted else MIN_SERIES_LENGTH)
         ]
-        positive_stretches = [stretch for stretch in long_stretches if stretch.values.min() >= 0]
-        searchable_stretches += positive_stretches
-        searched_counts[is_counted] += bool(positive_stretches or finiteness_changes)
-        if not positive_stretches and not finiteness_changes:
+        nonnegative_stretches = [stretch for stretch in long_stretches if stretch.values.min() >= 0]
+        searchable_stretches += nonnegative_stretches
+        searched_counts[is_counted] += bool(nonnegative_stretches or finiteness_changes)
+        if not nonnegative_stretches and not finiteness_changes:
             too_few_reason = TOO_FEW_COUNTED_COMMITS if is_counted else TOO_FEW_COMMITS
-            skipped[NEGATIVE_VALUES if long_stretches else too_few_reason] += 1
+            skipped_trend_counts[NEGATIVE_VALUES if long_stretches else too_few_reason] += 1
         elif (
-            positive_stretches
+            nonnegative_stretches
             and not is_counted
             and len(max(finite_stretches, key=_last_index).values) < MIN_SERIES_LENGTH
         ):
-            skipped[TOO_FEW_SINCE_CHANGE] += 1
+            skipped_trend_counts[TOO_FEW_SINCE_CHANGE] += 1
     # 2. Find the steps of all timed stretches together, and of exact counts one by one.
     timed_stretches = [stretch for stretch in searchable_stretches if not stretch.is_counted]
     counted_stretches = [stretch for stretch in searchable_stretches if stretch.is_counted]
@@ -175,7 +175,9 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
     for stretch, stretch_steps in zip([*timed_stretches, *counted_stretches], steps, strict=True):
         step_changes += _make_changes(stretch, stretch_steps)
     changes += _check_against_means(step_changes)
-    return FoundChanges(tuple(sorted(changes, key=severity_sort_key)), searched_counts[0], skipped, searched_counts[1])
+    return FoundChanges(
+        tuple(sorted(changes, key=severity_sort_key)), searched_counts[0], skipped_trend_counts, searched_counts[1]
+    )
 
 
 def _last_index(stretch: Stretch) -> int:
@@ -196,8 +198,8 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
     """
     repeated_ids = set[int]()
     opposite_changes_by_id: dict[int, Change] = {}
-    mean_changes = [change for change in changes if change.trend.series.metric in _FASTEST_CALLS]
-    for mean_change, fastest_change in itertools.product(mean_changes, changes):
+    mean_time_changes = [change for change in changes if change.trend.series.metric in _FASTEST_CALLS]
+    for mean_change, fastest_change in itertools.product(mean_time_changes, changes):
         if not _is_same_step(mean_change, fastest_change):
             continue
         if mean_change.is_worse is fastest_change.is_worse and abs(
@@ -225,8 +227,8 @@ def _is_same_step(mean_change: Change, fastest_change: Change) -> bool:
     if fastest_change.state is not mean_change.state or _cell_of(mean_change) != _cell_of(fastest_change):
         return False
     index_of_commit = {figure.commit: index for index, figure in enumerate(mean_change.trend.figures)}
-    first_indices = [index_of_commit.get(change.comparison.since, -1) for change in (mean_change, fastest_change)]
-    return max(first_indices) < min(
+    since_indices = [index_of_commit.get(change.comparison.since, -1) for change in (mean_change, fastest_change)]
+    return max(since_indices) < min(
         index_of_commit.get(change.comparison.until, -1) for change in (mean_change, fastest_change)
     )
 
@@ -278,11 +280,11 @@ def _make_changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
         return
     levels = _compute_levels(stretch.values, steps)
     min_log_change = math.log1p(spec_of(stretch.read().series.metric).least_change)
-    for number, step in enumerate(steps):
+    for step_index, step in enumerate(steps):
         if abs(math.log(step.after / step.before)) < min_log_change:
             continue
-        change = _make_change(stretch, step, levels[number], levels[number + 1])
-        yield replace(change, state=_determine_state(change, levels[:number], levels[number + 2 :]))
+        change = _make_change(stretch, step, levels[step_index], levels[step_index + 1])
+        yield replace(change, state=_determine_state(change, levels[:step_index], levels[step_index + 2 :]))
 
 
 def _find_changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
@@ -310,8 +312,10 @@ def _compute_levels(values: Floats, steps: Sequence[Step]) -> list[float]:
 def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -> Change:
     trend = stretch.read()
     figures = trend.figures
-    figure_indices = stretch.indices.tolist()
-    low_index, first_index, high_index = (figure_indices[index] for index in (step.low, step.at, step.high))
+    stretch_figure_indices = stretch.indices.tolist()
+    low_index, step_figure_index, high_index = (
+        stretch_figure_indices[index] for index in (step.low, step.at, step.high)
+    )
     # 1. Compute the ratio of the levels, if both are finite and positive.
     are_levels_finite = math.isfinite(level) and math.isfinite(new_level)
     ratio, reason = None, ""
@@ -336,19 +340,19 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
     )
     # 2. Find the commits that may have caused the step, and whether the newest figure is comparable with the step's
     # figures.
-    possible_indices = range(low_index + 1, high_index + 1)
-    newest_index = next(
+    candidate_figure_indices = range(low_index + 1, high_index + 1)
+    newest_figure_index = next(
         index for index in reversed(range(len(figures))) if _comparable_value_of(figures[index]) is not None
     )
     return Change(
         trend,
         comparison,
-        figures[first_index].commit,
-        len(possible_indices),
-        len(set(possible_indices) - set(figure_indices)),
+        figures[step_figure_index].commit,
+        len(candidate_figure_indices),
+        len(set(candidate_figure_indices) - set(stretch_figure_indices)),
         step.error,
-        figures[first_index].version,
-        current=newest_index in figure_indices,
+        figures[step_figure_index].version,
+        current=newest_figure_index in stretch_figure_indices,
     )
 
 
@@ -383,8 +387,8 @@ def severity_sort_key(change: Change) -> tuple[object, ...]:
     size stay in the order of their series.
     """
     state_order = list(ChangeState)
-    rounded_size = change.size if math.isinf(change.size) else round(change.size, 2)
-    return state_order.index(change.state), not change.is_worse, -rounded_size
+    rounded_change_size = change.size if math.isinf(change.size) else round(change.size, 2)
+    return state_order.index(change.state), not change.is_worse, -rounded_change_size
 
 
 # In the direction of a change, its new level may exceed the acknowledged level by this share, or by this many standard

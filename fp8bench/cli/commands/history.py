@@ -96,14 +96,18 @@ def run(arguments: argparse.Namespace) -> int:
     reads_all = arguments.subcommand in ("verify", "rebuild") or getattr(arguments, "runs", False)
     store = check_store_exists(arguments.store, TERMINAL, reads_all)
     if arguments.subcommand == "verify":
-        verification = verify_store(store)
+        store_verification = verify_store(store)
         tell(
             arguments,
             partial(
-                faults_page, verification.faults, verification.run_files_without_fault, verification.files, str(store)
+                faults_page,
+                store_verification.faults,
+                store_verification.run_files_without_fault,
+                store_verification.files,
+                str(store),
             ),
         )
-        return EXIT_FAILED if any(fault.broken for fault in verification.faults) else EXIT_OK
+        return EXIT_FAILED if any(fault.broken for fault in store_verification.faults) else EXIT_OK
     function_by_command = {
         "list": _list_series,
         "show": _show_series,
@@ -125,20 +129,22 @@ def _list_series(arguments: argparse.Namespace, store: Path) -> int:
         has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
     # 2. Without results, explain how to begin, or that this process may not read the store's files.
     if not has_results:
-        hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else hint}"])
+        no_runs_hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
+        print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else no_runs_hint}"])
         return EXIT_OK
     word = arguments.word.lower()
     if history is None:
         return _list_runs(arguments, store, word)
     # 3. List the last figure of each series whose name contains the word.
-    endings = history.endings(lambda name: word in name.lower())
-    if not endings and word and history.runs:
+    trend_endings = history.endings(lambda name: word in name.lower())
+    if not trend_endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
     options = store_and_import_options(arguments)
     tell(
         arguments,
-        partial(trends_page, endings, str(store), history.runs, history.commits, history.left_out_reasons, options),
+        partial(
+            trends_page, trend_endings, str(store), history.runs, history.commits, history.left_out_reasons, options
+        ),
     )
     return EXIT_OK
 
@@ -146,25 +152,27 @@ def _list_series(arguments: argparse.Namespace, store: Path) -> int:
 def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
     files = listing(store)
-    skipped_counts = files.left_out_reasons
+    skipped_file_counts = files.left_out_reasons
     # 1. List the runs whose line contains the word, and count unreadable files.
     for path in files.files:
         try:
             run = load_run(path)
         except StoreError:
-            skipped_counts[UNREADABLE_FILE] += 1
+            skipped_file_counts[UNREADABLE_FILE] += 1
             continue
         row = run_row(run, not run.finished and is_locked(path), format_store_option(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
     # 2. List other stored results, such as duels of two revisions, studies and ablations.
     other_results = {}
-    for name, lines in _list_other_results(store, skipped_counts).items():
+    for name, lines in _list_other_results(store, skipped_file_counts).items():
         if matching_lines := [line for line in lines if word in line.lower()]:
             other_results[name] = matching_lines
     if not rows and not other_results and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    tell(arguments, partial(runs_page, rows, str(store), skipped_counts, format_store_option(store), other_results))
+    tell(
+        arguments, partial(runs_page, rows, str(store), skipped_file_counts, format_store_option(store), other_results)
+    )
     return EXIT_OK
 
 
@@ -199,8 +207,8 @@ def _list_regressions(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.report.terminal.changes import changes_document, changes_page
 
     search_result = find_all_changes(read_history(store, TERMINAL), store, TERMINAL)
-    page = partial(changes_page, search_result, str(store), arguments.all, store_and_import_options(arguments))
-    tell(arguments, page, partial(changes_document, search_result))
+    make_page = partial(changes_page, search_result, str(store), arguments.all, store_and_import_options(arguments))
+    tell(arguments, make_page, partial(changes_document, search_result))
     return EXIT_REGRESSION if any(change.alarms for change in search_result.changes) else EXIT_OK
 
 
@@ -236,9 +244,9 @@ def _merge_stores(arguments: argparse.Namespace) -> int:
     from fp8bench.store.merge_stores import find_store, merge_store
 
     store = arguments.store
-    other_store = find_store(arguments.folder, store)
-    check_store_exists(other_store, TERMINAL, reading=True)
-    merge_result, rebuild_result = merge_store(store, other_store)
+    imported_store = find_store(arguments.folder, store)
+    check_store_exists(imported_store, TERMINAL, reading=True)
+    merge_result, rebuild_result = merge_store(store, imported_store)
     counts = {
         "new runs": len(merge_result.copied),
         "runs with new cases": len(merge_result.extended),
@@ -246,7 +254,7 @@ def _merge_stores(arguments: argparse.Namespace) -> int:
         **({"new acknowledgements": merge_result.acks} if merge_result.acks else {}),
         "asv's files written again": len(rebuild_result.files),
     }
-    tell(arguments, partial(merge_page, f"{store}: imported {other_store}", counts))
+    tell(arguments, partial(merge_page, f"{store}: imported {imported_store}", counts))
     for note in merge_result.notes:
         complain(note)
     return _complain_all([*merge_result.failed, *rebuild_result.failed], rebuild_result.renamed_files)

@@ -31,9 +31,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         ),
     )
     _add_model_options(parser.add_argument_group("what to measure"))
-    how_group = parser.add_argument_group("how")
+    measurement_group = parser.add_argument_group("how")
     add_common(
-        how_group,
+        measurement_group,
         "--quick",
         "--budget",
         "--rounds",

@@ -42,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     picture_formats = _choose_picture_formats(arguments)
-    pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, picture_formats)
-    page = write_named_report(arguments.runs, arguments.store, pages)
-    for written_file in (page, arguments.html, arguments.md):
+    requested_pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, picture_formats)
+    report_path = write_named_report(arguments.runs, arguments.store, requested_pages)
+    for written_file in (report_path, arguments.html, arguments.md):
         if written_file is not None:
             say(f"{printable(short_path(written_file))}\n")
-    browser_problem = open_in_browser(page) if pages.browser else ""
+    browser_problem = open_in_browser(report_path) if requested_pages.browser else ""
     if browser_problem:
         complain(browser_problem)
     return EXIT_OK

@@ -95,11 +95,13 @@ def _refuse_ambiguous(word: str, candidates: Sequence[tuple[Kind[Any], Path]], s
     names = kind.names(path)
     if word in names or not any(name.startswith(word) for name in names):
         return
-    other_names = [other_kind.names(other_path)[-1] for other_kind, other_path in candidates[1:]]
+    other_result_names = [other_kind.names(other_path)[-1] for other_kind, other_path in candidates[1:]]
     with contextlib.suppress(RunNotFound):
-        other_names.append(find_run(word, store).stem)
-    if other_names:
-        raise RunNotFound(f"{word!r} fits {other_names[0]} and the {kind.name} {names[-1]}. Give more of the id.")
+        other_result_names.append(find_run(word, store).stem)
+    if other_result_names:
+        raise RunNotFound(
+            f"{word!r} fits {other_result_names[0]} and the {kind.name} {names[-1]}. Give more of the id."
+        )
 
 
 def _make_tape_view(run: Run, store: Path) -> View:
@@ -107,8 +109,8 @@ def _make_tape_view(run: Run, store: Path) -> View:
     from fp8bench.report.topics import tape
 
     tapes = read_tapes(run)
-    page = partial(tape.tape_page, f"the operators of a step of run {run.id}", tapes)
-    return View(page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
+    make_page = partial(tape.tape_page, f"the operators of a step of run {run.id}", tapes)
+    return View(make_page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
 
 
 def _make_shares_view(run: Run, store: Path) -> View:
@@ -131,8 +133,10 @@ def _make_detail_view(name: str, run: Run, store: Path) -> View:
     from fp8bench.report.terminal.run import detail_page
 
     results = findings(run)
-    page = partial(detail_page, name, run, results, stdout_format()[0], find_report_page(run), format_store_option(run))
-    return View(page, partial(run_document, run, results), partial(run_rows, [(run, results)]))
+    make_page = partial(
+        detail_page, name, run, results, stdout_format()[0], find_report_page(run), format_store_option(run)
+    )
+    return View(make_page, partial(run_document, run, results), partial(run_rows, [(run, results)]))
 
 
 _RUN_TABLES = (

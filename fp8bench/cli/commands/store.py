@@ -12,9 +12,9 @@ from fp8bench.errors import EXIT_OK
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    purpose = "list checkpoints that no stored result needs"
+    prune_purpose = "list checkpoints that no stored result needs"
     prune_parser = subcommands(parser)(
-        "prune", purpose, "Exit codes: 0 done, 2 wrong usage, or something could not be removed."
+        "prune", prune_purpose, "Exit codes: 0 done, 2 wrong usage, or something could not be removed."
     )
     add_common(prune_parser, "--store", help="as in suite")
     prune_parser.add_argument("--yes", action="store_true", help="delete them")

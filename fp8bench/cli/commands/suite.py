@@ -75,9 +75,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "ceilings, which measures the machine's peaks",
     )
     add_request_options(parser.add_argument_group(WHAT_TO_MEASURE))
-    how_group = parser.add_argument_group(HOW_TO_MEASURE)
-    add_request_options(how_group)
-    how_group.add_argument(
+    measurement_group = parser.add_argument_group(HOW_TO_MEASURE)
+    add_request_options(measurement_group)
+    measurement_group.add_argument(
         "--sessions",
         type=types.parse_sessions,
         default=types.Sessions(),
@@ -87,8 +87,8 @@ def add(parser: argparse.ArgumentParser) -> None:
             "and so include slow changes of the machine; default 1"
         ),
     )
-    how_group.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
-    how_group.add_argument(
+    measurement_group.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
+    measurement_group.add_argument(
         "--write-plan",
         type=types.path,
         metavar="FILE",
@@ -158,9 +158,9 @@ def run(arguments: argparse.Namespace) -> int:
                 write_plan(fleet_plan, file)
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
-            cells_text = "1 cell" if len(fleet_plan.cells) == 1 else f"{len(fleet_plan.cells)} cells"
+            cell_count_text = "1 cell" if len(fleet_plan.cells) == 1 else f"{len(fleet_plan.cells)} cells"
             command = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {fleet_plan.id}: {cells_text} in {file}; one of them: {command}")
+            complain(f"plan {fleet_plan.id}: {cell_count_text} in {file}; one of them: {command}")
         return EXIT_OK
     # 4. Measure in one or several sessions. While workers import torch, this process imports the modules for printing.
     if arguments.sessions.runs == 1:
@@ -259,9 +259,9 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
         return f"time: {num_rounds} rounds of every group, however long{energy_time}; --budget SECONDS sets a limit"
     # With neither a budget nor a number of rounds, a group may take twice its usual time if the noise is large.
     min_seconds = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
-    time_range = f"{clock(min_seconds)} to {clock(2 * min_seconds)}"
+    time_range_text = f"{clock(min_seconds)} to {clock(2 * min_seconds)}"
     return (
-        f"time: about {time_range}, or longer if a step takes seconds or a GPU warms up{energy_time}; "
+        f"time: about {time_range_text}, or longer if a step takes seconds or a GPU warms up{energy_time}; "
         "--budget SECONDS sets a limit"
     )
 
@@ -349,11 +349,11 @@ def _explain_resume(run: Run) -> None:
 def _print_and_store(run: Run, arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import after_run
 
-    code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
+    exit_code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
         print_run(run, arguments)
     except KeyboardInterrupt:  # the interrupt cuts off the table, but nothing else
-        code = EXIT_INTERRUPTED
+        exit_code = EXIT_INTERRUPTED
     finally:  # Add the run to the history even if stdout cannot be written.
         is_complete = after_run(run, arguments.store, read_requested_outputs(arguments), complain)
-    return code if is_complete else EXIT_INTERRUPTED
+    return exit_code if is_complete else EXIT_INTERRUPTED

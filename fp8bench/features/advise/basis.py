@@ -114,13 +114,13 @@ class ComparedCase:
     def measure_share(self, phases: Collection[str]) -> Interval | None:
         if self.reference is None or self.reference.timing is None:
             return None
-        timed_ratio = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
+        timed_share = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
         # Prefer timed phases to those of an untimed profile.
         profiled_share = _profiled_share(self.reference, phases)
         return (
             Interval(profiled_share, profiled_share, profiled_share, 0.0)
-            if timed_ratio is None and profiled_share
-            else timed_ratio
+            if timed_share is None and profiled_share
+            else timed_share
         )
 
     def affected_share(self) -> Interval | None:
@@ -208,8 +208,8 @@ _SHARE_KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.AT
 
 def _profiled_share(record: Record, phases: Collection[str]) -> float:
     """Returns the share of a step that these phases take in an untimed profile; 0 without a profile."""
-    kinds = record.shares.by_kind if record.shares is not None else {}
-    return sum(kinds.get(kind, 0.0) for phase, kind in _SHARE_KINDS.items() if phase in phases)
+    share_by_kind = record.shares.by_kind if record.shares is not None else {}
+    return sum(share_by_kind.get(kind, 0.0) for phase, kind in _SHARE_KINDS.items() if phase in phases)
 
 
 def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phases: Collection[str]) -> Interval | None:
@@ -222,19 +222,20 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
     # The two timings may have different numbers of calls per slot, so use the smallest number from every slot.
     calls = min(len(slot.calls_ns) for slot in (*timing.slots, *base.slots))
     samples = []
-    for timed, names in ((timing, phases), (base, base_phases)):
-        is_chosen = [name in names for name in timed.segments.phases]
-        chosen_seconds = verdicts.cell_seconds(timed, calls, rounds)[:, is_chosen]
+    for compared_timing, names in ((timing, phases), (base, base_phases)):
+        chosen_phase_mask = [name in names for name in compared_timing.segments.phases]
+        chosen_seconds = verdicts.cell_seconds(compared_timing, calls, rounds)[:, chosen_phase_mask]
         if not chosen_seconds.size or chosen_seconds.sum(axis=1).min() <= 0:
             return None
         samples.append(chosen_seconds)
-    first, second = map(stats.resample_best_case, samples)
+    resampled_numerator, resampled_denominator = map(stats.resample_best_case, samples)
     # Too few rounds for an interval: use their range.
     if len(rounds) < LEAST_ROUNDS:
         return stats.replace_interval_by_range(
-            stats.ratio(first, [second]), [chosen_seconds.sum(axis=1) for chosen_seconds in samples]
+            stats.ratio(resampled_numerator, [resampled_denominator]),
+            [chosen_seconds.sum(axis=1) for chosen_seconds in samples],
         )
-    return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
+    return stats.ratio(resampled_numerator, [resampled_denominator], verdicts.FINAL_LEVEL)
 
 
 def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
@@ -278,10 +279,10 @@ class AdviceBasis:
         for records in together((record.case.setting, record) for record in self.run.records).values():
             reference = next((record for record in records if record.is_reference), None)
             reference_finding = self.findings.get(reference.case.id) if reference is not None else None
-            candidates = (record for record in records if not record.is_reference)
+            compared_records = (record for record in records if not record.is_reference)
             pairs += [
                 ComparedCase(candidate, self.findings.get(candidate.case.id), reference, reference_finding)
-                for candidate in candidates
+                for candidate in compared_records
             ]
         return tuple(pairs)
 
@@ -323,9 +324,11 @@ class AdviceRule:
         if isinstance(reply, RuleReply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
         # No command can measure the speed of an emulated precision.
-        is_unmeasurable = pair.is_emulated and self.topic is not AdviceQuestion.DOES_IT_LEARN
-        measure = "" if is_unmeasurable else self.measure.format(**_command_parts(pair, basis.store_options))
-        return replace(answer, figure=reply, measure=measure)
+        is_speed_unmeasurable = pair.is_emulated and self.topic is not AdviceQuestion.DOES_IT_LEARN
+        measuring_command = (
+            "" if is_speed_unmeasurable else self.measure.format(**_command_parts(pair, basis.store_options))
+        )
+        return replace(answer, figure=reply, measure=measuring_command)
 
 
 def dtype_option(case: Case) -> str:
@@ -342,19 +345,19 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
     params = dict(case.params)
     dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
     # The commands for a suite. Those for a user's model replace them below.
-    measure = f"suite {case.workload} {dtypes_option}"
-    study = f"sensitivity --dtype {case.precision} --reference {reference}"
-    train = f"train {dtypes_option}"
+    measuring_arguments = f"suite {case.workload} {dtypes_option}"
+    study_arguments = f"sensitivity --dtype {case.precision} --reference {reference}"
+    training_arguments = f"train {dtypes_option}"
     if "make" in params:
         make = params["make"]
-        forward = " --forward" * (params.get("pass") == "forward")
-        measure = f"profile {make}{forward} --dtypes {dtype_option(case)}"
-        study = f"sensitivity {make} --dtype {case.precision}"
-        train = f"train {make} {dtypes_option}"
+        forward_option = " --forward" * (params.get("pass") == "forward")
+        measuring_arguments = f"profile {make}{forward_option} --dtypes {dtype_option(case)}"
+        study_arguments = f"sensitivity {make} --dtype {case.precision}"
+        training_arguments = f"train {make} {dtypes_option}"
     return {
-        "again": f"fp8bench {measure}{store}",
-        "study": f"fp8bench {study}{store}",
-        "train": f"fp8bench {train} --seeds 5{store}",
+        "again": f"fp8bench {measuring_arguments}{store}",
+        "study": f"fp8bench {study_arguments}{store}",
+        "train": f"fp8bench {training_arguments} --seeds 5{store}",
         "store": store,
     }
 

@@ -40,8 +40,8 @@ def advise(basis: AdviceBasis) -> AdviceResult:
     # 1. Apply every rule to every case. A rule returns None if its question does not apply.
     answers = []
     for pair in basis.cases:
-        replies = [rule.answer(pair, basis) for rule in ADVICE_RULES]
-        answers += [reply for reply in replies if reply is not None]
+        rule_answers = [rule.answer(pair, basis) for rule in ADVICE_RULES]
+        answers += [reply for reply in rule_answers if reply is not None]
     # 2. List advice on serving first, then advice on steps with the largest gain first.
     advice: list[Advice] = []
     for serving_answer in basis.serving_answers:
@@ -57,16 +57,18 @@ def _sort_key(advice: Advice) -> tuple[int, float]:
 
 def _advise_on_steps(basis: AdviceBasis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
     """Returns the advice on all cases. Advice without a gain appears once if it is the same for several settings."""
-    by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
-    merged: dict[tuple[object, ...], Advice] = {}
+    answers_by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
+    advice_by_key: dict[tuple[object, ...], Advice] = {}
     for pair in basis.cases:
-        answer_by_rule = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
+        answer_by_rule = {
+            answer.rule: answer for answer in answers_by_case.get((pair.record.case.setting, pair.mode), ())
+        }
         for advice in (_advise_on_speed(pair, basis, answer_by_rule), *_advise_on_layers(pair, basis, answer_by_rule)):
             merge_key = (advice.kind, advice.mode, advice.sentence, advice.settings if advice.gain else ())
-            first = merged.get(merge_key, advice)
-            settings = dict.fromkeys((*first.settings, *advice.settings))
-            merged[merge_key] = replace(first, settings=tuple(settings))
-    return tuple(merged.values())
+            first_advice = advice_by_key.get(merge_key, advice)
+            settings = dict.fromkeys((*first_advice.settings, *advice.settings))
+            advice_by_key[merge_key] = replace(first_advice, settings=tuple(settings))
+    return tuple(advice_by_key.values())
 
 
 def _make_advice(
@@ -90,15 +92,15 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     mode = pair.mode
     support = pair.record.support
     step = answers["step"]
-    native_answer = [answers["native"]]
+    native_answers = [answers["native"]]
     # 1. Give no advice on speed if the case is emulated or was not timed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
-        return _make_advice(pair, "native", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
+        return _make_advice(pair, "native", AdviceKind.CHANGE_NOTHING, sentence, native_answers)
     if pair.speed is None or pair.finding is None:
         sentence = f"no advice on {mode}, whose speed is unknown here: {step.figure}"
-        return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
+        return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_answers)
     # 2. Give no advice if the speed-up is larger than possible: then case and reference do different work.
     objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is RuleOutcome.NO]
     speed_up_bound = amdahl_bound(pair)
@@ -110,23 +112,27 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
         return _make_advice(pair, "amdahl", AdviceKind.CHANGE_NOTHING, sentence, [step, *objections])
     # 3. Adopt the precision: its step is certainly faster by a worthwhile gain, and no rule objects.
     is_faster = pair.finding.verdict is Verdict.FASTER
-    decisive_text = " and ".join(
+    decisive_objections_text = " and ".join(
         _DECISIVE_OBJECTIONS[answer.rule] for answer in objections if answer.rule in _DECISIVE_OBJECTIONS
     )
-    if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.min_gain) is RuleOutcome.YES:
+    if (
+        is_faster
+        and not decisive_objections_text
+        and compare_with_minimum(pair.speed, 1 + basis.min_gain) is RuleOutcome.YES
+    ):
         sentence = _describe_gain(pair, answers)
         supporting_answers = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
         return _make_advice(pair, "step", AdviceKind.ADOPT_PRECISION, sentence, [step, *supporting_answers], pair.speed)
     # 4. Otherwise do nothing, with the reason: the step is slower, gains too little, or its gain is unclear.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
         sentence = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
-    elif is_faster and not decisive_text:
+    elif is_faster and not decisive_objections_text:
         minimum_gain = units.percent(basis.min_gain, 0)
         sentence = (
             f"do not adopt {mode} yet: {show_gain(pair.speed)} may be below the {minimum_gain} that make it worthwhile"
         )
     else:
-        reason = f", and {decisive_text}" if is_faster else f": {pair.finding.verdict_words}"
+        reason = f", and {decisive_objections_text}" if is_faster else f": {pair.finding.verdict_words}"
         advice = "no advice on" if pair.finding.verdict is Verdict.UNSURE else "do not adopt"
         sentence = f"{advice} {mode}: its step is {show_gain(pair.speed)} as fast{reason}"
     for answer in objections:
@@ -166,18 +172,18 @@ def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersBy
     """Yields advice to keep some layers in high precision. It comes from a study in which the loss is too high if all
     layers are low.
     """
-    layers = answers.get("layers")
+    layers_answer = answers.get("layers")
     study = find_study(pair, basis)
-    chosen = study.suggestion if study is not None else None
-    if layers is None or layers.met is not RuleOutcome.NO or study is None or chosen is None:
+    suggested_trial = study.suggestion if study is not None else None
+    if layers_answer is None or layers_answer.met is not RuleOutcome.NO or study is None or suggested_trial is None:
         return
     # Layers stay in high precision if they are low in the measured map but not in the suggested map.
     measured_trial = find_trial(pair, study)
-    high_layers = ", ".join(sorted({*measured_trial.low} - {*chosen.low})) or "what the map names"
-    loss_gaps = (study.gap(chosen), study.gap(measured_trial))
-    loss_after, loss_before = ("unknown" if gap is None else units.change(1 + gap) for gap in loss_gaps)
-    map_option = f"--precision-map {format_map(study.explicit_map(chosen))}"
-    sentence = f"route: leave {high_layers} in {study.reference} with {pair.mode}; "
-    sentence += f"the loss is then {loss_after} instead of {loss_before}: {map_option}"
-    advice = _make_advice(pair, "layers", AdviceKind.ROUTE_LAYERS, sentence, [layers])
+    high_layers_text = ", ".join(sorted({*measured_trial.low} - {*suggested_trial.low})) or "what the map names"
+    loss_gaps = (study.gap(suggested_trial), study.gap(measured_trial))
+    suggested_loss_text, measured_loss_text = ("unknown" if gap is None else units.change(1 + gap) for gap in loss_gaps)
+    map_option = f"--precision-map {format_map(study.explicit_map(suggested_trial))}"
+    sentence = f"route: leave {high_layers_text} in {study.reference} with {pair.mode}; "
+    sentence += f"the loss is then {suggested_loss_text} instead of {measured_loss_text}: {map_option}"
+    advice = _make_advice(pair, "layers", AdviceKind.ROUTE_LAYERS, sentence, [layers_answer])
     yield replace(advice, recipe=f"--dtypes {advice.reference},{pair.record.case.precision} {map_option}")

@@ -107,46 +107,50 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
             (Interval(gain.max_speedup, gain.max_speedup, gain.max_speedup, 0.0), "with products at their ceiling")
         )
         grounds.append(AdviceGround(pair.row, f"{units.speed_up(gain.max_speedup)} at most by measured ceilings"))
-    product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
-    if product_ratio is not None and product_ratio.high < 1:
-        low = amdahl(product_share.low, product_ratio.high)
-        high = amdahl(product_share.high, product_ratio.low)
-        gain_bound = Interval(amdahl(product_share.point, product_ratio.point), low, high, product_ratio.level)
-        speed_up_bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
-        grounds.append(AdviceGround(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
+    product_time_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
+    if product_time_ratio is not None and product_time_ratio.high < 1:
+        low = amdahl(product_share.low, product_time_ratio.high)
+        high = amdahl(product_share.high, product_time_ratio.low)
+        gain_bound = Interval(
+            amdahl(product_share.point, product_time_ratio.point), low, high, product_time_ratio.level
+        )
+        speed_up_bounds.append((gain_bound, f"with products {units.speed_up(1 / product_time_ratio.point)} as fast"))
+        grounds.append(
+            AdviceGround(pair.row, f"its products alone are {show_gain(product_time_ratio.inverse)} as fast")
+        )
     # 3. If the only bound assumes that products take no time, the answer is never "yes", because real products take
     # time.
     gain_bound, condition = min(speed_up_bounds, key=lambda bound: bound[0].point)
-    met = compare_with_minimum(gain_bound, min_speed_up)
-    if met is RuleOutcome.YES and len(speed_up_bounds) == 1:
+    outcome = compare_with_minimum(gain_bound, min_speed_up)
+    if outcome is RuleOutcome.YES and len(speed_up_bounds) == 1:
         share_sentence = f"products are {show_share(product_share)} of the step{_ESTIMATED_NOTE * pair.is_estimated}"
         return f"{share_sentence}, but the speed of low-precision products was not measured"
-    figure = f"products are {show_share(product_share)} of the step; {condition}, the step would be "
-    figure += f"{show_gain(gain_bound)} as fast{_ESTIMATED_NOTE * pair.is_estimated}"
-    return RuleReply(met, figure, tuple(grounds))
+    figure_text = f"products are {show_share(product_share)} of the step; {condition}, the step would be "
+    figure_text += f"{show_gain(gain_bound)} as fast{_ESTIMATED_NOTE * pair.is_estimated}"
+    return RuleReply(outcome, figure_text, tuple(grounds))
 
 
 def _judge_casts(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
     if reason := _untimed_reason(pair):
         return reason
-    product_ratio = pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
-    ratio_with_casts = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
-    cast_ratio = pair.ratio_to_reference({Phase.CAST}, _PRODUCT_PHASE)
-    if product_ratio is None or ratio_with_casts is None:
+    product_time_ratio = pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
+    product_and_cast_ratio = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
+    cast_time_ratio = pair.ratio_to_reference({Phase.CAST}, _PRODUCT_PHASE)
+    if product_time_ratio is None or product_and_cast_ratio is None:
         return _NO_PRODUCTS
-    if cast_ratio is None:
+    if cast_time_ratio is None:
         return "it casts nothing"
-    product_gain = product_ratio.inverse
-    gain_with_casts = ratio_with_casts.inverse
-    figure = f"products {show_gain(product_gain)}, with casts {show_gain(gain_with_casts)}"
-    figure += _ESTIMATED_NOTE * pair.is_estimated
+    product_gain = product_time_ratio.inverse
+    speed_up_with_casts = product_and_cast_ratio.inverse
+    figure_text = f"products {show_gain(product_gain)}, with casts {show_gain(speed_up_with_casts)}"
+    figure_text += _ESTIMATED_NOTE * pair.is_estimated
     grounds = (
         AdviceGround(pair.row, f"products alone {show_gain(product_gain)}"),
-        AdviceGround(pair.row, f"casts take {units.percent(cast_ratio.point, 0)} of the reference's products"),
+        AdviceGround(pair.row, f"casts take {units.percent(cast_time_ratio.point, 0)} of the reference's products"),
     )
     if product_gain.high < 1 + VERDICT_BAND:
-        return RuleReply(RuleOutcome.NO, f"{figure}: products are not faster without casts either", grounds)
-    return RuleReply(compare_with_minimum(gain_with_casts, 1 + VERDICT_BAND), figure, grounds)
+        return RuleReply(RuleOutcome.NO, f"{figure_text}: products are not faster without casts either", grounds)
+    return RuleReply(compare_with_minimum(speed_up_with_casts, 1 + VERDICT_BAND), figure_text, grounds)
 
 
 # If less than this share of a step's product FLOPs is converted, the step gains little.
@@ -157,24 +161,24 @@ def _judge_coverage(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | None:
     coverage = pair.record.coverage
     if coverage is None or not coverage.flops:
         return None
-    kinds = [
+    kind_texts = [
         f"{kind} {units.percent(converted / coverage.flops, 0)}"
         for kind, (_, converted) in coverage.by_kind().items()
         if converted
     ]
-    figure = f"{units.percent(coverage.share, 0)} of product FLOPs"
-    if kinds:
-        figure += f" ({', '.join(kinds)})"
+    figure_text = f"{units.percent(coverage.share, 0)} of product FLOPs"
+    if kind_texts:
+        figure_text += f" ({', '.join(kind_texts)})"
     unconverted_weights = [
         weight_holder for weight_holder in coverage.holders if weight_holder.flops and not weight_holder.converted
     ]
     if unconverted_weights:
-        largest = max(unconverted_weights, key=lambda weight_holder: weight_holder.flops)
-        figure += f"; {largest.name} is not: {largest.reason}"
+        largest_unconverted_weight = max(unconverted_weights, key=lambda weight_holder: weight_holder.flops)
+        figure_text += f"; {largest_unconverted_weight.name} is not: {largest_unconverted_weight.reason}"
     return RuleReply(
         RuleOutcome.YES if coverage.share >= _MIN_COVERAGE else RuleOutcome.NO,
-        figure,
-        (AdviceGround(pair.row, figure),),
+        figure_text,
+        (AdviceGround(pair.row, figure_text),),
     )
 
 
@@ -188,7 +192,7 @@ def _judge_memory(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     reference = pair.reference
     if pair.record.memory is None or reference is None or reference.memory is None or not reference.memory.peak:
         return "no memory was measured"
-    memory_share = pair.record.memory.peak / reference.memory.peak
+    peak_memory_ratio = pair.record.memory.peak / reference.memory.peak
     roles = dict(pair.record.memory.roles)
     reference_roles = dict(reference.memory.roles)
     # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
@@ -200,13 +204,13 @@ def _judge_memory(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
         if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:
             previous_size_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
             texts_by_change[change].append(f"{MEMORY_WORDS[role]} ({units.size(size)}{previous_size_text})")
-    details = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
-    figure = f"{units.ratio(memory_share)} of {reference.case.mode}'s peak{''.join(details)}"
+    change_texts = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
+    figure_text = f"{units.ratio(peak_memory_ratio)} of {reference.case.mode}'s peak{''.join(change_texts)}"
     grounds = (
         AdviceGround(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
         AdviceGround(reference.case.id, f"peak {units.size(reference.memory.peak)}"),
     )
-    return RuleReply(RuleOutcome.YES if memory_share <= 1 - _MIN_SAVING else RuleOutcome.NO, figure, grounds)
+    return RuleReply(RuleOutcome.YES if peak_memory_ratio <= 1 - _MIN_SAVING else RuleOutcome.NO, figure_text, grounds)
 
 
 _ANSWERS_BY_DEMAND = {Demand.LESS: RuleOutcome.YES, Demand.MORE: RuleOutcome.NO, Demand.UNCLEAR: RuleOutcome.UNCLEAR}
@@ -225,10 +229,10 @@ def _judge_energy(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     if ratio is None:
         return "no energy was measured"
     interval_text = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
-    figure = f"{units.ratio(ratio.point)} {interval_text} of the reference's joules per step"
+    figure_text = f"{units.ratio(ratio.point)} {interval_text} of the reference's joules per step"
     if ratio.why:
-        figure += f": {ratio.why}"
-    return RuleReply(_ANSWERS_BY_DEMAND[ratio.demand], figure, (AdviceGround(pair.row, figure),))
+        figure_text += f": {ratio.why}"
+    return RuleReply(_ANSWERS_BY_DEMAND[ratio.demand], figure_text, (AdviceGround(pair.row, figure_text),))
 
 
 def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
@@ -236,20 +240,22 @@ def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     training shows whether a smaller error matters.
     """
     errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
-    problem = pair.record.reason if not pair.record.is_ok else ""
-    if NOT_FINITE in problem:
-        return RuleReply(RuleOutcome.NO, problem, (AdviceGround(pair.row, problem),))
-    if problem or not errors:
-        return problem or "no error was measured"
+    failure_reason = pair.record.reason if not pair.record.is_ok else ""
+    if NOT_FINITE in failure_reason:
+        return RuleReply(RuleOutcome.NO, failure_reason, (AdviceGround(pair.row, failure_reason),))
+    if failure_reason or not errors:
+        return failure_reason or "no error was measured"
     figures = []
-    size_words = set()
+    error_size_words = set()
     for error in errors:
         size_word = error_word((error.metric, sample) for sample in error.samples)
-        size_words.add(size_word)
-        limit = units.relative_error(spec_of(error.metric).error_sizes[-1])
-        figures.append(f"{size_word} {error_name(error)} ({units.relative_error(max(error.samples))}, limit {limit})")
+        error_size_words.add(size_word)
+        error_limit_text = units.relative_error(spec_of(error.metric).error_sizes[-1])
+        figures.append(
+            f"{size_word} {error_name(error)} ({units.relative_error(max(error.samples))}, limit {error_limit_text})"
+        )
     sentence = ", ".join(figures)
-    is_small_enough = not size_words & {LARGE, NOT_FINITE} and not pair.record.not_finite
+    is_small_enough = not error_size_words & {LARGE, NOT_FINITE} and not pair.record.not_finite
     return RuleReply(
         RuleOutcome.YES if is_small_enough else RuleOutcome.NO, sentence, (AdviceGround(pair.row, sentence),)
     )
@@ -288,11 +294,11 @@ def _judge_layers(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | N
     loss_gap = study.gap(trial)
     change_text = "none" if loss_gap is None else units.change(1 + loss_gap)
     noise = "an unknown noise" if study.noise is None else f"a noise of {units.percent(study.noise)}"
-    figure = f"layers low: {len(trial.low)}, loss {change_text} next to {noise} in {study.steps} steps"
-    grounds = (AdviceGround(row, figure),)
+    figure_text = f"layers low: {len(trial.low)}, loss {change_text} next to {noise} in {study.steps} steps"
+    grounds = (AdviceGround(row, figure_text),)
     if study.is_undecided:
-        return RuleReply(RuleOutcome.UNCLEAR, f"{figure}: layers cannot be distinguished", grounds)
-    return RuleReply(RuleOutcome.YES if study.keeps_loss(trial) else RuleOutcome.NO, figure, grounds)
+        return RuleReply(RuleOutcome.UNCLEAR, f"{figure_text}: layers cannot be distinguished", grounds)
+    return RuleReply(RuleOutcome.YES if study.keeps_loss(trial) else RuleOutcome.NO, figure_text, grounds)
 
 
 def find_arm(pair: ComparedCase, basis: AdviceBasis) -> ArmVerdict | None:
@@ -301,8 +307,8 @@ def find_arm(pair: ComparedCase, basis: AdviceBasis) -> ArmVerdict | None:
     """
     if basis.training is None:
         return None
-    arms = [arm for arm in basis.training.verdicts.arms if arm.arm.precision == pair.mode]
-    return min(arms, key=lambda arm: len(arm.arm.settings), default=None)
+    matching_arms = [arm for arm in basis.training.verdicts.arms if arm.arm.precision == pair.mode]
+    return min(matching_arms, key=lambda arm: len(arm.arm.settings), default=None)
 
 
 _ANSWERS_BY_VERDICT = {
@@ -319,18 +325,18 @@ def _judge_training(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str |
     arm = find_arm(pair, basis)
     if arm is None or basis.training is None:
         return "no training has an arm in this precision"
-    figure = words.describe_verdict(arm, basis.training.verdicts)
+    figure_text = words.describe_verdict(arm, basis.training.verdicts)
     training = basis.training.kept.training
     model = training.request.settings.display_name
     ground = AdviceGround(
-        f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps"
+        f"training {training.id}, arm {arm.arm.name}", f"{figure_text}, {model}, {training.request.steps} steps"
     )
-    met = (
+    outcome = (
         RuleOutcome.TOLERATED
         if arm.judged.is_tolerated
         else _ANSWERS_BY_VERDICT.get(arm.judged.learned, RuleOutcome.UNCLEAR)
     )
-    return RuleReply(met, figure, (ground,))
+    return RuleReply(outcome, figure_text, (ground,))
 
 
 # The checklist, in order.

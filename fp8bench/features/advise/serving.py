@@ -37,7 +37,7 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
     quality = answer.arm_quality(arm)
     action_text = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
     quality_change = "its effect on predictions is not known"
-    is_spoiled = False
+    spoils_predictions = False
     if quality is not None and answer.quality is not None:
         ratio = quality.log_perplexity
         low, high = (units.change(math.exp(end)) for end in (ratio.low, ratio.high))
@@ -46,9 +46,9 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
             f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} next to a "
         )
         quality_change += f"floor of {answer.quality.floor.kl:.0e} on {quality_source}"
-        is_proven = not answer.quality.caution and ratio.low > math.log1p(MAX_PERPLEXITY_INCREASE)
-        is_spoiled = is_proven or not math.isfinite(quality.kl)
-    if contexts and not is_spoiled:
+        is_increase_proven = not answer.quality.caution and ratio.low > math.log1p(MAX_PERPLEXITY_INCREASE)
+        spoils_predictions = is_increase_proven or not math.isfinite(quality.kl)
+    if contexts and not spoils_predictions:
         return _make_advice(
             answer,
             AdviceKind.ADOPT_PRECISION,
@@ -69,8 +69,8 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     if crossing is None:
         name = format_arm(times.arm)
         reason = f": {times.why}" if times.why else ""
-        contexts = " at every context" if times.tpot else ""
-        text = f"no advice on the speed of {name}, which was not timed{contexts}{reason}"
+        contexts_text = " at every context" if times.tpot else ""
+        text = f"no advice on the speed of {name}, which was not timed{contexts_text}{reason}"
         return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, text)
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
@@ -78,11 +78,11 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     if crossing.at is not None:
         lower_text = f"{crossing.low:.0f}"
         upper_text = f"{crossing.high:.0f}"
-        contexts = f"from a context of {upper_text} on" if crossing.faster[1] else f"up to {lower_text} tokens"
+        contexts_text = f"from a context of {upper_text} on" if crossing.faster[1] else f"up to {lower_text} tokens"
         return _weigh_quality(
             answer,
             times.arm,
-            contexts,
+            contexts_text,
             f"its decode step crosses that of {reference} at {crossing.at:.0f} [{lower_text}, {upper_text}]",
         )
     # 3. Recommend the arm at all contexts if it is faster at all measured ones.
@@ -91,6 +91,10 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
             answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
         )
     # 4. Recommend no change if the arm is slower, or if it is unclear at one end of the contexts which arm is faster.
-    first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
-    reason_text = f"its decode step is {first} at a context of {low} and {last} at {high}"
+    lowest_context_speed, highest_context_speed = (
+        {True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster
+    )
+    reason_text = (
+        f"its decode step is {lowest_context_speed} at a context of {low} and {highest_context_speed} at {high}"
+    )
     return _weigh_quality(answer, times.arm, "", f"{reason_text}, against {reference}")

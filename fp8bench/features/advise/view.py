@@ -73,17 +73,17 @@ def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
 
 
 def _describe_group(group: Sequence[Advice], shorten_name: Callable[[str], str]) -> Text:
-    first, *similar = group
-    settings_text = shorten_name(first.settings[0])
-    if len(first.settings) > 1:
-        settings_text = many(len(first.settings), "setting")
+    first_advice, *similar = group
+    settings_text = shorten_name(first_advice.settings[0])
+    if len(first_advice.settings) > 1:
+        settings_text = many(len(first_advice.settings), "setting")
     if similar:
         settings_text += f"; similar in {sum(len(piece.settings) for piece in similar)} more settings"
         gains = [piece.gain.point for piece in similar if piece.gain is not None]
         if gains:
             settings_text += f", down to {units.speed_up(min(gains))}"
-    tone = Tone.DOUBT if first.doubtful else _ADVICE_TONES.get(first.kind, Tone.STRONG)
-    return Text(f"{first.sentence} ({settings_text}).", tone)
+    tone = Tone.DOUBT if first_advice.doubtful else _ADVICE_TONES.get(first_advice.kind, Tone.STRONG)
+    return Text(f"{first_advice.sentence} ({settings_text}).", tone)
 
 
 def make_name_shortener(advised: AdviceResult) -> Callable[[str], str]:
@@ -91,18 +91,18 @@ def make_name_shortener(advised: AdviceResult) -> Callable[[str], str]:
     share.
     """
     # Parameters with the same value in all settings of a suite do not distinguish settings.
-    shared: dict[str, set[str]] = {}
+    shared_params_by_suite: dict[str, set[str]] = {}
     for answer in advised.answers:
         suite, _, bracket = answer.setting.partition("[")
         params = {*bracket.rpartition("]")[0].split(",")}
-        shared[suite] = shared.get(suite, params) & params
+        shared_params_by_suite[suite] = shared_params_by_suite.get(suite, params) & params
 
     def shorten_name(row: str) -> str:
         suite, _, bracket = row.partition("[")
         params, _, end = bracket.rpartition("]")
-        if suite not in shared or not params:
+        if suite not in shared_params_by_suite or not params:
             return row
-        distinct_params = ",".join(pair for pair in params.split(",") if pair not in shared[suite])
+        distinct_params = ",".join(pair for pair in params.split(",") if pair not in shared_params_by_suite[suite])
         return (f"{suite}[{distinct_params}]" if distinct_params else suite) + end
 
     return shorten_name
@@ -112,11 +112,13 @@ def question_tables(advised: AdviceResult, everything: bool) -> Iterator[Table]:
     """Yields a table for each of the three questions, with the most frequent answer over all settings. With
     `everything`, the tables also show unanswered questions and the evidence.
     """
-    cols = _make_answer_columns(advised)
+    answer_columns = _make_answer_columns(advised)
     for number, question in enumerate(AdviceQuestion, 1):
         rows = [row for row in _group_answers(advised, question) if everything or _is_answered(row)]
         if rows:
-            yield table(f"question-{number}", question.value, cols if everything else cols[:-1], rows)
+            yield table(
+                f"question-{number}", question.value, answer_columns if everything else answer_columns[:-1], rows
+            )
 
 
 def _group_answers(advised: AdviceResult, question: AdviceQuestion) -> Rows:
@@ -177,9 +179,9 @@ def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]
 
     def find_most_frequent(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         # Measured answers count, however few. Missing answers count only if all are missing.
-        known_answers = [answer.met for answer in answers if answer.met is not RuleOutcome.NOT_MEASURED]
-        (met, count), *_ = Counter(known_answers or (answer.met for answer in answers)).most_common()
-        return next(answer for answer in answers if answer.met is met), count
+        measured_outcomes = [answer.met for answer in answers if answer.met is not RuleOutcome.NOT_MEASURED]
+        (outcome, count), *_ = Counter(measured_outcomes or (answer.met for answer in answers)).most_common()
+        return next(answer for answer in answers if answer.met is outcome), count
 
     def show_answer(answers: Sequence[RuleAnswer]) -> Field:
         answer, count = find_most_frequent(answers)
@@ -193,9 +195,9 @@ def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]
 
     def evidence(answers: Sequence[RuleAnswer]) -> str | None:
         answer = find_most_frequent(answers)[0]
-        grounds = [f"{ground.figure} in {shorten_name(ground.row)}" for ground in answer.grounds[:_MAX_GROUNDS]]
+        ground_texts = [f"{ground.figure} in {shorten_name(ground.row)}" for ground in answer.grounds[:_MAX_GROUNDS]]
         measure = f"measure it: {answer.measure}" if answer.measure and not _is_emulated(answer) else None
-        return "; ".join(grounds) or measure
+        return "; ".join(ground_texts) or measure
 
     return [
         Col("precision", precision, shared=True),

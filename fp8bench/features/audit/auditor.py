@@ -162,8 +162,8 @@ class ProductSubject(AuditSubject):
         return {"product": ExpectedProduct(*self._round_operands(a, b), None, has_hopper_units(self.facts), sample)}
 
     def _round_operands(self, a: Tensor, b: Tensor) -> tuple[RoundedOperand, RoundedOperand]:
-        first, second, _ = self.promised_casts.treatments
-        operands = round_operand(a, first), round_operand(b, second)
+        first_treatment, second_treatment, _ = self.promised_casts.treatments
+        operands = round_operand(a, first_treatment), round_operand(b, second_treatment)
         if self.signature.takes is Takes.VALUES:
             return operands
         # A callable that gets codes did not round them, so its error is measured against the codes.
@@ -200,10 +200,10 @@ class LinearSubject(AuditSubject):
             ]
             a, b, sample = _sample_product(first_source.contiguous(), second_source.contiguous(), treatments, rng)
             emulated_result = self._emulate((a, of_left), (b, of_right), is_weight_gradient)
-            first = round_operand(a, treatments[0])
-            second = round_operand(b, treatments[1])
+            first_operand = round_operand(a, treatments[0])
+            second_operand = round_operand(b, treatments[1])
             expected_results[name] = ExpectedProduct(
-                first, second, emulated_result, has_hopper_units(self.facts), sample
+                first_operand, second_operand, emulated_result, has_hopper_units(self.facts), sample
             )
         return expected_results
 
@@ -216,8 +216,8 @@ class LinearSubject(AuditSubject):
             return None
         arithmetic = RecipeArithmetic(recipe, self.promised_casts.carrier).layer(_LAYER_NAME)
         cast_operand = arithmetic.cast_transpose if is_weight_gradient else arithmetic.cast
-        first, second = (cast_operand(tensor.contiguous(), role) for tensor, role in (a, b))
-        return arithmetic.product(first, second, self.promised_casts.carrier)
+        first_operand, second_operand = (cast_operand(tensor.contiguous(), role) for tensor, role in (a, b))
+        return arithmetic.product(first_operand, second_operand, self.promised_casts.carrier)
 
 
 class AttentionSubject(AuditSubject):
@@ -390,16 +390,16 @@ class Auditor:
         if all(verdict.is_remark or verdict.code in CERTAIN_CODES for verdict in verdicts.values()):
             return verdicts
         second_seed = self.seed + SECOND_SEED_OFFSET
-        second_matrices = self.subject.draw_operands(audit_input.data, audit_input.shape, second_seed)
-        second_verdicts = self.judge_results(second_matrices, self.compute_results(second_matrices))
+        confirming_matrices = self.subject.draw_operands(audit_input.data, audit_input.shape, second_seed)
+        confirming_verdicts = self.judge_results(confirming_matrices, self.compute_results(confirming_matrices))
         expected_results = self.subject.expected_results(matrices)
         for name, verdict in verdicts.items():
-            if verdict.is_remark or verdict.code in (second_verdicts[name].code, *CERTAIN_CODES):
+            if verdict.is_remark or verdict.code in (confirming_verdicts[name].code, *CERTAIN_CODES):
                 continue
             # The second input does not confirm the mistake, so do not name it. If a figure (error or gain) deviated,
             # this may have been chance.
             verdicts[name] = unnamed_finding = expected_results[name].judge(results[name], search_mistakes=False)
-            if unnamed_finding.code in FIGURE_CODES and not second_verdicts[name].has_failed:
+            if unnamed_finding.code in FIGURE_CODES and not confirming_verdicts[name].has_failed:
                 verdicts[name] = replace(
                     unnamed_finding,
                     outcome=AuditOutcome.PASS,

@@ -132,8 +132,8 @@ def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
             raise UsageError(f"{' and '.join(chosen_options)} need --kind and --precision. Give both.")
         return None
     if not kind or (not precision and kind != AuditKind.MODEL):
-        pair = "--kind was given without --precision" if kind else "--precision was given without --kind"
-        raise UsageError(f"{pair}. Give both, or declare them with @fp8bench.audited.")
+        missing_option_text = "--kind was given without --precision" if kind else "--precision was given without --kind"
+        raise UsageError(f"{missing_option_text}. Give both, or declare them with @fp8bench.audited.")
     return make_signature(kind, precision or "", **options)
 
 
@@ -259,18 +259,22 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
 
 def _describe_verdict(audit: Audit, verdict_finding: AuditFinding | None) -> Iterator[Text]:
     outcome = audit.outcome
-    checks = together((finding.check, finding) for finding in audit.findings)
-    coverage = f"{len(checks)} checks found the results that {audit.signature.precision} gives"
+    findings_by_check = together((finding.check, finding) for finding in audit.findings)
+    coverage_text = f"{len(findings_by_check)} checks found the results that {audit.signature.precision} gives"
     if audit.layers:
         flops = sum(layer.flops for layer in audit.layers)
-        flops_share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
-        coverage = f"{sum(layer.low for layer in audit.layers)} of {len(audit.layers)} layers converted{flops_share}"
-    reason = f"{verdict_finding.code}: {verdict_finding.why}" if verdict_finding else coverage
+        flops_share_text = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+        coverage_text = (
+            f"{sum(layer.low for layer in audit.layers)} of {len(audit.layers)} layers converted{flops_share_text}"
+        )
+    reason = f"{verdict_finding.code}: {verdict_finding.why}" if verdict_finding else coverage_text
     yield Text(f"{outcome.value}: {reason}", _OUTCOME_TONES[outcome])
     if verdict_finding and audit.layers:
-        yield Text(coverage)
+        yield Text(coverage_text)
     yield Text(f"{units.whole(audit.tried)} results in {units.seconds(audit.seconds)}")
-    if names := [name for name, findings in checks.items() if find_worst_outcome(findings) is AuditOutcome.PASS]:
+    if names := [
+        name for name, findings in findings_by_check.items() if find_worst_outcome(findings) is AuditOutcome.PASS
+    ]:
         yield Text(f"right: {', '.join(names)}")
     if audit.not_run:
         yield Text(f"not run because of this failure: {', '.join(audit.not_run)}")

@@ -162,9 +162,9 @@ def count_operators(call: Callable[[], object]) -> dict[str, int]:
     for recorded_call in tape.calls:
         inputs = list(iterate_tensors((recorded_call.positional, tuple(recorded_call.named.values()))))
         outputs = list(iterate_tensors(recorded_call.result))
-        storages = {operand.storage for operand in inputs}
+        input_storages = {operand.storage for operand in inputs}
         for tensor in outputs:
-            if math.prod(tensor.shape) and tensor.storage not in storages:
+            if math.prod(tensor.shape) and tensor.storage not in input_storages:
                 counts["allocations"] += 1
         operator_name = called_operator(recorded_call)
         counts["products"] += operator_name in PRODUCT_SHAPES
@@ -288,7 +288,7 @@ class KernelHost:
         """Calls the kernel on the arguments in the slots in turn, up to `calls` times or for `seconds`. Returns the
         number of calls, and each distinct result with the slot and the number of the first call that gave it.
         """
-        different_results = []
+        numbered_results = []
         distinct_results = set[tuple[int, PackedResults]]()
         end = _CLOCK() + seconds
         number = 0
@@ -298,8 +298,8 @@ class KernelHost:
             results = pack_results(self._call_raw(slot))
             if (slot, results) not in distinct_results and len(distinct_results) < _RESULT_LIMIT:
                 distinct_results.add((slot, results))
-                different_results.append((number, slot, results))
-        return number, different_results
+                numbered_results.append((number, slot, results))
+        return number, numbered_results
 
     def measure_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
         """Times one call on the arguments in each slot. Returns the seconds of each call by wall clock and by process
@@ -310,11 +310,11 @@ class KernelHost:
         for slot in slots:
             self._flush()
             self._synchronize()
-            start = _CLOCK()
-            start_of_process = _PROCESS_CLOCK()
+            wall_time_at_start = _CLOCK()
+            process_time_at_start = _PROCESS_CLOCK()
             self._timed.append({name: _copy_tensor(tensor) for name, tensor in self._call_raw(slot).items()})
             self._synchronize()
-            seconds.append((_CLOCK() - start, _PROCESS_CLOCK() - start_of_process))
+            seconds.append((_CLOCK() - wall_time_at_start, _PROCESS_CLOCK() - process_time_at_start))
         return seconds
 
     def digest_arguments(self, slots: Sequence[int]) -> tuple[int, ...]:
@@ -380,11 +380,13 @@ class KernelHost:
         """Allocates and frees blocks of NaN with the sizes of arguments and results. If a kernel does not write all
         of its output, the rest of the output is then NaN.
         """
-        tensor_sizes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
-        blocks = []
-        for size, dtype in tensor_sizes:
+        sizes_and_dtypes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
+        nan_blocks = []
+        for size, dtype in sizes_and_dtypes:
             if dtype.is_floating_point:
-                blocks += [torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_PRIMED_BLOCKS)]
+                nan_blocks += [
+                    torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_PRIMED_BLOCKS)
+                ]
 
     def _synchronize(self) -> None:
         if self._device.startswith("cuda"):

@@ -134,8 +134,8 @@ class LayerNumbers:
     def _judge_output(self, product: LayerProduct, output: Any, likely_precisions: Sequence[str]) -> LayerVerdict:
         """Returns the precision in which the layer computed an output, or what is wrong with that output."""
         # 1. Reject outputs with a wrong shape or with NaN or infinity.
-        output_columns = product.exact_result.shape[-1]
-        if not isinstance(output, Tensor) or (product.kind != CONV2D_KIND and output.shape[-1] != output_columns):
+        output_column_count = product.exact_result.shape[-1]
+        if not isinstance(output, Tensor) or (product.kind != CONV2D_KIND and output.shape[-1] != output_column_count):
             return LayerVerdict(
                 "", "unchecked", "its output does not have the shape of a product of its input and weight"
             )
@@ -153,15 +153,17 @@ class LayerNumbers:
             )
 
         # 3. Compare with exact results, rounded to each wide format.
-        wide_differences = {
+        differences_by_wide_dtype = {
             name: compare_with_output(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()
         }
-        name = min(wide_differences, key=lambda dtype: wide_differences[dtype].level)
+        name = min(differences_by_wide_dtype, key=lambda dtype: differences_by_wide_dtype[dtype].level)
         # 4. Compare with each emulated cast, likely ones first. Stop if a likely cast matches.
-        guesses = {name: self.guesses[name] for name in (*likely_precisions, *self.guesses) if name in self.guesses}
+        casts_by_guess = {
+            name: self.guesses[name] for name in (*likely_precisions, *self.guesses) if name in self.guesses
+        }
         matching_casts = dict[str, float]()
         casts_with_same_error = []
-        for guess, promised_casts in guesses.items():
+        for guess, promised_casts in casts_by_guess.items():
             for cast in product.iterate_cast_results(promised_casts):
                 if (difference := compare_with_output(cast)).is_negligible:
                     matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
@@ -171,7 +173,7 @@ class LayerNumbers:
                 break
         # 5. An output that matches the exact result was not cast. If the output also matches a cast, its precision is
         # unknown.
-        if wide_differences[name].is_negligible:
+        if differences_by_wide_dtype[name].is_negligible:
             return LayerVerdict(WEIGHTS_ONLY if self._has_coded_weight else "" if matching_casts else name)
         if matching_casts:
             return LayerVerdict(
@@ -179,7 +181,9 @@ class LayerNumbers:
             )
         # 6. Look for typical faults: only the weight was cast, or the cast rounds differently.
         weight_casts = (
-            cast for guess in guesses.values() for cast in product.iterate_cast_results(guess, casts_inputs=False)
+            cast
+            for guess in casts_by_guess.values()
+            for cast in product.iterate_cast_results(guess, casts_inputs=False)
         )
         if not self._has_coded_weight and any(compare_with_output(cast).is_negligible for cast in weight_casts):
             return LayerVerdict(UNCAST, "not-cast", "only its weight is cast; its inputs are multiplied without a cast")
@@ -190,7 +194,9 @@ class LayerNumbers:
                 f"its values differ from those of {casts_with_same_error[0]}, but have the same error in every row",
             )
         return LayerVerdict(
-            UNKNOWN_PRECISION, "wrong-numbers", _describe_fault(product, product_result, bias, wide_differences[UNCAST])
+            UNKNOWN_PRECISION,
+            "wrong-numbers",
+            _describe_fault(product, product_result, bias, differences_by_wide_dtype[UNCAST]),
         )
 
     def _random_input(self, x: Tensor | None) -> Tensor:
@@ -216,13 +222,13 @@ class LayerNumbers:
             first_verdict = LayerVerdict()
             for mode in (self.module.training, not self.module.training):
                 self.module.train(mode)
-                for gradients in (False, True):
-                    with torch.set_grad_enabled(gradients):
-                        output = self._call_layer(x.detach().requires_grad_(gradients))
+                for are_gradients_enabled in (False, True):
+                    with torch.set_grad_enabled(are_gradients_enabled):
+                        output = self._call_layer(x.detach().requires_grad_(are_gradients_enabled))
                     verdict = self._judge_output(product, output, (first_verdict.runs, *likely_precisions))
                     first_verdict = first_verdict if first_verdict.runs else verdict
                     call_mode = f"in {'training' if mode else 'evaluation'} mode"
-                    call_mode += f" with gradients {'on' if gradients else 'off'}"
+                    call_mode += f" with gradients {'on' if are_gradients_enabled else 'off'}"
                     if verdict.has_failed:
                         is_first_verdict = verdict is first_verdict
                         return verdict if is_first_verdict else verdict._replace(why=f"{call_mode}, {verdict.why}")
@@ -256,42 +262,42 @@ class LayerNumbers:
         """Returns a description of the first wrong gradient, or '' if all are right. Layers that are not trained may
         have no gradients."""
         # 1. Backpropagate a random gradient, the same in every audit.
-        tensors = {"input": x.detach().requires_grad_(), **self._find_trainable()}
-        is_trained = len(tensors) > 1 and self.module.training
+        differentiated_tensors = {"input": x.detach().requires_grad_(), **self._find_trainable()}
+        is_trained = len(differentiated_tensors) > 1 and self.module.training
         with torch.enable_grad():
-            output = self._call_layer(tensors["input"])
+            output = self._call_layer(differentiated_tensors["input"])
             if not output.requires_grad:
                 return f"it has no gradient{_IN_TRAINING_MODE}" if is_trained else ""
             generator = torch.Generator().manual_seed(1)
             gradient = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
-            gradients = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)
+            gradients = torch.autograd.grad(output, tuple(differentiated_tensors.values()), gradient, allow_unused=True)
         # 2. Compute the exact gradients, their typical size from squared terms, and the gradients of the emulated
         # cast.
         float_gradient = gradient.cpu().float()
-        exact = product.compute_gradients(float_gradient)
-        squares = product.square_operands().compute_gradients(float_gradient.square())
+        exact_gradients = product.compute_gradients(float_gradient)
+        squared_gradient_sizes = product.square_operands().compute_gradients(float_gradient.square())
         promised_casts = self.guesses.get(runs)
         emulated_gradients = (
             {} if promised_casts is None else product.compute_cast_gradients(float_gradient, promised_casts)
         )
-        casts = () if promised_casts is None else promised_casts.treatments
-        has_few_bits = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in casts)
+        cast_treatments = () if promised_casts is None else promised_casts.treatments
+        has_low_bit_cast = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in cast_treatments)
         # 3. Each gradient must have the right shape, and be near the exact one. In training, no gradient may be
         # missing.
-        for (name, _), layer_gradient in zip(tensors.items(), gradients, strict=True):
+        for (name, _), layer_gradient in zip(differentiated_tensors.items(), gradients, strict=True):
             if layer_gradient is None and is_trained:
                 return f"its {name} gradient does not exist{_IN_TRAINING_MODE}"
             if layer_gradient is None:
                 continue
-            if layer_gradient.numel() != exact[name].numel():
+            if layer_gradient.numel() != exact_gradients[name].numel():
                 return f"its {name} gradient has the shape {list(layer_gradient.shape)}"
             # Formats with few bits may exceed the limit for eight bits.
-            error_limit = _FEW_BITS_GRADIENT_ERROR if has_few_bits else _GRADIENT_ERROR
-            exact_gradient = exact[name]
-            gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
+            error_limit = _FEW_BITS_GRADIENT_ERROR if has_low_bit_cast else _GRADIENT_ERROR
+            exact_gradient = exact_gradients[name]
+            emulated_gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
             gradient = layer_gradient.cpu().float().reshape(exact_gradient.shape)
-            size = squares[name].sqrt()
-            if reason := _describe_wrong_gradient(gradient, exact_gradient, size, error_limit, gain):
+            size = squared_gradient_sizes[name].sqrt()
+            if reason := _describe_wrong_gradient(gradient, exact_gradient, size, error_limit, emulated_gain):
                 return f"its {name} gradient {reason}"
         return ""
 
@@ -314,15 +320,17 @@ def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> boo
     """Returns whether the error of a result is like the error of the emulated cast, although their values differ: it
     has the same size and mean gain, and is spread evenly over rows and columns.
     """
-    exact = product.exact_result
+    exact_result = product.exact_result
     size = product.typical_size
-    result_misses, cast_misses = (measure_differences(each_result - exact, size) for each_result in (result, cast))
-    low, high = (bound * cast_misses.level for bound in _ERROR_BAND)
-    gain = abs(fit_gain(result, exact) - fit_gain(cast, exact))
+    result_differences, cast_differences = (
+        measure_differences(each_result - exact_result, size) for each_result in (result, cast)
+    )
+    low, high = (bound * cast_differences.level for bound in _ERROR_BAND)
+    gain_difference = abs(fit_gain(result, exact_result) - fit_gain(cast, exact_result))
     return (
-        low <= result_misses.level <= high
-        and result_misses.worst <= _LINE_FACTOR * cast_misses.worst + _LINE_SLACK
-        and gain <= _MIN_GAIN
+        low <= result_differences.level <= high
+        and result_differences.worst <= _LINE_FACTOR * cast_differences.worst + _LINE_SLACK
+        and gain_difference <= _MIN_GAIN
     )
 
 
@@ -335,10 +343,10 @@ def _describe_wrong_gradient(
     shape = exact.flatten(1).shape if exact.dim() > 1 else (1, exact.numel())
     gradient, exact, size = (tensor.reshape(shape) for tensor in (gradient, exact, size))
     gain = fit_gain(gradient, exact)
-    noise_level = measure_differences(gradient - gain * exact, size).level
-    gain_slack = _MIN_GAIN + noise_level**2 + 4 * noise_level / math.sqrt(exact.numel())
+    residual_level = measure_differences(gradient - gain * exact, size).level
+    gain_slack = _MIN_GAIN + residual_level**2 + 4 * residual_level / math.sqrt(exact.numel())
     has_right_gain = min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
-    if noise_level <= error_limit and not has_right_gain:
+    if residual_level <= error_limit and not has_right_gain:
         return f"is {gain:.2f} times the exact gradient"
     difference_beyond_rounding = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0)
     differences = measure_differences(difference_beyond_rounding, size)
@@ -355,7 +363,7 @@ def _describe_fault(
     """Returns what is wrong with an output: a common mistake that explains it, or else the rows or columns that are
     wrong.
     """
-    exact = product.exact_result
+    exact_result = product.exact_result
 
     def is_near(expected_result: Tensor) -> bool:
         return float((product_result - expected_result).norm()) < _GRADIENT_ERROR * float(expected_result.norm())
@@ -366,22 +374,22 @@ def _describe_fault(
         return "all of its results are 0"
     if bias is not None:
         expanded_bias = bias.expand_as(product_result)
-        bias_factor = fit_gain(product_result - exact, expanded_bias)
-        if abs(bias_factor) > _BIAS_CHANGE and is_near(exact + bias_factor * expanded_bias):
+        bias_factor = fit_gain(product_result - exact_result, expanded_bias)
+        if abs(bias_factor) > _BIAS_CHANGE and is_near(exact_result + bias_factor * expanded_bias):
             if abs(1 + bias_factor) < _BIAS_CHANGE:
                 return "its bias is not added"
             return f"its bias is added {1 + bias_factor:.2g} times"
     # 2. Look for one factor in all results, which shows that a scale was lost or applied twice.
-    exact_output = exact if bias is None else exact + bias
+    exact_output = exact_result if bias is None else exact_result + bias
     gain = fit_gain(result, exact_output)
     residual = float((result - gain * exact_output).norm())
     if abs(gain - 1) > _MIN_GAIN and residual < _GRADIENT_ERROR * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
     # 3. Look for a few wrong rows or columns, which show that a shard or a bias is in the wrong place.
-    for side, lines in (("columns", differences.columns), ("rows", differences.rows)):
+    for line_kind, lines in (("columns", differences.columns), ("rows", differences.rows)):
         wrong_lines = (lines > 3 * lines.median() + _LINE_SLACK).nonzero().flatten().tolist()
         if wrong_lines:
-            return f"{len(wrong_lines)} of {len(lines)} checked {side} are wrong, the first is {wrong_lines[0]}"
+            return f"{len(wrong_lines)} of {len(lines)} checked {line_kind} are wrong, the first is {wrong_lines[0]}"
     # 4. Without a known mistake, report the error next to the error that casts usually cause.
     message_start = "its results do not follow from its input, current weight and bias"
     return f"{message_start}: {differences.level:.0%} off, while casts cause 1% to 20%"
@@ -391,11 +399,13 @@ def draw_random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Returns random numbers of the same magnitude as a tensor, limited to its largest absolute value."""
     float_tensor = tensor.detach().float()
     size = float(float_tensor.square().mean().sqrt())
-    largest = float(float_tensor.abs().max())
+    largest_magnitude = float(float_tensor.abs().max())
     random_numbers = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (
         size or 1.0
     )
-    return (random_numbers.clamp(-largest, largest) if largest else random_numbers).to(tensor.device, tensor.dtype)
+    return (random_numbers.clamp(-largest_magnitude, largest_magnitude) if largest_magnitude else random_numbers).to(
+        tensor.device, tensor.dtype
+    )
 
 
 @contextmanager
@@ -411,8 +421,10 @@ def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
             if len(original_values) == 2:
                 bias = tensors["bias"]
                 weight = tensors["weight"].float()
-                result_size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
-                bias.copy_(draw_random_like(torch.zeros_like(bias), bias.shape) * result_size)
+                result_magnitude = (
+                    float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
+                )
+                bias.copy_(draw_random_like(torch.zeros_like(bias), bias.shape) * result_magnitude)
         yield
     finally:
         with torch.no_grad():

@@ -84,8 +84,8 @@ class LayerProduct:
     @cached_property
     def sampled_rows(self) -> Tensor:
         count = len(self.x)
-        most = IMAGES if self.kind == CONV2D_KIND else ROWS
-        return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:most].sort().values
+        max_sample_count = IMAGES if self.kind == CONV2D_KIND else ROWS
+        return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:max_sample_count].sort().values
 
     def sample_output(self, output: Tensor) -> Tensor:
         float_output = output.detach().cpu().float()
@@ -114,14 +114,14 @@ class LayerProduct:
         is cast. If rounding to bf16 changes an operand, also yields the products of which one or both operands were
         rounded to bf16 before the cast.
         """
-        first, second, _ = promised_casts.treatments
+        input_treatment, weight_treatment, _ = promised_casts.treatments
         for carriers in self._carrier_pairs:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
             if self.casts_weight and self.kind == CONV1D_KIND:
-                weight = round_operand(weight.t().contiguous(), second).values.t()
+                weight = round_operand(weight.t().contiguous(), weight_treatment).values.t()
             elif self.casts_weight:
-                weight = round_operand(weight.flatten(1).contiguous(), second).values.reshape(weight.shape)
-            yield self.multiply_rows(self._cast_input(x, first) if casts_inputs else x, weight)
+                weight = round_operand(weight.flatten(1).contiguous(), weight_treatment).values.reshape(weight.shape)
+            yield self.multiply_rows(self._cast_input(x, input_treatment) if casts_inputs else x, weight)
 
     @cached_property
     def _carrier_pairs(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
@@ -155,14 +155,14 @@ class LayerProduct:
         """
         if self.kind in (CONV1D_KIND, CONV2D_KIND):
             return {}
-        first, second, third = promised_casts.treatments
+        input_treatment, weight_treatment, gradient_treatment = promised_casts.treatments
         rows = gradient.reshape(-1, len(self.weight))
         rounded_rows, rounded_columns = (
-            round_operand(tensor.contiguous(), third).values for tensor in (rows, rows.t())
+            round_operand(tensor.contiguous(), gradient_treatment).values for tensor in (rows, rows.t())
         )
         weight, x = (
             round_operand(tensor.t().contiguous(), cast).values
-            for tensor, cast in ((self.weight, second), (self.x, first))
+            for tensor, cast in ((self.weight, weight_treatment), (self.x, input_treatment))
         )
         return {"input": rounded_rows @ weight.t(), "weight": rounded_columns @ x.t()}
 

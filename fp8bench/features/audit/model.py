@@ -57,14 +57,14 @@ class FoundLayer:
 
 
 def find_layers(model: nn.Module) -> list[FoundLayer]:
-    holders = {weight_holder.module: weight_holder for weight_holder in find_product_weights(model)}
+    holder_by_module = {weight_holder.module: weight_holder for weight_holder in find_product_weights(model)}
     paths = defaultdict[nn.Module, list[str]](list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
     layers = []
     for module, (name, *other_names) in paths.items():
         weight = get_weight(module)
-        weight_holder = holders.get(module)
+        weight_holder = holder_by_module.get(module)
         is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
         is_low_precision = is_matrix and has_low_precision_class(module)
         weight = weight if is_low_precision or weight_holder is None else weight_holder.weight
@@ -82,10 +82,10 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
 
 def has_low_precision_class(module: nn.Module) -> bool:
     kind = type(module)
-    weight = type(get_weight(module))
+    weight_class = type(get_weight(module))
     has_low_name = any(
         cls.__module__.partition(".")[0] in _CONVERTER_PACKAGES or _LOW_PRECISION_NAMES.search(cls.__name__)
-        for cls in (kind, weight)
+        for cls in (kind, weight_class)
     )
     return has_low_name or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
@@ -94,12 +94,12 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
     """Returns a function that finds the likely reason why a layer was not converted: the name of a rule, and a
     sentence.
     """
-    low_layers = [layer for layer in layers if layer.row.low]
-    name_by_weight = {id(layer.weight): layer.row.name for layer in low_layers}
-    converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_layers}
+    low_precision_layers = [layer for layer in layers if layer.row.low]
+    name_by_weight = {id(layer.weight): layer.row.name for layer in low_precision_layers}
+    converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_precision_layers}
     # Only with these libraries, Accelerate stops a conversion at the first layer whose sides are not multiples of 16.
     uses_accelerate = converter_packages <= {"transformer_engine", "intel_transformer_engine"}
-    stopped_after = dict(_find_layers_after_stop(model)) if uses_accelerate else {}
+    unaligned_layer_by_name = dict(_find_layers_after_stop(model)) if uses_accelerate else {}
 
     def explain_exclusion(layer: FoundLayer) -> tuple[str, str]:
         sides = layer.row.weight
@@ -114,8 +114,8 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
             return "class", f"converters only replace torch's Linear, and this is {layer.row.what}"
         if unaligned_sides := [side for side in sides if side % _REQUIRED_MULTIPLE]:
             return "shape", f"{unaligned_sides[0]} is not a multiple of {_REQUIRED_MULTIPLE}"
-        if name in stopped_after:
-            unaligned_layer = stopped_after[name]
+        if name in unaligned_layer_by_name:
+            unaligned_layer = unaligned_layer_by_name[name]
             return "stopped", f"it comes after {unaligned_layer}: Accelerate stops at a layer whose sides do not fit"
         return "filter", "the converter skipped it (small, first or last layer), or never reached it"
 
@@ -145,8 +145,8 @@ def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator
     """
     tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     # Values of Tensor subclasses may not be comparable.
-    low_layers = [layer for layer in layers if layer.row.low and type(layer.weight) in (Tensor, nn.Parameter)]
-    for layer, (name, table) in product(low_layers, tables):
+    low_precision_layers = [layer for layer in layers if layer.row.low and type(layer.weight) in (Tensor, nn.Parameter)]
+    for layer, (name, table) in product(low_precision_layers, tables):
         weight = layer.weight
         is_comparable = weight.device == table.device and weight.device.type != "meta" and weight.dtype == table.dtype
         if weight is not table and is_comparable and table.any() and torch.equal(weight, table):
@@ -205,10 +205,10 @@ class ModelCheck:
         x = next((value for value in (*arguments, *options.values()) if isinstance(value, Tensor)), None)
         if x is None or self._is_checking:
             return
-        outputs = layer.row.weight[0]
-        inputs = layer.row.weight[-1]
-        if len(layer.row.weight) == 2 and isinstance(output, Tensor) and output.shape == (*x.shape[:-1], outputs):
-            flops = 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
+        output_size = layer.row.weight[0]
+        input_size = layer.row.weight[-1]
+        if len(layer.row.weight) == 2 and isinstance(output, Tensor) and output.shape == (*x.shape[:-1], output_size):
+            flops = 2 * x.numel() // max(x.shape[-1], 1) * input_size * output_size
             layer.row = replace(layer.row, flops=layer.row.flops + flops)
         has_custom_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
         if layer in self._chosen and not layer.verdict and (layer.row.low or has_custom_forward):
@@ -240,9 +240,11 @@ class ModelCheck:
     def write_verdicts(self) -> None:
         """Checks the layers that the model never called, and writes all verdicts into the rows of the report."""
         self.check_uncalled()
-        low_classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {nn.Linear}
+        low_precision_classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {
+            nn.Linear
+        }
         for layer in self.layers:
-            if layer.verdict and (layer.row.low or type(layer.module) in low_classes):
+            if layer.verdict and (layer.row.low or type(layer.module) in low_precision_classes):
                 runs, fault_code, wrong_text = layer.verdict
                 layer.row = replace(layer.row, low=True, runs=runs, code=fault_code, wrong=wrong_text)
             elif layer.row.low:
@@ -256,15 +258,15 @@ def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
 
 def _choose_layers(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
     groups = together((_class_and_shape(layer), layer) for layer in layers).values()
-    chosen = set()
+    chosen_layers = set()
     for group in groups:
-        chosen |= {group[0], group[-1]}
-    weight_elements = sum(layer.weight.numel() for layer in chosen)
+        chosen_layers |= {group[0], group[-1]}
+    chosen_element_count = sum(layer.weight.numel() for layer in chosen_layers)
     for layer in random.Random(0).sample(layers, len(layers)):
-        if layer not in chosen and weight_elements + layer.weight.numel() <= _CHECKED_ELEMENTS:
-            chosen.add(layer)
-            weight_elements += layer.weight.numel()
-    return chosen
+        if layer not in chosen_layers and chosen_element_count + layer.weight.numel() <= _CHECKED_ELEMENTS:
+            chosen_layers.add(layer)
+            chosen_element_count += layer.weight.numel()
+    return chosen_layers
 
 
 @contextmanager
@@ -282,37 +284,37 @@ def restore_model(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for buffer, original in buffers:
-                buffer.copy_(original)
+            for buffer, buffer_copy in buffers:
+                buffer.copy_(buffer_copy)
 
 
 def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
     start_seconds = time.perf_counter()
     layers = find_layers(model)
     check = ModelCheck(model, layers, facts, signature.precision)
-    failed_rows = []
+    call_failures = []
     with restore_model(model):
         try:
             if batch is not None:
                 check.run(batch)
         except UsageError as error:
-            failed_rows.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
+            call_failures.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
         check.write_verdicts()
     explain_exclusion = make_exclusion_explainer(model, layers)
     rows = []
     for layer in layers:
         rule, reason = explain_exclusion(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
-    checks = {
+    findings_by_check = {
         "conversion": [*_find_conversion_faults(rows), *find_broken_ties(model, layers)],
-        "numbers": [*failed_rows, *_find_number_faults(rows, signature.precision)],
+        "numbers": [*call_failures, *_find_number_faults(rows, signature.precision)],
     }
     findings = []
-    for name, found in checks.items():
+    for name, found in findings_by_check.items():
         findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
-    looked_at = sum(bool(row.runs) for row in rows)
+    known_precision_count = sum(bool(row.runs) for row in rows)
     seconds = time.perf_counter() - start_seconds
-    return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
+    return Audit(target, signature, tuple(findings), known_precision_count, seconds, layers=tuple(rows))
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:

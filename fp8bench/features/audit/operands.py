@@ -37,19 +37,19 @@ def _draw_powers_of_two(count: int, octaves: int, random: torch.Generator) -> Te
 def _draw_blocks(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns normal numbers with a different magnitude for every 16 columns of each row."""
     block_count = -(-columns // 16)
-    magnitudes = torch.exp2(torch.rand(rows, block_count, generator=random) * 8 - 4)
-    return _draw_normal(rows, columns, random) * magnitudes.repeat_interleave(16, 1)[:, :columns]
+    block_magnitudes = torch.exp2(torch.rand(rows, block_count, generator=random) * 8 - 4)
+    return _draw_normal(rows, columns, random) * block_magnitudes.repeat_interleave(16, 1)[:, :columns]
 
 
 def _draw_tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns normal numbers with a different magnitude for every tile of 128 x 128. Such numbers reveal scales in a
     wrong order.
     """
-    tiles_down = -(-rows // 128)
-    tiles_across = -(-columns // 128)
-    magnitudes = torch.exp2(torch.randint(-3, 4, (tiles_down, tiles_across), generator=random))
+    tile_row_count = -(-rows // 128)
+    tile_column_count = -(-columns // 128)
+    tile_magnitudes = torch.exp2(torch.randint(-3, 4, (tile_row_count, tile_column_count), generator=random))
     x = _draw_normal(rows, columns, random)
-    for place, sizes_of_row in enumerate(magnitudes.repeat_interleave(128, 1)[:, :columns]):
+    for place, sizes_of_row in enumerate(tile_magnitudes.repeat_interleave(128, 1)[:, :columns]):
         x[place * 128 : (place + 1) * 128] *= sizes_of_row
     return x
 
@@ -180,13 +180,16 @@ def choose_rows(x: Tensor, treatment: Treatment | None, count: int, rng: Random)
     chosen together. The row with the largest number is always chosen, so that a scale of the whole matrix does not
     change.
     """
-    block_rows = 1 if treatment is None or treatment.scaling is None else max(treatment.scaling.rows, 1)
-    block_count = -(-len(x) // block_rows)
-    largest_block = int(x.abs().amax(1).argmax()) // block_rows
-    drawn_blocks = rng.sample(range(block_count), min(block_count, max(count // block_rows, 1)))
-    chosen_blocks = sorted({0, largest_block, block_count - 1, *drawn_blocks})
+    rows_per_block = 1 if treatment is None or treatment.scaling is None else max(treatment.scaling.rows, 1)
+    block_count = -(-len(x) // rows_per_block)
+    largest_value_block = int(x.abs().amax(1).argmax()) // rows_per_block
+    random_block_indices = rng.sample(range(block_count), min(block_count, max(count // rows_per_block, 1)))
+    chosen_block_indices = sorted({0, largest_value_block, block_count - 1, *random_block_indices})
     return torch.cat(
-        [torch.arange(block * block_rows, min((block + 1) * block_rows, len(x))) for block in chosen_blocks]
+        [
+            torch.arange(block * rows_per_block, min((block + 1) * rows_per_block, len(x)))
+            for block in chosen_block_indices
+        ]
     )
 
 
@@ -203,13 +206,15 @@ def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
     if source is None or treatment is None:
         return low, high
     float_source = source.float()
-    offsets = (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
-    for scale_offset in offsets:
-        element_scales = round_operand(float_source * scale_offset, treatment).element_scales
-        for offset in offsets:
-            candidate = values(float_source / element_scales * offset, treatment.fmt) * element_scales
-            low = torch.minimum(low, candidate)
-            high = torch.maximum(high, candidate)
+    error_factors = (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
+    for scale_error_factor in error_factors:
+        element_scales = round_operand(float_source * scale_error_factor, treatment).element_scales
+        for quotient_error_factor in error_factors:
+            rounded_values = (
+                values(float_source / element_scales * quotient_error_factor, treatment.fmt) * element_scales
+            )
+            low = torch.minimum(low, rounded_values)
+            high = torch.maximum(high, rounded_values)
     return low, high
 
 
@@ -222,9 +227,9 @@ def expand_scales(scales: Tensor, like: Tensor) -> Tensor:
     scales."""
     down, across = scales.shape
     rows, columns = like.shape
-    block_rows = _find_block_side(rows, down)
-    block_columns = _find_block_side(columns, across)
-    return scales.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+    rows_per_block = _find_block_side(rows, down)
+    columns_per_block = _find_block_side(columns, across)
+    return scales.repeat_interleave(rows_per_block, 0)[:rows].repeat_interleave(columns_per_block, 1)[:, :columns]
 
 
 def _find_block_side(length: int, count: int) -> int:
@@ -245,13 +250,13 @@ class PromisedCasts:
 
 def find_promised_casts(name: str, facts: DeviceFacts) -> PromisedCasts:
     precision = precisions.get(name)
-    carrier = precision.arithmetic(facts).carrier
+    carrier_dtype = precision.arithmetic(facts).carrier
     recipe = getattr(precision, "recipe", None)
     if isinstance(recipe, Recipe):
         recipe = recipe_on_device(recipe, facts)
-        return PromisedCasts(recipe.treatments, recipe, carrier)
-    plain_treatment = Treatment(FORMATS[precision.name]) if precision.name in FORMATS else None
-    return PromisedCasts((plain_treatment, plain_treatment, plain_treatment), None, carrier)
+        return PromisedCasts(recipe.treatments, recipe, carrier_dtype)
+    unscaled_treatment = Treatment(FORMATS[precision.name]) if precision.name in FORMATS else None
+    return PromisedCasts((unscaled_treatment, unscaled_treatment, unscaled_treatment), None, carrier_dtype)
 
 
 # Precisions that a kernel may use by mistake instead of the promised one.
@@ -318,7 +323,7 @@ def _truncate_to_format(x: Tensor, fmt: Format) -> Tensor:
 
 def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[str, Treatment]]:
     # 1. Add casts to the same format without scales, and to the fnuz variant of the format.
-    candidates = [
+    described_treatments = [
         (f"cast as in {promised_treatment.fmt.name} without scales", replace(promised_treatment, scaling=None))
     ]
     scaling = promised_treatment.scaling
@@ -330,24 +335,26 @@ def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[s
                 f"scaled to {fnuz_format.largest:g} instead of {promised_treatment.fmt.largest:g}, "
                 f"as in {fnuz_format.name}"
             )
-        candidates.append((description, replace(promised_treatment, fmt=fnuz_format)))
+        described_treatments.append((description, replace(promised_treatment, fmt=fnuz_format)))
     # 2. Add the casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
         other_treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
-        candidates += [(f"cast as in {name}", cast) for cast in other_treatments]
+        described_treatments += [(f"cast as in {name}", cast) for cast in other_treatments]
     # 3. Add casts with finer scales than promised.
     if scaling is not None and scaling.scale is None and scaling != ROW:
         finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
         for name, finer_scaling in {"row": ROW, **finer_scalings}.items():
             description = f"cast as in {promised_treatment.fmt.name} with a scale per {name}"
-            candidates.append((description, replace(promised_treatment, scaling=finer_scaling)))
+            described_treatments.append((description, replace(promised_treatment, scaling=finer_scaling)))
     if scaling == NVFP4:
-        square_blocks = Scaling(16, 16, NVFP4.scale, NVFP4.rounding)
-        candidates.append(("cast as in blocks of 16 x 16", replace(promised_treatment, scaling=square_blocks)))
+        square_block_scaling = Scaling(16, 16, NVFP4.scale, NVFP4.rounding)
+        described_treatments.append(
+            ("cast as in blocks of 16 x 16", replace(promised_treatment, scaling=square_block_scaling))
+        )
     # 4. Skip duplicates and the promised cast.
     yielded_treatments = [promised_treatment]
-    for description, treatment in candidates:
+    for description, treatment in described_treatments:
         if treatment not in yielded_treatments:
             yielded_treatments.append(treatment)
             yield description, replace(treatment, stochastic=False)
@@ -359,18 +366,18 @@ def _iterate_scale_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
     scales = operand.scales
     elements = operand.elements
     fmt = operand.treatment.fmt
-    fills_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
+    scales_fill_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
     layouts = {
         "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,
-        "in the order of a GPU's tiles": swizzle(scales).reshape(scales.shape) if fills_tiles else None,
+        "in the order of a GPU's tiles": swizzle(scales).reshape(scales.shape) if scales_fill_tiles else None,
         "moved on by one block": scales.roll(1, 1),
         "moved on by one row": scales.roll(1, 0),
         "those of each row's first block": scales[:, :1].expand_as(scales),
     }
-    for description, moved_scales in layouts.items():
-        if moved_scales is not None and not torch.equal(moved_scales, scales):
-            moved_operand = replace(operand, scales=moved_scales)
-            yield "scale-layout", f"multiplied by scales that are {description}", moved_operand.values
+    for description, misplaced_scales in layouts.items():
+        if misplaced_scales is not None and not torch.equal(misplaced_scales, scales):
+            misplaced_operand = replace(operand, scales=misplaced_scales)
+            yield "scale-layout", f"multiplied by scales that are {description}", misplaced_operand.values
     if fmt in _FNUZ_FORMATS and fmt.name in CODE_DTYPES:
         yield "fnuz", f"decoded as {_FNUZ_FORMATS[fmt].name}, which gives half its values", operand.values / 2
     yield "scale-missing", "not multiplied by its scales", elements

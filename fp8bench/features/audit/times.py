@@ -48,13 +48,13 @@ def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
     repeated_work = subject.host.count_work(0)
     auditor.send_arguments(arguments, slot=1)
     fresh_work = subject.host.count_work(1)
-    lost = [
+    lost_work_texts = [
         f"{name}: {repeated_work[name]} of {count}" for name, count in fresh_work.items() if repeated_work[name] < count
     ]
-    if lost:
+    if lost_work_texts:
         yield make_failure(
             "remembered-work",
-            f"with arguments of an earlier call it does less work than with new ones ({'; '.join(lost)})",
+            f"with arguments of an earlier call it does less work than with new ones ({'; '.join(lost_work_texts)})",
         )
 
 
@@ -101,14 +101,19 @@ def iterate_shortest_times(
         (flops, "product", partial(_measure_product, shape, device), product_limits),
     )
     for count, operation, measure_here, limits in comparisons:
-        measured_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
-        margin = _TORCH_MARGIN if not measured_rates else _CEILING_MARGIN if device.startswith("cpu") else _GPU_MARGIN
+        ceiling_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
+        speed_margin = (
+            _TORCH_MARGIN if not ceiling_rates else _CEILING_MARGIN if device.startswith("cpu") else _GPU_MARGIN
+        )
         reference = (
             f"the fastest {operation} that was measured on this device"
-            if measured_rates
+            if ceiling_rates
             else f"torch's {operation} on this device"
         )
-        yield count / (margin * max([measure_here(), *measured_rates])), f"{margin:g} times the speed of {reference}"
+        yield (
+            count / (speed_margin * max([measure_here(), *ceiling_rates])),
+            f"{speed_margin:g} times the speed of {reference}",
+        )
 
 
 def _measure_product(shape: Shape, device: str) -> float:
@@ -165,10 +170,10 @@ def _time_calls(
     """Times calls on each kind of data in turn. Every call has new numbers, and mostly new addresses. Afterwards,
     judges the results of some calls for each kind of data, chosen at random.
     """
-    host = auditor.subject.host
+    kernel_host = auditor.subject.host
     rng = Random(auditor.seed)
     # 1. Call the kernel on each kind of data in turn, with the rows in a new order each time.
-    host.free_memory()
+    kernel_host.free_memory()
     base_matrices = {kind: auditor.draw_matrices(AuditInput(kind, shape)) for kind in kinds}
     inputs = []
     rounds: list[tuple[list[tuple[float, float]], float]] = []
@@ -183,25 +188,26 @@ def _time_calls(
                 )
             )
         start = time.perf_counter()
-        reported_seconds = host.measure_calls(range(len(kinds)))
+        reported_seconds = kernel_host.measure_calls(range(len(kinds)))
         rounds.append((reported_seconds, time.perf_counter() - start))
     # 2. Check whether calls changed their arguments.
-    argument_digests = host.digest_arguments(range(len(kinds)))
+    argument_digests = kernel_host.digest_arguments(range(len(kinds)))
     for kind, sent in zip(kinds, sent_arguments, strict=True):
         auditor.record_changed_arguments(AuditInput(kind, shape), sent, argument_digests[: len(sent)])
         argument_digests = argument_digests[len(sent) :]
     # 3. Take the fastest call on each kind of data. Skip the first round, which may prepare the shape.
-    timed_rounds = rounds[1:]
+    rounds_after_first = rounds[1:]
     wall_seconds = {}
     process_seconds = {}
     for call_index, kind in enumerate(kinds):
-        calls = [reported_seconds[call_index] for reported_seconds, _ in timed_rounds]
+        calls = [reported_seconds[call_index] for reported_seconds, _ in rounds_after_first]
         fastest, fastest_of_process = map(min, zip(*calls, strict=True))
         wall_seconds[kind] = max(1e-9, fastest)
         process_seconds[kind] = max(1e-9, fastest_of_process)
     # 4. Check that the kernel's process does not report much less time than passed here.
     round_seconds = [
-        (math.fsum(seconds for seconds, _ in reported_seconds), passed) for reported_seconds, passed in timed_rounds
+        (math.fsum(seconds for seconds, _ in reported_seconds), passed)
+        for reported_seconds, passed in rounds_after_first
     ]
     wrong_clock = ""
     if all(
@@ -213,7 +219,7 @@ def _time_calls(
     failure = None
     if auditor.has_right_numbers:
         for kind, call_index in _choose_calls(kinds, len(rounds), judged_calls, rng):
-            results = unpack_results(host.read_timed_results(call_index))
+            results = unpack_results(kernel_host.read_timed_results(call_index))
             if bad := auditor.find_failure(inputs[call_index], results, rng):
                 reason = f"timed call {call_index // len(kinds) + 1}: {bad.why}"
                 failure = auditor.add_input(AuditInput(kind, shape), make_failure("timed-wrong", reason))
@@ -295,8 +301,8 @@ def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str
 def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
     subject = auditor.subject
     arguments = auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape)))
-    read_and_written = (*arguments, *auditor.call_kernel(arguments).values())
-    moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in read_and_written)
+    moved_tensors = (*arguments, *auditor.call_kernel(arguments).values())
+    moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in moved_tensors)
     # Attention has a batch size of 2, and two products.
     flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
     shortest, reference = max(
@@ -310,7 +316,7 @@ def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
 def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
     """Times calls on zeros, ones, integers, uniform and normal numbers in turn. Repeats the comparison if one kind of
     data is much faster."""
-    times: dict[str, float] = {}
+    shortest_seconds_by_kind: dict[str, float] = {}
     for _ in range(_CONFIRMING_REPETITIONS):
         timed_calls = _time_calls(auditor, shape, tuple(TIMED_DATA), _JUDGED_CALLS)
         if timed_calls.wrong is not None:
@@ -318,15 +324,15 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
             return
         # Keep the shortest time of all repetitions, because other processes may slow down a call.
         for name, seconds in timed_calls.comparable_seconds.items():
-            times[name] = min(seconds, times.get(name, seconds))
-        fastest_data = min(times, key=times.__getitem__)
-        if times[fastest_data] * _SHORTCUT_SPEEDUP >= times[NORMAL_DATA]:
+            shortest_seconds_by_kind[name] = min(seconds, shortest_seconds_by_kind.get(name, seconds))
+        fastest_data_kind = min(shortest_seconds_by_kind, key=shortest_seconds_by_kind.__getitem__)
+        if shortest_seconds_by_kind[fastest_data_kind] * _SHORTCUT_SPEEDUP >= shortest_seconds_by_kind[NORMAL_DATA]:
             return
     reason = (
-        f"{units.seconds(times[fastest_data])} on {fastest_data}, and "
-        f"{units.seconds(times[NORMAL_DATA])} on {NORMAL_DATA}"
+        f"{units.seconds(shortest_seconds_by_kind[fastest_data_kind])} on {fastest_data_kind}, and "
+        f"{units.seconds(shortest_seconds_by_kind[NORMAL_DATA])} on {NORMAL_DATA}"
     )
-    if fastest_data == "zeros" and _saves_time_on_zeros(auditor, shape):
+    if fastest_data_kind == "zeros" and _saves_time_on_zeros(auditor, shape):
         yield make_remark("skips-zeros", f"it skips blocks of zeros, which keeps results exact: {reason}")
     else:
         yield make_failure("data-shortcut", reason)
@@ -416,8 +422,8 @@ class AuditBench(Bench):
             return cast(Audit, self._kernel.ask(_MODEL_SECONDS, "audit_model", target, signature, facts))
         self._kernel.ask(START_SECONDS, "load_kernel", target, signature, facts)
         with restore_switches():
-            host = cast(KernelHost, RemoteKernel(self._kernel))
-            return run_checks(target, host, signature, facts, self._settings.seed, AUDIT_CHECKS, ceilings)
+            kernel_host = cast(KernelHost, RemoteKernel(self._kernel))
+            return run_checks(target, kernel_host, signature, facts, self._settings.seed, AUDIT_CHECKS, ceilings)
 
 
 if __name__ == "__main__":

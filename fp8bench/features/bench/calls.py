@@ -214,14 +214,14 @@ def find_wrong_column(result: Tensor, expected_result: Tensor) -> tuple[int, flo
     """
     result = _widen_bytes(result)
     expected_result = _widen_bytes(expected_result)
-    squares, sizes = (
+    squared_difference_sums, sizes = (
         tensor.abs().double().square().nan_to_num(0.0, 0.0).reshape(-1, expected_result.shape[-1]).sum(0)
         for tensor in (result - expected_result, expected_result)
     )
-    column = int(squares.argmax())
+    column = int(squared_difference_sums.argmax())
     size = max(float(sizes[column]), float(sizes.mean()))
-    is_wrong = float(squares[column]) > _LARGEST_ROUNDING**2 * size
-    return (column, float(squares[column] / squares.sum())) if is_wrong else None
+    is_wrong = float(squared_difference_sums[column]) > _LARGEST_ROUNDING**2 * size
+    return (column, float(squared_difference_sums[column] / squared_difference_sums.sum())) if is_wrong else None
 
 
 def _measure_one_difference(result: Tensor, expected_result: Tensor) -> float:

@@ -90,14 +90,14 @@ def _refuse_caching(
             for seed, tensor in enumerate(tensor_by_address.values()):
                 changed_memory.enter_context(replace_numbers(tensor, seed))
             in_place_results = run_callable(target, inputs)
-            copies = inputs.transform(lambda tensor: tensor.detach().clone())
+            copied_inputs = inputs.transform(lambda tensor: tensor.detach().clone())
             copy_results, repeated_results, expected_copy_results = (
-                run_callable(name, copies) for name in (target, target, against)
+                run_callable(name, copied_inputs) for name in (target, target, against)
             )
     except UsageError:  # a callable may refuse these inputs, as a matrix factorization does
         return
-    kinds = _list_shapes_and_dtypes(copy_results)
-    if not _list_shapes_and_dtypes(in_place_results) == kinds == _list_shapes_and_dtypes(repeated_results):
+    shapes_and_dtypes = _list_shapes_and_dtypes(copy_results)
+    if not _list_shapes_and_dtypes(in_place_results) == shapes_and_dtypes == _list_shapes_and_dtypes(repeated_results):
         return  # the shape of results depends on the values
     difference_by_chance = measure_difference(repeated_results, copy_results)
     if measure_difference(in_place_results, copy_results) > max(_STALE_DIFFERENCE, 2 * difference_by_chance):
@@ -137,8 +137,8 @@ def _remark_on_wrong_column(
             continue
         column, difference_share = find_wrong_column(result, correct) or (0, 0.0)
         if difference_share > _MAIN_SHARE:
-            last = ", the last" if column == result.shape[-1] - 1 else ""
-            yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last})"
+            last_column_text = ", the last" if column == result.shape[-1] - 1 else ""
+            yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last_column_text})"
 
 
 def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error: float) -> Iterator[str]:
@@ -189,8 +189,8 @@ def _remark_on_hidden_nan(setup: Setup, target: str, against: str) -> Iterator[s
     """
     inputs = make_inputs(setup)
     float_tensors = [tensor.detach() for tensor in inputs.tensors if tensor.is_floating_point() and tensor.numel()]
-    for first in float_tensors[:1]:
-        first[(0,) * first.dim()] = math.nan
+    for first_tensor in float_tensors[:1]:
+        first_tensor[(0,) * first_tensor.dim()] = math.nan
     expected_results, results = _call_both(inputs, against, target)
     if isinstance(results, str):
         yield f"with a NaN in its input {results}"

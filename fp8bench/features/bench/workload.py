@@ -135,8 +135,8 @@ class Callables(Workload):
         def make_exact() -> Any:
             return compute_exact_results(against, make_inputs(setup), setup.seed)
 
-        exact = make_exact() if setup.shared is None else setup.shared(make_exact)
-        errors = {} if exact is None else {OUTPUT_ERROR: measure_difference(results, exact)}
+        exact_results = make_exact() if setup.shared is None else setup.shared(make_exact)
+        errors = {} if exact_results is None else {OUTPUT_ERROR: measure_difference(results, exact_results)}
         if setup.case.precision != against:
             expected_results = run_callable(against, make_inputs(setup))
             errors[DIFFERENCE_ERROR] = measure_difference(results, expected_results)

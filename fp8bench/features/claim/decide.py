@@ -61,15 +61,15 @@ def _answer_all_of(claim: Claim, parts: list[ClaimAnswer]) -> ClaimAnswer:
 
 
 def _refute_by_limit(claim: Claim) -> ClaimAnswer | None:
-    limit = evaluate_expression(claim.limit)
+    computed_limit = evaluate_expression(claim.limit)
     low, high = claim.range
     is_rate = spec_of(claim.figure).better is Better.HIGHER
-    if low <= limit.value if is_rate else high >= limit.value:
+    if low <= computed_limit.value if is_rate else high >= computed_limit.value:
         return None
     limit_text = "the peak rate of the device" if is_rate else "the shortest possible time on the device"
-    value = describe(limit.value, claim.unit)
+    value = describe(computed_limit.value, claim.unit)
     return ClaimAnswer(
-        claim, Answer.REFUTED, why="; ".join((f"{limit_text} is {value} ({claim.limit})", *limit.citations))
+        claim, Answer.REFUTED, why="; ".join((f"{limit_text} is {value} ({claim.limit})", *computed_limit.citations))
     )
 
 
@@ -111,8 +111,8 @@ def _describe_differences(claim: Claim, run: StoredRun) -> Iterator[str]:
     different.
     """
     device = _find_device(run)
-    sheet = find_datasheet(device.name)
-    card_name = sheet.name if sheet else device.name
+    datasheet = find_datasheet(device.name)
+    card_name = datasheet.name if datasheet else device.name
     if not claim.card:
         yield f"the source names no card; this card is {card_name}"
     elif not {*claim.card.lower().split()} <= {*card_name.lower().split()}:

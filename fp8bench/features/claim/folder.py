@@ -162,9 +162,9 @@ def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns)
     recomputed_answer = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
         current = getattr(recomputed_answer, name)
-        previous = getattr(stored, name)
-        if current != previous:
-            return AnswerStanding.ANSWER_FAILS, f"{name} is {current} when computed again, but {previous} is stored"
+        stored_value = getattr(stored, name)
+        if current != stored_value:
+            return AnswerStanding.ANSWER_FAILS, f"{name} is {current} when computed again, but {stored_value} is stored"
     return AnswerStanding.ANSWER_HOLDS, "computed again with the same result, bit for bit"
 
 

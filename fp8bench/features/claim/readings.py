@@ -225,9 +225,9 @@ def _read_training(claim: Claim, run: KeptTraining) -> FigureReading:
     arm_name = dict(claim.case).get("arm", "")
     summaries = {summary.arm.name: summary for summary in judged_training.summaries}
     if arm_name not in summaries:
-        arms = ", ".join(summaries)
+        arm_names = ", ".join(summaries)
         raise UsageError(
-            f"{claim.id}: the training {run.training.id} has no arm {arm_name!r}. Set case.arm to one of {arms}."
+            f"{claim.id}: the training {run.training.id} has no arm {arm_name!r}. Set case.arm to one of {arm_names}."
         )
     summary = summaries[arm_name]
     if summary.arm.skip:

@@ -77,12 +77,14 @@ class RunSource:
                 else:
                     seconds_by_request[request] = max(claim.seconds, seconds_by_request.get(request, 0.0))
         if seconds_by_request:
-            time_limits = [
+            limit_seconds = [
                 seconds or self._estimate_longest(request) for request, seconds in seconds_by_request.items()
             ]
-            limit = "about" if all(seconds_by_request.values()) else "up to"
+            estimate_word = "about" if all(seconds_by_request.values()) else "up to"
             duration_text = (
-                f"{limit} {clock(sum(time_limits))} on an idle machine" if all(time_limits) else "for an unknown time"
+                f"{estimate_word} {clock(sum(limit_seconds))} on an idle machine"
+                if all(limit_seconds)
+                else "for an unknown time"
             )
             run_count = "1 run" if len(seconds_by_request) == 1 else f"{len(seconds_by_request)} runs"
             self.observer.note(
@@ -159,8 +161,8 @@ def fits_device(claim: Claim, name: str) -> bool:
     """Returns whether a claim is about the device of this name. `cuda` fits every GPU, and `H200` every card whose
     name contains that word.
     """
-    sheet = find_datasheet(name)
-    device_words = set(f"{name} {sheet.name if sheet else ''}".lower().replace(",", " ").split())
+    datasheet = find_datasheet(name)
+    device_words = set(f"{name} {datasheet.name if datasheet else ''}".lower().replace(",", " ").split())
     return "cuda" in claim.device or any({*card_name.lower().split()} <= device_words for card_name in claim.device)
 
 

@@ -63,8 +63,8 @@ def render_answer(answer: ClaimAnswer) -> Page:
     source = answer.claim.source
     named_texts = [("answer", answer.answer.value)]
     if claim.kind is not ClaimKind.ALL_OF:
-        figure = format_answer_figure(answer) if answer.value is not None else ""
-        named_texts += [("figure", figure), ("claimed", describe_claimed(claim))]
+        figure_text = format_answer_figure(answer) if answer.value is not None else ""
+        named_texts += [("figure", figure_text), ("claimed", describe_claimed(claim))]
     named_texts += [
         ("why", answer.why),
         ("to decide it", answer.remedy),
@@ -93,10 +93,14 @@ def _explain_answer(answer: ClaimAnswer) -> str:
     """
     if answer.value is None:
         return answer.why
-    figure = format_answer_figure(answer)
+    figure_text = format_answer_figure(answer)
     if answer.answer is Answer.CANNOT_TELL:
-        return f"{figure}; {answer.why}"
-    return f"{figure}; published {describe_claimed(answer.claim)}; {answer.why}" if answer.claim.published else figure
+        return f"{figure_text}; {answer.why}"
+    return (
+        f"{figure_text}; published {describe_claimed(answer.claim)}; {answer.why}"
+        if answer.claim.published
+        else figure_text
+    )
 
 
 _ANSWER_COLUMNS: tuple[Col[ClaimAnswer], ...] = (

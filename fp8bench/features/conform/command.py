@@ -59,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     facts, modes = compare_precisions(
         arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL
     )
-    conforms = all(mode.conforms for mode in modes)
+    all_conform = all(mode.conforms for mode in modes)
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
-    document = {"device": encode(facts), "conforms": conforms, "modes": values}
+    document = {"device": encode(facts), "conforms": all_conform, "modes": values}
     tell(arguments, partial(render_page, facts, modes, arguments.all), lambda: document)
     # If no mode was compared, conformity is unknown, which has a separate exit code.
-    if not conforms:
+    if not all_conform:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.is_compared for mode in modes) else EXIT_FAILED
 
@@ -141,12 +141,12 @@ def _list_skip_reasons(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     """Yields a line for each reason why casts or products were not compared, such as 'mxfp4, mxfp8 and nvfp4, 3 casts
     and products: ...'.
     """
-    modes_by_reason: dict[str, list[Conformity]] = {}
+    cases_by_reason: dict[str, list[Conformity]] = {}
     for mode in conformities:
         for case in mode.found:
             if case.difference is None:
-                modes_by_reason.setdefault(case.why, []).append(case)
-    for reason, members in modes_by_reason.items():
+                cases_by_reason.setdefault(case.why, []).append(case)
+    for reason, members in cases_by_reason.items():
         mode_names = join_words((member.mode for member in members), 20)
         yield f"{mode_names}, {len({member.what for member in members})} casts and products: {reason}"
 
@@ -200,13 +200,15 @@ _DIFFERENCE_COLUMNS: tuple[Col[Conformity], ...] = (
 
 
 def _describe_verdict(conformities: Sequence[ModeConformity]) -> str:
-    different_modes = [mode.mode for mode in conformities if not mode.conforms]
-    compared_modes = [_describe_mode(mode) for mode in conformities if mode.is_compared]
-    if different_modes:
-        return f"results differ from the emulation: {join_words(different_modes)}"
-    if not compared_modes:
+    nonconforming_modes = [mode.mode for mode in conformities if not mode.conforms]
+    compared_mode_names = [_describe_mode(mode) for mode in conformities if mode.is_compared]
+    if nonconforming_modes:
+        return f"results differ from the emulation: {join_words(nonconforming_modes)}"
+    if not compared_mode_names:
         return "nothing could be compared"
-    return f"{join_words(compared_modes, 20)}: kernels and emulation give the same results, up to the order of sums"
+    return (
+        f"{join_words(compared_mode_names, 20)}: kernels and emulation give the same results, up to the order of sums"
+    )
 
 
 def _describe_mode(mode: ModeConformity) -> str:

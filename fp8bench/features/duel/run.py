@@ -81,11 +81,11 @@ class SessionArms:
     seed: int
 
     def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
-        order = random.Random(self.seed)
+        order_generator = random.Random(self.seed)
         start_seconds = time.monotonic()
-        self._prepare_states(order, tell)
+        self._prepare_states(order_generator, tell)
         tell("measuring")
-        stop_reason = self._run(RoundOrders(order), rule, start_seconds if rule.whole else time.monotonic())
+        stop_reason = self._run(RoundOrders(order_generator), rule, start_seconds if rule.whole else time.monotonic())
         for entry in self.entries:
             with raise_as_arm_failure(entry.arm):
                 entry.arm.check_states(entry.worker)
@@ -162,17 +162,17 @@ class CaseProgress:
 
 
 def start_case(case: str, pair: SidePair) -> CaseProgress:
-    side_a, side_b = (CaseOutcome(side.cases[case]) for side in pair)
-    skip_reason = _explain_unequal_case(pair, (side_a.planned, side_b.planned))
-    for outcome in (side_a, side_b):
+    side_a_outcome, side_b_outcome = (CaseOutcome(side.cases[case]) for side in pair)
+    skip_reason = _explain_unequal_case(pair, (side_a_outcome.planned, side_b_outcome.planned))
+    for outcome in (side_a_outcome, side_b_outcome):
         outcome.note(paired=not skip_reason)
-    return CaseProgress(side_a, side_b, skip_reason)
+    return CaseProgress(side_a_outcome, side_b_outcome, skip_reason)
 
 
 def _explain_unequal_case(pair: SidePair, planned_sides: tuple[PlannedCase, PlannedCase]) -> str:
-    refusals = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned_sides, strict=True) if case.skip]
-    if refusals:
-        return "; ".join(refusals)
+    skip_texts = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned_sides, strict=True) if case.skip]
+    if skip_texts:
+        return "; ".join(skip_texts)
     suite = planned_sides[0].case.workload
     suite_versions = [side.versions.get(suite) for side in pair]
     sides_without_suite = [side.name for side, version in zip(pair, suite_versions, strict=True) if version is None]
@@ -292,12 +292,12 @@ def run_duel(
             quantisers = Quantisers(resolved_request.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(side_start, workers, quantisers))))
         # 3. Ask each side which cases its code has.
-        identity = corpus.identity if corpus else None
+        corpus_identity = corpus.identity if corpus else None
         names = [suite.name for suite in resolved_request.suites]
         with observer.counting() as tell:
             for number, ready_side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
-                ready_side.plan_cases(request, names, identity)
+                ready_side.plan_cases(request, names, corpus_identity)
         # 4. Keep the cases that both sides have.
         side_a, side_b = sides
         cases = tuple(name for name in side_a.cases if name in side_b.cases)
@@ -394,13 +394,13 @@ def _measure_all_sessions(
         restart_workers(pair, request.seed, number)
         # Reserve time for the restarts of later sessions. Before the first session, half of the workers were running
         # already, so the measured time of that restart is doubled.
-        later_starts = (time.monotonic() - restart_start) * (1 if number else 2) * (sessions - 1 - number)
+        later_restart_seconds = (time.monotonic() - restart_start) * (1 if number else 2) * (sessions - 1 - number)
         for position, case in enumerate(cases):
             progress.done = number * len(cases) + position
             is_active = case.is_active
-            remaining = (sessions - number) * len(cases) - position
+            remaining_case_sessions = (sessions - number) * len(cases) - position
             if is_active:
-                session_seconds = divide_budget(request.budget, start - later_starts, remaining)
+                session_seconds = divide_budget(request.budget, start - later_restart_seconds, remaining_case_sessions)
                 runner.measure(case, number, _choose_stopping_rule(request, session_seconds))
             if case.is_active and number == 0:
                 _check_loaded_code(pair)  # more of the user's code may be imported by now
@@ -413,11 +413,11 @@ def _measure_all_sessions(
 
 
 def _choose_stopping_rule(request: Request, session_seconds: float | None) -> StoppingRule:
-    time_limit = math.inf if session_seconds is None else session_seconds
+    session_limit_seconds = math.inf if session_seconds is None else session_seconds
     if request.rounds is not None:
-        return StoppingRule(fixed=request.rounds, ceiling=time_limit, whole=True)
+        return StoppingRule(fixed=request.rounds, ceiling=session_limit_seconds, whole=True)
     if request.quick:
-        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=min(time_limit, CEILING_SECONDS), whole=True)
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=min(session_limit_seconds, CEILING_SECONDS), whole=True)
     if session_seconds is not None:
         return StoppingRule(least=MIN_ROUNDS, budget=session_seconds, ceiling=session_seconds, whole=True)
     return StoppingRule(least=_MIN_SESSION_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)

@@ -180,9 +180,9 @@ def find_interpreter(python: str, option: str) -> str:
     returned unchanged. The Python of a virtual environment is a link, and the location of the link determines its
     packages.
     """
-    folder = Path(python) / "bin" / "python"
+    environment_python = Path(python) / "bin" / "python"
     option_text = f"{option} {python!r:.200}"
-    program = str(folder) if Path(python).is_dir() and folder.exists() else shutil.which(python)
+    program = str(environment_python) if Path(python).is_dir() and environment_python.exists() else shutil.which(python)
     if program is None:
         raise UsageError(
             f"{option_text} is not a program. Give a Python's name or path, or a virtual environment's folder."
@@ -305,10 +305,10 @@ def _find_user_paths(imports: tuple[str, ...]) -> list[str]:
     """Returns the folders with the user's code, for both sides: PYTHONPATH, and the working directory if there are
     imports. Folders of installed packages are left out, because they belong to this interpreter.
     """
-    working_folder = [str(Path.cwd())] if imports else []
+    working_folders = [str(Path.cwd())] if imports else []
     folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return list(
-        dict.fromkeys((*working_folder, *(path for path in folders if not _PACKAGE_FOLDERS & {*Path(path).parts})))
+        dict.fromkeys((*working_folders, *(path for path in folders if not _PACKAGE_FOLDERS & {*Path(path).parts})))
     )
 
 

@@ -116,14 +116,14 @@ def judge_sessions(
     session_logs = [_compute_logs(session, uses_whole_steps) for session in shared_sessions]
     logs, mean_logs = np.concatenate(session_logs, axis=1)
     sizes = [(len(session.before), len(session.after)) for session in shared_sessions]
-    is_after = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
+    is_process_after = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
     # 2. Run a permutation test: assign processes to sides at random, and count how often the sides differ as much.
-    assignments = _NameAssignments(logs, is_after, sizes)
+    assignments = _NameAssignments(logs, is_process_after, sizes)
     rounds = min(len(_list_rounds(session)) for session in shared_sessions)
-    logs_a = logs[~is_after]
-    logs_b = logs[is_after]
+    logs_a = logs[~is_process_after]
+    logs_b = logs[is_process_after]
     ratio = assignments.interval(level)
-    mean_ratio = _NameAssignments(mean_logs, is_after, sizes).interval(level)
+    mean_ratio = _NameAssignments(mean_logs, is_process_after, sizes).interval(level)
     # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
     is_resolved = assignments.smallest_p_value <= 1 - level
     verdict = (
@@ -135,13 +135,13 @@ def judge_sessions(
     if rounds < MIN_ROUNDS or not verdicts.mean_agrees(verdict, ratio, mean_ratio):
         verdict = Verdict.UNSURE
     # 5. Compute both sides' seconds from their ratio and geometric mean.
-    common_level = (_mean_of_fastest(logs_a) + _mean_of_fastest(logs_b)) / 2
+    common_log_seconds = (_mean_of_fastest(logs_a) + _mean_of_fastest(logs_b)) / 2
     process_spread = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
     return DuelVerdict(
         verdict,
         ratio,
-        math.exp(common_level - assignments.log_ratio / 2),
-        math.exp(common_level + assignments.log_ratio / 2),
+        math.exp(common_log_seconds - assignments.log_ratio / 2),
+        math.exp(common_log_seconds + assignments.log_ratio / 2),
         process_spread,
         assignments.compute_p_value(0.0),
         assignments.smallest_p_value,
@@ -218,10 +218,10 @@ def _judge_without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.floa
     """
     if min(len(logs_a), len(logs_b)) < 2:
         return Verdict.UNSURE
-    min_distance = max(math.log1p(CLEAR_DIFFERENCE), float(np.ptp(logs_a)), float(np.ptp(logs_b)))
-    if logs_b.min() - logs_a.max() > min_distance:
+    min_log_distance = max(math.log1p(CLEAR_DIFFERENCE), float(np.ptp(logs_a)), float(np.ptp(logs_b)))
+    if logs_b.min() - logs_a.max() > min_log_distance:
         return Verdict.SLOWER
-    return Verdict.FASTER if logs_a.min() - logs_b.max() > min_distance else Verdict.UNSURE
+    return Verdict.FASTER if logs_a.min() - logs_b.max() > min_log_distance else Verdict.UNSURE
 
 
 class _NameAssignments:
@@ -234,12 +234,12 @@ class _NameAssignments:
     ) -> None:
         self._logs = logs
         self._is_after = is_after
-        session_ends = np.cumsum([count_a + count_b for count_a, count_b in sizes])
-        self._sessions = np.split(np.arange(len(logs)), session_ends[:-1])
+        session_end_indices = np.cumsum([count_a + count_b for count_a, count_b in sizes])
+        self._sessions = np.split(np.arange(len(logs)), session_end_indices[:-1])
         assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
         if assignment_count <= _MAX_ASSIGNMENTS:
-            index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
-            after_masks = _mark_processes_named_b(sizes, list(itertools.product(*index_choices)))
+            b_index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
+            b_process_masks = _mark_processes_named_b(sizes, list(itertools.product(*b_index_choices)))
         else:
             # Use the actual assignment and a seeded sample, so that the same samples always give the same verdict.
             rng = np.random.default_rng(0)
@@ -249,12 +249,12 @@ class _NameAssignments:
                     rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes
                 ]
                 sampled_assignments.append(sampled_assignment)
-            after_masks = np.concatenate([[is_after], _mark_processes_named_b(sizes, sampled_assignments)])
+            b_process_masks = np.concatenate([[is_after], _mark_processes_named_b(sizes, sampled_assignments)])
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
-        self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))
+        self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(b_process_masks))
         # Store the indices of the processes on side B and side A. Every assignment has equally many on each side.
         self._after, self._before = (
-            np.nonzero(names)[1].reshape(len(after_masks), -1) for names in (after_masks, ~after_masks)
+            np.nonzero(names)[1].reshape(len(b_process_masks), -1) for names in (b_process_masks, ~b_process_masks)
         )
 
     @property
@@ -270,8 +270,11 @@ class _NameAssignments:
         low = -math.inf
         high = math.inf
         if self.smallest_p_value <= 1 - level:
-            reach = 2 * float(np.ptp(self._logs)) + abs(log_ratio) + _NEGLIGIBLE_SHIFT
-            low, high = (self._find_bound(log_ratio, outer_offset, 1 - level) for outer_offset in (-reach, reach))
+            largest_log_offset = 2 * float(np.ptp(self._logs)) + abs(log_ratio) + _NEGLIGIBLE_SHIFT
+            low, high = (
+                self._find_bound(log_ratio, outer_offset, 1 - level)
+                for outer_offset in (-largest_log_offset, largest_log_offset)
+            )
         return Interval(math.exp(log_ratio), math.exp(low), math.exp(high), level)
 
     def compute_p_value(self, log_shift: float) -> float:
@@ -307,11 +310,11 @@ class _NameAssignments:
     def _measure_distances(self, log_shift: float) -> tuple[NDArray[np.float64], float]:
         logs = self._logs - log_shift * self._is_after
         # the median of a session does not depend on the assignment of processes to sides
-        for places in self._sessions:
-            logs[places] -= np.median(logs[places])
-        distances = _mean_of_fastest(logs[self._after]) - _mean_of_fastest(logs[self._before])
+        for process_indices in self._sessions:
+            logs[process_indices] -= np.median(logs[process_indices])
+        assigned_distances = _mean_of_fastest(logs[self._after]) - _mean_of_fastest(logs[self._before])
         observed_distance = _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
-        return distances, float(observed_distance)
+        return assigned_distances, float(observed_distance)
 
 
 def _mark_processes_named_b(
@@ -320,11 +323,11 @@ def _mark_processes_named_b(
     """Returns one row of booleans per assignment of the names A and B to processes: True for each process named B.
     `sizes` has the numbers of A and B processes in each session.
     """
-    session_ends = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
-    rows = np.zeros((len(assignments), session_ends[-1]), dtype=np.bool_)
+    session_end_indices = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
+    rows = np.zeros((len(assignments), session_end_indices[-1]), dtype=np.bool_)
     for row, assignment in zip(rows, assignments, strict=True):
-        for begin, places in zip([0, *session_ends[:-1]], assignment, strict=True):
-            row[np.add(places, begin, dtype=np.intp)] = True
+        for begin, b_positions in zip([0, *session_end_indices[:-1]], assignment, strict=True):
+            row[np.add(b_positions, begin, dtype=np.intp)] = True
     return rows
 
 
@@ -374,10 +377,12 @@ def _compare_times(result: CaseResult) -> Comparison:
     if times is None:
         return replace(comparison, why=_explain_missing(result))
     comparison = replace(comparison, before=times.before, after=times.after, labels=_choose_labels(result, times))
-    level_a = result.before.support.level
-    level_b = result.after.support.level
-    if level_a is not level_b:
-        reason = f"{level_a} on side {BEFORE} and {level_b} on side {AFTER}, so the sides do different work"
+    support_level_a = result.before.support.level
+    support_level_b = result.after.support.level
+    if support_level_a is not support_level_b:
+        reason = (
+            f"{support_level_a} on side {BEFORE} and {support_level_b} on side {AFTER}, so the sides do different work"
+        )
         return replace(comparison, why=reason)
     return replace(
         comparison,
@@ -401,23 +406,25 @@ def compute_p_value(times: DuelVerdict) -> float | None:
 
 
 def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
-    processes = []
-    large_effects = 0
+    process_timings = []
+    large_effect_count = 0
     for session in result.sessions:
-        processes += [(result.before, timing) for timing in session.before]
-        processes += [(result.after, timing) for timing in session.after]
+        process_timings += [(result.before, timing) for timing in session.before]
+        process_timings += [(result.after, timing) for timing in session.after]
         effect = find_position_effect([*session.before, *session.after])
-        large_effects += effect is not None and abs(effect.ratio.point - 1) > max(VERDICT_BAND, times.process_spread)
+        large_effect_count += effect is not None and abs(effect.ratio.point - 1) > max(
+            VERDICT_BAND, times.process_spread
+        )
     labels: Counter[Label] = Counter()
-    for record, timing in processes:
+    for record, timing in process_timings:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
         labels.update(entry.label for entry in collect_labels(replace(record, timing=timing), finding, None, None))
-    chosen_labels = {label for label, count in labels.items() if 2 * count >= len(processes)} - _IGNORED_LABELS
+    chosen_labels = {label for label, count in labels.items() if 2 * count >= len(process_timings)} - _IGNORED_LABELS
     if times.is_uneven:
         chosen_labels.add(Label.UNEVEN)
     if times.uses_whole_steps:
         chosen_labels.add(Label.WHOLE_STEPS)
-    if 2 * large_effects >= len(result.sessions):
+    if 2 * large_effect_count >= len(result.sessions):
         chosen_labels.add(Label.POSITION)
     return tuple(label for label in Label if label in chosen_labels)
 

@@ -50,8 +50,8 @@ def render_page(duel: Duel) -> Page:
     compared_figures = []
     for result in duel.results:
         compared_figures += [(result, comparison) for comparison in compare_case(result)]
-    times = [figure for figure in compared_figures if figure[1].metric == TIME]
-    shown: Element = table("times", "", _TIME_COLUMNS, times) if times else Text("Nothing was measured.")
+    time_figures = [figure for figure in compared_figures if figure[1].metric == TIME]
+    shown: Element = table("times", "", _TIME_COLUMNS, time_figures) if time_figures else Text("Nothing was measured.")
     parts = [Part("times", "", (shown,)), Part("values", "", tuple(_list_values(compared_figures)))]
     parts += make_list_part("notes", "notes", _collect_notes(duel, compared_figures))
     legend = (
@@ -71,7 +71,11 @@ def render_page(duel: Duel) -> Page:
         )
         facts.append((side.name, f"{side.title}, {software}, {side.python}"))
     return Page(
-        title, "", (*parts, Part("summary", "", tuple(_describe_ending(duel)))), legend if times else (), tuple(facts)
+        title,
+        "",
+        (*parts, Part("summary", "", tuple(_describe_ending(duel)))),
+        legend if time_figures else (),
+        tuple(facts),
     )
 
 
@@ -144,16 +148,16 @@ def _collect_notes(duel: Duel, figures: Sequence[_CaseComparison]) -> list[str]:
     ]
     # Remarks of a record are shown even if its figures agree.
     for result in duel.results:
-        pair = result.before, result.after
-        reasons += [(record.detail, record.case.id) for record in pair if record.is_ok and record.detail]
+        side_records = result.before, result.after
+        reasons += [(record.detail, record.case.id) for record in side_records if record.is_ok and record.detail]
     return [f"{join_words(about, 3)}: {reason}" for reason, about in together(reasons).items()]
 
 
 def _describe_ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"note: {note}") for note in duel.notes)
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
-    if missing_count := len(duel.cases) - len(duel.results):
-        yield Text(f"{missing_count} of {len(duel.cases)} cases were not measured")
+    if unmeasured_case_count := len(duel.cases) - len(duel.results):
+        yield Text(f"{unmeasured_case_count} of {len(duel.cases)} cases were not measured")
     # Fewer sessions make wider intervals, which a reader should not mistake for noise.
     shortened_count = sum(0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results)
     if shortened_count:

@@ -99,11 +99,11 @@ def measure_waiting_cells(
     while True:
         # 1. Read the states of all cells again, because other workers measure cells too. Skip the runs of finished
         # cells.
-        states = compute_cell_states(plan, store, finished_cells)
-        finished_cells.update(state.number for state in states if state.status is CellStatus.DONE)
+        cell_states = compute_cell_states(plan, store, finished_cells)
+        finished_cells.update(state.number for state in cell_states if state.status is CellStatus.DONE)
         waiting_states = [
             state
-            for state in states
+            for state in cell_states
             if only_cell in (None, state.number)
             and state.number not in exit_codes | refusal_by_cell
             and should_run(state, retry)
@@ -205,27 +205,27 @@ def _run_in_slurm(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str
             "submitit, which starts Slurm jobs, is not installed: pip install 'fp8bench[fleet]'."
         ) from None
     try:
-        executor = submitit.SlurmExecutor(folder=order.log_folder)
+        slurm_executor = submitit.SlurmExecutor(folder=order.log_folder)
     except RuntimeError as error:
         raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or use fleet work.") from None
     # 2. The value "no" disables a default option, such as `exclusive`.
     options = {**_SBATCH_OPTIONS, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
     parameters = {name: value for name, value in options.items() if value != "no"}
-    executor.update_parameters(time=_TIME_LIMIT_MINUTES, additional_parameters=parameters)
+    slurm_executor.update_parameters(time=_TIME_LIMIT_MINUTES, additional_parameters=parameters)
     try:
-        jobs = [executor.submit(run_worker, order.arguments) for _ in range(order.workers or 1)]
+        slurm_jobs = [slurm_executor.submit(run_worker, order.arguments) for _ in range(order.workers or 1)]
     except submitit.core.utils.FailedJobError as error:
         reason = str(error).strip().rstrip(".")
         raise UsageError(f"Slurm accepted no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
     # 3. Report the names of jobs before waiting, so that users can cancel the jobs by hand after an interrupt.
-    names = [str(job.job_id) for job in jobs]
+    names = [str(job.job_id) for job in slurm_jobs]
     report_jobs(names)
     try:
         while order.waits_for_workers and _is_queued(names):
             time.sleep(_POLL_SECONDS)
     # Slurm jobs go on after this process ends. So an interrupt must cancel them, and wait until they have ended.
     except BaseException:
-        for job in jobs:
+        for job in slurm_jobs:
             job.cancel()
         while _is_queued(names):
             time.sleep(_POLL_SECONDS)
@@ -268,25 +268,25 @@ def _run_on_ray(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
     )
     report_jobs([plan.name_of(number) for number in waiting_cells])
     # 3. Run one cell per device at a time, because two would disturb each other.
-    running: dict[Any, int] = {}
+    cell_by_task: dict[Any, int] = {}
     troubles = []
-    max_running = order.workers or len(waiting_cells)
+    max_running_tasks = order.workers or len(waiting_cells)
     try:
-        while waiting_cells or running:
-            while waiting_cells and len(running) < max_running:
+        while waiting_cells or cell_by_task:
+            while waiting_cells and len(cell_by_task) < max_running_tasks:
                 number = waiting_cells.pop(0)
-                running[_start_task(ray, order, number)] = number
-            for task in ray.wait(list(running))[0]:
-                number = running.pop(task)
+                cell_by_task[_start_task(ray, order, number)] = number
+            for task in ray.wait(list(cell_by_task))[0]:
+                number = cell_by_task.pop(task)
                 try:
                     ray.get(task)
                 except ray.exceptions.RayError as error:
                     troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
     # Ray's tasks end together with this process, so they must store their runs first.
     except BaseException:
-        for task in running:
+        for task in cell_by_task:
             ray.cancel(task)
-        ray.wait(list(running), num_returns=len(running), timeout=_CANCEL_SECONDS)
+        ray.wait(list(cell_by_task), num_returns=len(cell_by_task), timeout=_CANCEL_SECONDS)
         raise
     finally:
         if ray is not None:

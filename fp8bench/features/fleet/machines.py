@@ -270,13 +270,15 @@ def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Devia
         return {}
     # 3. Express each machine's distance from the median ratio in median absolute deviations.
     median_ratio = median(ratio_by_machine.values())
-    spread = median(abs(ratio - median_ratio) for ratio in ratio_by_machine.values())
+    median_ratio_deviation = median(abs(ratio - median_ratio) for ratio in ratio_by_machine.values())
     deviations = {}
     for machine, ratio in ratio_by_machine.items():
         distance = ratio - median_ratio
-        score = 0.0
+        deviation_score = 0.0
         if distance:
-            score = distance / spread if spread else math.copysign(math.inf, distance)
-        is_outlier = abs(score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
-        deviations[machine] = Deviation(ratio, score, is_outlier)
+            deviation_score = (
+                distance / median_ratio_deviation if median_ratio_deviation else math.copysign(math.inf, distance)
+            )
+        is_outlier = abs(deviation_score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
+        deviations[machine] = Deviation(ratio, deviation_score, is_outlier)
     return deviations

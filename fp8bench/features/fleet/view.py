@@ -115,8 +115,8 @@ def _cases_table(report: FleetReport) -> Table:
 
 
 def _coverage_texts(report: FleetReport) -> Iterator[Element]:
-    complete_count = report.settings - len(report.lacking)
-    yield Text(f"{complete_count} of {report.settings} cells were measured completely by at least one machine.")
+    complete_cell_count = report.settings - len(report.lacking)
+    yield Text(f"{complete_cell_count} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
     yield Items(tuple(Text(sentence, Tone.DOUBT) for sentence in report.excluded))
 

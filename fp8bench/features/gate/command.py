@@ -58,32 +58,34 @@ def add(parser: argparse.ArgumentParser) -> None:
         "does not compare, 130 interrupted. With --comment 1 is also quality blocked, 3 an infrastructure error, 4 a "
         "recipe mismatch."
     )
-    source_group = parser.add_argument_group("what is judged")
-    source_group.add_argument(
+    source_option_group = parser.add_argument_group("what is judged")
+    source_option_group.add_argument(
         "sides", nargs="*", metavar="A B", help="the old and the new side: runs, commits or stores, as in `compare`"
     )
-    source_group.add_argument("--duel", metavar="DUEL", help="judge a stored duel: an id, a name, a path, or 'last'")
-    source_group.add_argument(
+    source_option_group.add_argument(
+        "--duel", metavar="DUEL", help="judge a stored duel: an id, a name, a path, or 'last'"
+    )
+    source_option_group.add_argument(
         "--against",
         metavar="REV",
         help="duel the working tree with commit REV, and judge that; --config selects the cases",
     )
-    source_group.add_argument(
+    source_option_group.add_argument(
         "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as for `suite --config`"
     )
-    source_group.add_argument(
+    source_option_group.add_argument(
         "--history", action="store_true", help="judge the steps in the store's history that are not acknowledged"
     )
-    add_common(source_group, "--store", help="the store of runs and duels, as in `suite`")
-    add_common(source_group, "--import", help="module or .py file of your suites, for the history")
-    judging_group = parser.add_argument_group("how")
-    judging_group.add_argument(
+    add_common(source_option_group, "--store", help="the store of runs and duels, as in `suite`")
+    add_common(source_option_group, "--import", help="module or .py file of your suites, for the history")
+    judging_option_group = parser.add_argument_group("how")
+    judging_option_group.add_argument(
         "--thresholds",
         type=types.path,
         metavar="FILE",
         help="YAML: the largest tolerated increase by suite, case and figure; default 5%% of a time, 2%% of memory",
     )
-    judging_group.add_argument(
+    judging_option_group.add_argument(
         "--no-rerun",
         dest="rerun",
         action="store_false",
@@ -157,10 +159,10 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     exit_code = verdict.exit_code
     text = ""
     if arguments.comment is not None and source.duel is not None:
-        review = review_duel(verdict, source.duel)
-        exit_code = CODE_AND_TEXT_BY_STATUS[review.status][0]
-        text = render_comment(review, verdict, source.duel, command_line())
-        observer.note(f"{arguments.comment} says: {review.headline} (exit code {exit_code})")
+        duel_review = review_duel(verdict, source.duel)
+        exit_code = CODE_AND_TEXT_BY_STATUS[duel_review.status][0]
+        text = render_comment(duel_review, verdict, source.duel, command_line())
+        observer.note(f"{arguments.comment} says: {duel_review.headline} (exit code {exit_code})")
     files = {
         "--junit": (arguments.junit, render_junit(verdict)),
         "--md": (arguments.md, markdown.render(render_page(verdict))),
@@ -279,9 +281,9 @@ def _parse_relative_threshold(location: str, value: Any) -> float:
     number, unit = _parse_number(location, value, "a share, like 5% or 0.05")
     relative_threshold = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 <= relative_threshold <= _MAX_RELATIVE or (not unit and relative_threshold >= 1):
-        percent = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
+        percent_hint = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
         raise UsageError(
-            f"{location}: relative: expected a non-negative share, like 5% or 0.05, got {value!r}.{percent}"
+            f"{location}: relative: expected a non-negative share, like 5% or 0.05, got {value!r}.{percent_hint}"
         )
     return relative_threshold
 

@@ -72,15 +72,15 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     # 2. Find change points in series, and cases that fail now but did not fail at the commit before.
     history = read_history(store, observer)
     series_states = tuple(_current_series_states(history, newest_run))
-    found_steps = find_all_changes(history, store, observer)
+    found_changes = find_all_changes(history, store, observer)
     current_runs, previous_runs = _load_two_newest_commits(newest_run, store)
     failures = (
         *_find_new_failures(current_runs, previous_runs),
         *find_unmeasured_cases(current_runs, Evidence.HISTORY),
     )
-    if not found_steps.searched_count and not failures and not any(change.alarms for change in found_steps.changes):
+    if not found_changes.searched_count and not failures and not any(change.alarms for change in found_changes.changes):
         reason = (
-            "; ".join(f"{count} series: {words}" for words, count in found_steps.skip_counts.items())
+            "; ".join(f"{count} series: {words}" for words, count in found_changes.skip_counts.items())
             or "the history has no series"
         )
         return GateSource(
@@ -90,7 +90,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
             series_states=series_states,
         )
     # 3. Measure each suspected change a second time, to confirm it.
-    changes = _select_judged_changes(found_steps, newest_run, history)
+    changes = _select_judged_changes(found_changes, newest_run, history)
     remeasurer = Remeasurer(store, observer)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
@@ -100,11 +100,17 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     # 4. Mention acknowledged changes, and series that are too short to search for changes. The gate does not fail for
     # them.
-    acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found_steps.changes)
-    notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` lists them"] if acknowledged else []
-    notes += [f"{count} series not looked at: {reason}" for reason, count in found_steps.skip_counts.items()]
+    acknowledged_count = sum(
+        change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found_changes.changes
+    )
+    notes = (
+        [f"{acknowledged_count} acknowledged: `fp8bench history regressions --all` lists them"]
+        if acknowledged_count
+        else []
+    )
+    notes += [f"{count} series not looked at: {reason}" for reason, count in found_changes.skip_counts.items()]
     all_figures = tuple(_make_blank_comparison(line.trend) for line in history.lines)
-    budget = newest_run.request.budget
+    budget_seconds = newest_run.request.budget
     return GateSource(
         title,
         comparisons,
@@ -112,7 +118,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         tuple(notes),
         series_states=series_states,
         unchanged_figures=all_figures,
-        budget=budget,
+        budget=budget_seconds,
     )
 
 
@@ -177,14 +183,17 @@ def _select_judged_changes(found_steps: FoundChanges, newest_run: Run, history: 
         and (identity is None or history.is_trend_of(change.trend, identity))
     ]
     series_with_ratio = _find_series_with_ratio(history)
-    judged = (change for change in open_changes if not _is_judged_by_ratio(change.trend, series_with_ratio))
-    return {case_and_metric(change.comparison): change for change in sorted(judged, key=attrgetter("is_worse", "size"))}
+    judged_changes = (change for change in open_changes if not _is_judged_by_ratio(change.trend, series_with_ratio))
+    return {
+        case_and_metric(change.comparison): change
+        for change in sorted(judged_changes, key=attrgetter("is_worse", "size"))
+    }
 
 
 def _current_series_states(history: History, newest_run: Run) -> Iterator[SeriesState]:
-    comparable_pieces = ((line.trend, line.comparable) for line in _select_newest_series(history, newest_run))
+    trends_and_pieces = ((line.trend, line.comparable) for line in _select_newest_series(history, newest_run))
     values_since_step = [
-        (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in comparable_pieces if parts
+        (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in trends_and_pieces if parts
     ]
     finite_series = [(trend, values[abs(values) < math.inf]) for trend, values in values_since_step]
     positive_series = [(trend, values) for trend, values in finite_series if len(values) and values.min() > 0]
@@ -193,8 +202,10 @@ def _current_series_states(history: History, newest_run: Run) -> Iterator[Series
     for (trend, values), level in zip(
         judged_series, find_newest_levels([values for _, values in judged_series]), strict=True
     ):
-        level_value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield SeriesState(replace(_make_blank_comparison(trend), before=level_value, after=level_value), level)
+        newest_mean_value = float(values[-level.length :].mean() if level is not None else values.mean())
+        yield SeriesState(
+            replace(_make_blank_comparison(trend), before=newest_mean_value, after=newest_mean_value), level
+        )
 
 
 def _make_blank_comparison(trend: Trend) -> Comparison:
@@ -240,7 +251,7 @@ def _find_series_with_ratio(history: History) -> set[tuple[object, ...]]:
 
 def _remeasure_suspects(suspects: Sequence[Change], current_runs: Sequence[Run], remeasurer: Remeasurer) -> SecondLook:
     """Measures each suspected change again. The request is that of the newest run that contains the case."""
-    looks: list[SecondLook] = []
+    second_looks: list[SecondLook] = []
     remaining_suspects = list(suspects)
     for run in current_runs:
         case_by_cell = {
@@ -254,11 +265,11 @@ def _remeasure_suspects(suspects: Sequence[Change], current_runs: Sequence[Run],
                 unmatched_suspects.append(suspect)
             else:
                 matched_suspects.append((suspect, case))
-        looks += _duel_or_remeasure(matched_suspects, run, remeasurer)
+        second_looks += _duel_or_remeasure(matched_suspects, run, remeasurer)
         remaining_suspects = unmatched_suspects
     if remaining_suspects:
-        looks.append(SecondLook({}, refused=f"run {current_runs[0].id} does not have the case"))
-    return join_looks(looks)
+        second_looks.append(SecondLook({}, refused=f"run {current_runs[0].id} does not have the case"))
+    return join_looks(second_looks)
 
 
 def _duel_or_remeasure(

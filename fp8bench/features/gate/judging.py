@@ -53,10 +53,10 @@ class CaseSpread:
     deviation: float
 
     def compute_chance(self, log_ratio: float) -> float:
-        log_distance = abs(log_ratio - self.shift)
+        log_ratio_distance = abs(log_ratio - self.shift)
         if not self.deviation:
-            return 0.0 if log_distance else 1.0
-        return math.erfc(log_distance / self.deviation / math.sqrt(2))
+            return 0.0 if log_ratio_distance else 1.0
+        return math.erfc(log_ratio_distance / self.deviation / math.sqrt(2))
 
 
 def estimate_spread(log_ratios: Sequence[float]) -> CaseSpread | None:
@@ -68,9 +68,11 @@ def estimate_spread(log_ratios: Sequence[float]) -> CaseSpread | None:
     if len(log_ratios) < MIN_CASES_FOR_SPREAD:
         return None
     low, median_log, high = statistics.quantiles(log_ratios, n=4)
-    common_shift = median_log if abs(median_log) < math.log1p(MIN_CHANGE_OF_FEW_RUNS) else 0.0
-    nearer_quartile = min(max(common_shift - low, 0.0), max(high - common_shift, 0.0))
-    return CaseSpread(common_shift, nearer_quartile / (_NORMAL_QUARTILE - _QUARTILE_BIAS / math.sqrt(len(log_ratios))))
+    common_log_shift = median_log if abs(median_log) < math.log1p(MIN_CHANGE_OF_FEW_RUNS) else 0.0
+    nearer_quartile_distance = min(max(common_log_shift - low, 0.0), max(high - common_log_shift, 0.0))
+    return CaseSpread(
+        common_log_shift, nearer_quartile_distance / (_NORMAL_QUARTILE - _QUARTILE_BIAS / math.sqrt(len(log_ratios)))
+    )
 
 
 def select_discoveries(p_values: Sequence[float], false_share: float) -> list[bool]:
@@ -78,11 +80,13 @@ def select_discoveries(p_values: Sequence[float], false_share: float) -> list[bo
     selected p-values are expected to be due to chance. If all differences are due to chance, it selects any p-value
     with a probability of `false_share`.
     """
-    indices_by_p = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    indices_by_p_value = sorted(range(len(p_values)), key=lambda index: p_values[index])
     passing_ranks = [
-        rank for rank, index in enumerate(indices_by_p, 1) if p_values[index] <= false_share * rank / len(p_values)
+        rank
+        for rank, index in enumerate(indices_by_p_value, 1)
+        if p_values[index] <= false_share * rank / len(p_values)
     ]
-    chosen = set(indices_by_p[: max(passing_ranks, default=0)])
+    chosen = set(indices_by_p_value[: max(passing_ranks, default=0)])
     return [index in chosen for index in range(len(p_values))]
 
 
@@ -159,28 +163,28 @@ def judge_first_look(comparisons: Sequence[Comparison], rules: ThresholdRules = 
         for comparison in comparisons
         if comparison.metric == RELATIVE_TIME and comparison.ratio is not None
     }
-    judged = [_judge_figure(comparison, rules, cases_with_ratio) for comparison in comparisons]
-    tested_indices = [index for index, figure in enumerate(judged) if figure.outcome not in NOT_TESTED]
+    judged_figures = [_judge_figure(comparison, rules, cases_with_ratio) for comparison in comparisons]
+    tested_indices = [index for index, figure in enumerate(judged_figures) if figure.outcome not in NOT_TESTED]
     # If there are too few runs to estimate the noise of a case, use the spread of the other cases instead.
     uncertain_indices = [index for index in tested_indices if is_from_few_runs(comparisons[index])]
     for indices in together((comparisons[index].metric, index) for index in uncertain_indices).values():
-        spread = estimate_spread([_compute_log_ratio(judged[index]) for index in indices])
+        case_spread = estimate_spread([_compute_log_ratio(judged_figures[index]) for index in indices])
         for index in indices:
-            judged[index] = replace(judged[index], spread=spread)
+            judged_figures[index] = replace(judged_figures[index], spread=case_spread)
     # A figure beyond its threshold is suspected only if its p-value is small among all p-values, or its whole interval
     # is beyond the threshold.
     p_values = {}
     for index in tested_indices:
-        p_value = probability_by_chance(judged[index])
+        p_value = probability_by_chance(judged_figures[index])
         if p_value is not None:
             p_values[index] = p_value
     are_discoveries = select_discoveries(list(p_values.values()), FALSE_SUSPECT_SHARE)
     reason = f"among {len(p_values)} figures, one differs by this much by chance"
     for index, is_discovery in zip(p_values, are_discoveries, strict=True):
-        figure = judged[index]
+        figure = judged_figures[index]
         if figure.outcome is GateOutcome.SUSPECTED and not (is_discovery or is_surely_beyond_threshold(figure)):
-            judged[index] = replace(figure, outcome=GateOutcome.OPEN, why=reason)
-    return tuple(judged)
+            judged_figures[index] = replace(figure, outcome=GateOutcome.OPEN, why=reason)
+    return tuple(judged_figures)
 
 
 def is_surely_beyond_threshold(figure: JudgedFigure) -> bool:
@@ -303,21 +307,21 @@ def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
         return True
     # A slow-down may be hidden if the machine was loaded while the first side ran. Between few runs, the spread of
     # runs may hide it.
-    max_log = math.log1p(figure.threshold.relative) - math.log(second.others)
+    max_log_ratio = math.log1p(figure.threshold.relative) - math.log(second.others)
     if is_from_few_runs(second):
-        max_log -= (
+        max_log_ratio -= (
             CONFIRMING_DEVIATIONS * figure.spread.deviation if figure.spread else math.log1p(MIN_CHANGE_OF_FEW_RUNS)
         )
     elif second.direction in (Direction.SAME, Direction.BETTER) and second.others == 1:
         return True
-    return second.ratio.level > 0 and math.log(second.ratio.high) <= max_log
+    return second.ratio.level > 0 and math.log(second.ratio.high) <= max_log_ratio
 
 
 def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) -> JudgedFigure:
     # 1. A figure that was not measured again fails only if the first measurement suffices.
     first = figure.comparison
-    failed_looks = (second for second in look.comparisons.values() if second.failed and second.case == first.case)
-    second = next(failed_looks, None) or look.comparisons.get(figure.key)
+    failed_comparisons = (second for second in look.comparisons.values() if second.failed and second.case == first.case)
+    second = next(failed_comparisons, None) or look.comparisons.get(figure.key)
     suggestion = suggest_decisive_runs(first)
     if second is None:
         reason = f"not measured again: {look.refused or 'the case was not among what could be'}"
@@ -422,10 +426,10 @@ def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
                 f"history too young: {night_count} nights at this level, "
                 f"of about {SENSITIVE_AFTER_NIGHTS} that it takes"
             )
-        sensitivity = f"the smallest slow-down that would have been found is {limit.smallest_text}"
+        sensitivity_text = f"the smallest slow-down that would have been found is {limit.smallest_text}"
         if math.isinf(limit.smallest):
-            sensitivity = "no slow-down would have been found"
-        return f"{sensitivity}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
+            sensitivity_text = "no slow-down would have been found"
+        return f"{sensitivity_text}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
     if change.ratio is not None and change.ratio.high > 1 + limit.threshold:
         return f"its interval reaches {units.change(change.ratio.high)}, and the threshold is {threshold}"
     return ""
@@ -476,8 +480,8 @@ class GateVerdict:
 
     @property
     def counts(self) -> str:
-        count_and_label = ((len(self.of(name)), _COUNT_LABELS.get(name, name.value)) for name in GateOutcome)
-        counts_text = ", ".join(f"{count} {label}" for count, label in count_and_label if count)
+        counts_and_labels = ((len(self.of(name)), _COUNT_LABELS.get(name, name.value)) for name in GateOutcome)
+        counts_text = ", ".join(f"{count} {label}" for count, label in counts_and_labels if count)
         total = many(len(self.judged), "figure")
         return f"{total}: {counts_text}" if counts_text else total
 

@@ -69,9 +69,9 @@ def _make_requirement(fixed_log: float, evidence_log: float, error: float, freed
 
 def detection_limits(judged: Sequence[JudgedFigure], remeasurement: Remeasurement) -> tuple[DetectionLimit, ...]:
     """Returns the detection limits of all figures that have noise, the least sensitive figure first."""
-    p_limit = _p_value_limit(judged)
+    p_value_limit = _p_value_limit(judged)
     noisy_figures = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
-    return _sort_limits(_detection_limit(figure, p_limit, remeasurement) for figure in noisy_figures)
+    return _sort_limits(_detection_limit(figure, p_value_limit, remeasurement) for figure in noisy_figures)
 
 
 def _p_value_limit(judged: Sequence[JudgedFigure]) -> float:
@@ -96,11 +96,11 @@ def _sort_limits(limits: Iterable[DetectionLimit]) -> tuple[DetectionLimit, ...]
 
 def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> DetectionLimit:
     change = figure.comparison
-    empty_limit = DetectionLimit(
+    infinite_limit = DetectionLimit(
         change.case, change.metric, _smallest_failing_share(figure.threshold, change.before), math.inf
     )
     if change.noise is None or change.ratio is None or change.ratio.level == 0 or change.ratio.low <= 0:
-        return replace(empty_limit, unknown=change.why or "too few processes for an interval (--sessions)")
+        return replace(infinite_limit, unknown=change.why or "too few processes for an interval (--sessions)")
     unknown_reason = ""
     if is_from_few_runs(change) and figure.spread is None:
         decisive_runs = suggest_decisive_runs(change)
@@ -108,7 +108,7 @@ def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeas
             f"too few runs, and too few other figures, to estimate the spread between runs; {decisive_runs}"
         )
     return replace(
-        empty_limit,
+        infinite_limit,
         smallest=_smallest_detectable(_make_requirements(figure, p_limit, remeasurement)),
         unknown=unknown_reason,
     )
@@ -125,8 +125,8 @@ def _smallest_detectable(requirements: Sequence[_LookRequirement]) -> float:
     """
     noisy_look_count = sum(requirement.error > 0 for requirement in requirements)
     deviations = _STANDARD_NORMAL.inv_cdf(1 - (1 - DETECTION_PROBABILITY) / max(1, noisy_look_count))
-    smallest_log = max(requirement.min_log + deviations * requirement.error for requirement in requirements)
-    return math.expm1(max(smallest_log, 0.0)) if smallest_log < _MAX_LOG else math.inf
+    smallest_log_ratio = max(requirement.min_log + deviations * requirement.error for requirement in requirements)
+    return math.expm1(max(smallest_log_ratio, 0.0)) if smallest_log_ratio < _MAX_LOG else math.inf
 
 
 def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> list[_LookRequirement]:
@@ -145,17 +145,17 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
         else _compute_many_runs_limits(change, p_limit)
     )
     freedom = change.noise.freedom or math.inf
-    band = math.log1p(MIN_CHANGE_OF_FEW_RUNS if is_from_few_runs(change) else BAND)
+    band_log_ratio = math.log1p(MIN_CHANGE_OF_FEW_RUNS if is_from_few_runs(change) else BAND)
     if remeasurement is Remeasurement.NONE:  # without a second measurement, the first one decides alone
-        return [_make_requirement(band, first_evidence, error, freedom)]
+        return [_make_requirement(band_log_ratio, first_evidence, error, freedom)]
     if remeasurement is Remeasurement.DUEL:  # the noise of a duel is negligible compared with that of stored runs
         return [
             _make_requirement(0.0, first_evidence, error, freedom),
             _LookRequirement(math.log1p(verdicts.VERDICT_BAND), 0.0),
         ]
     return [
-        _make_requirement(0.0 if is_from_few_runs(change) else band, first_evidence, error, freedom),
-        _make_requirement(max(band, second_evidence), 0.0, second_error, freedom),
+        _make_requirement(0.0 if is_from_few_runs(change) else band_log_ratio, first_evidence, error, freedom),
+        _make_requirement(max(band_log_ratio, second_evidence), 0.0, second_error, freedom),
     ]
 
 
@@ -164,18 +164,18 @@ def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[floa
     and the second measurement must exceed. The last two are the standard errors of these measurements.
     """
     change = figure.comparison
-    spread = figure.spread
+    case_spread = figure.spread
     assert change.noise is not None
     half_width = _half_width_of_log(change)
-    if spread is None:
+    if case_spread is None:
         return half_width, half_width, change.noise.error, _second_look_error(change.noise.error, change.noise)
-    first_evidence = spread.shift + spread.deviation * _STANDARD_NORMAL.inv_cdf(1 - p_limit / 2)
-    second_error = _second_look_error(spread.deviation, change.noise)
+    first_evidence = case_spread.shift + case_spread.deviation * _STANDARD_NORMAL.inv_cdf(1 - p_limit / 2)
+    second_look_error = _second_look_error(case_spread.deviation, change.noise)
     return (
         max(half_width, first_evidence),
-        max(half_width, CONFIRMING_DEVIATIONS * spread.deviation),
-        spread.deviation,
-        second_error,
+        max(half_width, CONFIRMING_DEVIATIONS * case_spread.deviation),
+        case_spread.deviation,
+        second_look_error,
     )
 
 
@@ -184,12 +184,12 @@ def _compute_many_runs_limits(change: Comparison, p_limit: float) -> tuple[float
     error = change.noise.error
     freedom = change.noise.freedom
     level = change.ratio.level
-    second_error = _second_look_error(error, change.noise)
+    second_look_error = _second_look_error(error, change.noise)
     return (
         error * student_quantile(max(level, 1 - p_limit), freedom),
-        second_error * student_quantile(level, freedom),
+        second_look_error * student_quantile(level, freedom),
         error,
-        second_error,
+        second_look_error,
     )
 
 
@@ -221,13 +221,13 @@ def history_detection_limits(
     """Returns a detection limit for each series: the smallest change of its level that the history would show.
     `changes` is the number of changes that the history shows now.
     """
-    p_limit = FALSE_SUSPECT_SHARE / (1 + changes)
+    p_value_limit = FALSE_SUSPECT_SHARE / (1 + changes)
     limits = []
     for comparison, level in series:
         threshold = find_threshold(comparison, rules)
         if threshold.ignored:
             continue
-        empty_limit = DetectionLimit(
+        infinite_limit = DetectionLimit(
             comparison.case,
             comparison.metric,
             _smallest_failing_share(threshold, comparison.before),
@@ -236,11 +236,13 @@ def history_detection_limits(
         )
         if level is None:
             limits.append(
-                replace(empty_limit, unknown=f"fewer than {MIN_SERIES_LENGTH} nights, too few to detect a step")
+                replace(infinite_limit, unknown=f"fewer than {MIN_SERIES_LENGTH} nights, too few to detect a step")
             )
             continue
-        requirements = _make_step_requirements(level, p_limit, remeasurement, spec_of(comparison.metric).least_change)
-        limits.append(replace(empty_limit, smallest=_smallest_detectable(requirements), nights=level.length))
+        requirements = _make_step_requirements(
+            level, p_value_limit, remeasurement, spec_of(comparison.metric).least_change
+        )
+        limits.append(replace(infinite_limit, smallest=_smallest_detectable(requirements), nights=level.length))
     return _sort_limits(limits)
 
 

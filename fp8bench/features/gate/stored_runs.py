@@ -145,10 +145,10 @@ def _settle_suspects(
     # Each further duel adds its sessions, so that intervals become narrower until all suspects are decided.
     for number in range(MAX_LOOKS):
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
-        look_start = time.monotonic()
+        look_start_time = time.monotonic()
         # Do not start a measurement that would exceed the budget.
         is_over_budget = (
-            number > 0 and source.budget is not None and look_start - start + last_look_seconds > source.budget
+            number > 0 and source.budget is not None and look_start_time - start + last_look_seconds > source.budget
         )
         if not suspects or is_over_budget:
             break
@@ -156,10 +156,10 @@ def _settle_suspects(
             return apply_second_look(figures, SecondLook({}, refused="--no-rerun was given"), rules)
         duration_text = "" if source.look_seconds is None else f", which takes about {clock(source.look_seconds)}"
         observer.note(f"gate: {len(suspects)} suspected, measured again{duration_text}")
-        look = measure_again(suspects)
-        figures = apply_second_look(figures, look, rules)
-        last_look_seconds = time.monotonic() - look_start
-        if not look.adds_up:
+        second_look = measure_again(suspects)
+        figures = apply_second_look(figures, second_look, rules)
+        last_look_seconds = time.monotonic() - look_start_time
+        if not second_look.adds_up:
             break
     return figures
 
@@ -172,13 +172,13 @@ def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
         change = figure.comparison
         if change.metric in COUNTS:
             has_same_work[change.case] = has_same_work.get(change.case, True) and change.before == change.after
-    noted_figures = list(figures)
+    figures_with_notes = list(figures)
     for index, figure in enumerate(figures):
         is_suspected_time = figure.outcome is GateOutcome.SUSPECTED and figure.comparison.metric in TIME_METRICS
         if is_suspected_time and has_same_work.get(figure.comparison.case):
             same_work_note = "its operators and bytes are the same in both, so memory or the machine may differ"
-            noted_figures[index] = replace(figure, why="; ".join(filter(None, (same_work_note, figure.why))))
-    return noted_figures
+            figures_with_notes[index] = replace(figure, why="; ".join(filter(None, (same_work_note, figure.why))))
+    return figures_with_notes
 
 
 @dataclass
@@ -236,10 +236,12 @@ class Remeasurer:
             return None
         is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE_FOLDER.parent)
         question = DuelQuestion(against_self=commit) if is_fp8bench else DuelQuestion(against=commit)
-        look = self.duel(question, request, suspects)
-        if look.refused:
-            self.observer.note(f"gate: no duel is possible ({look.refused}); suspects are measured again without one")
-        return look
+        second_look = self.duel(question, request, suspects)
+        if second_look.refused:
+            self.observer.note(
+                f"gate: no duel is possible ({second_look.refused}); suspects are measured again without one"
+            )
+        return second_look
 
     def measure_cases(self, run: Run, cases: Collection[str]) -> tuple[Run | None, str]:
         """Measures cases of a run again. Returns the new run, or None and the reason."""
@@ -247,14 +249,14 @@ class Remeasurer:
         run = replace(run, request=_request_full_rounds(run.request))
         try:
             with self.observer.measuring() as progress:
-                rerun = measure_again(run, cases, store, progress, command_line())
+                new_run = measure_again(run, cases, store, progress, command_line())
         except Fp8benchError as error:
             return None, str(error).rstrip(".")
-        if not rerun.finished:
+        if not new_run.finished:
             raise KeyboardInterrupt
-        if sentence := add_to_history(rerun, store):
+        if sentence := add_to_history(new_run, store):
             self.observer.note(sentence)
-        return rerun, ""
+        return new_run, ""
 
 
 def second_look_time_factor(request: Request, sessions: int) -> float:
@@ -262,8 +264,8 @@ def second_look_time_factor(request: Request, sessions: int) -> float:
     `sessions` sessions.
     """
     rounds = request.rounds or QUICK_ROUNDS
-    round_factor = max(LEAST_ROUNDS, rounds) / rounds if request.quick else 1.0
-    return round_factor * max(SESSIONS, sessions) / sessions
+    round_count_factor = max(LEAST_ROUNDS, rounds) / rounds if request.quick else 1.0
+    return round_count_factor * max(SESSIONS, sessions) / sessions
 
 
 def _request_full_rounds(request: Request) -> Request:
@@ -347,20 +349,20 @@ def _remeasure_suspects(compared: ComparedSides, remeasurer: Remeasurer, suspect
     """
     newest_run_by_case = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
     suspects_by_run = together((newest_run_by_case[suspect.case].id, suspect) for suspect in suspects)
-    looks = [
+    second_looks = [
         _remeasure_for_run(newest_run_by_case[group[0].case], compared, remeasurer, group)
         for group in suspects_by_run.values()
     ]
-    return join_looks(looks)
+    return join_looks(second_looks)
 
 
 def _remeasure_for_run(
     newest_run: Run, compared: ComparedSides, remeasurer: Remeasurer, suspects: Sequence[Comparison]
 ) -> SecondLook:
     commit = _commit_to_duel(compared, newest_run)
-    look = None if commit is None else remeasurer.duel_with_commit(commit, newest_run.request, suspects)
-    if look is not None and not look.refused:
-        return look
+    second_look = None if commit is None else remeasurer.duel_with_commit(commit, newest_run.request, suspects)
+    if second_look is not None and not second_look.refused:
+        return second_look
     rerun, refusal = remeasurer.measure_cases(newest_run, {suspect.case for suspect in suspects})
     if rerun is None:
         return SecondLook({}, refused=refusal)
@@ -386,10 +388,12 @@ def _commit_to_duel(compared: ComparedSides, newest_run: Run) -> str | None:
 
 def duel_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
     sessions = question.sessions or count_default_sessions(request)
-    time_factor = second_look_time_factor(request, sessions) * (1 if request.budget is not None else MAX_LOOKS)
+    remeasuring_time_factor = second_look_time_factor(request, sessions) * (
+        1 if request.budget is not None else MAX_LOOKS
+    )
     observer.note(
         "gate: the time shown is that of the first measurement. If something seems worse, it is measured again, "
-        f"which may take up to {time_factor:.3g} times as long"
+        f"which may take up to {remeasuring_time_factor:.3g} times as long"
     )
     start = time.monotonic()
     duel = run_duel(question, request, store, observer)
@@ -413,9 +417,9 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
     remeasurer = Remeasurer(store, observer)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        refusal = _explain_moved_head(duel)
-        if refusal:
-            return SecondLook({}, refused=refusal)
+        refusal_reason = _explain_moved_head(duel)
+        if refusal_reason:
+            return SecondLook({}, refused=refusal_reason)
         # A name like HEAD may mean a different commit now, so use the commit itself.
         commit = duel.before.commit or None
         against, against_self = (None, commit) if duel.before.title.startswith(FP8BENCH_TITLE) else (commit, None)

@@ -77,11 +77,11 @@ def check_rules(rules: ThresholdRules, comparisons: tuple[Comparison, ...], file
     unused_rules = [rule for rule in rules if not any(map(rule.matches, comparisons))]
     # A single unused rule may belong to a different suite. If all rules of a file are unused, this is a mistake.
     if rules and comparisons and len(unused_rules) == len(rules):
-        example = comparisons[0]
+        example_comparison = comparisons[0]
         raise UsageError(
             f"{file}: no rule in it matches any of the {len(comparisons)} figures. "
-            f"Match suites or case ids with * and ?; for example, a case is {example.case}, its suite "
-            f"{example.suite}, a figure {example.metric}."
+            f"Match suites or case ids with * and ?; for example, a case is {example_comparison.case}, its suite "
+            f"{example_comparison.suite}, a figure {example_comparison.metric}."
         )
     return [f"{rule.place}: {rule.case!r} {rule.metric!r} matches no figure" for rule in unused_rules]
 

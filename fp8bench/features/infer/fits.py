@@ -82,12 +82,14 @@ def fit_line(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
         logs.append(best_case.point + spread_factor(len(samples)) * (shuffled_resamples - best_case.point))
     seconds = np.exp(np.array(points))
     weights = np.stack((1 / seconds, contexts / seconds), 1)
-    solving_matrix = np.linalg.pinv(weights) / seconds
-    point = solving_matrix @ seconds
+    least_squares_matrix = np.linalg.pinv(weights) / seconds
+    point = least_squares_matrix @ seconds
     seconds_above_line = seconds - (point[0] + point[1] * contexts)
     largest_error = float((np.abs(seconds_above_line) / seconds).max())
     measured_seconds = np.exp(np.array(logs)).T
-    return LineDraws(point, measured_seconds @ solving_matrix.T, largest_error, seconds_above_line, measured_seconds)
+    return LineDraws(
+        point, measured_seconds @ least_squares_matrix.T, largest_error, seconds_above_line, measured_seconds
+    )
 
 
 def spread_factor(rounds: int) -> float:
@@ -113,10 +115,12 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     shortest, longest = int(measured_contexts[0]), int(measured_contexts[-1])
     grid = np.geomspace(shortest, longest, _GRID_CONTEXTS)
     step_seconds = _estimate_step_seconds(arm, reference, measured_contexts, grid)
-    line_signs = _certain_signs(arm.at(grid) - reference.at(grid), step_seconds)
-    measured_signs = _certain_signs(arm.resampled_seconds - reference.resampled_seconds, 0.0)
+    line_speed_signs = _certain_signs(arm.at(grid) - reference.at(grid), step_seconds)
+    measured_speed_signs = _certain_signs(arm.resampled_seconds - reference.resampled_seconds, 0.0)
     first, last = (
-        bool(line_signs[end] > 0) if line_signs[end] and measured_signs[end] != -line_signs[end] else None
+        bool(line_speed_signs[end] > 0)
+        if line_speed_signs[end] and measured_speed_signs[end] != -line_speed_signs[end]
+        else None
         for end in (0, -1)
     )
     faster_at_ends = first, last
@@ -126,13 +130,13 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     crossing = float(min(max(-a / b, shortest), longest))
     # Two lines cross once. The interval begins at the last grid context where the arm that is faster at the shortest
     # context certainly wins. It ends at the first one where the arm that is faster at the longest context does.
-    start, end = grid[line_signs == line_signs[0]][-1], grid[line_signs == line_signs[-1]][0]
+    start, end = grid[line_speed_signs == line_speed_signs[0]][-1], grid[line_speed_signs == line_speed_signs[-1]][0]
     lower_bound, upper_bound = min(float(start), crossing), max(float(end), crossing)
     # If a measured context outside the interval contradicts the lines, the interval is widened to include this
     # context.
     contradicting_contexts = measured_contexts[
-        ((measured_contexts < lower_bound) & (measured_signs == line_signs[-1]))
-        | ((measured_contexts > upper_bound) & (measured_signs == line_signs[0]))
+        ((measured_contexts < lower_bound) & (measured_speed_signs == line_speed_signs[-1]))
+        | ((measured_contexts > upper_bound) & (measured_speed_signs == line_speed_signs[0]))
     ]
     candidate_bounds = [lower_bound, upper_bound, *map(float, contradicting_contexts)]
     return ContextCrossing(
@@ -155,12 +159,14 @@ def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured_contex
     lines, because times rise in steps.
     """
     expected_seconds = reference.point[0] + reference.point[1] * measured_contexts
-    relative_distances = (arm.seconds_above - reference.seconds_above) / expected_seconds
-    seconds_at_largest = expected_seconds[np.abs(relative_distances).argmax()]
+    relative_line_distances = (arm.seconds_above - reference.seconds_above) / expected_seconds
+    seconds_at_largest_distance = expected_seconds[np.abs(relative_line_distances).argmax()]
     # The time is assumed to jump as much at short contexts as at long ones.
-    reference_seconds = np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
+    reference_seconds = np.maximum(seconds_at_largest_distance, reference.point[0] + reference.point[1] * grid)
     # The margin is needed because few contexts seldom hit the times just before and after a jump.
-    measured_steps: Floats = _STEP_MARGIN * np.ptp(relative_distances) * reference_seconds
+    measured_step_seconds: Floats = _STEP_MARGIN * np.ptp(relative_line_distances) * reference_seconds
     # If all measured contexts are multiples of a number, jumps at shorter distances could not be measured.
-    hidden_steps = (math.gcd(*map(int, measured_contexts)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
-    return measured_steps + hidden_steps
+    hidden_step_seconds = (math.gcd(*map(int, measured_contexts)) - 1) * float(
+        max(arm.point[1], reference.point[1], 0.0)
+    )
+    return measured_step_seconds + hidden_step_seconds

@@ -178,8 +178,8 @@ def _cut_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[in
     is unusual: a module begins with imports.
     """
     window_count = min(max(2, tokens // length), (len(ids) - 1) // length)
-    starts = [number * ((len(ids) - length - 1) // window_count) for number in range(window_count)]
-    return tuple(tuple(ids[start : start + length + 1]) for start in starts)
+    window_starts = [number * ((len(ids) - length - 1) // window_count) for number in range(window_count)]
+    return tuple(tuple(ids[start : start + length + 1]) for start in window_starts)
 
 
 def _measure_times(
@@ -217,30 +217,30 @@ def _measure_times(
 
     # 2. Time decoding at every context, then a prompt. After an interrupt during the prompt, the decode times are
     # kept.
-    decode = measure_suite("decode", *question.contexts)
-    runs = [decode]
+    decode_run = measure_suite("decode", *question.contexts)
+    runs = [decode_run]
     with suppress(KeyboardInterrupt):
-        if decode.finished:
+        if decode_run.finished:
             runs.append(measure_suite("prefill", answer.prompt))
     # 3. Fit a line to each arm's times, or store the reason why it has none.
     finished = len(runs) == 2 and runs[-1].finished
-    measured_contexts = tuple(sorted({_context_length(record) for record in decode.records}))
+    measured_contexts = tuple(sorted({_context_length(record) for record in decode_run.records}))
     if measured_contexts and not finished:
         question = replace(question, contexts=measured_contexts)
     times = [
         replace(time, kernel=support_by_arm[time.arm].reason)
-        for time in collect_arm_times(question, native_arms, decode, runs[-1])
+        for time in collect_arm_times(question, native_arms, decode_run, runs[-1])
     ]
     times += [ArmTimes(arm, why=support_by_arm[arm].reason) for arm in question.arms if arm not in native_arms]
     # 4. Add the measured copy rate, because it limits the speed of decoding.
-    ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), Ceiling())
+    ceiling = next((record.ceiling for record in decode_run.records if record.ceiling is not None), Ceiling())
     return replace(
         answer,
         question=question,
         times=tuple(times),
         bandwidth=Ceilings(ceiling.rates).bound(Limit.COPY),
         runs=tuple(run.id for run in runs),
-        experts=mean_experts_read(decode, question),
+        experts=mean_experts_read(decode_run, question),
         finished=finished,
     )
 
@@ -250,9 +250,14 @@ def mean_experts_read(decode: Run, question: ServingQuestion) -> float | None:
     over layers. Returns None if this is unknown.
     """
     for record in decode.records:
-        experts = record.measurement("distinct_experts")
-        if record.is_reference and _context_length(record) == question.contexts[-1] and experts and experts.samples:
-            return experts.samples[0] / find_served_shape(question.size).layers
+        experts_measurement = record.measurement("distinct_experts")
+        if (
+            record.is_reference
+            and _context_length(record) == question.contexts[-1]
+            and experts_measurement
+            and experts_measurement.samples
+        ):
+            return experts_measurement.samples[0] / find_served_shape(question.size).layers
     return None
 
 
@@ -289,15 +294,15 @@ def collect_arm_times(
         prefill_records = [
             record for record in prefill.records if record.case.workload == "prefill" and is_of_arm(record, arm)
         ]
-        prompt = prefill_records[0] if prefill_records else None
+        prompt_record = prefill_records[0] if prefill_records else None
         yield ArmTimes(
             arm,
             tuple((context, fastest(samples)) for context, samples in rounds.items()),
             fitted_line.line if fitted_line else None,
             crossing,
-            fastest(step_samples(prompt.timing)) if prompt and prompt.timing else None,
+            fastest(step_samples(prompt_record.timing)) if prompt_record and prompt_record.timing else None,
             reason,
-            (_joules_per_token(prompt), _joules_per_token(records[-1][1] if records else None)),
+            (_joules_per_token(prompt_record), _joules_per_token(records[-1][1] if records else None)),
             doubts=tuple(doubts),
         )
 

@@ -120,15 +120,15 @@ def measure_rollout_gap(
     tokens, sizes, sampled_tokens = text.clone(), (text.shape[0], length - 1), []
     model, generator = serve_model(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
     for position in range(start, length):
-        first_position = 0 if position == start else position - 1
-        model.calibrates = first_position == 0  # static scales are calibrated on the prompt
-        logits = model.forward(tokens[:, first_position:position], first_position, SilentPhases())
+        first_input_position = 0 if position == start else position - 1
+        model.calibrates = first_input_position == 0  # static scales are calibrated on the prompt
+        logits = model.forward(tokens[:, first_input_position:position], first_input_position, SilentPhases())
         logs = F.log_softmax(logits[:, -1].double(), -1)
         if bool(logs.isnan().any()):  # NaN probabilities cannot be sampled
             return summarize_gaps(logs.new_full((len(text), length - start), math.nan))
-        chosen_ids = torch.multinomial(logs.exp(), 1, generator=generator)
-        tokens[:, position : position + 1] = chosen_ids
-        sampled_tokens.append(logs.gather(-1, chosen_ids))
+        chosen_token_ids = torch.multinomial(logs.exp(), 1, generator=generator)
+        tokens[:, position : position + 1] = chosen_token_ids
+        sampled_tokens.append(logs.gather(-1, chosen_token_ids))
     trainer_logs = _predict_tokens(serve_model(trainer, sizes), tokens).true[:, start - 1 :]
     return summarize_gaps(trainer_logs - torch.cat(sampled_tokens, 1))
 
@@ -212,15 +212,15 @@ def _predict_tokens(model: Decoder | UserDecoder, text: Tensor) -> Predictions:
     model.calibrates = True
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)
-    true_logs = logs.gather(-1, text[:, 1:, None]).squeeze(-1)
-    return Predictions(logs, true_logs, 8 * model.weight_bytes() / model.weight_count())
+    true_token_logs = logs.gather(-1, text[:, 1:, None]).squeeze(-1)
+    return Predictions(logs, true_token_logs, 8 * model.weight_bytes() / model.weight_count())
 
 
 def _compare_predictions(arm: Predictions, reference: Predictions) -> ArmQuality:
     reference_probabilities = reference.logs.exp()
     # If a model masks an id, its probability is 0. Without `where`, such an id would give -inf - -inf, which is NaN.
-    by_id = reference_probabilities * (reference.logs - arm.logs)
-    kl = torch.where(reference_probabilities == 0, 0, by_id).sum(-1).clamp(min=0)
+    divergence_by_id = reference_probabilities * (reference.logs - arm.logs)
+    kl = torch.where(reference_probabilities == 0, 0, divergence_by_id).sum(-1).clamp(min=0)
     has_same_token = arm.logs.argmax(-1) == reference.logs.argmax(-1)
     return ArmQuality(
         float(kl.mean()),

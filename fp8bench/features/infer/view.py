@@ -83,14 +83,14 @@ def _arm_answers(answer: ServingAnswer) -> list[Answer]:
         time, quality = answer.arm_times(arm), answer.arm_quality(arm)
         verdict, tone, reason = _judge_arm_times(time)
         # The time of a step is at best proportional to the bytes that it reads.
-        byte_ratio = answer.bytes_read(arm).total / answer.bytes_read(reference).total
+        read_byte_ratio = answer.bytes_read(arm).total / answer.bytes_read(reference).total
         tpot, figure = answer.tpot(time), ""
         if tpot is not None and reference_tpot is not None:
             figure = f"{units.seconds(tpot)} a token ({units.speed_up(reference_tpot / tpot)})"
         elif time.why and not time.kernel:
-            figure = f"at most {1 / byte_ratio:.1f}x by its bytes"
+            figure = f"at most {1 / read_byte_ratio:.1f}x by its bytes"
         same_token_text = "" if quality is None else f"same next token {units.percent(quality.same_top)}"
-        costs = (same_token_text, f"bytes read {units.change(byte_ratio)}")
+        costs = (same_token_text, f"bytes read {units.change(read_byte_ratio)}")
         answers.append(Answer(format_arm(arm), verdict, tone, figure, costs, reason))
     return answers
 
@@ -124,12 +124,12 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
     for context, is_faster in zip((crossing.low, crossing.high), crossing.faster, strict=True):
         verdict, tone = _VERDICTS[is_faster]
         results.append((f"{verdict} at {context:.0f} tokens", tone))
-    certain_results = [result for result in results if result[1] is not Tone.DOUBT]
-    if time.doubts or not certain_results:
+    certain_verdicts = [result for result in results if result[1] is not Tone.DOUBT]
+    if time.doubts or not certain_verdicts:
         return "cannot tell", Tone.DOUBT, "; ".join([", ".join(text for text, _ in results), *notes])
-    if len(certain_results) == 1:
+    if len(certain_verdicts) == 1:
         unclear_result = next(text for text, tone in results if tone is Tone.DOUBT)
-        return *certain_results[0], "; ".join([unclear_result, *notes])
+        return *certain_verdicts[0], "; ".join([unclear_result, *notes])
     return *_VERDICTS[crossing.faster[0]], "; ".join(notes)
 
 
@@ -167,8 +167,8 @@ def _costs_table(answer: ServingAnswer) -> Table:
         seconds = answer.tpot(answer.arm_times(arm))
         if seconds is None or not answer.bandwidth:
             return None
-        read_share = step_bytes[arm].total / seconds / answer.bandwidth
-        return "cached" if read_share > 1 else units.percent(read_share, 0)
+        used_bandwidth_share = step_bytes[arm].total / seconds / answer.bandwidth
+        return "cached" if used_bandwidth_share > 1 else units.percent(used_bandwidth_share, 0)
 
     def quality_column(heading: str, show: Callable[[ArmQuality], str]) -> Col[ServedArm]:
         def show_quality(arm: ServedArm) -> str | None:

@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         line_break = "\n" if ignored_text and not ignored_text.endswith("\n") else ""
         _write_file(ignore_file, f"{line_break}{_IGNORED_FOLDER}\n", "a")
     is_current_folder = arguments.folder.resolve() == Path.cwd()
-    cd_hint = "" if is_current_folder else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
-    say(f"\n{cd_hint}{_NEXT_STEPS}Builds install:     {requirement}\n")
+    change_folder_hint = "" if is_current_folder else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
+    say(f"\n{change_folder_hint}{_NEXT_STEPS}Builds install:     {requirement}\n")
     if problem := _find_install_problem(source, arguments.folder):
         say(
             f"Before you push:    {problem}.\n"

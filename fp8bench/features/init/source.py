@@ -21,10 +21,10 @@ def find_source() -> str:
     git address with a commit. Returns '' if only this machine has the source.
     """
     try:
-        recorded = metadata.distribution("fp8bench").read_text("direct_url.json")
+        direct_url_text = metadata.distribution("fp8bench").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return ""
-    return format_recorded_requirement(recorded) if recorded else f"fp8bench=={__version__}"
+    return format_recorded_requirement(direct_url_text) if direct_url_text else f"fp8bench=={__version__}"
 
 
 def format_recorded_requirement(recorded: str) -> str:

@@ -160,8 +160,8 @@ def judge_product(shape: LinearShape, kind: str, mode: RecipePrecision, device: 
     if unsolvable_objections or not objections:
         return make_finding(why=reason)
     # Pad each side to the least common multiple of all required ones.
-    side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in objections))
-    m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, side_multiples, strict=True))
+    required_side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in objections))
+    m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, required_side_multiples, strict=True))
     return make_finding(why=reason, padded=(m, n, k))
 
 
@@ -179,8 +179,10 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
 
     def count_fits(mode: str, device: str) -> Field:
         product_fits = fits_by_device.get((device, mode), [])
-        unfit_text = "all" if all(product_fits) else f"{sum(product_fits)} of {len(product_fits)}"
-        return Field(unfit_text if product_fits else units.NONE, tone=Tone.PLAIN if all(product_fits) else Tone.DOUBT)
+        fit_count_text = "all" if all(product_fits) else f"{sum(product_fits)} of {len(product_fits)}"
+        return Field(
+            fit_count_text if product_fits else units.NONE, tone=Tone.PLAIN if all(product_fits) else Tone.DOUBT
+        )
 
     modes = dict.fromkeys(finding.mode for finding in findings)
     columns = [Col("device", str), *(Col(mode, partial(count_fits, mode), number=True) for mode in modes)]

@@ -221,10 +221,10 @@ def _parse_training(text: str, planned_load: StepLoad) -> MeasuredTraining:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING_SYNTAX}.")
     # 2. Parse the layout, in which each kind of division occurs at most once.
     layout_fields: dict[str, int] = {}
-    for division in parts[1].split("+"):
-        match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", division.strip().lower(), re.ASCII)
+    for layout_part in parts[1].split("+"):
+        match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", layout_part.strip().lower(), re.ASCII)
         if match is None or match[1] not in _LAYOUT_FIELDS or _LAYOUT_FIELDS[match[1]] in layout_fields:
-            raise UsageError(f"--calibrate: {division!r:.80} is not a part of a layout. {_TRAINING_SYNTAX}.")
+            raise UsageError(f"--calibrate: {layout_part!r:.80} is not a part of a layout. {_TRAINING_SYNTAX}.")
         layout_fields[_LAYOUT_FIELDS[match[1]]] = int(match[2])
     layout, options = ParallelLayout(**layout_fields), dict(part.partition("=")[::2] for part in parts[3:])
     # 3. Parse pace and sizes. They must divide evenly, because rounded sizes would describe another training.

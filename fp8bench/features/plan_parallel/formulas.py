@@ -251,17 +251,17 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
         gathered_bytes = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
     # 2. Count master weights, gradients and moments.
     optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
-    states = (state_bytes.gradient + optimizer) * stage_weights / ranks_of_shards
+    gpu_state_bytes = (state_bytes.gradient + optimizer) * stage_weights / ranks_of_shards
     # 3. Add RLHF's critic and frozen models. Without a pipeline, the weights of one model are gathered at a time.
     resident_bytes = gathered_bytes if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
     logit_bytes = _FUSED_LOGIT_BYTES if load.fused_loss else _LOGIT_BYTES if load.compiled else _EAGER_LOGIT_BYTES
     return GpuMemory(
-        states,
+        gpu_state_bytes,
         gathered_bytes,
         kept=_activation_bytes(model, load) * tokens * layers * batches_in_flight / layout.tensor,
         block=_block_bytes(model, layout) * tokens,
         logits=logit_bytes * tokens * model.vocabulary / layout.tensor,
-        critic=(states + resident_bytes) * load.rlhf,
+        critic=(gpu_state_bytes + resident_bytes) * load.rlhf,
         frozen=_FROZEN_MODELS * state_bytes.weight_copy * stage_weights / ranks_of_shards * load.rlhf,
     )
 
@@ -346,36 +346,42 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     # 3. FSDP: the weights of a stage are gathered once, and its gradients are sent to their owners once.
     ranks = layout.shards * layout.context
     seconds_per_byte = stage_weights * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
-    gather = load.gathered_bytes * seconds_per_byte
-    scatter = load.state_bytes.gradient * seconds_per_byte
+    gather_seconds = load.gathered_bytes * seconds_per_byte
+    scatter_seconds = load.state_bytes.gradient * seconds_per_byte
     # Pipeline stages keep the gathered weights and the unsharded sums of gradients until the end of the step.
-    gather_in_backward = 0.0 if has_pipeline else gather
-    shards = gather + scatter if has_pipeline else 2 * micro_batches * gather + micro_batches * scatter
+    gather_in_backward = 0.0 if has_pipeline else gather_seconds
+    shard_traffic_seconds = (
+        gather_seconds + scatter_seconds
+        if has_pipeline
+        else 2 * micro_batches * gather_seconds + micro_batches * scatter_seconds
+    )
 
     # 4. DDP: in the last backward, a ring sums gradients over all copies. With ZeRO-1, backward sends gradients to
     # their owners, and the first forward sends weights back.
     seconds_per_byte = stage_weights / ranks * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
-    gradient_sum = (1 if load.zero_one else 2) * load.state_bytes.gradient * seconds_per_byte
-    weight_return = load.state_bytes.weight_copy * seconds_per_byte if load.zero_one else 0.0
+    gradient_sum_seconds = (1 if load.zero_one else 2) * load.state_bytes.gradient * seconds_per_byte
+    weight_return_seconds = load.state_bytes.weight_copy * seconds_per_byte if load.zero_one else 0.0
 
     # 5. Compute waits for FSDP and DDP traffic that takes longer than the pass of its micro-batch. Messages on one link
     # wait for each other. Messages on different links overlap.
     share_one_link = topology.link(layout.tensor * ranks) == topology.link(layout.gpus)
     combine_seconds = sum if share_one_link else max
     forward_pass, backward_pass = forward / micro_batches, backward / micro_batches
-    exposed_seconds = max(0.0, combine_seconds((gather, weight_return)) - forward_pass)
-    exposed_seconds += max(0.0, combine_seconds((gather_in_backward + scatter, gradient_sum)) - backward_pass)
+    exposed_seconds = max(0.0, combine_seconds((gather_seconds, weight_return_seconds)) - forward_pass)
+    exposed_seconds += max(
+        0.0, combine_seconds((gather_in_backward + scatter_seconds, gradient_sum_seconds)) - backward_pass
+    )
     if not has_pipeline:
-        exposed_per_micro_batch = max(0.0, gather - forward_pass) + max(
-            0.0, gather_in_backward + scatter - backward_pass
+        exposed_per_micro_batch = max(0.0, gather_seconds - forward_pass) + max(
+            0.0, gather_in_backward + scatter_seconds - backward_pass
         )
         exposed_seconds += (micro_batches - 1) * exposed_per_micro_batch
     return StepPace(
         products=forward + backward,
         tensor=tensor,
         context=context,
-        shards=shards,
-        copies=gradient_sum + weight_return,
+        shards=shard_traffic_seconds,
+        copies=gradient_sum_seconds + weight_return_seconds,
         bubble=(layout.pipeline - 1) / (layout.virtual * micro_batches),
         exposed=exposed_seconds,
     )

@@ -82,13 +82,13 @@ def _parse_fields(text: str, parts: Sequence[str]) -> dict[str, Any]:
 def _make_model(text: str, fields: dict[str, Any]) -> DecoderModel:
     if missing_keys := [key for key in MODEL_KEYS[:3] if key not in fields]:
         raise UsageError(f"{text!r:.200} lacks {', '.join(missing_keys)}. Give {_SIZES_SYNTAX}.")
-    defaults = {
+    default_fields = {
         "key-heads": fields["heads"],
         "hidden": 4 * fields["width"],
         "vocabulary": _DEFAULT_VOCABULARY,
         "gated": False,
     }
-    sizes = {key.replace("-", "_"): value for key, value in (defaults | fields).items()}
+    sizes = {key.replace("-", "_"): value for key, value in (default_fields | fields).items()}
     model = DecoderModel(text, **sizes)
     if model.width % model.heads or model.heads % model.key_heads:
         raise UsageError(
@@ -135,11 +135,11 @@ def read_decoder_sizes(weight_holders: Sequence[Holder]) -> dict[str, Any] | Non
         return None
     ((vocabulary, width),) = shapes_by_part["head"]
     # Only the last product of a feed-forward part has inputs whose width differs from the residual stream's.
-    hidden = {inputs for _, inputs in shapes_by_part["mlp"]} - {width}
+    hidden_widths = {inputs for _, inputs in shapes_by_part["mlp"]} - {width}
     layers = sum(inputs != width for _, inputs in shapes_by_part["mlp"])
-    if len(hidden) != 1:
+    if len(hidden_widths) != 1:
         return None
-    hidden_width = hidden.pop()
+    hidden_width = hidden_widths.pop()
     attention = sum(n * k for n, k in shapes_by_part["attn"]) / layers / width
     feed_forward = sum(n * k for n, k in shapes_by_part["mlp"]) / layers / width
     keys, products = attention / 2 - width, feed_forward / hidden_width

@@ -94,14 +94,14 @@ def calibrate_topology(topology: Topology, training: MeasuredTraining, recipe: s
     """Returns the topology with the rates of products for which the formulas predict the measured pace. Raises
     UsageError if such rates do not exist.
     """
-    low_rate, high_rate = _MIN_RATE, _MAX_RATE
+    low_product_rate, high_product_rate = _MIN_RATE, _MAX_RATE
     for _ in range(_HALVINGS):
-        rate = math.sqrt(low_rate * high_rate)
+        rate = math.sqrt(low_product_rate * high_product_rate)
         if predict_training_pace(set_product_rate(topology, rate, recipe), training) < training.pace:
-            low_rate = rate
+            low_product_rate = rate
         else:
-            high_rate = rate
-    calibrated_topology = set_product_rate(topology, low_rate, recipe)
+            high_product_rate = rate
+    calibrated_topology = set_product_rate(topology, low_product_rate, recipe)
     if not math.isclose(predict_training_pace(calibrated_topology, training), training.pace, rel_tol=1e-3):
         raise UsageError(
             f"--calibrate: {training.pace:g} tokens/s of a GPU is more than these links allow for "
@@ -276,10 +276,10 @@ def _predict_plan(
     load = replace(question.load, local=local_sequences, micro_batches=count)
     memory = predict_memory(question.model, layout, load)
     pace = predict_pace(question.model, layout, load, question.topology)
-    usable = USABLE_MEMORY_SHARE * question.topology.memory
-    fits_memory, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
+    usable_bytes = USABLE_MEMORY_SHARE * question.topology.memory
+    fits_memory, is_memory_tight = memory.total <= usable_bytes, memory.total * (1 + memory_band(layout)) > usable_bytes
     return PlannedLayout(
-        layout, load, memory, pace, tokens_per_second(layout, load, pace), fits_memory, fits_memory and tight
+        layout, load, memory, pace, tokens_per_second(layout, load, pace), fits_memory, fits_memory and is_memory_tight
     )
 
 
@@ -305,10 +305,10 @@ class ParallelismVerdict:
 def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, ...]:
     """Judges by rules of thumb whether each kind of parallelism is worthwhile."""
     model, topology, load = question.model, question.topology, question.load
-    usable, gpus = USABLE_MEMORY_SHARE * topology.memory, question.gpus
-    one_sequence = replace(load, local=1, micro_batches=1)
-    copied_bytes = predict_memory(model, ParallelLayout(copies=gpus), one_sequence).total
-    sharded_bytes = predict_memory(model, ParallelLayout(shards=gpus), one_sequence).total
+    usable_bytes, gpus = USABLE_MEMORY_SHARE * topology.memory, question.gpus
+    one_sequence_load = replace(load, local=1, micro_batches=1)
+    copied_bytes = predict_memory(model, ParallelLayout(copies=gpus), one_sequence_load).total
+    sharded_bytes = predict_memory(model, ParallelLayout(shards=gpus), one_sequence_load).total
     tokens = question.batch * load.sequence / gpus
     is_divisible = question.batch % gpus == 0
     batch_remark = (
@@ -321,28 +321,28 @@ def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, .
     # With this many tokens per micro-batch and GPU, products take as long as FSDP's traffic.
     sent_bytes = (2 * load.gathered_bytes + load.state_bytes.gradient) * (gpus - 1) / gpus
     hiding_tokens = sent_bytes * topology.rate(load.precision) / (6 * topology.link(gpus))
-    usable_text = units.size(usable)
+    usable_memory_text = units.size(usable_bytes)
     division_rows = (
         (
             "DDP",
-            copied_bytes <= usable and is_divisible,
+            copied_bytes <= usable_bytes and is_divisible,
             (
                 f"{'a share of' if load.zero_one else 'all'} {load.state_bytes.total} bytes a weight and one sequence "
-                f"take {units.size(copied_bytes)} of {usable_text} that a plan may use{batch_remark}"
+                f"take {units.size(copied_bytes)} of {usable_memory_text} that a plan may use{batch_remark}"
             ),
         ),
         (
             "FSDP",
-            gpus > 1 and sharded_bytes <= usable and tokens >= hiding_tokens and is_divisible,
+            gpus > 1 and sharded_bytes <= usable_bytes and tokens >= hiding_tokens and is_divisible,
             (
-                f"sharded over {gpus} GPUs it takes {units.size(sharded_bytes)} of {usable_text}; a step has "
+                f"sharded over {gpus} GPUs it takes {units.size(sharded_bytes)} of {usable_memory_text}; a step has "
                 f"{units.count(tokens)} tokens a GPU, and products hide FSDP's traffic if a micro-batch has "
                 f"{units.count(hiding_tokens)} or more{batch_remark}"
             ),
         ),
         (
             "TP",
-            has_tensor_layouts and (sharded_bytes > usable or question.batch < gpus),
+            has_tensor_layouts and (sharded_bytes > usable_bytes or question.batch < gpus),
             (
                 "worth it where FSDP does not fit, or with fewer sequences than GPUs; only within the "
                 f"{topology.node} GPUs of a node, because products wait for its traffic"

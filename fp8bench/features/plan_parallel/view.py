@@ -117,8 +117,8 @@ def _remark_on_memory(question: ParallelQuestion, plan: PlannedLayout) -> Iterat
         )
     if question.load.rlhf:
         memory = plan.memory
-        models = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
-        sizes = ", ".join(f"{name} {units.size(size)}" for name, size in models)
+        models_and_bytes = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
+        sizes = ", ".join(f"{name} {units.size(size)}" for name, size in models_and_bytes)
         yield (
             f"RLHF: in the first layout weights, gradients and moments take {sizes}; one model runs at a time."
             " tokens/s are of the actor's update alone, without rollouts and passes of other models. FP8-LM reports "

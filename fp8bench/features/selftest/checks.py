@@ -62,9 +62,9 @@ def check_rounding() -> SelfCheck:
     wrong_count = total = 0
     for number_format, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
         decoded_values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        finite = decoded_values[decoded_values.isfinite()].unique()  # type: ignore[no-untyped-call]
-        midpoints = (finite[1:].double() + finite[:-1].double()).div(2).float()
-        values = torch.cat((finite, midpoints))
+        finite_values = decoded_values[decoded_values.isfinite()].unique()  # type: ignore[no-untyped-call]
+        value_midpoints = (finite_values[1:].double() + finite_values[:-1].double()).div(2).float()
+        values = torch.cat((finite_values, value_midpoints))
         wrong_count += int((round_to(values, number_format) != values.to(dtype).float()).sum())
         total += len(values)
     return SelfCheck(

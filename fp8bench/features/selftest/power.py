@@ -326,15 +326,15 @@ def format_power_table(power: PowerResult) -> str:
         counts = (row.slower, row.faster, row.same, row.unsure)
         shares = (percent(count / row.trials, 0) for count in counts)
         time_text = f"{seconds(row.seconds_median, 2)} (at most {seconds(row.seconds_longest, 2)})"
-        cells = percent(row.planted), percent(row.found), str(row.trials), *shares, time_text
-        lines.append(_format_row(row.operation, *cells))
+        cell_texts = percent(row.planted), percent(row.found), str(row.trials), *shares, time_text
+        lines.append(_format_row(row.operation, *cell_texts))
     # A difference between identical arms is a false alarm. A slowed arm that is called "faster" has a wrong sign.
     identical_rows = [row for row in rows if row.planted == 0]
     alarms = sum(row.slower + row.faster for row in identical_rows)
     pairs, comparisons = sum(row.trials for row in identical_rows), sum(row.trials for row in rows)
-    wrong_signs = sum(row.wrong_signs for row in rows)
+    wrong_sign_count = sum(row.wrong_signs for row in rows)
     false_alarms = f"false alarms: {alarms} of {pairs} identical pairs"
-    lines += ["", f"{false_alarms}; wrong signs: {wrong_signs} of {comparisons} comparisons"]
+    lines += ["", f"{false_alarms}; wrong signs: {wrong_sign_count} of {comparisons} comparisons"]
     return "\n".join(lines)
 
 

@@ -188,12 +188,14 @@ def _describe_reference(study: Study) -> str:
     averaged_steps_text = f"the mean of the last {averaged_steps(study.steps)} of {study.steps} steps"
     sentence = f"reference: loss {study.baseline.loss:.4f}, {averaged_steps_text}"
     sentence += " on its single batch" if "make" in dict(study.params) else ""
-    draw_gaps = [_signed_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
-    if draw_gaps and study.noise is None:
+    draw_gap_texts = [_signed_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
+    if draw_gap_texts and study.noise is None:
         reason = "for example because make() sets a seed"
         sentence += f"; other initial weights give the same loss, {reason}: the noise is unknown"
-    elif draw_gaps:
-        sentence += f"; with other initial weights {' and '.join(draw_gaps)}: a gap up to {_show_noise(study)} is noise"
+    elif draw_gap_texts:
+        sentence += (
+            f"; with other initial weights {' and '.join(draw_gap_texts)}: a gap up to {_show_noise(study)} is noise"
+        )
     return sentence
 
 

@@ -164,7 +164,7 @@ def open_study(
     precision = precisions.get(low.case.precision)
     device = next(fact for fact in facts if fact.key == low.case.device)
     layers = _find_layers(low, device, worker.within(limits.for_untimed_pass(low.work)))
-    high_precision = precision.carried_by or precision.mode
+    high_layer_precision = precision.carried_by or precision.mode
     # 3. Create a study without results.
     study = Study(
         low.case.workload,
@@ -180,7 +180,7 @@ def open_study(
         LayerTrial("reference", "", reference.case.precision),
         gradient_tolerance=question.gradient_tolerance,
     )
-    return StudyRunner(study, low.case, reference.case, layers, high_precision, device, low.work, limits, worker)
+    return StudyRunner(study, low.case, reference.case, layers, high_layer_precision, device, low.work, limits, worker)
 
 
 def _find_layers(planned_case: PlannedCase, device: DeviceFacts, bench: RemoteBench) -> tuple[Layer, ...]:
@@ -272,7 +272,7 @@ class StudyRunner:
             trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format)
             self.append("probes", self._measure_gradients(trial))
         names = tuple(layer.name for layer in self.layers)
-        defaults = {layer.name: self.high_mode if layer.high else self.low_case.precision for layer in self.layers}
+        default_modes = {layer.name: self.high_mode if layer.high else self.low_case.precision for layer in self.layers}
         formats_by_layer = {
             "the proposed formats": self.study.proposed_formats,
             "every layer": dict.fromkeys(names, self.study.low),
@@ -280,7 +280,7 @@ class StudyRunner:
         for name, format_by_layer in formats_by_layer.items():
             report_progress(trial_count, trial_count, "formats", f"training with {name}")
             trial = LayerTrial(
-                name, "", self.low_case.precision, shorten_map(self.layers, format_by_layer, defaults), names
+                name, "", self.low_case.precision, shorten_map(self.layers, format_by_layer, default_modes), names
             )
             self.append("candidates", self._train_trial(trial, gradients=True))
 

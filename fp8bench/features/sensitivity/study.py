@@ -75,8 +75,8 @@ class LayerTrial:
         """The mean loss over the last fifth of the steps; None for a failed training."""
         if self.failure or not self.losses:
             return None
-        last_losses = self.losses[-averaged_steps(len(self.losses)) :]
-        return math.fsum(last_losses) / len(last_losses)
+        averaged_losses = self.losses[-averaged_steps(len(self.losses)) :]
+        return math.fsum(averaged_losses) / len(averaged_losses)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Study:
         None without draws. Also None if all losses are equal, because the user's model sets a seed or loads its
         weights.
         """
-        gaps = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
-        largest = max(gaps, default=0.0)
+        draw_loss_gaps = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
+        largest = max(draw_loss_gaps, default=0.0)
         return largest if largest > _EQUAL_LOSSES else None
 
     def verdict(self, trial: LayerTrial) -> LossVerdict:
@@ -150,9 +150,9 @@ class Study:
         def sort_key(trial: LayerTrial) -> tuple[bool, float, float]:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
             # Only a gap beyond the noise counts. Without such gaps, sort by the gradient error.
-            significant_gap = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
+            significant_loss_gap = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
             finite_error = math.inf if error is None or math.isnan(error) else error
-            return verdict is LossVerdict.FAILED, significant_gap, finite_error
+            return verdict is LossVerdict.FAILED, significant_loss_gap, finite_error
 
         return tuple(sorted(self.probes, key=sort_key, reverse=True))
 
@@ -217,8 +217,8 @@ def make_map(layers: Sequence[Layer], low_layers: Collection[str], modes: tuple[
     is the default precision of layers that suites keep high.
     """
     requested_modes = {layer.name: modes[0] if layer.name in low_layers else modes[1] for layer in layers}
-    defaults = {layer.name: high if layer.high else modes[0] for layer in layers}
-    return shorten_map(layers, requested_modes, defaults)
+    default_modes = {layer.name: high if layer.high else modes[0] for layer in layers}
+    return shorten_map(layers, requested_modes, default_modes)
 
 
 def shorten_map(
@@ -243,8 +243,10 @@ def make_map_of_one(
     """Returns the precision map that gives the layer or kind `key` the first of `modes`, and all other layers the
     second. `low_layers` are the names of the layers of `key`.
     """
-    defaults = {layer.name: modes[1] for layer in layers}
-    return _add_exceptions(layers, {key: modes[0]}, {**defaults, **dict.fromkeys(low_layers, modes[0])}, defaults)
+    default_modes = {layer.name: modes[1] for layer in layers}
+    return _add_exceptions(
+        layers, {key: modes[0]}, {**default_modes, **dict.fromkeys(low_layers, modes[0])}, default_modes
+    )
 
 
 def _add_exceptions(

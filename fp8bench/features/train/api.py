@@ -144,12 +144,12 @@ def train(
             _choose_observer(observer, progress) as inner,
             with_outputs(inner, store_folder, page, targets, on_alarm) as outer,
         ):
-            stored = train_all(request, store_folder, outer, command_line())
+            stored_training = train_all(request, store_folder, outer, command_line())
     finally:
         if in_process:
             LIVE_MODELS.pop(name, None)
             LOADED_MODELS.clear()
-    return _make_result(stored)
+    return _make_result(stored_training)
 
 
 def name_maker(make: Callable[..., Any]) -> str:
@@ -248,33 +248,33 @@ def watch(
     training = replace(make_watched_training(f"{name}-{secrets.token_hex(4)}", [name]), started=now())
     page = None if live is None else Path(live)
     with ExitStack() as stack:
-        is_first = Ranks.get_rank() == 0
-        write_lines = _append_to_file(Path(path), stack) if path is not None and is_first else None
+        is_first_rank = Ranks.get_rank() == 0
+        write_lines = _append_to_file(Path(path), stack) if path is not None and is_first_rank else None
         targets = parse_log_targets(log)
         command, call = (on_alarm, None) if isinstance(on_alarm, str) else ("", on_alarm)
-        outputs = (page, targets, command) if is_first else (None, (), "")
-        outer_observer = stack.enter_context(with_outputs(_NoteObserver(), Path(path or ""), *outputs))
-        outer_observer.begun(training)
+        outputs = (page, targets, command) if is_first_rank else (None, (), "")
+        output_observer = stack.enter_context(with_outputs(_NoteObserver(), Path(path or ""), *outputs))
+        output_observer.begun(training)
 
         def pass_lines(lines: Lines) -> None:
             lines = (*lines, *health_rules.find_alarms(lines)) if health_rules is not None else lines
             if write_lines is not None:
                 write_lines(lines)
-            outer_observer.trained(0, max((line.step for line in lines), default=0), lines)
+            output_observer.trained(0, max((line.step for line in lines), default=0), lines)
             try:
                 (print_events if told is None else told)(lines)
                 for line in lines:
                     if call is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
                         call(line)
             except Exception as error:
-                loop.user_error = error
+                watched_loop.user_error = error
                 raise
 
         options = (name, stride, tokens, scaler, precision, eager)
-        loop = OwnLoop(module, optimizer, pass_lines, *options)
-        stack.enter_context(loop)
+        watched_loop = OwnLoop(module, optimizer, pass_lines, *options)
+        stack.enter_context(watched_loop)
         del module, optimizer  # watching keeps no model in memory that its loop has dropped
-        yield loop
+        yield watched_loop
 
 
 class _NoteObserver(TrainingObserver):
@@ -338,8 +338,8 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self._stack.close()
             optimizer = known["optimizer"]
-            inner = getattr(optimizer, "optimizer", optimizer)
-            self._loop = self._stack.enter_context(watch(known["model"], inner, path, **options))
+            inner_optimizer = getattr(optimizer, "optimizer", optimizer)
+            self._loop = self._stack.enter_context(watch(known["model"], inner_optimizer, path, **options))
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
             # An evaluation before the first step happens before the loop is watched.
@@ -404,5 +404,5 @@ def compare_streams(reference: StreamFiles, *others: StreamFiles, margin: float 
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
     files = [list(map(Path, [stream] if isinstance(stream, str | Path) else stream)) for stream in (reference, *others)]
-    loops = load_loops(files, margin / 100)
-    return CommandResult(JudgedTraining(loops).verdicts, *STREAM_KIND.view(loops))
+    recorded_loops = load_loops(files, margin / 100)
+    return CommandResult(JudgedTraining(recorded_loops).verdicts, *STREAM_KIND.view(recorded_loops))

@@ -111,11 +111,11 @@ def check_training(request: TrainingRequest) -> None:
     if settings.make:
         _check_own_model(request)
     else:
-        arch = settings.arch
+        architecture = settings.arch
         config = make_config(settings, 1)
         if settings.tasks:
             check_sequence("--tasks", config.sequence)
-        layers = (*list_layers(arch, config), *list_elementwise_layers(arch, config))
+        layers = (*list_layers(architecture, config), *list_elementwise_layers(architecture, config))
         check_keys(settings.precision_map, layers, f"model {settings.model}")
     settings_by_arm = {arm: arm.merge_settings(settings) for arm in arms}
     check_wire_has_effect([*settings_by_arm.values()])
@@ -175,7 +175,7 @@ def _check_own_model(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import check_function_name
 
     settings = request.settings
-    defaults = TrainerSettings()
+    default_settings = TrainerSettings()
     name = request.settings.make
     if name in SIZES:
         raise UsageError(
@@ -192,7 +192,7 @@ def _check_own_model(request: TrainingRequest) -> None:
         check_function_name(name)
     # An option in --sweep counts as given.
     swept_options = {axis.replace("-", "_") for axis, _ in request.sweep}
-    given_options = {word for word in _BUILT_IN_SETTINGS if getattr(settings, word) != getattr(defaults, word)}
+    given_options = {word for word in _BUILT_IN_SETTINGS if getattr(settings, word) != getattr(default_settings, word)}
     given_options |= {word for word in ("data", "own_batch") if getattr(request, word) is not None}
     for word in (*_BUILT_IN_SETTINGS, "data", "own_batch"):
         if word in given_options or word in swept_options:
@@ -216,17 +216,20 @@ def split_by_model(request: TrainingRequest) -> list[TrainingRequest]:
     """Returns one request for each model in `--sweep model=A,B`. The arms of one training share initial weights, so
     each model needs a separate training.
     """
-    sweep = tuple(axis for axis in request.sweep if axis[0] != "model")
-    models = dict(request.sweep).get("model", ())
-    if not models:
+    sweep_without_model = tuple(axis for axis in request.sweep if axis[0] != "model")
+    model_names = dict(request.sweep).get("model", ())
+    if not model_names:
         return [request]
     if request.settings.make or request.settings.start:
         option = request.settings.make or "--start"
         raise UsageError(f"--sweep model trains built-in models from their beginning, and not {option}. Leave one out.")
-    for model in models:
-        if models.count(model) > 1 or model not in SIZES:
+    for model in model_names:
+        if model_names.count(model) > 1 or model not in SIZES:
             raise UsageError(f"--sweep model takes each of {', '.join(SIZES)} at most once, got {model!r:.80}.")
-    return [replace(request, sweep=sweep, settings=replace(request.settings, model=model)) for model in models]
+    return [
+        replace(request, sweep=sweep_without_model, settings=replace(request.settings, model=model))
+        for model in model_names
+    ]
 
 
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
@@ -355,9 +358,9 @@ def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     # The device must support all precisions of the arm.
     later_precisions = [parse_change(settings.then)[0]] if settings.then else []
     precisions_used = (arm.precision, *later_precisions, *(word for _, word in settings.precision_map))
-    supports = [find_support(settings, config, precisions.get(word), facts) for word in precisions_used]
-    refusals = [support.reason for support in supports if support.level is Level.REFUSED]
-    is_native = all(support.level is Level.NATIVE for support in supports)
+    precision_supports = [find_support(settings, config, precisions.get(word), facts) for word in precisions_used]
+    refusals = [support.reason for support in precision_supports if support.level is Level.REFUSED]
+    is_native = all(support.level is Level.NATIVE for support in precision_supports)
     return replace(arm, native=is_native, skip=facts.unusable or "".join(refusals[:1]))
 
 

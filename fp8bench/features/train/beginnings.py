@@ -50,8 +50,8 @@ class _SourceText:
 
     @classmethod
     def divide(cls, name: str, text: bytes) -> _SourceText:
-        train_length = len(text) - len(text) // _HELD_OUT_PARTS
-        return cls(name, text[:train_length], text[train_length:])
+        train_byte_count = len(text) - len(text) // _HELD_OUT_PARTS
+        return cls(name, text[:train_byte_count], text[train_byte_count:])
 
 
 def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
@@ -87,7 +87,7 @@ def _tokenize(source: _SourceText, folder: Path, sequence: int) -> TrainingText:
     text = source.train + source.held_out
     # The file's name is the digest of the text: equal texts share a file, and an edited text gets a new one.
     digest = hashlib.sha256(text).hexdigest()
-    train_length = len(source.train)
+    train_token_count = len(source.train)
     path = folder / f"{digest[:16]}.tokens"
     tokens = byte_tokens(text)
     # after a crash, a file of the right length may have wrong content
@@ -95,9 +95,11 @@ def _tokenize(source: _SourceText, folder: Path, sequence: int) -> TrainingText:
         replace_tokens(path, tokens)
     # A gap of one window separates the windows of the two parts.
     file_name = str(path.resolve())
-    held_out_start = train_length + (sequence if source.is_one_text else 0)
-    held_out = TokenSpan(file_name, held_out_start, len(text))
-    return TrainingText(TokenSpan(file_name, 0, train_length), held_out, 256, "bytes", f"{source.name}:{digest[:8]}")
+    held_out_start = train_token_count + (sequence if source.is_one_text else 0)
+    held_out_span = TokenSpan(file_name, held_out_start, len(text))
+    return TrainingText(
+        TokenSpan(file_name, 0, train_token_count), held_out_span, 256, "bytes", f"{source.name}:{digest[:8]}"
+    )
 
 
 def _read_source(data: str | None) -> _SourceText:
@@ -115,10 +117,10 @@ def _read_source(data: str | None) -> _SourceText:
             "file, a .bin, or what save_to_disk of Hugging Face's datasets wrote."
         )
     text = _dataset_text(folder / "train")
-    held_out = next((split for split in _HELD_OUT_SPLITS if split in split_names), None)
-    if held_out is None:
+    held_out_split = next((split for split in _HELD_OUT_SPLITS if split in split_names), None)
+    if held_out_split is None:
         return _SourceText.divide(name_user_text(data), text)
-    return _SourceText(name_user_text(data), text, _dataset_text(folder / held_out), is_one_text=False)
+    return _SourceText(name_user_text(data), text, _dataset_text(folder / held_out_split), is_one_text=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -177,8 +179,8 @@ def _find_token_files(data: Path) -> tuple[Path, Path | None] | None:
     train = data / "train.bin" if (data / "train.bin").is_file() else data
     if train.suffix != ".bin" or train.is_dir():
         return None
-    held_out = train.with_name("val.bin")
-    return train, held_out if train.name == "train.bin" and held_out.is_file() else None
+    held_out_path = train.with_name("val.bin")
+    return train, held_out_path if train.name == "train.bin" and held_out_path.is_file() else None
 
 
 def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
@@ -188,18 +190,18 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
     train, val = files
     length, highest_token, digest = _read_tokens(train)
     if val is None:
-        train_length = length - length // _HELD_OUT_PARTS
-        held_out = TokenSpan(str(train.resolve()), train_length + sequence, length)
-        length = train_length
+        train_token_count = length - length // _HELD_OUT_PARTS
+        held_out_span = TokenSpan(str(train.resolve()), train_token_count + sequence, length)
+        length = train_token_count
     else:
         # The validation file may have tokens that the training file does not have.
         stop, held_out_highest, held_out_digest = _read_tokens(val)
-        held_out = TokenSpan(str(val.resolve()), 0, stop)
+        held_out_span = TokenSpan(str(val.resolve()), 0, stop)
         highest_token = max(highest_token, held_out_highest)
         digest = hashlib.sha256((digest + held_out_digest).encode()).hexdigest()
     name = name_user_text(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
-        TokenSpan(str(train.resolve()), 0, length), held_out, highest_token + 1, "given", f"{name}:{digest[:8]}"
+        TokenSpan(str(train.resolve()), 0, length), held_out_span, highest_token + 1, "given", f"{name}:{digest[:8]}"
     )
 
 
@@ -302,15 +304,18 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
         scales = collect_scales(run)
         scales_origin = f"run {run.id}"
     else:
-        stored = load_training(path)
-        precision_by_arm = {arm.name: arm.precision for arm in stored.training.arms}
+        stored_training = load_training(path)
+        precision_by_arm = {arm.name: arm.precision for arm in stored_training.training.arms}
         # Later readings of a tensor replace earlier ones.
-        amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in stored.select_lines(LayerReading)}
+        amaxes = {
+            (line.arm, line.seed, line.layer, line.role): line.amax
+            for line in stored_training.select_lines(LayerReading)
+        }
         magnitudes = (
             (precision_by_arm[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0
         )
         scales = merge_largest_scales(magnitudes)
-        scales_origin = f"training {stored.training.id}"
+        scales_origin = f"training {stored_training.training.id}"
     settings = replace(settings, scales=require_scales(scales, scales_origin))
     layers_with_scales = {layer for _, layer, *_ in scales}
     if settings.make:  # only the worker knows the layers of a user's model, so the worker checks them

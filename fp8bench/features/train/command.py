@@ -149,10 +149,10 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     settings = {field.name: values[field.name] for field in fields(TrainerSettings) if field.name in values}
     fields_given = {field.name: values[field.name] for field in fields(TrainingRequest) if field.name in values}
     # Repeated --sweep options of one name combine their values.
-    sweep: dict[str, tuple[str, ...]] = {}
+    values_by_axis: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
-        sweep[name] = (*sweep.get(name, ()), *values)
-    fields_given |= {"sweep": tuple(sweep.items()), "imports": tuple(arguments.imports)}
+        values_by_axis[name] = (*values_by_axis.get(name, ()), *values)
+    fields_given |= {"sweep": tuple(values_by_axis.items()), "imports": tuple(arguments.imports)}
     fields_given["margin"] = arguments.margin / 100
     return request_with_defaults(arguments.quick, **fields_given, settings=TrainerSettings(**settings))
 
@@ -225,9 +225,9 @@ def _observe_training(arguments: argparse.Namespace) -> Iterator[TrainingObserve
         with interrupt_only_once(), on_terminal() as observer, with_outputs(observer, *targets) as outer:
             yield outer
     except NotKept as error:
-        stored = cast(KeptTraining, error.run)
-        tell(arguments, *KIND.view(stored))
-        _print_resume_command(stored, arguments)
+        stored_training = cast(KeptTraining, error.run)
+        tell(arguments, *KIND.view(stored_training))
+        _print_resume_command(stored_training, arguments)
         raise
 
 

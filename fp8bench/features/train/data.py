@@ -23,30 +23,30 @@ CSV_COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer"
 
 
 def training_to_json(judged: JudgedTraining) -> dict[str, Any]:
-    stored = judged.kept
+    stored_training = judged.kept
     verdicts = judged.verdicts
     # An arm that is not trained has a reason instead of a verdict.
     trained_arms = [arm for arm in verdicts.arms if not arm.arm.skip]
     arms = {summary.arm.name: encode(list_arm_figures(summary, verdicts)) for summary in judged.summaries}
     return {
         "schema": SCHEMA,
-        "training": encode(stored.training),
-        "finished": stored.finished,
+        "training": encode(stored_training.training),
+        "finished": stored_training.finished,
         "arms": arms,
         "verdicts": {arm.arm.name: {**encode(arm), "words": describe_verdict(arm, verdicts)} for arm in trained_arms},
         "scores": encode(judged.scores),
         "repeat_band": encode(verdicts.repeat_band),
         "bands": list(describe_chance(verdicts)),
         "notes": list(list_notes(judged)),
-        "lines": [{"line": type(line).__name__, **encode(line)} for line in stored.lines],
-        "troubles": list(stored.troubles),
+        "lines": [{"line": type(line).__name__, **encode(line)} for line in stored_training.lines],
+        "troubles": list(stored_training.troubles),
     }
 
 
 def list_arm_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
     """Returns the figures of an arm by name, as the table shows them. An unknown figure is None."""
-    judged = summary.verdict.judged if summary.verdict and not summary.arm.skip else None
-    learned, matters = (judged.learned.value, judged.matters) if judged else (None, None)
+    judged_arm = summary.verdict.judged if summary.verdict and not summary.arm.skip else None
+    learned, matters = (judged_arm.learned.value, judged_arm.matters) if judged_arm else (None, None)
     facts = {"verdict": learned, "matters": matters and matters.value, "words": describe_arm(summary, verdicts)}
     return {**list_figures(summary, verdicts), **facts}
 

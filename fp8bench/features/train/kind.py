@@ -114,11 +114,11 @@ class TrainingWriter(LineWriter):
             number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_checksums(self._sums)
         )
         # Keep the resume point before a seed's first step: it works even if all checkpoints are damaged.
-        earlier_points = [old for old in self.points if old.number == number and old.step < step]
-        first_point = earlier_points[:1]
-        checkpoints = earlier_points[1:][1 - _CHECKPOINT_COUNT :]
+        earlier_resume_points = [old for old in self.points if old.number == number and old.step < step]
+        first_resume_points = earlier_resume_points[:1]
+        checkpoints = earlier_resume_points[1:][1 - _CHECKPOINT_COUNT :]
         with convert_write_errors(self.path.parent, _DISK_ADVICE):
-            self._write_points((*first_point, *checkpoints, point))
+            self._write_points((*first_resume_points, *checkpoints, point))
 
     def go_back(self, point: ResumePoint) -> None:
         """Truncates the stream at a resume point. Keeps later events about the training itself, such as 'resumed'."""
@@ -126,12 +126,12 @@ class TrainingWriter(LineWriter):
         with convert_write_errors(self.path.parent, _DISK_ADVICE):
             if points != self.points:  # drop the resume points after `point`
                 self._write_points(points)
-            lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
+            cut_lines = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
             self._count_lines()
         # Append events such as 'resumed' again, because the repeated steps do not write them.
-        events = [content for _, content in lines_cut if content.get("event", {}).get("kind") in _STAYING_EVENTS]
+        events = [content for _, content in cut_lines if content.get("event", {}).get("kind") in _STAYING_EVENTS]
         self._append_numbered_lines(events)
 
     def _write_points(self, places: tuple[ResumePoint, ...]) -> None:
@@ -186,13 +186,13 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
         ) from None
     # Use a resume point only if the stream before it is unchanged, bit for bit.
     stream = read_file(path)
-    first_point = ResumePoint(0, 0, stream.find(b"\n") + 1)
+    first_resume_point = ResumePoint(0, 0, stream.find(b"\n") + 1)
 
     def is_usable_point(point: ResumePoint) -> bool:
         start = parse_file_lines(stream[: point.length])
         return point.length <= len(stream) and not start.lost and digest_checksums(start.sums) == point.digest
 
-    return tuple(filter(is_usable_point, points)) or (first_point,)
+    return tuple(filter(is_usable_point, points)) or (first_resume_point,)
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePoint] | None:
@@ -217,10 +217,10 @@ def remove_old_checkpoints(folder: Path, places: Iterable[ResumePoint]) -> None:
 
 def find_training(word: str, store: Path) -> Path:
     """Returns the path that `word` names: an id, a folder, or 'last' for the newest training. Raises RunNotFound."""
-    newest = KIND.newest(store)
-    path = newest if word == "last" else KIND.find(word, store)
+    newest_path = KIND.newest(store)
+    path = newest_path if word == "last" else KIND.find(word, store)
     if path is None:
-        hint = f" The newest is {newest.parent.name}." if newest else " The store has no trainings yet."
+        hint = f" The newest is {newest_path.parent.name}." if newest_path else " The store has no trainings yet."
         raise RunNotFound(f"no training {word!r:.200} in {store}.{hint} Give an id, its folder, or 'last'.")
     return path
 
@@ -253,12 +253,12 @@ def load_training(path: Path) -> KeptTraining:
     training = read_header(file_lines, path, "training", _decode_training)
     names = {"", *(arm.name for arm in training.arms)}
     lines: list[StreamLine] = []
-    end_words = []
+    end_reasons = []
 
     def take_line(content: LineContent) -> None:
         ((name, value),) = content.items()
         if name == "end":
-            end_words.append(value)
+            end_reasons.append(value)
         elif name in LINE_KINDS:
             if value["arm"] in names:
                 lines.append(line_from_json(content))
@@ -266,7 +266,7 @@ def load_training(path: Path) -> KeptTraining:
             raise UnknownKind
 
     troubles = process_lines(file_lines, take_line, except_line=1)
-    return KeptTraining(training, tuple(lines), end_words[-1:] == ["finished"], str(path), tuple(troubles))
+    return KeptTraining(training, tuple(lines), end_reasons[-1:] == ["finished"], str(path), tuple(troubles))
 
 
 class TrainingKind(Kind[KeptTraining]):
@@ -288,8 +288,12 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import render_answer
 
-        judged = JudgedTraining(stored)
-        return View(partial(render_answer, judged), partial(training_to_json, judged), partial(list_csv_rows, judged))
+        judged_training = JudgedTraining(stored)
+        return View(
+            partial(render_answer, judged_training),
+            partial(training_to_json, judged_training),
+            partial(list_csv_rows, judged_training),
+        )
 
     def whole_view(self, stored: KeptTraining) -> View:
         from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -350,8 +354,8 @@ def _describe_training(path: Path) -> str:
     arms = ", ".join(arm.name for arm in training.arms if not arm.is_chance_arm)
     ranks = training.request.ranks
     settings = training.request.settings
-    rank_words = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
-    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.display_name} in {arms}{rank_words}"
+    ranks_text = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
+    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.display_name} in {arms}{ranks_text}"
 
 
 class StreamKind(TrainingKind):
@@ -406,13 +410,13 @@ class SizesKind(Kind[ModelSweep]):
             return None
         trainings = tuple(map(load_training, paths))
         sizes = SizeComparison(trainings, "+".join(training.training.id for training in trainings))
-        models = {training.request.settings.model for training in trainings}
+        model_names = {training.request.settings.model for training in trainings}
         # Gaps show the effect of model size only if the requests are equal in everything else.
         requests = [training.request for training in trainings]
         same_model_requests = {
             replace(request, settings=replace(request.settings, model="nano")) for request in requests
         }
-        comparable = len(models) == len(paths) and len(same_model_requests) == 1 and not requests[0].settings.make
+        comparable = len(model_names) == len(paths) and len(same_model_requests) == 1 and not requests[0].settings.make
         return sizes if comparable and sizes.arms else None
 
     def view(self, sweep: ModelSweep) -> View:

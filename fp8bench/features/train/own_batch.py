@@ -26,7 +26,7 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
     """
     # The arm's setting `batch` would replace the batch size that is tried.
     arm = replace(arm, settings=tuple(pair for pair in arm.settings if pair[0] != "batch"))
-    search = NumberSearch(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
+    batch_search = NumberSearch(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
     lab = call_lab(worker, FIRST_CALL_SECONDS)
 
     def make_task(batch: int, times: int = 1) -> SeedTask:
@@ -43,8 +43,8 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
             return BatchAttempt(batch, False, None, "memory ran out")
         if cost.memory is None:
             raise NoSearch(cost.why)
-        excess_bytes = cost.memory.peak - limit
-        reason = f"tensors need {size(excess_bytes)} more" if excess_bytes > 0 else ""
+        bytes_over_limit = cost.memory.peak - limit
+        reason = f"tensors need {size(bytes_over_limit)} more" if bytes_over_limit > 0 else ""
         return BatchAttempt(batch, not reason, cost.memory.peak, reason)
 
     def time_steps(batch: int, times: int) -> tuple[int, list[float]]:
@@ -53,25 +53,34 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
         return state.tokens, [lab.loop(arm.name, 1) for _ in range(_TIMED_STEPS)]
 
     try:
-        search.run(try_batch)
+        batch_search.run(try_batch)
         if training.device.accelerated:
             worker.restart()  # counting memory may leave a profiler attached, which would slow down kernel launches
-        largest_fitting = search.largest_fitting
-        too_large_batch = search.smallest_failing
+        largest_fitting_attempt = batch_search.largest_fitting
+        smallest_failing_attempt = batch_search.smallest_failing
         failing_batch, reason = (
-            (too_large_batch.number, too_large_batch.why) if too_large_batch is not None else (None, "")
+            (smallest_failing_attempt.number, smallest_failing_attempt.why)
+            if smallest_failing_attempt is not None
+            else (None, "")
         )
         capacity = Capacity(
-            "batch", limit, largest_fitting.number if largest_fitting else 0, 1, beyond=failing_batch, why=reason
+            "batch",
+            limit,
+            largest_fitting_attempt.number if largest_fitting_attempt else 0,
+            1,
+            beyond=failing_batch,
+            why=reason,
         )
-        if largest_fitting is None:
+        if largest_fitting_attempt is None:
             return capacity
         # Compare steps with one and with two micro-batches: the difference is the time of a micro-batch, and the
         # remaining time is the update.
-        tokens, seconds = time_steps(largest_fitting.number, 1)
-        _, twice_seconds = time_steps(largest_fitting.number, 2)
+        tokens, seconds = time_steps(largest_fitting_attempt.number, 1)
+        _, two_micro_batch_seconds = time_steps(largest_fitting_attempt.number, 2)
     except (NoSearch, WorkerError) as error:
         worker.restart()
         return Capacity("batch", limit, why=str(error))
-    update_seconds = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(twice_seconds)[:2]))
-    return replace(capacity, tokens=tokens, peak=largest_fitting.taken, seconds=tuple(seconds), update=update_seconds)
+    update_seconds = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(two_micro_batch_seconds)[:2]))
+    return replace(
+        capacity, tokens=tokens, peak=largest_fitting_attempt.taken, seconds=tuple(seconds), update=update_seconds
+    )

@@ -60,8 +60,8 @@ def render_page(judged: JudgedTraining) -> Page:
     stored = judged.kept
     training = judged.training
     text = view.render_all(judged, _MAX_EVENTS)
-    ends = choose_ends(judged.request.steps)
-    losses = (_draw_gaps(judged, ends), _draw_losses(judged, ends), _draw_held_out(stored))
+    end_steps = choose_ends(judged.request.steps)
+    losses = (_draw_gaps(judged, end_steps), _draw_losses(judged, end_steps), _draw_held_out(stored))
     parts = []
     for part in (
         *text.parts,
@@ -77,8 +77,8 @@ def render_page(judged: JudgedTraining) -> Page:
     page = replace(text, parts=tuple(parts))
     if training.is_watched:
         return replace(page, footer=(f"Streams of fp8bench.watch, schema {SCHEMA}.",))
-    footer = f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}."
-    return replace(page, subtitle=f"on {training.device.name}", footer=(*text.footer, footer))
+    training_footer = f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}."
+    return replace(page, subtitle=f"on {training.device.name}", footer=(*text.footer, training_footer))
 
 
 def _is_worth_showing(element: Element) -> bool:
@@ -99,8 +99,10 @@ def _render_memory(stored: KeptTraining) -> Iterator[Element]:
         *(Col(MEMORY_WORDS[role], sizes[role].get, show=units.size) for role in MemoryRole if role in sizes),
     ]
     if memory_by_arm:
-        moment = "when the first forward pass has ended" if has_forward else "at the highest point of a step"
-        yield table("memory", f"Tensors {moment}, each arm alone in memory", columns, list(memory_by_arm))
+        point_in_step_words = (
+            "when the first forward pass has ended" if has_forward else "at the highest point of a step"
+        )
+        yield table("memory", f"Tensors {point_in_step_words}, each arm alone in memory", columns, list(memory_by_arm))
 
 
 # A chart of tensors has at most this many points on a line.
@@ -123,23 +125,25 @@ def render_worst_readings(stored: KeptTraining) -> Iterator[Element]:
     """Yields a table with the worst figures of each candidate's inputs, weights and gradients in any seed, and the
     layers and steps that had them.
     """
-    arms_shown = {arm.name for arm in stored.training.arms_with_casts}
-    readings = (reading for reading in stored.select_lines(LayerReading) if reading.arm in arms_shown)
+    shown_arm_names = {arm.name for arm in stored.training.arms_with_casts}
+    readings = (reading for reading in stored.select_lines(LayerReading) if reading.arm in shown_arm_names)
     readings_by_role = together(((reading.arm, reading.role), reading) for reading in readings)
     rows = []
     for (arm, role), readings_of_role in readings_by_role.items():
         for name, pick, value_of, show in _WORST_FIGURES:
             pairs = ((value_of(reading), reading) for reading in readings_of_role)
-            finite_pairs = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
-            if finite_pairs:
-                value, worst_reading = pick(finite_pairs, key=itemgetter(0))
+            finite_value_readings = [
+                (value, reading) for value, reading in pairs if value is not None and math.isfinite(value)
+            ]
+            if finite_value_readings:
+                value, worst_reading = pick(finite_value_readings, key=itemgetter(0))
                 if stored.training.is_watched and not value:  # usually the loop has no casts to measure
                     continue
                 location = f"{worst_reading.layer}, step {worst_reading.step}" if value else ""
                 rows.append((Field(arm), Field(role), Field(name), Field(show(value), value), Field(location)))
     if rows:
-        titles = Column("arm"), Column("tensors"), Column("figure"), Column("worst", number=True), Column("where")
-        yield Table("worst", "Where each arm rounds worst", titles, tuple(rows))
+        columns = Column("arm"), Column("tensors"), Column("figure"), Column("worst", number=True), Column("where")
+        yield Table("worst", "Where each arm rounds worst", columns, tuple(rows))
 
 
 def draw_tensors(stored: KeptTraining) -> Iterator[Element]:
@@ -166,19 +170,19 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         layers: dict[str, dict[int, float]] = {}
         for reading in readings:
             # The largest magnitude times its scale is the largest value that the format has to represent.
-            magnitude = (reading.amax or 0.0) * reading.scale
-            if reading.role == role and reading.step in steps and 0 < magnitude < math.inf:
-                layers.setdefault(reading.layer, {})[reading.step] = math.log2(magnitude)
+            scaled_magnitude = (reading.amax or 0.0) * reading.scale
+            if reading.role == role and reading.step in steps and 0 < scaled_magnitude < math.inf:
+                layers.setdefault(reading.layer, {})[reading.step] = math.log2(scaled_magnitude)
         if not layers:
             continue
         series = []
         layers_by_change = sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values()))
         for layer in layers_by_change[:_MAX_DRAWN_LAYERS]:
             # Each line is centred at its median, because layers differ by many octaves.
-            line_octaves = layers[layer]
-            line_median = median(layers[layer].values())
+            octaves_by_step = layers[layer]
+            median_octaves = median(layers[layer].values())
             line_marks = [
-                Mark("", line_octaves[step] - line_median) if step in line_octaves else None for step in steps
+                Mark("", octaves_by_step[step] - median_octaves) if step in octaves_by_step else None for step in steps
             ]
             series.append((layer, tuple(line_marks)))
         yield Lines(
@@ -203,10 +207,10 @@ def choose_ends(steps: int) -> tuple[int, ...]:
     """Returns the numbers of steps at which a curve has its points: 1, the multiples of a round number such as 5, and
     the number of all steps.
     """
-    magnitude = 10 ** max(0, len(str(steps)) - 3)
-    candidate_strides = (digit * magnitude for digit in (1, 2, 5, 10, 20))
-    stride = next(stride for stride in candidate_strides if steps / stride <= _MAX_CURVE_POINTS)
-    return tuple(sorted({1, *range(stride, steps, stride), steps}))
+    power_of_ten = 10 ** max(0, len(str(steps)) - 3)
+    candidate_strides = (round_number * power_of_ten for round_number in (1, 2, 5, 10, 20))
+    point_stride = next(point_stride for point_stride in candidate_strides if steps / point_stride <= _MAX_CURVE_POINTS)
+    return tuple(sorted({1, *range(point_stride, steps, point_stride), steps}))
 
 
 def _draw_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
@@ -216,8 +220,8 @@ def _draw_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
         if not arm.is_chance_arm:
             # Compute the mean of each seed's window, and then the mean over seeds.
             seeds = [_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
-            has_band = arm.role is ArmRole.REFERENCE
-            series.append((arm.name, tuple(_mark_losses(losses, has_band) for losses in zip(*seeds, strict=True))))
+            has_seed_band = arm.role is ArmRole.REFERENCE
+            series.append((arm.name, tuple(_mark_losses(losses, has_seed_band) for losses in zip(*seeds, strict=True))))
     window = f"the last {many(count_tail_steps(request.steps), 'step')}"
     caption = f"Means over {window}. Alarms are at their steps."
     if request.seeds > 1:
@@ -242,10 +246,10 @@ def _draw_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
             ]
             series.append((arm.name, tuple(map(_mark_gaps, zip(*seeds, strict=True)))))
     margin = 100 * judged.request.margin
-    percent = units.percent(judged.request.margin)
+    margin_text = units.percent(judged.request.margin)
     caption = (
         f"Relative to {reference} in the same seed, over the last third of the steps done by then: the last point is "
-        f"the verdict's gap. The band is the 95% interval over seeds; the margin is {percent}. Alarms of any "
+        f"the verdict's gap. The band is the 95% interval over seeds; the margin is {margin_text}. Alarms of any "
         "seed are at their steps. The axis fits the last two thirds."
     )
     return Lines(
@@ -256,7 +260,7 @@ def _draw_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
         ChartAxis("gap of the loss, by steps done", "%"),
         _flag_alarms(judged.kept, series, ends),
         settled=len(ends) // 3,
-        levels=((margin, f"margin +{percent}"), (-margin, f"margin -{percent}")),
+        levels=((margin, f"margin +{margin_text}"), (-margin, f"margin -{margin_text}")),
     )
 
 
@@ -268,17 +272,17 @@ def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Seque
     for name, marks in series:
         flagged_marks = list(marks)
         # An alarm is shown at the last drawn point that is not later than the alarm.
-        drawn_indices = [index for index, last_mark in enumerate(marks) if last_mark is not None]
+        drawn_point_indices = [index for index, last_mark in enumerate(marks) if last_mark is not None]
         rules_by_point = together(
-            (bisect_right(drawn_indices, bisect_left(ends, event.step + 1)), event.rule)
+            (bisect_right(drawn_point_indices, bisect_left(ends, event.step + 1)), event.rule)
             for event in training.alarms
             if event.arm == name
         )
         for count, rules_at_point in rules_by_point.items():
-            last_mark = marks[drawn_indices[count - 1]] if count else None
+            last_mark = marks[drawn_point_indices[count - 1]] if count else None
             if last_mark is not None:
                 alarm_names = ", ".join(dict.fromkeys(rules_at_point))
-                flagged_marks[drawn_indices[count - 1]] = replace(last_mark, tone=Tone.BAD, flag=alarm_names)
+                flagged_marks[drawn_point_indices[count - 1]] = replace(last_mark, tone=Tone.BAD, flag=alarm_names)
         flagged_series.append((name, tuple(flagged_marks)))
     return _drop_empty_series(flagged_series)
 
@@ -293,8 +297,8 @@ def _draw_held_out(training: KeptTraining) -> Lines:
     series = []
     for arm in training.training.arms:
         if not arm.is_chance_arm:
-            marks = tuple(_mark_losses(losses.get((arm.name, step), ()), has_band=False) for step in steps)
-            series.append((arm.name, marks))
+            loss_marks = tuple(_mark_losses(losses.get((arm.name, step), ()), has_band=False) for step in steps)
+            series.append((arm.name, loss_marks))
     caption = "Text that was never trained on; means over seeds."
     axis = _loss_axis(training.request)
     return Lines("held-out", "Loss on held-out text", caption, _format_steps(steps), axis, _drop_empty_series(series))
@@ -316,14 +320,17 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
         is_value_shared = figure.shared and not judged.training.is_watched
         # Watched figures exist in some steps only, so a chart has points at these steps only.
         steps = sorted({row.step for row in rows})
-        ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))]
+        point_end_steps = [steps[end - 1] + 1 for end in choose_ends(len(steps))]
         series = []
         distinct_values = set[float]()
         for name in ["all arms"] if is_value_shared else [arm.name for arm in arms]:
             # Collect the values of each point in the chart, in the order of their steps.
             values = sorted((row.step, row.value) for row in rows if is_value_shared or row.arm == name)
-            end_values = together((bisect_left(ends, step + 1), value) for step, value in values)
-            points = [figure.pick(end_values[place]) if place in end_values else math.nan for place in range(len(ends))]
+            values_by_end = together((bisect_left(point_end_steps, step + 1), value) for step, value in values)
+            points = [
+                figure.pick(values_by_end[place]) if place in values_by_end else math.nan
+                for place in range(len(point_end_steps))
+            ]
             series.append((name, tuple(Mark("", point) if math.isfinite(point) else None for point in points)))
             distinct_values.update(filter(math.isfinite, points))
         if len(distinct_values) > 1:
@@ -332,11 +339,11 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
                 f"{figure.name.replace('_', '-')}-over-steps",
                 _capitalize(figure.title),
                 f"{window}. The axis fits the last two thirds.",
-                _format_steps(ends),
+                _format_steps(point_end_steps),
                 ChartAxis(f"{figure.title}, by steps done", figure.unit),
                 _drop_empty_series(series),
                 folded=figure.folded,
-                settled=len(ends) // 3,
+                settled=len(point_end_steps) // 3,
             )
 
 

@@ -169,12 +169,14 @@ def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEven
     if not training.request.settings.make:
         return ()
     try:
-        coverages = call_lab(worker, FIRST_CALL_SECONDS).examine(training.make_task(tuple(training.compared_arms)))
+        named_coverages = call_lab(worker, FIRST_CALL_SECONDS).examine(
+            training.make_task(tuple(training.compared_arms))
+        )
     except WorkerFault as fault:
         raise to_original_error(fault) from None
-    names_by_coverage = together((coverage, name) for name, coverage in coverages)
+    arm_names_by_coverage = together((coverage, name) for name, coverage in named_coverages)
     sentences: list[str] = []
-    for coverage, names in names_by_coverage.items():
+    for coverage, names in arm_names_by_coverage.items():
         sentences += explain_coverage(", ".join(names), coverage)
     return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE_EVENT, sentence) for sentence in sentences)
 
@@ -303,11 +305,11 @@ class _CompleteRun(TrainingRun):
         energy_by_arm = {}
         if not reason:
             with Meters() as meters:
-                meter = meters.of(self.training.device)
-                if meter.kind is SourceKind.NONE:
-                    reason = meter.why
+                energy_meter = meters.of(self.training.device)
+                if energy_meter.kind is SourceKind.NONE:
+                    reason = energy_meter.why
                 else:
-                    energy_by_arm = self._measure_in_windows(unmeasured_arms, meter)
+                    energy_by_arm = self._measure_in_windows(unmeasured_arms, energy_meter)
         if reason:
             energy_by_arm = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured_arms}
         self._store_costs(

@@ -170,7 +170,7 @@ class SeedRun(TrainingRun):
             self._validate_arms(step)
         while step < request.steps:
             # An arm's turn ends early if a validation or a checkpoint is due.
-            turn_end = min(
+            turn_end_step = min(
                 step + STEPS_PER_TURN,
                 request.steps,
                 _find_next_multiple(step, request.evaluate),
@@ -179,8 +179,8 @@ class SeedRun(TrainingRun):
             arms = self._active_arms
             # The order depends only on seed and step, so that a resumed training has the same order.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
-            step_count = turn_end - step
-            step = turn_end
+            step_count = turn_end_step - step
+            step = turn_end_step
             for arm in arms:
                 self._store_lines(self._call_lab(arm, step_count, "advance", arm.name, step_count), step)
             if utilization := tuple(self._read_device_use(step)):

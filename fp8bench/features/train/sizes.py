@@ -46,12 +46,12 @@ class SizeComparison(ModelSweep):
     @cached_property
     def arms(self) -> dict[str, list[SizedArm]]:
         """Returns the arms that every training has, each with its verdicts by model size."""
-        sized_arms: dict[str, list[SizedArm]] = defaultdict(list)
+        sized_arms_by_name: dict[str, list[SizedArm]] = defaultdict(list)
         for judged in self.trainings:
             for summary in judged.summaries:
                 if summary.verdict is not None:
-                    sized_arms[summary.arm.name].append(SizedArm(judged, summary, summary.verdict))
-        return {name: sizes for name, sizes in sized_arms.items() if len(sizes) == len(self.kept)}
+                    sized_arms_by_name[summary.arm.name].append(SizedArm(judged, summary, summary.verdict))
+        return {name: sizes for name, sizes in sized_arms_by_name.items() if len(sizes) == len(self.kept)}
 
     @cached_property
     def trends(self) -> dict[str, Gap | None]:
@@ -65,8 +65,10 @@ def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
         for pair in sized_arm.verdict.pairs:
             gaps_by_seed[pair.seed].append(pair.gap)
     # Compute a slope only for seeds that have a valid gap at every model size.
-    complete_gaps = [gaps_by_seed[seed] for seed in sorted(gaps_by_seed) if len(gaps_by_seed[seed]) == len(sizes)]
-    return average_gaps([linear_regression(log_parameters, values).slope for values in complete_gaps])
+    gaps_of_complete_seeds = [
+        gaps_by_seed[seed] for seed in sorted(gaps_by_seed) if len(gaps_by_seed[seed]) == len(sizes)
+    ]
+    return average_gaps([linear_regression(log_parameters, values).slope for values in gaps_of_complete_seeds])
 
 
 def describe_trend(name: str, trend: Gap | None) -> str:

@@ -59,13 +59,13 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
 
     # 1. Fix the rate and the loss scale. Remember the state that is needed to repeat the step if it gives NaN or
     # infinity.
-    rate_share = trainer.rate_share()
+    scheduled_rate_share = trainer.rate_share()
     scale = trainer.loss_scale.scale
     casts = trainer.copy_casts()
-    rate = optimizer.rate * rate_share  # the update may call a user's schedule, which changes the rate
-    wire = StepWire(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
-    hooks = trainer.watch.watch_step() if watched else nullcontext()
-    with wire or nullcontext(), trainer.materialise(phase), hooks as readings:
+    rate = optimizer.rate * scheduled_rate_share  # the update may call a user's schedule, which changes the rate
+    step_wire = StepWire(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
+    watch_hooks = trainer.watch.watch_step() if watched else nullcontext()
+    with step_wire or nullcontext(), trainer.materialise(phase), watch_hooks as readings:
         # 2. Forward and backward: gradients of the scaled loss add up over the micro-batches.
         loss = accumulate_gradients(trainer, scale, phase)
 
@@ -74,24 +74,28 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
 
         # 4. Unscale and clip: compute the divisor of each gradient, and whether the update is skipped.
         norms = parallelism.join_norms(optimizer.gradients.norms())
-        norm = join_norms(norms) / scale
+        gradient_norm = join_norms(norms) / scale
         gradients = [size / scale for size in norms] if readings is not None else []
-        skip = (~(loss + norm).isfinite()).to(torch.float32)
-        clippings, clipping = compute_clipping(norms, norm, scale, trainer.max_norm, trainer.clip_groups)
-        divisors = [divisor * scale for divisor in parallelism.select_stored_values(clippings)]
+        skip_flag = (~(loss + gradient_norm).isfinite()).to(torch.float32)
+        clip_divisors, clip_factor = compute_clipping(
+            norms, gradient_norm, scale, trainer.max_norm, trainer.clip_groups
+        )
+        gradient_divisors = [divisor * scale for divisor in parallelism.select_stored_values(clip_divisors)]
 
         # 5. Update the weights, and round low-precision state.
         optimizer.weights.seed_rounding(derive_seed("round", trainer.task.seed, trainer.step))
         with phase.optimizer_step:
-            optimizer.step(rate_share, divisors, skip, is_measured)
+            optimizer.step(scheduled_rate_share, gradient_divisors, skip_flag, is_measured)
 
         # 6. Read the step's figures: only here the host waits for the device.
         norms = parallelism.join_norms([*optimizer.update_norms, *optimizer.weight_norms])
         change_norms = norms[: len(norms) // 2]
         weight_norms = norms[len(norms) // 2 :]
-        figures = torch.stack([loss, norm, clipping, join_norms(change_norms), join_norms(weight_norms)]).tolist()
+        figures = torch.stack(
+            [loss, gradient_norm, clip_factor, join_norms(change_norms), join_norms(weight_norms)]
+        ).tolist()
         # List the sent bytes before taking the readings, because the readings send values between ranks too.
-        messages = () if wire is None else wire.list_sent_bytes(parallelism.rank)
+        messages = () if step_wire is None else step_wire.list_sent_bytes(parallelism.rank)
         if readings is not None:
             parallelism.load_weights(phase)
             names = trainer.parameters
@@ -150,12 +154,12 @@ def compute_clipping(
         return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)
     norms_by_group = group_values(zip(groups, norms, strict=True))
     if len(norms_by_group) == 1:
-        clipping = (norm / max_norm).clamp(min=1.0)
-        return [clipping] * len(norms), clipping
+        clip_divisor = (norm / max_norm).clamp(min=1.0)
+        return [clip_divisor] * len(norms), clip_divisor
     group_norms = {group: join_norms(values) / scale for group, values in norms_by_group.items()}
-    divisors = {group: (part / max_norm).clamp(min=1.0) for group, part in group_norms.items()}
-    clipped_norm = join_norms([part / divisors[group] for group, part in group_norms.items()])
-    return [divisors[group] for group in groups], (norm / clipped_norm).clamp(min=1.0)
+    divisor_by_group = {group: (part / max_norm).clamp(min=1.0) for group, part in group_norms.items()}
+    clipped_norm = join_norms([part / divisor_by_group[group] for group, part in group_norms.items()])
+    return [divisor_by_group[group] for group in groups], (norm / clipped_norm).clamp(min=1.0)
 
 
 def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> FaultyTensor | None:
@@ -171,9 +175,9 @@ def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> Faul
 
 
 def _make_row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:
-    loss, norm, clipping, change_norm, parameter_norm = figures
-    is_finite = math.isfinite(loss + norm)
-    clipped = 1 - 1 / clipping if is_finite else 0.0
+    loss, gradient_norm, clip_factor, change_norm, parameter_norm = figures
+    is_finite = math.isfinite(loss + gradient_norm)
+    clipped_share = 1 - 1 / clip_factor if is_finite else 0.0
     ratio = change_norm / parameter_norm if parameter_norm else 0.0
     return StepRow(
         trainer.arm.name,
@@ -181,8 +185,8 @@ def _make_row(trainer: Trainer, figures: list[float], rate: float, scale: float,
         trainer.step,
         loss,
         rate,
-        norm,
-        clipped,
+        gradient_norm,
+        clipped_share,
         parameter_norm,
         ratio,
         scale,
@@ -196,7 +200,7 @@ def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
     """Takes a step of each arm of a user's model, and returns how much of the model each arm converts. Raises
     UsageError if the model cannot be trained.
     """
-    coverages = []
+    named_coverages = []
     for index, arm in enumerate(task.arms):
         trainer = Trainer(task, arm)
         assert isinstance(trainer.arm_model, OwnModel)
@@ -212,5 +216,5 @@ def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
             raise UsageError(f"{task.settings.make}: a step of {arm.name} failed: {own_words(error)}.") from error
         coverage = trainer.arm_model.coverage()
         if coverage is not None:
-            coverages.append((arm.name, coverage))
-    return tuple(coverages)
+            named_coverages.append((arm.name, coverage))
+    return tuple(named_coverages)

@@ -58,12 +58,12 @@ def render_answer(judged: JudgedTraining) -> Page:
     rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
     store = _format_store_option(stored)
-    spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
+    training_length_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
     size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if training.request.seeds >= MIN_PAIRS else ""
     title = make_title(training, describe_changed_settings(training.request))
     answer_part = short_answer(
-        f"{title} on {describe_devices([training.device])}: {spent_words}",
+        f"{title} on {describe_devices([training.device])}: {training_length_words}",
         f"Does it learn as well as {verdicts.reference}?",
         find_answers(judged.summaries, verdicts),
         warnings=_list_warnings(stored),
@@ -88,7 +88,7 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
     """Returns, for each arm with a verdict, whether it learns as well as the reference. For an arm that was not
     trained, returns the reason. Leaves out arms that learn better at another learning rate.
     """
-    peaks = {summary.arm.name: summary.peak_memory for summary in summaries}
+    peak_memory_by_arm = {summary.arm.name: summary.peak_memory for summary in summaries}
     answers = []
     for summary in summaries:
         arm = summary.arm
@@ -96,7 +96,7 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
         if arm.skip:
             answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
         elif verdict is not None and verdict.judged.why is not InconclusiveReason.OTHER_RATE:
-            costs = (_describe_speed(summary), _describe_memory(summary, peaks.get(verdicts.reference)))
+            costs = (_describe_speed(summary), _describe_memory(summary, peak_memory_by_arm.get(verdicts.reference)))
             verdict_word = words.VERDICT_WORDS[verdict.judged.learned]
             reason = words.describe_verdict(verdict, verdicts).removeprefix(f"{verdict_word}: ")
             answers.append(Answer(arm.name, verdict_word, find_tone(verdict.judged), costs=costs, reason=reason))
@@ -114,19 +114,19 @@ def _describe_memory(summary: ArmSummary, peak_of_reference: int | None) -> str:
     """Returns an arm's memory relative to the reference's. The memory of an emulated arm is an estimate for a device
     with its formats.
     """
-    native = summary.arm.native
-    peak = summary.peak_memory if native else summary.device_peak_memory
+    is_native = summary.arm.native
+    peak = summary.peak_memory if is_native else summary.device_peak_memory
     if not peak or not peak_of_reference:
         return ""
-    return f"memory {units.change(peak / peak_of_reference)}{'' if native else ' (est.)'}"
+    return f"memory {units.change(peak / peak_of_reference)}{'' if is_native else ' (est.)'}"
 
 
 def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
     yield from _warn_of_missing_steps(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE_EVENT]
     if events:
-        further_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
-        yield Text(f"{events[0].describe()}{further_words}", Tone.BAD)
+        more_events_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
+        yield Text(f"{events[0].describe()}{more_events_words}", Tone.BAD)
     yield from (Text(trouble, Tone.DOUBT) for trouble in stored.troubles)
 
 
@@ -139,14 +139,16 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     if not judged.kept.finished:
         return f"train the rest: fp8bench train --resume {judged.training.id}{store}"
     # All arms train with the same seeds, so propose the largest number of further seeds.
-    further_seeds = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
-    if not further_seeds or "fp8bench train" not in command:
+    further_seed_count = max(
+        (arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0
+    )
+    if not further_seed_count or "fp8bench train" not in command:
         return ""
-    seeds = request.seeds + further_seeds
+    seeds = request.seeds + further_seed_count
     seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.kept.select_lines(StepRow))
-    time_words = f" in about {units.clock(seconds)}" if seconds else ""
+    duration_words = f" in about {units.clock(seconds)}" if seconds else ""
     command = f"{remove_option(command, '--seeds')} --seeds {seeds}"
-    return f"train {seeds} seeds{time_words}, probably enough for a verdict: {command}"
+    return f"train {seeds} seeds{duration_words}, probably enough for a verdict: {command}"
 
 
 def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
@@ -221,7 +223,7 @@ def render_plan(training: Training, reference: ArmState) -> Page:
     # The one-ulp arm is trained in the first seed only.
     chaos_arms = sum(arm.role is ArmRole.CHAOS for arm in trained_arms)
     steps = request.steps * ((len(trained_arms) - chaos_arms) * request.seeds + chaos_arms)
-    ending = (
+    training_fact_texts = (
         f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(trained_arms), 'arm')} in "
         + many(request.seeds, "seed"),
@@ -230,7 +232,7 @@ def render_plan(training: Training, reference: ArmState) -> Page:
     )
     title = f"training of {settings.display_name} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", columns, training.arms)
-    return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
+    return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, training_fact_texts)))))
 
 
 def make_title(training: Training, changed: str = "") -> str:
@@ -240,8 +242,8 @@ def make_title(training: Training, changed: str = "") -> str:
         names = join_words(arm.name for arm in training.arms)
         seeds = f" in {request.seeds} seeds" if request.seeds > 1 else ""
         return f"watched: {names}, {many(request.steps, 'step')}{seeds}"
-    arch = "" if settings.make else settings.arch
-    details = join_parts(arch, f"{units.count(training.parameters)} parameters", changed)
+    architecture = "" if settings.make else settings.arch
+    details = join_parts(architecture, f"{units.count(training.parameters)} parameters", changed)
     return f"training of {settings.display_name} ({details})"
 
 
@@ -264,8 +266,8 @@ def describe_changed_settings(request: TrainingRequest) -> str:
     """Returns the settings that differ from their defaults, without those that the title shows."""
     defaults = TrainerSettings()
     settings = request.settings
-    names_in_title = {"make", "model", "arch", "scales", "parallel"}
-    names = [name for name in SETTINGS_RULES if name not in names_in_title]
+    setting_names_in_title = {"make", "model", "arch", "scales", "parallel"}
+    names = [name for name in SETTINGS_RULES if name not in setting_names_in_title]
     changed_settings = {
         name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(defaults, name)
     }
@@ -443,8 +445,8 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
         Col("words", "words"),
         Col("what may help", "remedy"),
     ]
-    noun = "alarm" if all(event.kind == "alarm" for event in events) else "event"
-    yield Text(f"{many(len(events), noun)}, the first in step {events[0].step}: {events[0].words}", Tone.BAD)
+    event_noun = "alarm" if all(event.kind == "alarm" for event in events) else "event"
+    yield Text(f"{many(len(events), event_noun)}, the first in step {events[0].step}: {events[0].words}", Tone.BAD)
     yield table("events", "", cols, events[:most], main=True, required_headings=("arm", "step", "what"))
     if len(events) > most:
         yield Text(f"and {len(events) - most} more: the CSV has them")

@@ -73,7 +73,7 @@ def explain_no_triton(device: torch.device) -> str:
         return "the Triton kernels are written for NVIDIA's conversions"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FIRST_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} has no conversion to FP8"
+    device_capability = torch.cuda.get_device_capability(device)
+    if device_capability < FIRST_CAPABILITY:
+        return f"compute capability {device_capability[0]}.{device_capability[1]} has no conversion to FP8"
     return ""

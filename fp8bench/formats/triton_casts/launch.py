@@ -109,9 +109,11 @@ def make_triton_kernels(definition: Definition, tensors: Sequence[Tensor]) -> Tr
 
 def plan_for_device(definition: Definition, tensors: Sequence[Tensor]) -> list[Plan]:
     device = tensors[0].device
-    on_gpu = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _PROCESSORS_WITHOUT_GPU
-    return plan_launches(definition, tensors, processors)
+    is_on_gpu = device.type == "cuda"
+    multiprocessor_count = (
+        torch.cuda.get_device_properties(device).multi_processor_count if is_on_gpu else _PROCESSORS_WITHOUT_GPU
+    )
+    return plan_launches(definition, tensors, multiprocessor_count)
 
 
 def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
@@ -213,17 +215,17 @@ def _get_program_counter(device: torch.device, stream: int) -> Tensor:
     """
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    counter = _COUNTERS.get((device.index, stream))
-    if counter is None:
-        counter = _COUNTERS[device.index, stream] = torch.zeros(2, dtype=torch.int32, device=device)
-    return counter
+    program_counter = _COUNTERS.get((device.index, stream))
+    if program_counter is None:
+        program_counter = _COUNTERS[device.index, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return program_counter
 
 
 def _get_current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return handle
+    stream_handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream_handle
 
 
 def _use_device(device: torch.device) -> Any:

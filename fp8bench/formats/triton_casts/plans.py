@@ -103,10 +103,12 @@ def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int
             return _plan_orientations([(kernel, 0)], tensors)
         # Two casts of one matrix become one launch, which reads the matrix once.
         case PairKernel(first=first, second=second):
-            second_argument = len(first.free())
-            if tensors[0].data_ptr() == tensors[second_argument].data_ptr():
-                return _plan_orientations([(first, 0), (second, second_argument)], tensors)
-            return _plan_orientations([(first, 0)], tensors) + _plan_orientations([(second, second_argument)], tensors)
+            second_argument_index = len(first.free())
+            if tensors[0].data_ptr() == tensors[second_argument_index].data_ptr():
+                return _plan_orientations([(first, 0), (second, second_argument_index)], tensors)
+            return _plan_orientations([(first, 0)], tensors) + _plan_orientations(
+                [(second, second_argument_index)], tensors
+            )
     return []
 
 
@@ -151,14 +153,14 @@ def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], p
         "used": Pointer(4),
         "inverse": Pointer(5),
     }
-    constants: Constants = {
+    delay_constants: Constants = {
         "HISTORY": delayed.history,
         "MOST_RECENT": delayed.algorithm is Amax.MOST_RECENT,
         "SHRINK": 2.0**-delayed.margin,
         "INTERVAL": delayed.interval,
     }
     rows, columns = tensors[0].shape
-    return [_plan_cast(arguments, rows, columns, kernel.fmt.largest, processors, constants)]
+    return [_plan_cast(arguments, rows, columns, kernel.fmt.largest, processors, delay_constants)]
 
 
 _ARGUMENTS_WITHOUT_HISTORY = dict.fromkeys(("state", "history", "casts", "used", "inverse"))
@@ -177,7 +179,7 @@ def _plan_cast(
     # Without a transpose, the matrix can be treated as one long row.
     rows, columns = (rows, columns) if turned else (1, rows * columns)
     down, across = _TILE_SIDES if turned else (1, _ELEMENTS_PER_PROGRAM)
-    constants: Constants = {
+    kernel_constants: Constants = {
         "LARGEST": largest,
         "STRAIGHT": arguments["codes"] is not None,
         "TURNED": turned,
@@ -189,9 +191,15 @@ def _plan_cast(
     }
     tiles = count_blocks(rows, down) * count_blocks(columns, across)
     # With delayed scaling, all programs end with an atomic operation on one address. Few programs limit the contention.
-    programs = min(tiles, 4 * processors) if delayed else tiles
+    program_count = min(tiles, 4 * processors) if delayed else tiles
     sizes = {"rows": rows, "columns": columns}
-    return Plan("cast", programs, 16 if delayed else 8, {**_ARGUMENTS_WITHOUT_HISTORY, **arguments, **sizes}, constants)
+    return Plan(
+        "cast",
+        program_count,
+        16 if delayed else 8,
+        {**_ARGUMENTS_WITHOUT_HISTORY, **arguments, **sizes},
+        kernel_constants,
+    )
 
 
 def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[Plan]:
@@ -211,7 +219,7 @@ def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[
 
 def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Constants, square: bool) -> Plan:
     across = count_blocks(columns, BLOCK_SIDE)
-    orientation_flags = {
+    layout_constants = {
         "SQUARE": square,
         "STRAIGHT": arguments["codes"] is not None,
         "TURNED": arguments["turned"] is not None,
@@ -219,9 +227,9 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
     }
     # Squares and parts of rows differ only in their scales. The other arguments are the same.
     arguments = {"x": Pointer(0), **arguments, "rows": rows, "columns": columns, "across": across}
-    warps = _MOST_WARPS if orientation_flags["TURNED"] and not square else 16
+    warp_count = _MOST_WARPS if layout_constants["TURNED"] and not square else 16
     return Plan(
-        "cast_blocks", count_blocks(rows, BLOCK_SIDE) * across, warps, arguments, {**constants, **orientation_flags}
+        "cast_blocks", count_blocks(rows, BLOCK_SIDE) * across, warp_count, arguments, {**constants, **layout_constants}
     )
 
 
@@ -285,40 +293,40 @@ def _plan_rows(
     width = max(1 << (columns - 1).bit_length(), 16)
     plans = []
     # One pass can find codes and maxima of columns only if a row fits into registers.
-    in_one_pass = straight and turned and width <= _LONGEST_ROW_WITH_PEAKS
+    is_one_pass_enough = straight and turned and width <= _LONGEST_ROW_WITH_PEAKS
     if straight and width > _LONGEST_ROW:
         plans.append(Plan("cast_long_rows", rows, 8, arguments, {**scale_constants, "WIDTH": _ELEMENTS_PER_PROGRAM}))
     # A program handles several short rows, because otherwise most of its threads would be idle.
     elif straight:
         down = max(1, 4096 // width)
-        lines = max(_ROWS_PER_PROGRAM, down) if in_one_pass else down
-        constants = {
+        lines = max(_ROWS_PER_PROGRAM, down) if is_one_pass_enough else down
+        kernel_constants = {
             **scale_constants,
             "STRAIGHT": True,
-            "PEAKS": in_one_pass,
+            "PEAKS": is_one_pass_enough,
             "LINES": lines,
             "DOWN": down,
             "WIDTH": width,
         }
-        arguments = {**arguments, "peaks": peaks if in_one_pass else None}
-        warps = 16 if width > (4096 if in_one_pass else 8192) else 8
-        plans.append(Plan("cast_rows", count_blocks(rows, lines), warps, arguments, constants))
+        arguments = {**arguments, "peaks": peaks if is_one_pass_enough else None}
+        warp_count = 16 if width > (4096 if is_one_pass_enough else 8192) else 8
+        plans.append(Plan("cast_rows", count_blocks(rows, lines), warp_count, arguments, kernel_constants))
     if not turned:
         return plans
     down, across = _TILE_SIDES
     arguments = {"x": Pointer(first_argument), "peaks": peaks, **sizes}
     # If the first launch could not find the maxima of columns, a separate pass does.
-    if not in_one_pass:
+    if not is_one_pass_enough:
         lines = 4 * down
-        programs = count_blocks(rows, lines) * count_blocks(columns, across)
-        plans.append(Plan("find_peaks", programs, 8, arguments, {"LINES": lines, "DOWN": down, "ACROSS": across}))
+        program_count = count_blocks(rows, lines) * count_blocks(columns, across)
+        plans.append(Plan("find_peaks", program_count, 8, arguments, {"LINES": lines, "DOWN": down, "ACROSS": across}))
     arguments = {
         **arguments,
         "turned": _choose_output_pointer(outputs, True, 1),
         "inverse": _choose_output_pointer(outputs, True, 2),
     }
-    programs = count_blocks(rows, down) * count_blocks(columns, across)
-    plans.append(Plan("cast_columns", programs, 8, arguments, {**scale_constants, "DOWN": down, "ACROSS": across}))
+    program_count = count_blocks(rows, down) * count_blocks(columns, across)
+    plans.append(Plan("cast_columns", program_count, 8, arguments, {**scale_constants, "DOWN": down, "ACROSS": across}))
     return plans
 
 
@@ -351,7 +359,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "rows": rows,
         "columns": columns,
     }
-    constants: Constants = {
+    kernel_constants: Constants = {
         "LARGEST": kernel.fmt.largest,
         "E5M2": kernel.fmt is E5M2,
         "CARRY": mx_carry(kernel.fmt, scaling.rounding),
@@ -364,9 +372,15 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "ACROSS": BLOCK_SIDE,
     }
     # Writing transposed codes needs more warps.
-    warps = _MOST_WARPS if True in outputs else 16
+    warp_count = _MOST_WARPS if True in outputs else 16
     return [
-        Plan("cast_mx", count_blocks(rows, BLOCK_SIDE) * count_blocks(columns, BLOCK_SIDE), warps, arguments, constants)
+        Plan(
+            "cast_mx",
+            count_blocks(rows, BLOCK_SIDE) * count_blocks(columns, BLOCK_SIDE),
+            warp_count,
+            arguments,
+            kernel_constants,
+        )
     ]
 
 

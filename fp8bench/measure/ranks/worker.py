@@ -78,10 +78,10 @@ class RanksWorker(ProcessWorker):
         inherited_variables = {
             name: text for name, text in super()._environment().items() if name not in _REMOVED_VARIABLES
         }
-        loopback_name = "lo0" if sys.platform == "darwin" else "lo"
+        loopback_interface_name = "lo0" if sys.platform == "darwin" else "lo"
         network_variables = {
-            "GLOO_SOCKET_IFNAME": loopback_name,
-            "NCCL_SOCKET_IFNAME": f"={loopback_name}",
+            "GLOO_SOCKET_IFNAME": loopback_interface_name,
+            "NCCL_SOCKET_IFNAME": f"={loopback_interface_name}",
             "NCCL_RAS_ENABLE": "0",
         }
         return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **network_variables}

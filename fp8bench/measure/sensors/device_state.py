@@ -89,12 +89,12 @@ def format_device_lines(meter: Meter) -> Iterator[str]:
         facts, state = meter.device.facts(), meter.device.state()
         readings = {name: read for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
         for title, templates in _DOCTOR_LINES.items():
-            phrases = [
+            value_texts = [
                 template.format(_format_reading(name, readings))
                 for name, template in templates.items()
                 if name in readings
             ]
-            yield f"{title:10}{', '.join(phrases) or 'no values'}"
+            yield f"{title:10}{', '.join(value_texts) or 'no values'}"
         if reasons := describe_missing_readings(facts, state):
             yield f"unknown   {'; '.join(reasons)}"
     yield f"energy    {describe_energy_source(meter)}"
@@ -116,10 +116,10 @@ def describe_energy_source(meter: Meter) -> str:
     """Describes the energy source, for example 'counter, changes every 100 ms', or why it is missing."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
-    period = _counter_period(meter)
-    phrases = [meter.kind.value + (f", changes every {units.seconds(period)}" if period else "")]
-    phrases += [f"no better source: {meter.why}"] if meter.why else []
-    return "; ".join(phrases)
+    counter_period = _counter_period(meter)
+    source_phrases = [meter.kind.value + (f", changes every {units.seconds(counter_period)}" if counter_period else "")]
+    source_phrases += [f"no better source: {meter.why}"] if meter.why else []
+    return "; ".join(source_phrases)
 
 
 def _counter_period(meter: Meter) -> float | None:

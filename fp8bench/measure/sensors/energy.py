@@ -79,31 +79,33 @@ class Polling:
             self._last_wake_at = now
         if tick is None or was_blind or self._rhythm is None:
             return self._pause
-        period = self._rhythm.period
+        counter_period = self._rhythm.period
         if count == 1:
             self._first_tick_at = tick.time
-        has_precise_time = tick.time_range < period / 2
+        has_precise_time = tick.time_range < counter_period / 2
         last_tick_at = (
-            tick.time if has_precise_time else self._first_tick_at + (now - self._first_tick_at) // period * period
+            tick.time
+            if has_precise_time
+            else self._first_tick_at + (now - self._first_tick_at) // counter_period * counter_period
         )
         if count < MIN_INTERVALS and not self._every_tick:
-            return max(last_tick_at + 1.5 * period - now, self._pause)
+            return max(last_tick_at + 1.5 * counter_period - now, self._pause)
         if (self._every_tick or count > MIN_INTERVALS) and (
             was_resting or tick.time - self._last_wake_at > 2 * self._margin
         ):
             # The sampler woke up too late: the tick came while it slept, or it missed the tick and `tick` is the next
             # one.
-            self._margin = min(2 * self._margin, period)
-        return self._pause_until_tick(period, last_tick_at - now)
+            self._margin = min(2 * self._margin, counter_period)
+        return self._pause_until_tick(counter_period, last_tick_at - now)
 
     def _pause_until_tick(self, period: float, last_tick: float) -> float:
         """Returns how many seconds to sleep, to wake up just before the next tick. `last_tick` is the time of the last
         tick relative to now.
         """
-        tick_count = max(1, math.ceil(self._tick_interval / period))
-        seconds = last_tick + tick_count * period - self._margin
+        awaited_tick_count = max(1, math.ceil(self._tick_interval / period))
+        seconds = last_tick + awaited_tick_count * period - self._margin
         self._is_resting = seconds > self._pause
-        self.blind = self._is_resting and tick_count > 1
+        self.blind = self._is_resting and awaited_tick_count > 1
         return max(seconds, self._pause)
 
     def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
@@ -219,46 +221,46 @@ class Sampler:
 
     def _sample_counter(self) -> None:
         clock, read = self._clock, self._energy_source.read
-        read_start = clock.now()
+        read_start_time = clock.now()
         last_joules, tick = read(), None
         last_change_at = clock.now()
         while not clock.sleep(self._polling.next(clock.now(), tick, len(self.ticks)), self._stop):
-            previous_read_start, read_start = read_start, clock.now()
+            previous_read_start, read_start_time = read_start_time, clock.now()
             joules = read()
-            read_end = clock.now()
+            read_end_time = clock.now()
             if joules < last_joules:
                 raise NoReading(f"the energy counter went back from {last_joules:.6g} J to {joules:.6g} J")
             # The tick came after the last reading with the old value began, and before the reading with the new value
             # ended.
             tick = (
-                Tick(max(previous_read_start, read_start - self._max_age), read_end, joules)
+                Tick(max(previous_read_start, read_start_time - self._max_age), read_end_time, joules)
                 if joules > last_joules
                 else None
             )
-            if tick is None and read_start - last_change_at > self._max_age:
+            if tick is None and read_start_time - last_change_at > self._max_age:
                 # The counter is slower than its measured period, so the times of its ticks are wrong.
                 self.ticks.clear()
                 self._max_age = math.inf
                 self._polling = Polling(counts=True)
             if tick is not None:
-                last_joules, last_change_at = joules, read_end
+                last_joules, last_change_at = joules, read_end_time
                 if not self._polling.blind:
                     self.ticks.append(tick)
                     # Read the device's state right after a tick, when no other tick can be missed.
-                    self._read_state_if_due(read_end)
-            self._check_if_due(read_end)
+                    self._read_state_if_due(read_end_time)
+            self._check_if_due(read_end_time)
 
     def _sample_sensor(self) -> None:
         clock, read = self._clock, self._energy_source.read
         while not clock.sleep(self._polling.next(clock.now(), None, 0), self._stop):
-            read_start = clock.now()
+            read_start_time = clock.now()
             watts = read()
-            read_end = clock.now()
+            read_end_time = clock.now()
             # The sensor measured at an unknown time within the call, so the sample gets the time in the middle of the
             # call.
-            self.samples.append(PowerSample((read_start + read_end) / 2, watts))
-            self._read_state_if_due(read_end)
-            self._check_if_due(read_end)
+            self.samples.append(PowerSample((read_start_time + read_end_time) / 2, watts))
+            self._read_state_if_due(read_end_time)
+            self._check_if_due(read_end_time)
 
     def _read_state_if_due(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
@@ -295,9 +297,9 @@ def summarise_readings(looks: Sequence[Readings]) -> Readings:
 def _summarise_reads(reads: Sequence[Read], summarise: Callable[[Sequence[float]], float]) -> Read:
     if not reads:
         return Unavailable("the window ended before the first reading")
-    unavailable_read = next((read for read in reads if isinstance(read, Unavailable)), None)
-    if unavailable_read is not None:
-        return unavailable_read
+    first_unavailable_read = next((read for read in reads if isinstance(read, Unavailable)), None)
+    if first_unavailable_read is not None:
+        return first_unavailable_read
     readings = [read for read in reads if isinstance(read, Reading)]
     return Reading(summarise([read.number for read in readings]), readings[0].unit, readings[0].source)
 

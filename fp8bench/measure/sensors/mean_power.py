@@ -98,8 +98,10 @@ def is_resolved(ticks: Sequence[Tick], bound: float = MAX_UNCERTAINTY) -> bool:
 def measure_rhythm(ticks: Sequence[Tick]) -> CounterRhythm:
     """Measures how often a counter changes, from consecutive ticks (changes of the counter)."""
     intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
-    period = median(intervals)
-    return CounterRhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))
+    median_interval = median(intervals)
+    return CounterRhythm(
+        median_interval, max(abs(interval - median_interval) for interval in intervals), max(intervals)
+    )
 
 
 def _choose_end_ticks(ticks: Sequence[Tick]) -> tuple[int, int]:

@@ -323,13 +323,13 @@ class DeviceReader(ABC):
 
     def process_memory(self, pid: int | None = None) -> Read:
         """Reads the bytes that a process (by default this one) holds on the device, its context included."""
-        query = make_process_memory_query(os.getpid() if pid is None else pid)
-        return self._read_queries((query,))[query.name]
+        memory_query = make_process_memory_query(os.getpid() if pid is None else pid)
+        return self._read_queries((memory_query,))[memory_query.name]
 
     def count_other_processes(self, pid: int) -> Read:
         """Reads how many processes other than `pid` use the device."""
-        query = make_other_processes_query(pid)
-        return self._read_queries((query,))[query.name]
+        process_count_query = make_other_processes_query(pid)
+        return self._read_queries((process_count_query,))[process_count_query.name]
 
     def read_changing_state(self) -> Readings:
         """Reads the state that may change every second: clocks, temperature, throttle reasons."""
@@ -384,8 +384,8 @@ class NvmlDevice(DeviceReader):
         except NoReading as failure:
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
         self.mig_instance_count = len(device.instances) if device.is_split_by_mig else 0
-        handle = call("nvmlDeviceGetHandleByUUID", device.uuid)
-        return handle, call("nvmlDeviceGetHandleByUUID", instance) if instance else handle
+        device_handle = call("nvmlDeviceGetHandleByUUID", device.uuid)
+        return device_handle, call("nvmlDeviceGetHandleByUUID", instance) if instance else device_handle
 
     def close(self) -> None:
         self._library.close()
@@ -436,8 +436,8 @@ def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str
 def _describe_device(call: Callable[..., Any], handle: Any) -> ListedDevice:
     uuid = call("nvmlDeviceGetUUID", handle)
     # If the address cannot be read, the device can still be matched by its UUID.
-    pci = try_reading(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
-    address = str(pci.value) if isinstance(pci, Reading) else ""
+    pci_address_read = try_reading(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
+    address = str(pci_address_read.value) if isinstance(pci_address_read, Reading) else ""
     is_split_by_mig = _is_split_by_mig(call, handle)
     return ListedDevice(uuid, address, is_split_by_mig, tuple(_list_instances(call, handle)) if is_split_by_mig else ())
 
@@ -459,10 +459,10 @@ def _list_instances(call: Callable[..., Any], handle: Any) -> list[str]:
     uuids = []
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:
-            instance = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+            instance_handle = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         except NoReading as failure:
             if failure.code == NOT_FOUND:
                 continue
             raise
-        uuids.append(call("nvmlDeviceGetUUID", instance))
+        uuids.append(call("nvmlDeviceGetUUID", instance_handle))
     return uuids

@@ -43,19 +43,19 @@ def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[En
     """
     if not root.is_dir():
         raise NoReading(f"there is no {root}: {_explain_absence(cpuinfo)}")
-    packages = []
+    energy_domains = []
     for package in sorted(root.glob("intel-rapl:*")):
         name = read_text(package / "name")
         if package.name.count(":") != 1 or not name.startswith("package"):
             continue
         parts = sorted(root.glob(f"{package.name}:*"))
-        packages += [_make_domain(name, package)]
-        packages += [_make_domain(f"{name}/dram", part) for part in parts if read_text(part / "name") == "dram"]
-    if not packages:
+        energy_domains += [_make_domain(name, package)]
+        energy_domains += [_make_domain(f"{name}/dram", part) for part in parts if read_text(part / "name") == "dram"]
+    if not energy_domains:
         raise NoReading(f"{root} has no RAPL package: {_explain_absence(cpuinfo)}")
-    for domain in packages:
+    for domain in energy_domains:
         _read_energy_uj(domain)
-    return tuple(packages)
+    return tuple(energy_domains)
 
 
 class EnergyCounter:
@@ -82,18 +82,18 @@ class EnergyCounter:
 def _measure_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -> int:
     if new >= old:
         return new - old
-    wrapped_growth = new - old + (part.range_uj or 0)
-    if part.range_uj is None or not 0 <= wrapped_growth * _MICRO <= _MAX_COUNTER_WATTS * elapsed:
+    wrapped_growth_uj = new - old + (part.range_uj or 0)
+    if part.range_uj is None or not 0 <= wrapped_growth_uj * _MICRO <= _MAX_COUNTER_WATTS * elapsed:
         raise NoReading(f"the energy counter of {part.name} went back from {old} uJ to {new} uJ")
-    return wrapped_growth
+    return wrapped_growth_uj
 
 
 def _make_domain(name: str, path: Path) -> EnergyDomain:
-    range_uj = None
+    counter_range_uj = None
     with suppress(NoReading, ValueError):
         # The counter wraps around after the value in this file.
-        range_uj = int(read_text(path / "max_energy_range_uj")) + 1
-    return EnergyDomain(name, path / "energy_uj", range_uj)
+        counter_range_uj = int(read_text(path / "max_energy_range_uj")) + 1
+    return EnergyDomain(name, path / "energy_uj", counter_range_uj)
 
 
 def _read_energy_uj(domain: EnergyDomain) -> int:

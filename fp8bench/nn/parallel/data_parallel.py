@@ -79,9 +79,9 @@ class DDPModel(Division):
         gradients = bucket.buffer()
         with self._phase.cast:
             bf16_gradients = (gradients / self.group.size()).to(torch.bfloat16)
-        reduction = dist.all_reduce(bf16_gradients, group=self.group, async_op=True)
-        assert reduction is not None
-        return reduction.get_future().then(lambda _: gradients.copy_(bf16_gradients))
+        all_reduce_work = dist.all_reduce(bf16_gradients, group=self.group, async_op=True)
+        assert all_reduce_work is not None
+        return all_reduce_work.get_future().then(lambda _: gradients.copy_(bf16_gradients))
 
     def _reduce_in_fp8(self, bucket: GradBucket) -> Future[Tensor]:
         """Sends each rank's values as FP8 codes and sums them in float32, because sums would exceed the range of the
@@ -126,8 +126,8 @@ class ZeroModel(Division):
         loss = super().loss(tokens, targets, phase)
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
         mean_gradients = iter(self._owned.average_gradients(gradients, phase))
-        for parameter, owner in zip(self.parameters, self._owned.owners, strict=True):
-            parameter.grad = next(mean_gradients) if owner == self.group.rank() else None
+        for parameter, owner_rank in zip(self.parameters, self._owned.owners, strict=True):
+            parameter.grad = next(mean_gradients) if owner_rank == self.group.rank() else None
         return loss
 
     def send_updates(self, phase: Phases) -> None:
@@ -170,8 +170,8 @@ class FSDPModel(Division):
 
     def gather_weights(self) -> dict[str, Tensor]:
         group = RankGroup(self.group)
-        named_shards = zip(self.names, self.weights, strict=True)
-        return {name: torch.cat(group.gather_from_ranks(part.contiguous())) for name, part in named_shards}
+        name_shard_pairs = zip(self.names, self.weights, strict=True)
+        return {name: torch.cat(group.gather_from_ranks(part.contiguous())) for name, part in name_shard_pairs}
 
     def _compute_scales(self) -> None:
         """Finds the largest magnitudes of all weights that are sent as codes, after an update. One exchange does it

@@ -63,9 +63,9 @@ class RankGroup:
 
     def max_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
-            maximum = x.clone()
-            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.handle)
-            return maximum
+            maximum_over_ranks = x.clone()
+            dist.all_reduce(maximum_over_ranks, dist.ReduceOp.MAX, group=self.handle)
+            return maximum_over_ranks
 
     def gather_from_ranks(self, x: Tensor) -> list[Tensor]:
         if self.is_silent:
@@ -90,9 +90,9 @@ class RankGroup:
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:
         with self.phase.communication:
-            part = parts.new_empty(1, *parts.shape[1:])
-            find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
-            return part[0]
+            own_part = parts.new_empty(1, *parts.shape[1:])
+            find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")(own_part, parts, group=self.handle)
+            return own_part[0]
 
     def exchange_rows(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
         """Sends `sent_counts[r]` rows of x to each rank r. Returns the rows that the ranks have sent to this rank,
@@ -111,16 +111,16 @@ class RankGroup:
         with self.phase.communication:
             tensors_and_owners = zip(tensors, owners, strict=True)
             _wait_for_all(
-                dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True)
-                for tensor, owner in tensors_and_owners
+                dist.reduce(tensor, group=self.handle, group_dst=owner_rank, async_op=True)
+                for tensor, owner_rank in tensors_and_owners
             )
 
     def broadcast_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         with self.phase.communication:
             tensors_and_owners = zip(tensors, owners, strict=True)
             _wait_for_all(
-                dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True)
-                for tensor, owner in tensors_and_owners
+                dist.broadcast(tensor, group=self.handle, group_src=owner_rank, async_op=True)
+                for tensor, owner_rank in tensors_and_owners
             )
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -304,8 +304,8 @@ class OwnedTensors:
         self.owners = assign_owners(sizes, group.size)
         self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
         self.sent_dtype = torch.bfloat16 if wire == "bf16" else torch.float32
-        items_by_owner = [self.select_items_of(owner, sizes) for owner in range(group.size)]
-        self._tensors_by_rank = [RankTensors(items, max(map(len, items_by_owner))) for items in items_by_owner]
+        sizes_by_owner = [self.select_items_of(owner_rank, sizes) for owner_rank in range(group.size)]
+        self._tensors_by_rank = [RankTensors(items, max(map(len, sizes_by_owner))) for items in sizes_by_owner]
 
     def select_items_of(self, owner: int, items: Sequence[T]) -> list[T]:
         return [item for item, item_owner in zip(items, self.owners, strict=True) if item_owner == owner]
@@ -317,7 +317,7 @@ class OwnedTensors:
         """Returns the mean over all ranks of each tensor that this rank owns. `gradients` may be overwritten."""
         if self.fp8 is not None:
             gradients_by_owner = [
-                _flatten_tensors(self.select_items_of(owner, gradients)) for owner in range(self._group.size)
+                _flatten_tensors(self.select_items_of(owner_rank, gradients)) for owner_rank in range(self._group.size)
             ]
             mean = partial(average_tensors, tensors_by_rank=self._tensors_by_rank)
             return _split_like(
@@ -339,10 +339,10 @@ class OwnedTensors:
             values_of_all_owners = self.fp8.send(
                 partial(gather_tensors, tensors_by_rank=self._tensors_by_rank), _flatten_tensors(owned), phase
             )
-            for owner, row in enumerate(
+            for owner_rank, row in enumerate(
                 torch.split(values_of_all_owners, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
             ):
-                owner_tensors = self.select_items_of(owner, all_tensors)
+                owner_tensors = self.select_items_of(owner_rank, all_tensors)
                 torch._foreach_copy_(owner_tensors, _split_like(row, owner_tensors))
             return
         self._group.phase = phase
@@ -350,17 +350,19 @@ class OwnedTensors:
             sent_tensors = [tensor.to(self.sent_dtype) for tensor in self.list_newest_tensors(owned, all_tensors)]
         self._group.broadcast_from_owners(sent_tensors, self.owners)
         # A tensor that was sent without conversion is already in place.
-        changed_tensors = [
+        changed_weight_pairs = [
             (weight, tensor) for weight, tensor in zip(all_tensors, sent_tensors, strict=True) if weight is not tensor
         ]
-        if changed_tensors:
-            torch._foreach_copy_([weight for weight, _ in changed_tensors], [tensor for _, tensor in changed_tensors])
+        if changed_weight_pairs:
+            torch._foreach_copy_(
+                [weight for weight, _ in changed_weight_pairs], [tensor for _, tensor in changed_weight_pairs]
+            )
 
     def list_newest_tensors(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor]) -> list[Tensor]:
-        own_tensors = iter(owned)
+        own_tensor_iterator = iter(owned)
         return [
-            next(own_tensors) if owner == self._group.rank else weight
-            for owner, weight in zip(self.owners, all_tensors, strict=True)
+            next(own_tensor_iterator) if owner_rank == self._group.rank else weight
+            for owner_rank, weight in zip(self.owners, all_tensors, strict=True)
         ]
 
 

@@ -49,12 +49,12 @@ class RankedExperts(Experts):
         self.rows: list[int] = []
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        counts_by_rank = torch.stack(self.group.gather_from_ranks(counts))
+        token_counts_by_rank = torch.stack(self.group.gather_from_ranks(counts))
         # Here the host waits, because it must know how many rows to send.
-        self._tokens_by_rank = counts_by_rank.tolist()
-        rows_by_rank = counts_by_rank.view(self.ranks, self.ranks, -1).sum((0, 2))
+        self._tokens_by_rank = token_counts_by_rank.tolist()
+        rows_by_rank = token_counts_by_rank.view(self.ranks, self.ranks, -1).sum((0, 2))
         self.rows = rows_by_rank.tolist()
-        return counts_by_rank.sum(0)
+        return token_counts_by_rank.sum(0)
 
     def _run_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
         # 1. Send each row to the rank of its expert.
@@ -110,11 +110,11 @@ def _order_by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
     """
     experts = len(tokens[0])
     counts = list(chain.from_iterable(tokens))
-    ends = list(accumulate(counts))
+    part_ends = list(accumulate(counts))
     row_order: list[int] = []
     for expert in range(experts):
         for part in range(expert, len(counts), experts):
-            row_order += range(ends[part] - counts[part], ends[part])
+            row_order += range(part_ends[part] - counts[part], part_ends[part])
     return row_order
 
 

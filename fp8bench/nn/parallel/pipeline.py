@@ -133,9 +133,9 @@ class GPipe(Division):
         assert weight.grad is not None
         partner_gradient = torch.zeros_like(weight.grad)
         partner_rank = dist.get_global_rank(self.group, 0 if self.module.is_last else self.group.size() - 1)
-        send_gradient = dist.P2POp(dist.isend, weight.grad, partner_rank, self.group)
-        receive_gradient = dist.P2POp(dist.irecv, partner_gradient, partner_rank, self.group)
-        for work in dist.batch_isend_irecv([send_gradient, receive_gradient]):
+        send_operation = dist.P2POp(dist.isend, weight.grad, partner_rank, self.group)
+        receive_operation = dist.P2POp(dist.irecv, partner_gradient, partner_rank, self.group)
+        for work in dist.batch_isend_irecv([send_operation, receive_operation]):
             work.wait()
         weight.grad += partner_gradient
 
@@ -148,12 +148,12 @@ class GPipe(Division):
         """Returns all weights on every rank. First the ranks exchange the names of their weights. Then each
         weight is broadcast by its rank.
         """
-        own_weights = dict(zip(self.names, self.weights, strict=True))
+        own_stage_weights = dict(zip(self.names, self.weights, strict=True))
         weights: dict[str, Tensor] = {}
         # Go through the ranks in order, because every rank must take part in every broadcast.
         for rank, names in enumerate(gather_answers(self.names, self.group)):
             for name in names:
-                weight = own_weights.get(name)
+                weight = own_stage_weights.get(name)
                 weight_copy = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()
                 dist.broadcast(weight_copy, group=self.group, group_src=rank)
                 weights[name] = weight_copy
@@ -168,12 +168,12 @@ class GPipe(Division):
         sides = job.batch // self._microbatches, job.config.sequence
         residual = model.around["residual"]
         dtype = model.carrier if residual is None else residual.carrier
-        stream_example = torch.empty(*sides, job.config.width, dtype=dtype, device="meta", requires_grad=True)
+        residual_stream_example = torch.empty(*sides, job.config.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(sides, dtype=torch.int64, device="meta")
         if not self.module.is_last:
-            return (tokens if self.module.is_first else stream_example), stream_example
+            return (tokens if self.module.is_first else residual_stream_example), residual_stream_example
         logits = torch.empty(*sides, job.config.vocabulary, dtype=model.head.arithmetic.carrier, device="meta")
-        return (tokens if self.module.is_first else stream_example), logits.requires_grad_()
+        return (tokens if self.module.is_first else residual_stream_example), logits.requires_grad_()
 
 
 class OneForwardOneBackward(GPipe):

@@ -222,25 +222,25 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
 
     # 2. Check the recorded scales and exchanges. Continue after a fault, because every rank must take part in all
     # checks.
-    faults = [witness.find_fault() for witness in witnesses]
-    for fault in filter(None, faults):
+    witness_faults = [witness.find_fault() for witness in witnesses]
+    for fault in filter(None, witness_faults):
         raise RanksDisagree(fault)
 
     # 3. Compare the final weights, and how much each has changed since the start.
     weights = parallel.model.gather_weights()
     reference_weights = single.model.gather_weights()
     distances = []
-    update_by_weight = {}
+    updates_by_name = {}
     for name, tensor in initial_weights.items():
         weight = weights[name].double()
         reference_weight = reference_weights[name].double()
         distances.append((weight - reference_weight).abs().max())
         weight_change = weight - tensor
-        reference_change = reference_weight - tensor
-        squared_sums = (
-            (weight_change - reference_change).square().sum(),
-            reference_change.square().sum(),
-            (weight_change * reference_change).sum(),
+        reference_weight_change = reference_weight - tensor
+        weight_update_sums = (
+            (weight_change - reference_weight_change).square().sum(),
+            reference_weight_change.square().sum(),
+            (weight_change * reference_weight_change).sum(),
         )
-        update_by_weight[name] = WeightUpdate(*map(float, squared_sums))
-    return RankDifference(float(max(loss_differences)), float(max(distances)), update_by_weight)
+        updates_by_name[name] = WeightUpdate(*map(float, weight_update_sums))
+    return RankDifference(float(max(loss_differences)), float(max(distances)), updates_by_name)

@@ -151,8 +151,8 @@ class TensorFSDP(TensorCut):
         return [ScaleWitness(self.layers(), self.list_shared_roles, self.group, pair)]
 
     def _list_shares(self) -> list[Tensor]:
-        shards = [parameter.detach() for parameter in self.parameters]
-        return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in shards]
+        parameter_shards = [parameter.detach() for parameter in self.parameters]
+        return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in parameter_shards]
 
 
 @cache
@@ -162,12 +162,12 @@ def _make_pair_mesh(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
     """
     ranks = dist.get_process_group_ranks(group)
     mesh = torch.tensor(ranks).view(-1, 2)
-    this_rank = ranks[group.rank()]
+    own_global_rank = ranks[group.rank()]
     backend = dist.get_backend(group)
     groups = {}
     for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):
         for members in sets:  # every rank must take part in making every group
             new_group = dist.new_group(members, backend=backend)
-            if this_rank in members:
+            if own_global_rank in members:
                 groups[name] = new_group
     return DeviceMesh.from_group(list(groups.values()), kind, mesh=mesh, mesh_dim_names=tuple(groups))

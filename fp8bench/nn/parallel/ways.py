@@ -121,11 +121,11 @@ class WeightCut:
 
 def list_cuts(config: GPTConfig) -> dict[str, WeightCut]:
     keys = config.key_heads * config.head_width
-    up_parts = (config.hidden,) * (2 if config.is_llama_like else 1)
+    up_part_sizes = (config.hidden,) * (2 if config.is_llama_like else 1)
     return {
         "attn.qkv": WeightCut(OUTPUT_DIMENSION, (config.width, keys, keys)),
         "attn.out": WeightCut(INPUT_DIMENSION, (config.width,)),
-        "mlp.up": WeightCut(OUTPUT_DIMENSION, up_parts),
+        "mlp.up": WeightCut(OUTPUT_DIMENSION, up_part_sizes),
         "mlp.down": WeightCut(INPUT_DIMENSION, (config.hidden,)),
     }
 
@@ -247,8 +247,8 @@ def count_scale_traffic(blocks: int, ranks: int) -> ScaleTraffic:
     layers, and ranks divide two operands of each. Before each cast of such an operand, the ranks exchange its largest
     magnitude.
     """
-    divided_casts = 2 * 4 * blocks
-    return ScaleTraffic(divided_casts, 4 * divided_casts * 2 * (ranks - 1) / ranks)
+    divided_cast_count = 2 * 4 * blocks
+    return ScaleTraffic(divided_cast_count, 4 * divided_cast_count * 2 * (ranks - 1) / ranks)
 
 
 WAYS = {

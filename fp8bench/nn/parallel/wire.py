@@ -97,16 +97,16 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         """Repeats the recorded operations on zeros. It waits for each operation before the next one, but for all sends
         and receives together at the end.
         """
-        open_operations = []
+        pending_transfers = []
         for func, args in self._recorded_calls:
             result_leaves = tree_leaves(func(*args))
             operations: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
             operations = operations or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
             if func.name().partition(".")[0] in _POINT_TO_POINT:
-                open_operations += operations
+                pending_transfers += operations
             else:
                 _wait_for_operations(operations)
-        _wait_for_operations(open_operations)
+        _wait_for_operations(pending_transfers)
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
         if name in _OPERATIONS_WITHOUT_DATA or name == _RECEIVE_PREFIX:
@@ -114,13 +114,13 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         if name not in _OPERATIONS:
             raise NotCounted(f"the bytes of {name} cannot be counted: add it to _OPERATIONS in nn/parallel/wire.py")
         operation, position = _OPERATIONS[name]
-        sent_factor = _RING_FACTORS[operation](_count_ranks(args))
+        sent_byte_ratio = _RING_FACTORS[operation](_count_ranks(args))
         if name == "c10d::alltoall_base_" and args[4]:  # rows that a rank keeps are not sent
-            sent_factor = 1 - args[4][self._rank] / max(1, sum(args[4]))
+            sent_byte_ratio = 1 - args[4][self._rank] / max(1, sum(args[4]))
         for tensor in tree_leaves(args[position]):
             key = operation, str(tensor.dtype).removeprefix("torch.")
             self._calls[key] += 1
-            self._bytes[key] += tensor.numel() * tensor.element_size() * sent_factor
+            self._bytes[key] += tensor.numel() * tensor.element_size() * sent_byte_ratio
 
 
 def _count_ranks(args: Sequence[Any]) -> int:

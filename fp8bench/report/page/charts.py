@@ -37,8 +37,8 @@ def is_worth_drawing(chart: AnyChart) -> bool:
 def _count_values(chart: AnyChart) -> int:
     match chart:
         case Bars():
-            all_marks = itertools.chain.from_iterable(marks for _, marks in chart.groups)
-            return sum(1 + len(mark.samples) for mark in all_marks)
+            marks_of_groups = itertools.chain.from_iterable(marks for _, marks in chart.groups)
+            return sum(1 + len(mark.samples) for mark in marks_of_groups)
         case Scatter():
             return len(chart.points)
         case Stacks():
@@ -63,17 +63,17 @@ def stack_chart(
     """
     row_totals = [total for _, total, _ in rows]
     # On a common axis, one long step would make the parts of short steps too thin to see.
-    draws_shares = max(row_totals) > _MAX_RATIO_OF_BARS * min(row_totals)
-    bars = []
+    draws_part_shares = max(row_totals) > _MAX_RATIO_OF_BARS * min(row_totals)
+    labelled_bars = []
     for label, total, value_by_part in rows:
         values = [value_by_part.get(part, 0.0) for part in parts]
         bar_label = label
-        if draws_shares:
+        if draws_part_shares:
             bar_label += f", {units.describe(total, axis.unit)}"
             values = [100 * value / (total or 1.0) for value in values]
-        bars.append((bar_label, tuple(values)))
-    bar_axis = ChartAxis(share_title, "%") if draws_shares else axis
-    return Stacks(name, title, description, bar_axis, tuple(parts.values()), tuple(bars))
+        labelled_bars.append((bar_label, tuple(values)))
+    bar_axis = ChartAxis(share_title, "%") if draws_part_shares else axis
+    return Stacks(name, title, description, bar_axis, tuple(parts.values()), tuple(labelled_bars))
 
 
 class _NumbersRow(NamedTuple):
@@ -105,8 +105,8 @@ def numbers_table(chart: AnyChart) -> Table:
         case Lines():
             headings = ("at", "series")
             for index, place in enumerate(chart.places):
-                marks_at_place = [(series, marks[index]) for series, marks in chart.series]
-                rows += [_NumbersRow(place, series, mark) for series, mark in marks_at_place if mark is not None]
+                series_marks_at_place = [(series, marks[index]) for series, marks in chart.series]
+                rows += [_NumbersRow(place, series, mark) for series, mark in series_marks_at_place if mark is not None]
         case Scatter():
             headings = ("series", "case")
             rows = [_NumbersRow(point.series, point.label, point) for point in chart.points]

@@ -89,12 +89,12 @@ def load_template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    template_filters: dict[str, Callable[..., str]] = {
+    jinja_filters: dict[str, Callable[..., str]] = {
         "sort_value": _sort_value,
         "kind": lambda element: type(element).__name__,
         "marked": _mark_code,
     }
-    environment.filters |= template_filters
+    environment.filters |= jinja_filters
     return environment.from_string(_read_asset("page.html.j2"))
 
 
@@ -105,10 +105,10 @@ def _read_asset(*names: str) -> str:
 
 def list_charts(page: Page) -> dict[str, AnyChart]:
     """Returns the page's charts by id."""
-    charts: dict[str, AnyChart] = {}
+    charts_by_id: dict[str, AnyChart] = {}
     for _, _, blocks in _parts_with_ids(page, lambda chart: ""):
-        charts |= {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
-    return charts
+        charts_by_id |= {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
+    return charts_by_id
 
 
 def _parts_with_ids(page: Page, draw: Callable[[AnyChart], str]) -> list[tuple[str, Part, tuple[_PageBlock, ...]]]:
@@ -123,26 +123,26 @@ class _UniqueIds:
         self._taken = {"content", "contents", "tip"}
 
     def make_unique(self, name: str) -> str:
-        anchor = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
-        candidate_id = anchor
+        base_id = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
+        candidate_html_id = base_id
         suffix = 1
-        while candidate_id in self._taken:
+        while candidate_html_id in self._taken:
             suffix += 1
-            candidate_id = f"{anchor}-{suffix}"
-        self._taken.add(candidate_id)
-        return candidate_id
+            candidate_html_id = f"{base_id}-{suffix}"
+        self._taken.add(candidate_html_id)
+        return candidate_html_id
 
 
 def _page_blocks(part: Part, ids: _UniqueIds, draw: Callable[[AnyChart], str]) -> Iterator[_PageBlock]:
     for element in part.elements:
         if isinstance(element, Table):
-            anchor = ids.make_unique(element.name)
-            yield _PageBlock(element, anchor, _make_html_table(element, anchor))
+            element_id = ids.make_unique(element.name)
+            yield _PageBlock(element, element_id, _make_html_table(element, element_id))
         elif isinstance(element, Chart):
-            anchor = ids.make_unique(element.name)
-            numbers_html = _make_html_table(numbers_table(element), ids.make_unique(f"{anchor}-numbers"))
+            element_id = ids.make_unique(element.name)
+            numbers_html = _make_html_table(numbers_table(element), ids.make_unique(f"{element_id}-numbers"))
             # Begin each id within the drawing with the id of the chart, so that it is unique on the page.
-            yield _PageBlock(element, anchor, numbers_html, draw(replace(element, name=anchor)))
+            yield _PageBlock(element, element_id, numbers_html, draw(replace(element, name=element_id)))
         else:
             yield _PageBlock(element)
 
@@ -170,8 +170,8 @@ def _sort_value(field: Field) -> str:
     # Write infinity in JavaScript's spelling, because JavaScript would sort 'inf' as text.
     if math.isinf(field.value):
         return "Infinity" if field.value > 0 else "-Infinity"
-    exact_text = repr(float(field.value)).removesuffix(".0")
-    return "" if exact_text == field.text else exact_text
+    exact_number_text = repr(float(field.value)).removesuffix(".0")
+    return "" if exact_number_text == field.text else exact_number_text
 
 
 # A report's card (its entry in a list of reports) is within this many bytes from the start of its page.
@@ -231,16 +231,18 @@ def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
     match element:
         case Table():
             answer_titles = ("case", "arm", "verdict")
-            column_indices = [index for index, column in enumerate(element.columns) if column.title in answer_titles]
-            if len(column_indices) < 2:
+            answer_column_indices = [
+                index for index, column in enumerate(element.columns) if column.title in answer_titles
+            ]
+            if len(answer_column_indices) < 2:
                 return ()
-            pairs = [(row[column_indices[0]].text, row[column_indices[1]].text) for row in element.rows]
+            pairs = [(row[answer_column_indices[0]].text, row[answer_column_indices[1]].text) for row in element.rows]
             return tuple(CardAnswer(about, word) for about, word in pairs if word not in ("", units.NONE))
         case Text():
             return (CardAnswer("", shorten_line(element.text, _MAX_ANSWER_LENGTH)),)
         case Items():
-            clauses = [item.text.partition(";")[0] for item in element.items]
-            return tuple(CardAnswer("", shorten_line(clause, _MAX_ANSWER_LENGTH)) for clause in clauses)
+            first_item_clauses = [item.text.partition(";")[0] for item in element.items]
+            return tuple(CardAnswer("", shorten_line(clause, _MAX_ANSWER_LENGTH)) for clause in first_item_clauses)
     return ()
 
 

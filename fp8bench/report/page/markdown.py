@@ -72,25 +72,28 @@ def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
     first part of the page, but not within a later part.
     """
     # 1. Make as many blocks visible as fit.
-    num_visible = 1
-    while _count_lines(blocks[: num_visible + 1]) + 2 <= _MAX_VISIBLE_LINES:
-        num_visible += 1
-    part_start_indices = [index for index, block in enumerate(blocks[:num_visible]) if block.startswith("## ")]
-    if len(part_start_indices) > 1 and not blocks[num_visible].startswith("## "):
-        num_visible = part_start_indices[-1]
+    num_visible_blocks = 1
+    while _count_lines(blocks[: num_visible_blocks + 1]) + 2 <= _MAX_VISIBLE_LINES:
+        num_visible_blocks += 1
+    part_start_indices = [index for index, block in enumerate(blocks[:num_visible_blocks]) if block.startswith("## ")]
+    if len(part_start_indices) > 1 and not blocks[num_visible_blocks].startswith("## "):
+        num_visible_blocks = part_start_indices[-1]
     # 2. Split a list or table that does not fit, and repeat the table's header. Fold any other block together with its
     # headings.
-    block = blocks[num_visible]
-    num_lines = _MAX_VISIBLE_LINES - _count_lines(blocks[:num_visible]) - 3
-    if num_lines >= _MIN_LINES_OF_CUT_BLOCK and block.startswith(("- ", "| ")):
+    block = blocks[num_visible_blocks]
+    num_visible_block_lines = _MAX_VISIBLE_LINES - _count_lines(blocks[:num_visible_blocks]) - 3
+    if num_visible_block_lines >= _MIN_LINES_OF_CUT_BLOCK and block.startswith(("- ", "| ")):
         lines = block.split("\n")
         header = lines[:2] if block.startswith("| ") else []
-        remaining_lines = "\n".join([*header, *lines[num_lines:]])
-        return [*blocks[:num_visible], "\n".join(lines[:num_lines])], [remaining_lines, *blocks[num_visible + 1 :]]
-    first_hidden_index = num_visible
-    while first_hidden_index > 1 and blocks[first_hidden_index - 1].startswith("#"):
-        first_hidden_index -= 1
-    return blocks[:first_hidden_index], blocks[first_hidden_index:]
+        hidden_block_text = "\n".join([*header, *lines[num_visible_block_lines:]])
+        return [*blocks[:num_visible_blocks], "\n".join(lines[:num_visible_block_lines])], [
+            hidden_block_text,
+            *blocks[num_visible_blocks + 1 :],
+        ]
+    first_hidden_block_index = num_visible_blocks
+    while first_hidden_block_index > 1 and blocks[first_hidden_block_index - 1].startswith("#"):
+        first_hidden_block_index -= 1
+    return blocks[:first_hidden_block_index], blocks[first_hidden_block_index:]
 
 
 def _part_blocks(part: Part) -> Sentences:
@@ -127,13 +130,13 @@ def _element_blocks(element: Element) -> Sentences:
 
 def _chart_blocks(chart: AnyChart) -> Sentences:
     # GitHub shows no inline SVG, so print the numbers of the chart as a table.
-    numbers_rows = numbers_table(chart)
+    chart_numbers_table = numbers_table(chart)
     yield _heading_markdown(3, chart.title)
     yield _paragraph_markdown(chart.description)
-    yield _table_markdown(numbers_rows.columns, numbers_rows.rows[:_MAX_CHART_ROWS])
-    num_hidden = len(numbers_rows.rows) - _MAX_CHART_ROWS
-    if num_hidden > 0:
-        yield f"{num_hidden} more rows are left out here."
+    yield _table_markdown(chart_numbers_table.columns, chart_numbers_table.rows[:_MAX_CHART_ROWS])
+    num_hidden_rows = len(chart_numbers_table.rows) - _MAX_CHART_ROWS
+    if num_hidden_rows > 0:
+        yield f"{num_hidden_rows} more rows are left out here."
 
 
 def _table_markdown(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) -> str:
@@ -160,8 +163,8 @@ def _paragraph_markdown(text: str, tone: Tone = Tone.PLAIN) -> str:
     line = _escape_line(text)
     if markup := _LINE_START_MARKUP_PATTERN.match(line):
         # Escape '#' as '\#', but '1.' as '1\.', because the dot makes it a list item.
-        markup_end = markup.end()
-        line = f"{line[:markup_end]}\\{line[markup_end:]}" if line[0].isdigit() else f"\\{line}"
+        markup_end_index = markup.end()
+        line = f"{line[:markup_end_index]}\\{line[markup_end_index:]}" if line[0].isdigit() else f"\\{line}"
     return _add_sign(line, tone)
 
 

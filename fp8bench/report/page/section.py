@@ -112,16 +112,16 @@ def table_of_cases(
     MAX_ROWS, some cases are left out, and a sentence names them.
     """
     rows: list[CaseValue[V]] = []
-    hidden_cases = []
+    hidden_case_names = []
     for case, values in cases:
         if rows and len(rows) + len(values) > MAX_ROWS:
-            hidden_cases.append(case.name)
+            hidden_case_names.append(case.name)
         else:
             rows += [CaseValue(case, value) for value in values]
     if rows:
         yield table(name, caption, cols, rows, required_headings={col.heading for col in cols[:2]})
-    if hidden_cases:
-        yield Text(f"{caption}: the table has no room for {join_words(hidden_cases)}; the run's file has them.")
+    if hidden_case_names:
+        yield Text(f"{caption}: the table has no room for {join_words(hidden_case_names)}; the run's file has them.")
 
 
 def build_parts(material: Material) -> tuple[Part, ...]:
@@ -158,8 +158,8 @@ _MAX_NAME_LENGTH = 60
 def report_page(material: Material) -> Page:
     """Returns the page of a report. The page does not depend on when or where it is rendered."""
     runs = [entry.run for entry in material.entries]
-    remark = "noisy" if any(map(describe_load, runs)) else ""
-    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), remark=remark)
+    noise_remark = "noisy" if any(map(describe_load, runs)) else ""
+    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), remark=noise_remark)
 
 
 def _shorten_name(name: str) -> str:
@@ -255,10 +255,10 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
         if all(labels) and len({*labels}) == len(runs):
             return labels
     ids = [run.id or "run" for run in runs]
-    occurrence_numbers = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
+    id_occurrence_numbers = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
     return [
         f"{name} ({occurrence})" if ids.count(name) > 1 else name
-        for name, occurrence in zip(ids, occurrence_numbers, strict=True)
+        for name, occurrence in zip(ids, id_occurrence_numbers, strict=True)
     ]
 
 
@@ -292,8 +292,8 @@ def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
         ]
     panels_by_title = Counter(title for title, _ in titled_panels)
     for title, panel in titled_panels:
-        is_unique = panels_by_title[title] == 1 or not panel.reference
-        yield title if is_unique else f"{title} against {panel.reference}", panel
+        is_title_sufficient = panels_by_title[title] == 1 or not panel.reference
+        yield title if is_title_sufficient else f"{title} against {panel.reference}", panel
 
 
 def rename_tables(elements: Iterable[Element], suffix: object, title: str) -> Elements:

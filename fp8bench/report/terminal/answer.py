@@ -63,10 +63,10 @@ def answer_parts(entry: LabelledRun, width: int, page_path: str = "", store_opti
     """
     *parts, last_part = _parts_without_links(entry, width)
     yield from parts
-    links = [("Page", page_path)] if page_path else []
+    run_links = [("Page", page_path)] if page_path else []
     if entry.run.path:
-        links.append(("More", f"fp8bench show {entry.run.id}{store_options} --all"))
-    last_element = Facts(tuple(links)) if links else Text("This run was not stored.")
+        run_links.append(("More", f"fp8bench show {entry.run.id}{store_options} --all"))
+    last_element = Facts(tuple(run_links)) if run_links else Text("This run was not stored.")
     yield replace(last_part, elements=(*last_part.elements, last_element))
 
 
@@ -193,14 +193,14 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
         return value if isinstance(value, int | float) else None
 
     power_cap, default_power_cap, max_clock = map(setting, ("power_cap", "power_cap_default", "sm_clock_max"))
-    is_cap_lowered = power_cap is not None and default_power_cap is not None and power_cap < default_power_cap
+    is_power_cap_lowered = power_cap is not None and default_power_cap is not None and power_cap < default_power_cap
     facts = []
     if power_cap is not None:
         default_share_text = (
             f", {units.percent(power_cap / default_power_cap, 0)} of its default" if default_power_cap else ""
         )
         facts.append(
-            f"{'POWER CAP' if is_cap_lowered else 'power cap'} {units.count(power_cap, 'W')}{default_share_text}"
+            f"{'POWER CAP' if is_power_cap_lowered else 'power cap'} {units.count(power_cap, 'W')}{default_share_text}"
         )
     if clock_rates:
         max_clock_text = f" of {units.count(max_clock, 'Hz')}" if max_clock is not None else ""
@@ -209,7 +209,7 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
         facts.append(f"held back by {join_words(throttle_reasons)}")
     if facts:
         tone_without_cap = Tone.DOUBT if throttle_reasons else Tone.PLAIN
-        yield Text("; ".join(facts), Tone.BAD if is_cap_lowered else tone_without_cap)
+        yield Text("; ".join(facts), Tone.BAD if is_power_cap_lowered else tone_without_cap)
 
 
 def _requested_tables(panel: Panel) -> Iterator[Part]:

@@ -72,9 +72,9 @@ def changes_page(search_result: FoundChanges, store: str, with_closed: bool = Fa
     ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.skip_counts))
     parts += make_list_part("left", "not looked at", ignored_series)
     # Print commands for the first change with an alarm only. Readers can adapt them to other changes.
-    first_alarm = next((change for change in search_result.changes if change.alarms), None)
-    if first_alarm is not None:
-        parts.append(Part("summary", "", tuple(_next_steps(first_alarm, store_options))))
+    first_alarming_change = next((change for change in search_result.changes if change.alarms), None)
+    if first_alarming_change is not None:
+        parts.append(Part("summary", "", tuple(_next_steps(first_alarming_change, store_options))))
     return Page(
         f"{store}: {_summarize_search(search_result)}", "", tuple(parts), _legend_lines(search_result, with_closed)
     )
@@ -85,15 +85,15 @@ def _describe_commits(change: Change, with_machine: bool) -> str:
 
     An example: 'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'.
     """
-    commit_range = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
+    commit_range_text = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
     if change.commit_count > 1:
         unmeasured_text = (
             f" ({change.unmeasured_count} of them without a comparable figure)" if change.unmeasured_count else ""
         )
-        commit_range += (
+        commit_range_text += (
             f", one of {change.commit_count} commits{unmeasured_text}, most likely {change.first_commit[:8]}"
         )
-    return f"{commit_range}, {describe_machine(change.trend)}" if with_machine else commit_range
+    return f"{commit_range_text}, {describe_machine(change.trend)}" if with_machine else commit_range_text
 
 
 def _next_steps(change: Change, store_options: str) -> Elements:
@@ -150,11 +150,11 @@ def _summarize_search(search_result: FoundChanges) -> str:
     ]
     if groups[_LOWER_COUNTS_TITLE]:
         count_texts.insert(1, f"{many(len(groups[_LOWER_COUNTS_TITLE]), 'count')} that went down")
-    num_acknowledged = len(groups[ChangeState.ACKNOWLEDGED])
+    num_acknowledged_changes = len(groups[ChangeState.ACKNOWLEDGED])
     num_ignored_series = sum(search_result.skip_counts.values())
     return join_parts(
         f"{join_words(count_texts)} in {count_series(num_series)}",
-        f"{many(num_acknowledged, 'change')} acknowledged" if num_acknowledged else "",
+        f"{many(num_acknowledged_changes, 'change')} acknowledged" if num_acknowledged_changes else "",
         f"{count_series(num_ignored_series)} not looked at" if num_ignored_series else "",
         separator="; ",
     )
@@ -198,8 +198,8 @@ def _change_notes(change: Change) -> Iterator[str]:
     if not change.current:
         yield "the last commits were measured under different conditions, which may explain the change"
     if change.ack is not None:
-        because = f": {change.ack.because}" if change.ack.because else ""
-        yield f"acknowledged {change.ack.when[:10]}{because}"
+        reason_suffix = f": {change.ack.because}" if change.ack.because else ""
+        yield f"acknowledged {change.ack.when[:10]}{reason_suffix}"
 
 
 def _legend_lines(search_result: FoundChanges, with_closed: bool) -> list[str]:

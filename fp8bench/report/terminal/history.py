@@ -100,10 +100,10 @@ def _summarize_changes(endings: Sequence[Ending]) -> str:
         ratio = _change_ratio(ending.last, ending.before)
         if ratio is not None:
             changes.append((abs(math.log(ratio)), ending.trend.name, units.change(ratio)))
-    num_changed = sum(size > math.log1p(_COUNTED_CHANGE) for size, _, _ in changes)
+    num_changed_series = sum(size > math.log1p(_COUNTED_CHANGE) for size, _, _ in changes)
     series = f"{count_series(len(changes))} with an earlier commit"
-    summary = f"{num_changed} of {series} changed by more than {units.percent(_COUNTED_CHANGE, 0)}"
-    if not num_changed:
+    summary = f"{num_changed_series} of {series} changed by more than {units.percent(_COUNTED_CHANGE, 0)}"
+    if not num_changed_series:
         return summary
     _, largest_name, change = max(changes, key=itemgetter(0))
     return f"{summary}; the largest change: {largest_name} {change}"
@@ -136,16 +136,16 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
     # If the run does not show whether files had uncommitted changes, assume that they had.
     if run.environment.get("dirty") is not False and commit != "none":
         commit += "+dirty"
-    record_counts = Counter(record.status for record in run.records)
-    remark = ""
+    num_records_by_status = Counter(record.status for record in run.records)
+    run_remark = ""
     if not run.finished and is_being_written:
-        remark = "being measured now"
+        run_remark = "being measured now"
     elif not run.finished:
         num_missing, _ = count_missing(run)
         missing_text = f"; {many(num_missing, 'case has', 'cases have')} no record" if num_missing else ""
-        remark = f"unfinished{missing_text}: fp8bench suite --resume {run.id}{store_options}"
+        run_remark = f"unfinished{missing_text}: fp8bench suite --resume {run.id}{store_options}"
     start_text = run.started[:19].replace("T", " ")
-    count_texts = [str(record_counts[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)]
+    count_texts = [str(num_records_by_status[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)]
     machine = environment_fact(run, "machine")
     texts = [
         run.id,
@@ -156,7 +156,7 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
         *count_texts,
         machine or units.NONE,
     ]
-    return tuple(map(Field, [*texts, remark]))
+    return tuple(map(Field, [*texts, run_remark]))
 
 
 def runs_page(
@@ -282,13 +282,13 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
     conditions = ""
     for figure in trend.figures:
         # 1. Collect the measuring conditions that changed. Rows with the same changes share one line above them.
-        new_conditions = []
+        changed_conditions = []
         if figure.version != version:
-            new_conditions.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
+            changed_conditions.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
         version = figure.version
         if previous_figure is not None and figure.value is not None:
-            new_conditions += _new_conditions(dict(previous_figure.under), dict(figure.under))
-        conditions = "; ".join(new_conditions) or conditions
+            changed_conditions += _new_conditions(dict(previous_figure.under), dict(figure.under))
+        conditions = "; ".join(changed_conditions) or conditions
         # 2. Print the figure, and its change if the previous figure measured the same work.
         change_text = units.NONE
         if previous_figure is not None and _is_same_work(figure, previous_figure):
@@ -305,10 +305,10 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
 
 
 def _new_conditions(previous: Mapping[str, object], current: Mapping[str, object]) -> Iterator[str]:
-    changed_names = [name for name in {**previous, **current} if previous.get(name) != current.get(name)]
-    for name in changed_names:
+    changed_condition_names = [name for name in {**previous, **current} if previous.get(name) != current.get(name)]
+    for name in changed_condition_names:
         # If the version of torch changed, torch's git hash changed as well and adds nothing.
-        if name != "torch_git" or "torch" not in changed_names:
+        if name != "torch_git" or "torch" not in changed_condition_names:
             previous_value = _show_condition(previous.get(name))
             current_value = _show_condition(current.get(name))
             yield f"{name} {previous_value:.28} -> {current_value:.28}"

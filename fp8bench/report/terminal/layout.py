@@ -68,8 +68,8 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
     """
     # Names and error texts are untrusted, and must not control the terminal.
     printable_text = printable(text)
-    wrapper = _TextWrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
-    return wrapper.wrap(printable_text) or [indent.rstrip()]
+    text_wrapper = _TextWrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
+    return text_wrapper.wrap(printable_text) or [indent.rstrip()]
 
 
 def make_list_part(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
@@ -79,9 +79,9 @@ def make_list_part(name: str, title: str, sentences: Iterable[str]) -> list[Part
 
 def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
     width = max(width, MIN_WIDTH)
-    paint = make_painter(color)
+    paint_text = make_painter(color)
     # 1. Print title, subtitle and facts as one paragraph.
-    header_lines = _paint_lines(page.title, Tone.STRONG, width, paint)
+    header_lines = _paint_lines(page.title, Tone.STRONG, width, paint_text)
     if page.subtitle:
         header_lines += wrap(page.subtitle, width, hang=INDENT)
     for name, fact in page.facts:
@@ -97,7 +97,7 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
         parts.append(Part("legend", "", (Text(_EXPLAIN_HINT),)))
     blocks = [header_lines]
     for part in [*parts, *summary_parts]:
-        blocks += _part_blocks(part, width, paint)
+        blocks += _part_blocks(part, width, paint_text)
     text = "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
     return f"{text}{_EXPLAIN_HINT}\n" if has_hint and not summary_parts else text
 
@@ -166,12 +166,12 @@ def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
     num_grid_columns = len(columns)
     while num_grid_columns > 1 and _width_for_name(widths[:num_grid_columns], width) < min(widths[0], _MIN_NAME_WIDTH):
         num_grid_columns -= 1
-    name_width = _width_for_name(widths[:num_grid_columns], width)
+    name_column_width = _width_for_name(widths[:num_grid_columns], width)
     name_lengths = [len(fields[0].text) for fields in rows]
     widths[0] = max(
         [
-            min(len(columns[0].title), name_width),
-            *(column_width for column_width in name_lengths if column_width <= name_width),
+            min(len(columns[0].title), name_column_width),
+            *(column_width for column_width in name_lengths if column_width <= name_column_width),
         ]
     )
     # 2. Print the titles of the columns, then the rows. Fields that neighbouring rows share are above these rows.
@@ -222,10 +222,10 @@ def _row_lines(
     if len(name) > widths[0]:
         lines += wrap(name, width, INDENT, INDENT)
         name = ""
-    cells = [paint(name, fields[0].tone) + " " * (widths[0] - len(name))]
+    cell_texts = [paint(name, fields[0].tone) + " " * (widths[0] - len(name))]
     for field, column, column_width in zip(fields[1:], columns[1:], widths[1:], strict=False):
         padding = " " * (column_width - len(field.text))
         text = paint(field.text, field.tone)
-        cells.append(padding + text if column.number else text + padding)
-    line = (INDENT + GAP.join(cells)).rstrip()
+        cell_texts.append(padding + text if column.number else text + padding)
+    line = (INDENT + GAP.join(cell_texts)).rstrip()
     return [*lines, line] if line else lines

@@ -72,12 +72,12 @@ def _answer_table(question: str, answers: Sequence[Answer]) -> Table:
     def cost_column(index: int) -> Col[Answer]:
         return Col("", lambda answer: answer.costs[index] if index < len(answer.costs) else "")
 
-    num_costs = max(len(answer.costs) for answer in answers)
+    max_costs_per_answer = max(len(answer.costs) for answer in answers)
     cols: Cols[Answer] = [
         Col("", "name"),
         Col("", lambda answer: Field(answer.verdict, tone=answer.tone)),
         Col("", "figure"),
-        *map(cost_column, range(num_costs)),
+        *map(cost_column, range(max_costs_per_answer)),
         Col("", "reason", below=True),
     ]
     return table("answers", question, cols, answers, required_headings=())

@@ -215,14 +215,14 @@ def _describe_callable_accuracy(cases: Cases) -> str:
         f"differs from {mode} by {prefix}{show_error(largest_difference)}" if largest_difference else f"equal to {mode}"
     )
     # 2. Compare the callable and the reference with results in float64.
-    error = case.median(OUTPUT_ERROR)
-    reference_error = case.reference_result.median(OUTPUT_ERROR) if case.reference_result is not None else None
-    if error is None or reference_error is None:
+    output_error = case.median(OUTPUT_ERROR)
+    reference_output_error = case.reference_result.median(OUTPUT_ERROR) if case.reference_result is not None else None
+    if output_error is None or reference_output_error is None:
         return f"{difference_text}; its error is unknown: {mode} does not compute in float64"
-    if max(error, reference_error) <= _EQUAL_ERROR_RATIO * min(error, reference_error):
-        return f"{difference_text}; as exact: both off float64 by {show_error(error)}"
-    comparative_word = "more" if error < reference_error else "less"
-    errors_text = f"off float64 by {show_error(error)}, {mode} by {show_error(reference_error)}"
+    if max(output_error, reference_output_error) <= _EQUAL_ERROR_RATIO * min(output_error, reference_output_error):
+        return f"{difference_text}; as exact: both off float64 by {show_error(output_error)}"
+    comparative_word = "more" if output_error < reference_output_error else "less"
+    errors_text = f"off float64 by {show_error(output_error)}, {mode} by {show_error(reference_output_error)}"
     return f"{difference_text}; {comparative_word} exact: {errors_text}"
 
 
@@ -284,8 +284,8 @@ def describe_reason(reason: Reason, work_outside_phases: str = "") -> str:
         case Cause.CASTS:
             gained_seconds = sum(gain.saved_seconds for gain in reason.gains if gain.saved_seconds > 0)
             cast_seconds = -sum(gain.saved_seconds for gain in reason.gains if gain.phase == Phase.CAST)
-            casts_take_all = saved_seconds <= 0 and cast_seconds >= gained_seconds
-            return f"{gains_text}: casts take {'all' if casts_take_all else 'most'} of the gain"
+            casts_take_whole_gain = saved_seconds <= 0 and cast_seconds >= gained_seconds
+            return f"{gains_text}: casts take {'all' if casts_take_whole_gain else 'most'} of the gain"
         case Cause.SMALL_SHARE:
             (first_gain, *_) = (gain for gain in reason.gains if gain.saved_seconds > 0)
             step_share = units.percent(first_gain.reference_seconds / reason.reference_seconds, 0)
@@ -300,17 +300,17 @@ def _describe_gains(gains: Sequence[PhaseGain], work_outside_phases: str) -> str
     """Returns what phases save or cost, as 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower),
     casts 2.30 ms'. `work_outside_phases` is the name for time outside of phases, or ''.
     """
-    phrases = []
-    previous_verb = ""
+    gain_phrases = []
+    previous_gain_verb = ""
     for gain in gains:
         noun = work_outside_phases if work_outside_phases and gain.phase == UNATTRIBUTED else _PHASE_NOUNS[gain.phase]
-        verb = "save" if gain.saved_seconds > 0 else "cost"
-        if verb != previous_verb:
-            is_plural = gain.phase == Phase.CAST or " and " in noun
-            noun += f" {verb}" if is_plural else f" {verb}s"
-        phrases.append(f"{noun} {_describe_seconds(gain)}")
-        previous_verb = verb
-    return ", ".join(phrases)
+        gain_verb = "save" if gain.saved_seconds > 0 else "cost"
+        if gain_verb != previous_gain_verb:
+            is_noun_plural = gain.phase == Phase.CAST or " and " in noun
+            noun += f" {gain_verb}" if is_noun_plural else f" {gain_verb}s"
+        gain_phrases.append(f"{noun} {_describe_seconds(gain)}")
+        previous_gain_verb = gain_verb
+    return ", ".join(gain_phrases)
 
 
 def _describe_seconds(gain: PhaseGain) -> str:
@@ -376,8 +376,8 @@ def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
         return
     seconds = max(_seconds_to_settle(speed, budget) for speed in speeds)
     if seconds <= _MAX_PROPOSED_SECONDS:
-        longer_command = f"{remove_option(full_run_command, '--budget')} --budget {seconds}"
-        yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {longer_command}"
+        longer_run_command = f"{remove_option(full_run_command, '--budget')} --budget {seconds}"
+        yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {longer_run_command}"
 
 
 def _seconds_to_settle(speed: Interval, budget: float) -> int:

@@ -46,8 +46,8 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
 
     def describe_sizes(row: _SweptRow) -> str:
         points = row.sweep.indexed_sizes
-        size_range = f"{units.whole(points[0][0])} to {units.whole(points[-1][0])}"
-        return f"{row.sweep.axis} = {size_range}, {len(points)} sizes"
+        size_range_text = f"{units.whole(points[0][0])} to {units.whole(points[-1][0])}"
+        return f"{row.sweep.axis} = {size_range_text}, {len(points)} sizes"
 
     cols: Cols[_SweptRow] = [
         Col("", describe_sweep, shared=True),
@@ -73,19 +73,21 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
         if len(break_even.stretches) == 1:
             return "at every size" if verdicts[0] else "nowhere"
         return "wherever it can be told" if verdicts[0] else "nowhere that can be told"
-    size_ranges = []
-    start_text = ""
+    faster_size_ranges = []
+    range_start_text = ""
     for crossing in break_even.crossings:
         size, low, high = map(_show_size, (crossing.size, crossing.low, crossing.high))
         crossing_text = f"{size} ({low} to {high})"
         if crossing.becomes_faster:
-            start_text = f"from {axis} = {crossing_text}"
+            range_start_text = f"from {axis} = {crossing_text}"
         else:
-            size_ranges.append(f"{start_text} to {crossing_text}" if start_text else f"up to {axis} = {crossing_text}")
-            start_text = ""
-    if start_text:
-        size_ranges.append(f"{start_text} on")
-    return " and ".join(size_ranges)
+            faster_size_ranges.append(
+                f"{range_start_text} to {crossing_text}" if range_start_text else f"up to {axis} = {crossing_text}"
+            )
+            range_start_text = ""
+    if range_start_text:
+        faster_size_ranges.append(f"{range_start_text} on")
+    return " and ".join(faster_size_ranges)
 
 
 def _show_size(size: float) -> str:
@@ -100,10 +102,10 @@ def list_remarks(mode: SweptMode) -> Iterator[str]:
         unclear_ranges = []
         for stretch in break_even.stretches:
             # Near a break-even size, unclear results are expected. So sizes between its bounds get no remark.
-            is_within_crossing = any(
+            is_near_break_even = any(
                 crossing.low <= stretch.first_size <= crossing.high for crossing in break_even.crossings
             )
-            if stretch.is_faster is None and not is_within_crossing:
+            if stretch.is_faster is None and not is_near_break_even:
                 unclear_ranges.append(" to ".join(map(_show_size, (stretch.first_size, stretch.last_size))))
         if unclear_ranges:
             yield f"too close to tell from {join_words(unclear_ranges)}"
@@ -151,15 +153,24 @@ def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
         for sweep, modes in list_swept_modes(panel):
             sizes = [size for size, _ in sweep.indexed_sizes]
             for mode in modes:
-                first_fields = (panel.suite, panel.device, sweep.axis, sweep.held_params, mode.mode, mode.base_mode)
+                leading_row_fields = (
+                    panel.suite,
+                    panel.device,
+                    sweep.axis,
+                    sweep.held_params,
+                    mode.mode,
+                    mode.base_mode,
+                )
                 break_even = mode.break_even
-                pays_text = describe_crossings(sweep.axis, break_even) if break_even else ""
+                crossings_text = describe_crossings(sweep.axis, break_even) if break_even else ""
                 level = break_even.level or None if break_even else None
-                last_fields = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))
+                trailing_row_fields = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))
                 for crossing in break_even.crossings if break_even else ():
-                    yield BreakEvenRow(*first_fields, pays_text, *crossing, *last_fields)
+                    yield BreakEvenRow(*leading_row_fields, crossings_text, *crossing, *trailing_row_fields)
                 if not break_even or not break_even.crossings:
-                    yield BreakEvenRow(*first_fields, pays_text, None, None, None, None, *last_fields)
+                    yield BreakEvenRow(
+                        *leading_row_fields, crossings_text, None, None, None, None, *trailing_row_fields
+                    )
 
 
 @section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN_LEGEND)

@@ -123,44 +123,53 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     capability_text = _add_prefix(", compute capability ", ".".join(map(str, facts.capability or ())))
     cache_text = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
     yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability_text}{cache_text}"
-    driver = environment_fact(run, f"{key} driver")
+    driver_version = environment_fact(run, f"{key} driver")
     newest_cuda_version = environment_fact(run, f"{key} cuda_driver")
-    yield f"driver {key}", f"{driver}, CUDA up to {newest_cuda_version}" if driver and newest_cuda_version else driver
+    yield (
+        f"driver {key}",
+        f"{driver_version}, CUDA up to {newest_cuda_version}"
+        if driver_version and newest_cuda_version
+        else driver_version,
+    )
     # A lowered power cap may be the cause of a low speed, so show the default cap next to it.
     power_cap = run.environment.get(f"{key} power_cap")
     if isinstance(power_cap, float | int):
         default_power_cap = run.environment.get(f"{key} power_cap_default")
-        is_cap_changed = isinstance(default_power_cap, float | int) and default_power_cap != power_cap
-        yield f"power cap {key}", f"{power_cap:g} W" + (f" of {default_power_cap:g} W" if is_cap_changed else "")
+        is_power_cap_changed = isinstance(default_power_cap, float | int) and default_power_cap != power_cap
+        yield f"power cap {key}", f"{power_cap:g} W" + (f" of {default_power_cap:g} W" if is_power_cap_changed else "")
     mode_facts = {"ecc": "ECC ", "mig": "MIG ", "persistence": "persistence mode "}
     modes = (_add_prefix(prefix, environment_fact(run, f"{key} {name}")) for name, prefix in mode_facts.items())
     yield f"modes {key}", join_parts(*modes)
     yield f"phase marks {key}", _describe_time_stamp_cost(run, key)
     energy_source = environment_fact(run, f"{key} energy_source")
     if energy_source not in ("", NO_SOURCE):
-        counter_period = run.environment.get(f"{key} energy_period")
-        period_text = f", changes every {units.seconds(counter_period)}" if isinstance(counter_period, float) else ""
+        energy_counter_period = run.environment.get(f"{key} energy_period")
+        period_text = (
+            f", changes every {units.seconds(energy_counter_period)}"
+            if isinstance(energy_counter_period, float)
+            else ""
+        )
         yield f"energy {key}", f"{energy_source}{period_text}"
 
 
 def _describe_time_stamp_cost(run: Run, key: str) -> str:
     """Returns the largest share of a GPU step that is spent on time stamps between phases, or '' on a CPU."""
-    overheads = dict(run.overheads).get(key)
-    if overheads is None or overheads.event_pair is None:
+    device_overheads = dict(run.overheads).get(key)
+    if device_overheads is None or device_overheads.event_pair is None:
         return ""
-    stamp_shares = []
+    time_stamp_shares = []
     for record in run.records:
         timing = record.timing
-        call_ns = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
-        if timing is not None and record.case.device == key and call_ns:
-            num_stamps = sum(count for _, count in timing.entries) - 1
-            stamp_share = 1e9 * overheads.stamp_cost * num_stamps / max(1, min(call_ns))
-            stamp_shares.append((stamp_share, record.case.mode, record.case.ranks))
-    if not stamp_shares:
+        call_nanoseconds = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
+        if timing is not None and record.case.device == key and call_nanoseconds:
+            num_time_stamps = sum(count for _, count in timing.entries) - 1
+            time_stamp_share = 1e9 * device_overheads.stamp_cost * num_time_stamps / max(1, min(call_nanoseconds))
+            time_stamp_shares.append((time_stamp_share, record.case.mode, record.case.ranks))
+    if not time_stamp_shares:
         return ""
-    stamp_share, mode, ranks = max(stamp_shares)
-    cost_text = f"at most {stamp_share:.2%} of a step ({mode})"
-    if stamp_share <= MARKS_SHARE:
+    time_stamp_share, mode, ranks = max(time_stamp_shares)
+    cost_text = f"at most {time_stamp_share:.2%} of a step ({mode})"
+    if time_stamp_share <= MARKS_SHARE:
         return cost_text
     if ranks > 1:
         return f"{cost_text}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
@@ -182,9 +191,9 @@ def _list_remarks(entry: LabelledRun) -> Elements:
     run = entry.run
     remarks = [Text(f"note: {note}") for note in list_notes(run)]
     remarks += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
-    num_hidden = len(remarks) - _MAX_REMARKS
-    if num_hidden > 0:
-        remarks[_MAX_REMARKS:] = [Text(f"and {many(num_hidden, 'more note')} and troubles in the run's file")]
+    num_hidden_remarks = len(remarks) - _MAX_REMARKS
+    if num_hidden_remarks > 0:
+        remarks[_MAX_REMARKS:] = [Text(f"and {many(num_hidden_remarks, 'more note')} and troubles in the run's file")]
     remarks = [*_explain_labels(entry), *remarks]
     if not run.started and not run.devices:
         remarks.insert(0, Text(_LOST_HEADER_TEXT, Tone.BAD))

@@ -258,7 +258,7 @@ def _bytes_by_use(case: NamedCase) -> dict[str, float]:
 
 
 def _memory_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
-    bars = [(mark_emulation(case, case.name), peak_bytes(case) or 0.0, _bytes_by_use(case)) for case in cases]
+    stack_rows = [(mark_emulation(case, case.name), peak_bytes(case) or 0.0, _bytes_by_use(case)) for case in cases]
     return stack_chart(
         f"memory-{cases[0].suite}",
         f"{title}: peak memory by use",
@@ -266,5 +266,5 @@ def _memory_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
         ChartAxis("memory at the highest point of a step", "B"),
         "share of the peak",
         parts,
-        bars,
+        stack_rows,
     )

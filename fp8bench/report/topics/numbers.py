@@ -77,8 +77,8 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
         return
     # 2. If a format can hold all values, the caption names it. Each other format gets a column.
     all_outside_shares = chain.from_iterable(tensor.outside for tensor in largest_statistics)
-    shares_by_format = together((fmt, overflow or underflow) for fmt, overflow, underflow in all_outside_shares)
-    sufficient_formats = ", ".join(fmt for fmt, shares in shares_by_format.items() if not any(shares))
+    outside_shares_by_format = together((fmt, overflow or underflow) for fmt, overflow, underflow in all_outside_shares)
+    sufficient_formats = ", ".join(fmt for fmt, shares in outside_shares_by_format.items() if not any(shares))
     unit_scaled_modes = [case.mode for case in panel.named_cases if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
         f"{suite}: " * bool(suite) + "data, before any scaling",
@@ -95,7 +95,7 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     hint = "share of values above the format's largest / share that would become zero"
     cols += [
         Col(fmt, partial(_outside_field, name=fmt), number=True, hint=hint)
-        for fmt, shares in shares_by_format.items()
+        for fmt, shares in outside_shares_by_format.items()
         if any(shares)
     ]
     yield table(name, caption, cols, largest_statistics)
@@ -104,16 +104,16 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
 def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics:
     """Combines the statistics of tensors of the same kind and role. Returns the largest value of each statistic."""
     all_outside_shares = chain.from_iterable(tensor.outside for tensor in tensors)
-    shares_of_formats: dict[str, list[Any]] = {}
+    outside_shares_by_format: dict[str, list[Any]] = {}
     for fmt in dict.fromkeys(fmt for fmt, _, _ in all_outside_shares):
-        shares_of_formats[fmt] = [shares_outside(tensor, fmt) for tensor in tensors]
+        outside_shares_by_format[fmt] = [shares_outside(tensor, fmt) for tensor in tensors]
     return replace(
         tensors[0],
         count=max(tensor.count for tensor in tensors),
         amax=max(tensor.amax for tensor in tensors),
         outside=tuple(
             (fmt, max(map(itemgetter(0), of_fmt)), max(map(itemgetter(1), of_fmt)))
-            for fmt, of_fmt in shares_of_formats.items()
+            for fmt, of_fmt in outside_shares_by_format.items()
         ),
     )
 
@@ -125,8 +125,8 @@ def tensor_role(statistics: TensorStatistics) -> str:
 
 
 def shares_outside(statistics: TensorStatistics, name: str) -> tuple[float, float]:
-    shares_by_format = {fmt: (above, vanishing) for fmt, above, vanishing in statistics.outside}
-    return shares_by_format.get(name, (0.0, 0.0))
+    outside_shares_by_format = {fmt: (above, vanishing) for fmt, above, vanishing in statistics.outside}
+    return outside_shares_by_format.get(name, (0.0, 0.0))
 
 
 def _outside_field(statistics: TensorStatistics, name: str) -> Field:
@@ -179,18 +179,19 @@ def _errors_by_mode(panel: Panel) -> dict[str, _ErrorsByName]:
 
 def _errors_table(title: str, panel: Panel, errors_by_mode: dict[str, _ErrorsByName]) -> Table:
     levels = {case.mode: case.record.support.level.value for case in panel.named_cases}
-    hints: dict[str, str] = {}
+    hint_by_metric: dict[str, str] = {}
     for errors in errors_by_mode.values():
         for metric, measurements in errors.items():
             descriptions = (measurement.description for measurement in measurements if measurement.description)
             # Often only the first measurement of a metric has the metric's description.
-            hints[metric] = hints.get(metric) or next(descriptions, "")
+            hint_by_metric[metric] = hint_by_metric.get(metric) or next(descriptions, "")
     cols: Cols[tuple[str, _ErrorsByName]] = [
         Col("precision", itemgetter(0)),
         Col("how", lambda row: levels[row[0]], hint="native, or emulated in software"),
     ]
     cols += [
-        Col(metric, partial(_error_field, metric=metric), number=True, hint=hint) for metric, hint in hints.items()
+        Col(metric, partial(_error_field, metric=metric), number=True, hint=hint)
+        for metric, hint in hint_by_metric.items()
     ]
     groups_text = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
     return table(f"errors-of-{panel.suite}", f"{title}: errors by precision{groups_text}", cols, errors_by_mode.items())
@@ -259,13 +260,13 @@ def sampler_step_seconds(timing: Timing) -> tuple[float, ...]:
         return ()
     # Time after the last ACCUMULATE counts towards the sampler's last step.
     step_of_block = [min(bisect_left(step_end_blocks, block), len(step_end_blocks) - 1) for block in blocks]
-    sums_by_call = []
+    step_nanoseconds_of_calls = []
     for call in calls:
-        step_sums = [0] * len(step_end_blocks)
+        step_nanoseconds = [0] * len(step_end_blocks)
         for part, nanoseconds in zip(step_of_block, call, strict=True):
-            step_sums[part] += nanoseconds
-        sums_by_call.append(step_sums)
-    return tuple(statistics.median(nanoseconds) / 1e9 for nanoseconds in zip(*sums_by_call, strict=True))
+            step_nanoseconds[part] += nanoseconds
+        step_nanoseconds_of_calls.append(step_nanoseconds)
+    return tuple(statistics.median(nanoseconds) / 1e9 for nanoseconds in zip(*step_nanoseconds_of_calls, strict=True))
 
 
 def _sampler_steps(case: NamedCase) -> list[SamplerStep]:

@@ -56,9 +56,9 @@ class OwnBatch:
 
 def make_own_batch(result: Result, search: Capacity) -> OwnBatch:
     best_seconds = result.best_seconds
-    shared_rate = result.record.work.tokens / best_seconds if best_seconds else None
+    shared_tokens_per_second = result.record.work.tokens / best_seconds if best_seconds else None
     update_seconds = dict(result.finding.phases).get(Phase.OPTIMIZER_STEP)
-    return OwnBatch(result.mode, search, shared_rate, update_seconds)
+    return OwnBatch(result.mode, search, shared_tokens_per_second, update_seconds)
 
 
 def own_batch_table(searches: Iterable[OwnBatch]) -> Elements:

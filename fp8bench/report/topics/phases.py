@@ -84,18 +84,18 @@ def _suite_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Eleme
     for setting, cases_of_setting in cases_by_setting.items():
         timelines += _make_timelines(f"{title} {setting}".rstrip(), cases_of_setting, folded=bool(timelines))
     yield from timelines[:_MAX_TIMELINES]
-    num_hidden = len(timelines) - _MAX_TIMELINES
-    if num_hidden > 0:
-        yield Text(f"{title}: timelines of {num_hidden} more settings are left out.")
+    num_hidden_timelines = len(timelines) - _MAX_TIMELINES
+    if num_hidden_timelines > 0:
+        yield Text(f"{title}: timelines of {num_hidden_timelines} more settings are left out.")
     yield from _phase_notes(title, cases)
 
 
 def _phases_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
-    bars = [(case.name, case.best_seconds or 0.0, dict(case.finding.phases)) for case in cases]
+    stack_rows = [(case.name, case.best_seconds or 0.0, dict(case.finding.phases)) for case in cases]
     name = f"phases-{cases[0].suite}"
     axis = ChartAxis("best case of a step", "s")
     description = "The best case of a step, cut into its phases."
-    return stack_chart(name, title, description, axis, "share of the step", parts, bars)
+    return stack_chart(name, title, description, axis, "share of the step", parts, stack_rows)
 
 
 def _phase_notes(title: str, cases: Cases) -> Texts:
@@ -172,13 +172,13 @@ def _median_step(timing: Timing) -> StepPhases:
 
     If steps had different phases, the run has only the sum of each phase, and phases are in their usual order.
     """
-    all_calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
-    if not all_calls:
+    calls_of_slots = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
+    if not calls_of_slots:
         return []
     # Take a single step, because a mean over steps would mix different orders of phases.
-    median_call = sorted(all_calls, key=sum)[(len(all_calls) - 1) // 2]
+    median_call_nanoseconds = sorted(calls_of_slots, key=sum)[(len(calls_of_slots) - 1) // 2]
     phases_in_order: StepPhases = []
-    for phase, nanoseconds in zip(timing.segments.phases, median_call, strict=True):
+    for phase, nanoseconds in zip(timing.segments.phases, median_call_nanoseconds, strict=True):
         if phases_in_order and phases_in_order[-1][0] == phase:
             phases_in_order[-1] = phase, phases_in_order[-1][1] + 1e-9 * nanoseconds
         elif nanoseconds > 0:
@@ -243,14 +243,14 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
         name = work_outside_phases or phase_words(gain.phase)
         rows.append(_GainRow(name, gain.seconds, gain.reference_seconds, tone, interval))
     rows.append(_GainRow("step", sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows)))
-    speed_hint = "the reference's time over this, above 1x is faster"
+    speed_column_hint = "the reference's time over this, above 1x is faster"
     cols: Cols[_GainRow] = [
         Col("phase", "name", tone=attrgetter("tone")),
         Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
         Col(case.mode, lambda row: row.seconds or None, unit="s"),
         Col("saved", "saved_seconds", show=_show_saving, unit="s", tone=attrgetter("tone")),
         Col("interval", "interval", hint="99% for all phases together", number=True),
-        Col("speed-up", "speed", show=units.speed_up, unit="x", hint=speed_hint),
+        Col("speed-up", "speed", show=units.speed_up, unit="x", hint=speed_column_hint),
     ]
     labels_text = f"; labelled {', '.join(finding.labels)}" if finding.doubtful else ""
     caption = f"{title} {case.name} against {panel.reference}{labels_text}"

@@ -90,9 +90,9 @@ def rank_elements(panel: Panel) -> Iterator[Table | Text]:
     yield from tables_with_rows(_times_table(panel), transfer_table(panel))
     yield from map(Text, best_trade_offs(panel))
     # 2. Show the speed-up over one rank.
-    efficiencies = panel.find_values(lambda result: compute_efficiency(result.record))
-    yield from tables_with_rows(_efficiency_table(panel, efficiencies))
-    yield from _explain_unknown("efficiency", efficiencies)
+    efficiency_of_cases = panel.find_values(lambda result: compute_efficiency(result.record))
+    yield from tables_with_rows(_efficiency_table(panel, efficiency_of_cases))
+    yield from _explain_unknown("efficiency", efficiency_of_cases)
     # 3. Show how communication overlaps with products.
     overlap_of_cases = panel.find_values(lambda result: find_overlap(result.record))
     yield from tables_with_rows(_sent_bytes_table(panel), _overlap_table(overlap_of_cases))
@@ -111,10 +111,10 @@ def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any
     """Returns a column with the median of a list of seconds in each case's record. `path` is the path to this list, as
     'scaling.whole'.
     """
-    get_seconds = attrgetter(f"case.record.{path}")
+    get_record_seconds = attrgetter(f"case.record.{path}")
 
     def median_seconds(row: CaseValue[Any]) -> float | None:
-        seconds = get_seconds(row)
+        seconds = get_record_seconds(row)
         return statistics.median(seconds) if seconds else None
 
     return Col(heading, median_seconds, unit="s", hint=hint)
@@ -253,11 +253,11 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
                 name = _name_format(case, transfer.counted)
                 cost_by_text[f"{name} ({_describe_transfer(case, transfer.wire, sqnr)})"] = (transfer.wire, sqnr)
         texts = sorted(cost_by_text, key=cost_by_text.__getitem__)
-        best_indices = find_pareto_points([cost_by_text[text] for text in texts])
+        pareto_point_indices = find_pareto_points([cost_by_text[text] for text in texts])
         # If no format beats another one, the sentence would not help to choose.
-        if len(best_indices) < len(texts):
+        if len(pareto_point_indices) < len(texts):
             size_text = f" of {units.size(max(sizes))}" if len(sizes) > 1 else ""
-            trade_offs = "; ".join(texts[number] for number in best_indices)
+            trade_offs = "; ".join(texts[number] for number in pareto_point_indices)
             yield f"{str(collective).replace('_', '-')}{size_text}: best trade-offs of bytes and error: {trade_offs}."
 
 

@@ -105,32 +105,34 @@ def results_section(material: Material) -> Elements:
             yield Text("This report has no cases.", Tone.DOUBT)
         return
     # 1. Find the parameters that all cases of a suite share, on any device and in any run.
-    all_groups = chain.from_iterable(panel.groups for _, panel in panels)
-    params_by_suite = together((group.case.workload, group.case.params) for group in all_groups)
-    shared_by_suite = {suite: shared_params(params) for suite, params in params_by_suite.items()}
+    groups_of_panels = chain.from_iterable(panel.groups for _, panel in panels)
+    params_by_suite = together((group.case.workload, group.case.params) for group in groups_of_panels)
+    shared_params_by_suite = {suite: shared_params(params) for suite, params in params_by_suite.items()}
     # 2. Make a row for each case. Its name is the precision, with the parameters that differ between rows.
     has_devices = len({panel.device for _, panel in panels}) > 1
     rows = []
     for entry, panel in panels:
-        suite = panel.suite if len(shared_by_suite) > 1 else ""
+        suite = panel.suite if len(shared_params_by_suite) > 1 else ""
         device = panel.device if has_devices else ""
         label = "" if material.is_single_run or entry.label == suite else entry.label
         for case in panel.named_cases:
-            differing_params = [pair for pair in case.group.case.params if pair not in shared_by_suite[panel.suite]]
+            differing_params = [
+                pair for pair in case.group.case.params if pair not in shared_params_by_suite[panel.suite]
+            ]
             setting_text = f"{suite} {describe_params(differing_params)}".strip()
             rows.append(CaseValue(case, join_parts(case.mode, setting_text, device, label)))
     cases = [row.case for row in rows]
     # 3. Show the answers in one table and all other metrics in a second table. A short table cannot be filtered.
-    is_main = len(rows) > _MAX_UNFILTERED_ROWS
+    is_main_table = len(rows) > _MAX_UNFILTERED_ROWS
     required_headings = {"case", "verdict"}
     yield table(
-        "results-table", "All cases", _answer_columns(), rows, main=is_main, required_headings=required_headings
+        "results-table", "All cases", _answer_columns(), rows, main=is_main_table, required_headings=required_headings
     )
     yield from _compare_with_earlier(cases, material)
     detail_columns = list(_detail_columns(cases))
     yield table("details", "More figures of every case", detail_columns, rows, folded=True, required_headings={"case"})
     shared_text = "; ".join(
-        f"{suite}: {describe_params(params)}" for suite, params in shared_by_suite.items() if params
+        f"{suite}: {describe_params(params)}" for suite, params in shared_params_by_suite.items() if params
     )
     if shared_text:
         yield Text(f"The same in every row: {shared_text}.")
@@ -144,13 +146,13 @@ def _compare_with_earlier(cases: Cases, material: Material) -> Iterator[Items]:
     """
     sentences = []
     for case in cases:
-        earlier_seconds = material.earlier.get(case.record.case.id)
-        if earlier_seconds and case.best_seconds is not None and not case.is_emulated:
-            num_runs = len(earlier_seconds)
+        earlier_step_seconds = material.earlier.get(case.record.case.id)
+        if earlier_step_seconds and case.best_seconds is not None and not case.is_emulated:
+            num_runs = len(earlier_step_seconds)
             runs_text = f"the last {num_runs} runs of this case took" if num_runs > 1 else "the run before took"
-            earlier_range = units.span(earlier_seconds, units.seconds)
+            earlier_seconds_text = units.span(earlier_step_seconds, units.seconds)
             seconds_text = units.seconds(case.best_seconds)
-            sentences.append(f"{case.name}: {runs_text} {earlier_range} a step, this one {seconds_text}")
+            sentences.append(f"{case.name}: {runs_text} {earlier_seconds_text} a step, this one {seconds_text}")
     yield from bullet_list(sentences[:_MAX_COMPARED_CASES])
 
 
@@ -181,13 +183,13 @@ def _explain_case(case: NamedCase) -> str:
     """Returns the reason for a case's speed, its costs, and doubts about its verdict, as one text. A reference has only
     doubts.
     """
-    phrases = [case.finding.why]
+    reason_phrases = [case.finding.why]
     if not case.is_reference or not case.is_ok:
         answer = find_answer([case])
         emulation_reason = "" if speed_up(case) is not None else answer.figure
-        phrases = [answer.reason, emulation_reason, *phrases, *answer.costs]
-    phrases += [_name_labels(case), case.record.detail if case.is_ok else ""]
-    return join_parts(*(shorten_line(phrase, MAX_REASON_LENGTH) for phrase in phrases), separator="; ")
+        reason_phrases = [answer.reason, emulation_reason, *reason_phrases, *answer.costs]
+    reason_phrases += [_name_labels(case), case.record.detail if case.is_ok else ""]
+    return join_parts(*(shorten_line(phrase, MAX_REASON_LENGTH) for phrase in reason_phrases), separator="; ")
 
 
 def _detail_columns(cases: Cases) -> Iterator[Col[_TitledCase]]:

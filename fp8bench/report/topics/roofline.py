@@ -165,8 +165,8 @@ def roofline_section(material: Material) -> Elements:
                 cases.append((case, roofs))
         if cases:
             yield from _panel_roofline(title, panel, cases)
-    hints = [explain_unknown_limits(entry.panels, entry.run) for entry in material.entries]
-    yield from map(Text, filter(None, dict.fromkeys(hints)))
+    unknown_limit_hints = [explain_unknown_limits(entry.panels, entry.run) for entry in material.entries]
+    yield from map(Text, filter(None, dict.fromkeys(unknown_limit_hints)))
 
 
 def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, Sequence[PhaseRoof]]]) -> Elements:

@@ -178,8 +178,8 @@ def find_coverages(panel: Panel) -> list[tuple[str, Coverage]]:
     lists the matrix products that are converted to a lower precision, and their share of the FLOPs.
     """
     covered_cases = panel.find_values(lambda result: result.record.coverage)
-    by_coverage = together((row.value, row.case.mode) for row in covered_cases)
-    return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in by_coverage.items()]
+    modes_by_coverage = together((row.value, row.case.mode) for row in covered_cases)
+    return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in modes_by_coverage.items()]
 
 
 def describe_coverage(modes: str, coverage: Coverage) -> str:
@@ -192,16 +192,16 @@ def describe_coverage(modes: str, coverage: Coverage) -> str:
 
 def coverage_elements(panel: Panel, number: int = 0) -> Elements:
     for index, (modes, coverage) in enumerate(find_coverages(panel)):
-        table_suffix = f"{number}-{index}" if number or index else "kinds"
+        table_name_suffix = f"{number}-{index}" if number or index else "kinds"
         yield Text(f"{describe_coverage(modes, coverage)}.", Tone.STRONG)
-        yield _kinds_table(f"coverage-{table_suffix}", modes, coverage)
+        yield _kinds_table(f"coverage-{table_name_suffix}", modes, coverage)
         if reasons := list_unconverted_products(coverage):
-            yield _unconverted_table(f"coverage-left-{table_suffix}", modes, reasons, coverage)
+            yield _unconverted_table(f"coverage-left-{table_name_suffix}", modes, reasons, coverage)
         yield from bullet_list(_coverage_remarks(coverage))
 
 
 def _kinds_table(name: str, modes: str, coverage: Coverage) -> Table:
-    layer_counts = Counter(holder.kind for holder in coverage.holders)
+    layer_counts = Counter(weight_holder.kind for weight_holder in coverage.holders)
     rows: list[tuple[str, int | None, int, int]] = []
     for kind, flops in coverage.by_kind().items():
         rows.append((_LAYER_KINDS.get(kind, kind), layer_counts[kind], *flops))
@@ -221,7 +221,11 @@ def list_unconverted_products(coverage: Coverage) -> list[UnconvertedProducts]:
     """Returns the matrix products that are not converted to a lower precision as (reason, names, FLOPs), the largest
     FLOPs first.
     """
-    products = [(holder.reason, (holder.name, holder.flops)) for holder in coverage.holders if not holder.converted]
+    products = [
+        (weight_holder.reason, (weight_holder.name, weight_holder.flops))
+        for weight_holder in coverage.holders
+        if not weight_holder.converted
+    ]
     for product in coverage.others:
         name = product.weight or product.module or product.operator
         products.append((product.reason, (name, product.flops or 0)))
@@ -251,8 +255,12 @@ def _coverage_remarks(coverage: Coverage) -> Sentences:
 
 def shape_remarks(coverage: Coverage) -> Sentences:
     """Yields why native products would refuse the shapes of some converted layers, with the names of these layers."""
-    refused_weights = [holder for holder in coverage.holders if holder.converted and holder.native]
-    for reason, names in together((holder.native, holder.name) for holder in refused_weights).items():
+    refused_weights = [
+        weight_holder for weight_holder in coverage.holders if weight_holder.converted and weight_holder.native
+    ]
+    for reason, names in together(
+        (weight_holder.native, weight_holder.name) for weight_holder in refused_weights
+    ).items():
         yield f"{join_words(names, 3)}: {reason}"
 
 

@@ -86,7 +86,7 @@ def describe_sustained_speed(panel: Panel) -> Texts:
     rows = panel.find_values(lambda result: sustained_figures(result.record, result.finding))
     rows_by_mode = together((row.case.mode, row) for row in rows if row.value.by_energy_windows)
     sustained_phrases = []
-    slot_phrases = []
+    timed_slot_phrases = []
     for mode, rows_of_mode in rows_by_mode.items():
         cases = [row.case for row in rows_of_mode]
         clock_range = _show_range((row.value.clock for row in rows_of_mode), _show_hertz)
@@ -96,7 +96,7 @@ def describe_sustained_speed(panel: Panel) -> Texts:
         speed = _show_speed_range(map(_sustained_ratio, cases))
         sustained_phrases.append(f"{mode} {speed or '(reference)'} at {conditions}")
         clock_range = _show_range(map(_clock_in_slots, cases), _show_hertz)
-        slot_phrases.append(
+        timed_slot_phrases.append(
             f"{mode} "
             f"{join_parts(_show_speed_range(map(speed_up, cases)), clock_range and f'at {clock_range}', separator=' ')}"
         )
@@ -104,7 +104,7 @@ def describe_sustained_speed(panel: Panel) -> Texts:
     if has_reference and len(sustained_phrases) > 1:
         yield Text(
             f"Sustained over seconds: {'; '.join(sustained_phrases)}. "
-            f"In slots of milliseconds: {'; '.join(slot_phrases)}."
+            f"In slots of milliseconds: {'; '.join(timed_slot_phrases)}."
         )
 
 
@@ -171,9 +171,9 @@ def _speed_chart(name: str, reference: str, cases: Sequence[_TitledCase]) -> Bar
     suites = list(dict.fromkeys(row.title for row in cases))
     marks_by_group: dict[str, list[Mark]] = {}
     for row in cases:
-        heading = join_parts(row.title if len(suites) > 1 else "", row.case.setting_name, separator=" ")
-        marks_by_group.setdefault(heading, []).append(_speed_mark(row.case))
-    groups = tuple((heading, tuple(marks)) for heading, marks in marks_by_group.items())
+        group_heading = join_parts(row.title if len(suites) > 1 else "", row.case.setting_name, separator=" ")
+        marks_by_group.setdefault(group_heading, []).append(_speed_mark(row.case))
+    groups = tuple((group_heading, tuple(marks)) for group_heading, marks in marks_by_group.items())
     run_suffix = " of its run" if len({row.run for row in cases}) > 1 else ""
     title = f"Speed-up over {reference}{run_suffix}: {join_words(suites, len(suites))}"
     axis = ChartAxis(f"speed-up over {reference}", "x", show=units.speed_up)
@@ -185,9 +185,9 @@ def _speed_mark(case: NamedCase) -> Mark:
     by the case's time in each round.
     """
     # 1. Take a sample from each round. For the case that was chosen as the fastest, only use rounds after the choice.
-    fresh_timing = case.record.fresh
-    timing = fresh_timing.timing if fresh_timing is not None else case.record.timing
-    reference_timing = fresh_timing.reference if fresh_timing is not None else case.record.paired_with
+    timing_after_choice = case.record.fresh
+    timing = timing_after_choice.timing if timing_after_choice is not None else case.record.timing
+    reference_timing = timing_after_choice.reference if timing_after_choice is not None else case.record.paired_with
     # If a case did not fit into memory with its group, it was timed with a separate copy of the reference.
     if reference_timing is None and case.reference_result is not None:
         reference_timing = case.reference_result.record.timing
@@ -200,15 +200,15 @@ def _speed_mark(case: NamedCase) -> Mark:
     )
     # 2. Describe the bar for hovering.
     speed = _find_speed(case) or _REFERENCE_SPEED
-    hints = [f"{case.mode} {units.speed_up(speed.point)} as fast as {_name_reference(case)}"]
+    hover_texts = [f"{case.mode} {units.speed_up(speed.point)} as fast as {_name_reference(case)}"]
     if speed is _REFERENCE_SPEED:
-        hints = [f"{case.mode}, the reference"]
-    hints += describe_doubts(case)
+        hover_texts = [f"{case.mode}, the reference"]
+    hover_texts += describe_doubts(case)
     if samples:
-        hints.append(f"fastest calls of {many(len(seconds), 'round')}: {units.span(seconds, units.seconds)}")
+        hover_texts.append(f"fastest calls of {many(len(seconds), 'round')}: {units.span(seconds, units.seconds)}")
     has_interval = speed is not _REFERENCE_SPEED and math.isfinite(speed.high)
     low, high = (speed.low, speed.high) if has_interval else (None, None)
-    return Mark(case.mode, speed.point, low, high, status_tone(case), "; ".join(hints), samples=samples)
+    return Mark(case.mode, speed.point, low, high, status_tone(case), "; ".join(hover_texts), samples=samples)
 
 
 def _error_charts(cases: Iterable[_TitledCase]) -> Iterator[Scatter]:

@@ -62,18 +62,20 @@ def tape_page(title: str, taped: Sequence[CaseTape]) -> Page:
 
 
 def _setting_elements(taped: Sequence[CaseTape]) -> Elements:
-    counted_cases = [_StepCounts(case, case.tape) for case in taped if case.tape is not None]
+    cases_with_counts = [_StepCounts(case, case.tape) for case in taped if case.tape is not None]
     remarks = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
-    if counted_cases:
+    if cases_with_counts:
         columns: Cols[_StepCounts] = [Col("tape", "case.mode"), *_count_columns()]
         columns.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
         for bits in _ELEMENT_BITS:
             get_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)
             columns.append(Col(f"{bits} bits", get_share, show=units.percent))
-        yield table("counts", "", columns, counted_cases)
-        if rows := tabulate_operators([row.value for row in counted_cases]):
-            yield _operators_table([row.case.mode for row in counted_cases], rows)
-    yield from bullet_list([*remarks, *join_remarks((row.case.mode, tape_remarks(row.value)) for row in counted_cases)])
+        yield table("counts", "", columns, cases_with_counts)
+        if rows := tabulate_operators([row.value for row in cases_with_counts]):
+            yield _operators_table([row.case.mode for row in cases_with_counts], rows)
+    yield from bullet_list(
+        [*remarks, *join_remarks((row.case.mode, tape_remarks(row.value)) for row in cases_with_counts)]
+    )
 
 
 class _StepCounts(NamedTuple):
@@ -120,17 +122,17 @@ def _operators_table(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
 
 
 def _show_sums(row: TapeRow, tape_number: int) -> str | None:
-    operator_sums = row.sums[tape_number]
-    if not operator_sums.calls:
+    sums_in_tape = row.sums[tape_number]
+    if not sums_in_tape.calls:
         return None
     flops_text = (
         "unknown, "
-        if operator_sums.flops is None
-        else f"{units.count(operator_sums.flops, 'FLOP')}, "
-        if operator_sums.flops
+        if sums_in_tape.flops is None
+        else f"{units.count(sums_in_tape.flops, 'FLOP')}, "
+        if sums_in_tape.flops
         else ""
     )
-    return f"{flops_text}{units.size(operator_sums.bytes)} in {operator_sums.calls}"
+    return f"{flops_text}{units.size(sums_in_tape.bytes)} in {sums_in_tape.calls}"
 
 
 def tape_rows(taped: Sequence[CaseTape]) -> Rows:

@@ -118,16 +118,16 @@ def _split_precision(mode: str) -> NamedFormat:
     """Splits a mode (a precision with options) into its format and its short name. Both are the mode itself if its
     options do not give a single format and scaling, or if this version does not know the mode.
     """
-    unsplit_name = NamedFormat(mode, mode)
+    unsplit_format = NamedFormat(mode, mode)
     try:
         precision = precisions.get(mode)
     except UsageError:
-        return unsplit_name
+        return unsplit_format
     options = precision.chosen
     if not {_FORMAT_OPTION, _SCALING_OPTION} <= {*options} or any(
         options.get(role, _SAME_FORMAT) != _SAME_FORMAT for role in _ROLE_OPTIONS
     ):
-        return unsplit_name
+        return unsplit_format
     # The format's name includes how its scales are rounded, because MX formats support several roundings.
     recipe = getattr(precision, "recipe", None)
     scaling = recipe.input.scaling if recipe is not None else None
@@ -200,9 +200,9 @@ def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
 
 
 def _describe_best(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
-    best_of_tensors = [max(sqnr_by_precision.items(), key=itemgetter(1)) for sqnr_by_precision in tensors]
-    wins_by_precision = Counter(precision for precision, _ in best_of_tensors)
-    best_sqnrs = [sqnr for _, sqnr in best_of_tensors]
+    best_precisions_with_sqnr = [max(sqnr_by_precision.items(), key=itemgetter(1)) for sqnr_by_precision in tensors]
+    wins_by_precision = Counter(precision for precision, _ in best_precisions_with_sqnr)
+    best_sqnrs = [sqnr for _, sqnr in best_precisions_with_sqnr]
     low = units.decibels(min(best_sqnrs))
     high = units.decibels(max(best_sqnrs))
     sqnr_range = low if low == high else f"{low.removesuffix(' dB')} to {high}"
@@ -236,7 +236,7 @@ def _sqnr_tables(panel: Panel, width: int) -> Tables:
     """Yields tables of SQNRs that fit the width: a row for each precision, and a column for each tensor."""
     case_by_mode = {case.mode: case for case in panel.named_cases}
     names = [tensor_name(panel, group) for group in panel.groups]
-    name_width = max(len(name_precision(result).name) for result in case_by_mode.values())
+    precision_name_width = max(len(name_precision(result).name) for result in case_by_mode.values())
 
     def tensor_column(tensor_number: int) -> Col[Result]:
         fields = {
@@ -245,7 +245,7 @@ def _sqnr_tables(panel: Panel, width: int) -> Tables:
         return Col(names[tensor_number], lambda result: fields.get(result.mode), number=True)
 
     for number, tensor_numbers in enumerate(
-        _divide_columns([len(name) for name in names], width - len(INDENT) - name_width)
+        _divide_columns([len(name) for name in names], width - len(INDENT) - precision_name_width)
     ):
         cols: Cols[Result] = [
             Col("precision", lambda result: name_precision(result).name),

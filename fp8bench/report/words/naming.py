@@ -74,15 +74,15 @@ def describe_cache(record: Record, devices: Sequence[DeviceFacts]) -> str:
     facts = find_device(devices, record.case.device)
     if cache == HOT or facts is None:
         return ""
-    cache_size = units.size(facts.cache_bytes)
+    cache_size_text = units.size(facts.cache_bytes)
     if cache == COLD:
-        return f"the last-level cache ({cache_size}) was overwritten twice before every call"
+        return f"the last-level cache ({cache_size_text}) was overwritten twice before every call"
     if record.rotation is None:
         return ""
     if record.rotation.states == 1:
         return "memory had room for one state only, so nothing rotated and the cache is hot"
     states_text = f"{record.rotation.states} states of {units.size(record.rotation.state_bytes)}"
-    return f"calls rotated through {states_text}; the last-level cache has {cache_size}"
+    return f"calls rotated through {states_text}; the last-level cache has {cache_size_text}"
 
 
 def describe_replays(record: Record) -> str:
@@ -134,20 +134,20 @@ def shorten_line(text: str, max_length: int) -> str:
 
 def list_notes(run: Run) -> list[str]:
     resumption_notes = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
-    idle_notes = (
+    device_idle_notes = (
         f"{device} idles before each slot, so its clock may rise, and steps may begin faster than in a long "
         f"loop (products to fill its queue could not be captured: {overheads.why_idle})"
         for device, overheads in run.overheads
         if overheads.why_idle
     )
-    return [*run.plan.notes, *resumption_notes, *idle_notes, *run.notes]
+    return [*run.plan.notes, *resumption_notes, *device_idle_notes, *run.notes]
 
 
 def count_missing(run: Run) -> tuple[int, int]:
     """Returns the number of planned cases without a record, and the number of all planned cases."""
     planned_cases = chain.from_iterable(group.cases for group in run.plan)
-    planned_ids = {planned.case.id for planned in planned_cases}
-    return len(planned_ids - {record.case.id for record in run.records}), len(planned_ids)
+    planned_case_ids = {planned.case.id for planned in planned_cases}
+    return len(planned_case_ids - {record.case.id for record in run.records}), len(planned_case_ids)
 
 
 def describe_missing_records(run: Run) -> str:
@@ -239,8 +239,8 @@ def phase_sort_key(phase: str) -> tuple[float, str]:
     """Returns the sort key of a phase. Built-in phases come first in their usual order, then custom phases, then
     unattributed time.
     """
-    unattributed_position = CELL_PHASES.index(UNATTRIBUTED)
-    return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else unattributed_position - 0.5, phase
+    unattributed_phase_position = CELL_PHASES.index(UNATTRIBUTED)
+    return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else unattributed_phase_position - 0.5, phase
 
 
 def figure_words(name: str) -> str:
@@ -264,5 +264,5 @@ def common_tone(tones: Iterable[Tone]) -> Tone:
     """
     tone_counts = Counter(tones)
     ((tone, count), *_) = tone_counts.most_common() or [(Tone.PLAIN, 0)]
-    has_good_and_bad = tone_counts[Tone.GOOD] and tone_counts[Tone.BAD]
-    return Tone.PLAIN if has_good_and_bad or count < MAJORITY_SHARE * tone_counts.total() else tone
+    has_good_and_bad_tones = tone_counts[Tone.GOOD] and tone_counts[Tone.BAD]
+    return Tone.PLAIN if has_good_and_bad_tones or count < MAJORITY_SHARE * tone_counts.total() else tone

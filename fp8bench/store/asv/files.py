@@ -107,18 +107,18 @@ def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _R
 def rename_broken_file(path: Path) -> Path:
     """Renames a broken file to `<name>.broken-<n>` with an unused n, and returns the new path."""
     for number in itertools.count(1):
-        new_path = path.with_name(f"{path.name}.broken-{number}")
+        broken_file_path = path.with_name(f"{path.name}.broken-{number}")
         try:
-            new_path.open("x").close()  # an empty file reserves the new name
+            broken_file_path.open("x").close()  # an empty file reserves the new name
         except FileExistsError:
             continue
         except OSError as error:
             raise AsvFileError(f"{path} is broken and cannot be renamed ({error.strerror}).") from None
         try:
-            return path.replace(new_path)
+            return path.replace(broken_file_path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                new_path.unlink()
+                broken_file_path.unlink()
             raise AsvFileError(f"{path} is broken and cannot be renamed ({error.strerror}).") from None
     raise AssertionError("numbers do not end")
 
@@ -136,9 +136,9 @@ def load_if_present(load: Callable[[Path], T], path: Path, renamed_files: list[P
     counts as missing, and its new path is added to this list.
     """
     # Wait longer before renaming: a suspended writer would continue to write into the renamed file.
-    retry_seconds = _RETRY_SECONDS if renamed_files is None else _SETTLED_SECONDS
+    max_retry_seconds = _RETRY_SECONDS if renamed_files is None else _SETTLED_SECONDS
     try:
-        return read_settled_file(load, path, retry_seconds)
+        return read_settled_file(load, path, max_retry_seconds)
     except AsvFileAbsent:
         return None
     except AsvFileBroken:
@@ -180,13 +180,20 @@ def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[s
     """Returns the old definitions of benchmarks, and those of the series. If the old and the new definition of a
     series have equal parameters, version and unit, the old one stays.
     """
-    new_definitions = {metric.name: make_definition(metric) for metric in series}
-    unchanged_names = {
+    new_benchmark_definitions = {metric.name: make_definition(metric) for metric in series}
+    unchanged_benchmark_names = {
         name
-        for name in new_definitions
-        if name in old and all(old[name].get(key) == new_definitions[name][key] for key in _COMPARED_FIELDS)
+        for name in new_benchmark_definitions
+        if name in old and all(old[name].get(key) == new_benchmark_definitions[name][key] for key in _COMPARED_FIELDS)
     }
-    return {**old, **{name: definition for name, definition in new_definitions.items() if name not in unchanged_names}}
+    return {
+        **old,
+        **{
+            name: definition
+            for name, definition in new_benchmark_definitions.items()
+            if name not in unchanged_benchmark_names
+        },
+    }
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
@@ -265,12 +272,15 @@ def load_results(path: Path) -> ResultsFile:
 def save_results(path: Path, file: ResultsFile) -> None:
     """Replaces a results file atomically. Statistics and durations have 5 digits, as in asv's files."""
     rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}
-    converted_fields = {
+    converted_file_fields = {
         "result_columns": file.columns,
         "results": rows | {k: v for k, v in file.unreadable_rows.items() if k not in rows},
     }
     # asv writes the fields in this order.
-    content = {key: converted_fields[key] if key in converted_fields else getattr(file, key) for key in _TYPE_BY_FIELD}
+    content = {
+        key: converted_file_fields[key] if key in converted_file_fields else getattr(file, key)
+        for key in _TYPE_BY_FIELD
+    }
     write_object(path, {**content, **file.unknown_fields, "version": RESULTS_VERSION})
 
 

@@ -207,17 +207,17 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
         read_column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
         for field in fields(AsvStats)
     ]
-    stats = []
+    combination_stats = []
     for figures in zip(*columns_of_stats, strict=True):
         if 0 < figures.count(None) < len(figures):  # asv fails on a row that has only some of the statistics
             raise Malformed("some statistics of a value are missing")
-        stats.append(None if None in figures else AsvStats(*figures))
+        combination_stats.append(None if None in figures else AsvStats(*figures))
     samples = read_column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
     return AsvRow(
         params,
         _read_scalar(cell_by_column, "version", lambda value: isinstance(value, str)),
         read_column("result"),
-        tuple(stats),
+        tuple(combination_stats),
         tuple(None if sample is None else tuple(sample) for sample in samples),
         _read_scalar(cell_by_column, "started_at", _is_count),
         _read_scalar(cell_by_column, "duration", _is_number),
@@ -234,12 +234,12 @@ def _expand_column(plain: object, key: str, count: int, is_valid: Callable[[obje
         raise Malformed(f"{key!r} is {shown(plain)}, expected a list")
     if len(cells) > count:
         raise Malformed(f"{key!r} has {len(cells)} values for {count} combinations")
-    invalid_cell = next(
+    first_invalid_cell = next(
         (cell for cell in cells if cell is not None and not is_valid(cell)),
         None,
     )
-    if invalid_cell is not None:
-        raise Malformed(f"{key!r} has the value {shown(invalid_cell)}")
+    if first_invalid_cell is not None:
+        raise Malformed(f"{key!r} has the value {shown(first_invalid_cell)}")
     return (*cells, *[None] * (count - len(cells)))
 
 

@@ -77,8 +77,8 @@ def write_values(store: Path, values: Mapping[Key, bytes]) -> str:
 
 
 def _delete_damaged_cache(store: Path, error: Exception) -> None:
-    error_code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    if error_code & 0xFF in _DAMAGE_CODES:
+    sqlite_error_code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    if sqlite_error_code & 0xFF in _DAMAGE_CODES:
         delete_cache(store)
 
 

@@ -69,15 +69,15 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     runs, runs_read, failure = sum(len(paths_by_commit[commit]) for commit in stale_commits), 0, ""
     if stale_commits:
         observe(0, runs)
-    unwritten_figures: dict[str, CommitFigures] = {}
+    figures_to_cache: dict[str, CommitFigures] = {}
     for commit in stale_commits:
         figures[commit] = _make_commit_figures(read_runs(paths_by_commit[commit]), file_stamps[commit])
         # Do not overwrite the cached figures of a suite that is not imported now: a later command may import it.
         lacks_suites = commit in valid_files and UNKNOWN_DIGEST in _find_changed_grids(valid_files[commit], digest_of)
         if not lacks_suites:
-            unwritten_figures[commit] = figures[commit]
-        if len(unwritten_figures) >= _COMMITS_PER_WRITE or commit == stale_commits[-1]:
-            failure, unwritten_figures = failure or _write_to_cache(store, unwritten_figures, digest_of), {}
+            figures_to_cache[commit] = figures[commit]
+        if len(figures_to_cache) >= _COMMITS_PER_WRITE or commit == stale_commits[-1]:
+            failure, figures_to_cache = failure or _write_to_cache(store, figures_to_cache, digest_of), {}
         runs_read += len(paths_by_commit[commit])
         observe(runs_read, runs)
     # 4. Combine the commits in the order of their first runs.
@@ -118,8 +118,8 @@ def _list_file_stamps(paths: Sequence[Path]) -> list[list[Any]]:
     file_stamps: list[list[Any]] = []
     for path in paths:
         with contextlib.suppress(OSError):  # the file was just deleted
-            file_status = path.stat()
-            file_stamps.append([f"{path.parent.name}/{path.name}", file_status.st_size, file_status.st_mtime_ns])
+            stat_result = path.stat()
+            file_stamps.append([f"{path.parent.name}/{path.name}", stat_result.st_size, stat_result.st_mtime_ns])
     return file_stamps
 
 
@@ -152,8 +152,8 @@ def _write_to_cache(store: Path, commits: Mapping[str, CommitFigures], digest_of
     digests = {layout: _hash_text(layout) for layout in layouts}
     values = {(_LAYOUT_KIND, digest): layout.encode() for layout, digest in digests.items()}
     for commit, figures in commits.items():
-        grids = {suite: digest_of(suite) for suite in figures.grids}
-        values[_COMMIT_KIND, commit] = _encode(figures._replace(grids=grids), digests)
+        grid_digest_by_suite = {suite: digest_of(suite) for suite in figures.grids}
+        values[_COMMIT_KIND, commit] = _encode(figures._replace(grids=grid_digest_by_suite), digests)
     return write_values(store, values)
 
 

@@ -45,10 +45,10 @@ def trend_sort_key(trend: Trend, series_index: int) -> tuple[object, ...]:
     """Returns a key that sorts trends by machine, interpreter, suite, metric and cell. `series_index` is the position
     of the metric among those that the suite declares. Cells have the order of the grid.
     """
-    cell_indices = [
+    cell_value_indices = [
         _index_by_value(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)
     ]
-    return trend.machine["machine"], trend.python, trend.series.workload, series_index, cell_indices
+    return trend.machine["machine"], trend.python, trend.series.workload, series_index, cell_value_indices
 
 
 class AllFacts:
@@ -210,15 +210,15 @@ class History:
         """
         # A cell may have columns in several blocks. Its line is listed if one column has a number or a failure.
         columns: dict[tuple[Home, str, Cell], list[Column]] = {}
-        keys_with_information = set[tuple[Home, str, Cell]]()
+        line_keys_with_information = set[tuple[Home, str, Cell]]()
         for block, has_information in zip(self.blocks, self._columns_with_information, strict=True):
             for index, name in enumerate(block.names):
                 if is_wanted(name):
                     series_index, values = block.layout.cells[index]
                     key = block.home, block.layout.series[series_index].name, values
                     columns.setdefault(key, []).append((block, index))
-                    keys_with_information.update([key] if has_information[index] else [])
-        lines = [self._make_line(columns[key]) for key in keys_with_information]
+                    line_keys_with_information.update([key] if has_information[index] else [])
+        lines = [self._make_line(columns[key]) for key in line_keys_with_information]
         return sorted(lines, key=lambda line: trend_sort_key(line.trend, line.series_index))
 
     def is_trend_of(self, trend: Trend, identity: Identity) -> bool:
@@ -253,27 +253,27 @@ def make_history(tables: Sequence[FigureTable], *counts: Any) -> History:
     """
     # 1. Collect machines and interpreters in the order of their first runs.
     homes: list[Home] = []
-    home_of_each = [find_or_add_home(table.place.home, homes) for table in tables]
+    home_of_each_table = [find_or_add_home(table.place.home, homes) for table in tables]
     # 2. Group tables with the same layout and machine into blocks, in the order of commits.
-    table_indices = sorted(range(len(tables)), key=lambda index: tables[index].place.moment)
+    sorted_table_indices = sorted(range(len(tables)), key=lambda index: tables[index].place.moment)
     groups: dict[tuple[Home, str], list[tuple[int, FigureTable]]] = {}
-    for position, index in enumerate(table_indices):
-        groups.setdefault((home_of_each[index], tables[index].layout), []).append((position, tables[index]))
+    for position, index in enumerate(sorted_table_indices):
+        groups.setdefault((home_of_each_table[index], tables[index].layout), []).append((position, tables[index]))
     # 3. Give equal facts the same number in all tables.
     fact_numbers: dict[str, int] = {}
     blocks = [_make_block(home, members, fact_numbers) for (home, _), members in groups.items()]
     return History(
-        blocks, [tables[index].place for index in table_indices], AllFacts(list(fact_numbers)), homes, *counts
+        blocks, [tables[index].place for index in sorted_table_indices], AllFacts(list(fact_numbers)), homes, *counts
     )
 
 
 def _make_block(home: Home, members: Sequence[tuple[int, FigureTable]], fact_numbers: dict[str, int]) -> Block:
-    newest_place = max((table.place for _, table in members), key=lambda place: place.newest)
+    place_with_newest_run = max((table.place for _, table in members), key=lambda place: place.newest)
     place_indices = np.array([place_indices for place_indices, _ in members], np.int64)
     rows = np.stack(
         [_renumber_facts(table, fact_numbers).view(np.uint8) for _, table in members]
     )  # stacking bytes is faster than stacking rows
-    return Block(home, read_layout(members[0][1].layout), newest_place, place_indices, rows.view(ROW))
+    return Block(home, read_layout(members[0][1].layout), place_with_newest_run, place_indices, rows.view(ROW))
 
 
 def _renumber_facts(table: FigureTable, fact_numbers: dict[str, int]) -> Rows:

@@ -121,13 +121,13 @@ def _make_row(
         point.reason,
     )
     # Measuring conditions are long and many points share them, so each is hashed only once.
-    conditions_number = index_by_key.get(id(point.under))
-    if conditions_number is None:
-        conditions_number = index_by_key[id(point.under)] = index_by_key.setdefault(point.under, len(index_by_key))
-    facts_index = index_by_key.setdefault((*properties, conditions_number), len(facts))
-    if facts_index == len(facts):
+    conditions_index = index_by_key.get(id(point.under))
+    if conditions_index is None:
+        conditions_index = index_by_key[id(point.under)] = index_by_key.setdefault(point.under, len(index_by_key))
+    figure_facts_index = index_by_key.setdefault((*properties, conditions_index), len(facts))
+    if figure_facts_index == len(facts):
         facts.append(FigureFacts(*properties, point.under))
-    return value or 0.0, low or 0.0, high or 0.0, facts_index
+    return value or 0.0, low or 0.0, high or 0.0, figure_facts_index
 
 
 def read_facts(text: str) -> FigureFacts:

@@ -72,13 +72,13 @@ class Listing:
 
     def notes(self, paths: Iterable[Path]) -> list[str]:
         """Returns sentences about the files among `paths` that are copies or refused."""
-        chosen_files = set(paths)
+        requested_paths = set(paths)
         copies = [
-            f"{path} is a copy of {original}, or its beginning, and the run counts once"
-            for path, original in self.copies.items()
-            if path in chosen_files
+            f"{path} is a copy of {counted_path}, or its beginning, and the run counts once"
+            for path, counted_path in self.copies.items()
+            if path in requested_paths
         ]
-        groups = dict.fromkeys(group for path, group in self.refused.items() if path in chosen_files)
+        groups = dict.fromkeys(group for path, group in self.refused.items() if path in requested_paths)
         return [*copies, *(f"{describe_refusal(group)}. {REFUSAL_REMEDY}" for group in groups)]
 
     def is_counted(self, path: Path) -> bool:
@@ -194,8 +194,8 @@ def _are_equal(line: bytes, counterpart: bytes) -> bool:
 
 def collected_folder(run: Run) -> str:
     """Returns a run's folder below `runs` in a collected store: 'machine=NAME/month=YYYY-MM'."""
-    month = run.started[:7]
-    return f"machine={folder_name(run)}/month={month if _MONTH_PATTERN.fullmatch(month) else 'unknown'}"
+    start_month = run.started[:7]
+    return f"machine={folder_name(run)}/month={start_month if _MONTH_PATTERN.fullmatch(start_month) else 'unknown'}"
 
 
 def machine_folder(path: Path) -> str:
@@ -260,10 +260,10 @@ def find_run(word: str, store: Path) -> Path:
     unambiguous beginning of its stem or id. 'last' stands for the newest run.
     """
     # 1. Try the word as a path.
-    given_path = Path(word)
+    word_as_path = Path(word)
     try:
-        if is_not_folder(given_path):
-            return given_path
+        if is_not_folder(word_as_path):
+            return word_as_path
         runs = listing(store)
     except (OSError, ValueError) as error:
         raise make_search_error(word, store, error) from None
@@ -279,10 +279,10 @@ def find_run(word: str, store: Path) -> Path:
         names = ", ".join(path.stem for path in matches[:5])
         raise RunNotFound(f"{word!r} fits {len(matches)} runs ({names}). Give more of the name.")
     # 3. No run was found, so the error names the newest run.
-    if given_path.suffix == ".jsonl":
+    if word_as_path.suffix == ".jsonl":
         raise RunNotFound(f"no such file: {word:.200}.")
-    newest_text = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
-    message = f"no run {word!r:.200} in {store}.{newest_text} Give an id, a run's name, a path, or 'last'."
+    newest_run_text = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
+    message = f"no run {word!r:.200} in {store}.{newest_run_text} Give an id, a run's name, a path, or 'last'."
     raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)
 
 
@@ -297,14 +297,18 @@ def list_running_stems(path: Path) -> list[str]:
     store = find_store_of_run(path)
     if store is None:
         return []
-    oldest_time = time.time() - _MAX_AGE_SECONDS
+    oldest_modification_time = time.time() - _MAX_AGE_SECONDS
     # Check the locks of recently modified files only.
-    stems = []
+    running_file_stems = []
     for recent_path in islice(iterate_newest_files(store), _MAX_CHECKED_FILES):
         with contextlib.suppress(OSError):
-            if recent_path != path and recent_path.stat().st_mtime > oldest_time and is_locked(recent_path):
-                stems.append(recent_path.stem)
-    return stems
+            if (
+                recent_path != path
+                and recent_path.stat().st_mtime > oldest_modification_time
+                and is_locked(recent_path)
+            ):
+                running_file_stems.append(recent_path.stem)
+    return running_file_stems
 
 
 def load_stored_run(word: str, store: Path) -> Run:

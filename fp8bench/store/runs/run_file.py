@@ -121,11 +121,11 @@ def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
     reading = _RunReading(run)
     reading.troubles += process_lines(file_lines, partial(_add_line, reading), header)
     if run is None:
-        header_problem = f"line {header}, the header, is broken ({reason})" if header else ""
+        run_header_problem = f"line {header}, the header, is broken ({reason})" if header else ""
         if not reading.records:
-            raise StoreError(f"{path} is not a run file: {header_problem or 'it has no header'}.")
+            raise StoreError(f"{path} is not a run file: {run_header_problem or 'it has no header'}.")
         reading.troubles.insert(
-            0, f"{header_problem or 'the header is missing'}: the request, plan and environment are lost"
+            0, f"{run_header_problem or 'the header is missing'}: the request, plan and environment are lost"
         )
     return _to_run(reading, path), file_lines
 
@@ -152,21 +152,28 @@ def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, st
     With a valid header the reason is ''. With a broken header the run is None. If no line looks like a header, the
     number is 0.
     """
-    suspected_headers: list[tuple[int, None, str]] = [(broken.number, None, broken.why) for broken in file_lines.broken]
+    suspected_header_lines: list[tuple[int, None, str]] = [
+        (broken.number, None, broken.why) for broken in file_lines.broken
+    ]
     for number, content in file_lines.lines:
         if "schema" in content:
             try:
                 return number, _parse_header(content, path), ""
             except ValueError as error:
-                suspected_headers.append((number, None, str(error)[:200]))
+                suspected_header_lines.append((number, None, str(error)[:200]))
     # A damaged line that contains "schema" was probably the header. Without such a line, the first line was.
-    start_by_line = {broken.number: broken.start_text for broken in file_lines.broken}
-    for suspected_header in sorted(suspected_headers):
-        if '"schema"' in start_by_line.get(suspected_header[0], '"schema"'):
-            return suspected_header
-    first_line = min([*start_by_line, *dict(file_lines.lines)], default=0)
+    start_text_by_line = {broken.number: broken.start_text for broken in file_lines.broken}
+    for suspected_header_line in sorted(suspected_header_lines):
+        if '"schema"' in start_text_by_line.get(suspected_header_line[0], '"schema"'):
+            return suspected_header_line
+    first_line = min([*start_text_by_line, *dict(file_lines.lines)], default=0)
     return next(
-        (suspected_header for suspected_header in suspected_headers if suspected_header[0] == first_line), (0, None, "")
+        (
+            suspected_header_line
+            for suspected_header_line in suspected_header_lines
+            if suspected_header_line[0] == first_line
+        ),
+        (0, None, ""),
     )
 
 
@@ -214,12 +221,14 @@ def _to_run(reading: _RunReading, path: Path) -> Run:
         plan = infer_plan(reading.records)
         run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
     # 2. If a case was measured again, use its newest record.
-    order_by_id = {case: index for index, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
+    plan_order_by_id = {case: index for index, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
     record_by_id = {record.case.id: record for record in reading.records}
-    sorted_records = sorted(record_by_id.values(), key=lambda record: order_by_id.get(record.case.id, len(order_by_id)))
+    records_in_plan_order = sorted(
+        record_by_id.values(), key=lambda record: plan_order_by_id.get(record.case.id, len(plan_order_by_id))
+    )
     return replace(
         run,
-        records=tuple(sorted_records),
+        records=tuple(records_in_plan_order),
         path=str(path),
         finished=reading.finished,
         troubles=tuple(reading.troubles),

@@ -136,8 +136,8 @@ def watch_groups(c10d: Any) -> None:
 def refuse_strangers() -> None:
     """Raises PermissionError if another user owns the other end of a connection that this process has accepted."""
     connection_ends = list(_read_connection_ends())
-    own_inodes = set(_list_own_sockets())
-    own_connections = [end for end in connection_ends if end.inode in own_inodes]
+    own_socket_inodes = set(_list_own_sockets())
+    own_connections = [end for end in connection_ends if end.inode in own_socket_inodes]
     listening_addresses = {connection.local_address for connection in own_connections if connection.state == _LISTENING}
     accepted_connections = {
         (connection.remote_address, connection.local_address)
@@ -212,7 +212,7 @@ def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> PartS
         together.synchronise()
         parts.communicate()
 
-    part_functions = {
+    step_part_functions = {
         "compute": parts.compute,
         "communication": parts.communicate,
         "both": parts.together,
@@ -220,24 +220,24 @@ def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> PartS
     }
     if parts.alone is not None:
         rank_0_steps = dict(zip(("whole", "share"), parts.alone, strict=True))
-        part_functions |= rank_0_steps if dist.get_rank() == 0 else dict.fromkeys(rank_0_steps, _do_nothing)
-    return time_rounds(part_functions, together, seed)
+        step_part_functions |= rank_0_steps if dist.get_rank() == 0 else dict.fromkeys(rank_0_steps, _do_nothing)
+    return time_rounds(step_part_functions, together, seed)
 
 
 def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
     """Returns the timed parts of a step (products, communication, and both at the same time), with products repeated
     until they take _MIN_PART_SECONDS.
     """
-    repetitions = _count_repetitions(parts.compute, synchronise)
+    product_repetitions = _count_repetitions(parts.compute, synchronise)
 
     def run_products() -> None:
-        for _ in range(repetitions):
+        for _ in range(product_repetitions):
             parts.compute()
 
     def run_at_same_time() -> None:
-        transfer = parts.communicate()
+        pending_transfer = parts.communicate()
         run_products()
-        transfer.wait()
+        pending_transfer.wait()
 
     return StepParts(run_products, lambda: parts.communicate().wait(), run_at_same_time)
 
@@ -247,7 +247,7 @@ def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting
     begin each part at the same time.
     """
     generator = random.Random(seed)
-    part_seconds = {name: list[float]() for name in parts}
+    seconds_by_part = {name: list[float]() for name in parts}
     for name, part in parts.items():  # a warm-up
         if name not in _COMBINED_PARTS:
             part()
@@ -261,8 +261,8 @@ def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting
             start = time.perf_counter()
             parts[name]()
             together.synchronise()
-            part_seconds[name].append(time.perf_counter() - start)
-    return part_seconds
+            seconds_by_part[name].append(time.perf_counter() - start)
+    return seconds_by_part
 
 
 def _do_nothing() -> None: ...
@@ -336,14 +336,14 @@ class RankBench(Bench):
         # Ranks exchange objects as pickles. Unpickling must not run code.
         dist.distributed_c10d._unpickler = PlainUnpickler
         watch_groups(dist.distributed_c10d)
-        on_gpu = torch.cuda.is_available()
+        has_gpu = torch.cuda.is_available()
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
             timeout=timedelta(seconds=wait_seconds),
             store=_wait_for_all_ranks(heartbeat_writer.folder, self._rank, self._size),
             rank=self._rank,
             world_size=self._size,
-            device_id=torch.device("cuda", 0) if on_gpu else None,
+            device_id=torch.device("cuda", 0) if has_gpu else None,
         )
         # Slots of all ranks begin at the same time, so that the delay of each rank can be measured.
         self._meet_ranks = StartLine(heartbeat_writer.folder, self._rank, self._size, wait_seconds).meet_ranks
@@ -364,10 +364,10 @@ class RankBench(Bench):
 
         The remaining objects are imported modules. For DTensor and torchao, each garbage collection would take 0.1 s.
         """
-        running_names = super().release(key)
+        running_task_names = super().release(key)
         if not (self._prepared or self._kept):
             gc.freeze()
-        return running_names
+        return running_task_names
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         return StepEffect(

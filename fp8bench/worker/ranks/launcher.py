@@ -89,8 +89,8 @@ def _end_all(folder: str, launcher: int) -> None:
     signal, after its ranks.
     """
     deadline = time.monotonic() + _KILL_SECONDS
-    environment_mark = f"{LAUNCH_VARIABLE}={Path(folder).name}".encode()
-    while (remaining := list(_find_marked_processes(environment_mark))) and time.monotonic() < deadline:
+    launch_environment_entry = f"{LAUNCH_VARIABLE}={Path(folder).name}".encode()
+    while (remaining := list(_find_marked_processes(launch_environment_entry))) and time.monotonic() < deadline:
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -111,10 +111,10 @@ def _process_exists(pid: int) -> bool:
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
-    lifeline = int(sys.argv[2])
+    lifeline_descriptor = int(sys.argv[2])
     ranks, module, folder, wait_seconds = connection.recv()
-    die_with_parent(lifeline, connection, partial(_end_all, folder, os.getpid()))
-    close_in_children(lifeline, connection)
+    die_with_parent(lifeline_descriptor, connection, partial(_end_all, folder, os.getpid()))
+    close_in_children(lifeline_descriptor, connection)
     connection.send(launch(ranks, module, folder, wait_seconds))
 
 

@@ -46,7 +46,7 @@ def _show_one_gpu(rank: int) -> None:
 
 def main(make_bench: Callable[[Settings, HeartbeatWriter, float], RankBench] = RankBench) -> None:
     folder = Path(sys.argv[1])
-    wait_seconds = float(sys.argv[2])
+    collective_wait_seconds = float(sys.argv[2])
     rank = int(os.environ["RANK"])
     if os.getpgrp() != os.getpid():  # with its own process group, this rank's children are ended together with it
         os.setsid()
@@ -55,11 +55,11 @@ def main(make_bench: Callable[[Settings, HeartbeatWriter, float], RankBench] = R
     _show_one_gpu(rank)
     heartbeat_writer = HeartbeatWriter(folder / heartbeat_file(rank))
     connection = Connection(_connect(folder, rank, "requests"))
-    lifeline = _connect(folder, rank, "lifeline")
+    lifeline_descriptor = _connect(folder, rank, "lifeline")
     run(
         connection,
-        lifeline,
-        lambda settings: make_bench(settings, heartbeat_writer, wait_seconds),
+        lifeline_descriptor,
+        lambda settings: make_bench(settings, heartbeat_writer, collective_wait_seconds),
         heartbeat_writer.request,
     )
 

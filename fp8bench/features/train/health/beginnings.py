@@ -49,19 +49,19 @@ class SlowGrowth(TensorRule):
         )
         if len(previous) < self.min_earlier + reading_count - 1:
             return ""
-        ends = finite_octaves([previous[1 - reading_count].amax, reading.amax])
-        if len(ends) < 2 or abs(ends[1] - ends[0]) < octaves:
+        end_octaves = finite_octaves([previous[1 - reading_count].amax, reading.amax])
+        if len(end_octaves) < 2 or abs(end_octaves[1] - end_octaves[0]) < octaves:
             return ""
         readings = (*previous, reading)
-        course = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]
-        if len(course) < len(readings):
+        steps_and_octaves = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]
+        if len(steps_and_octaves) < len(readings):
             return ""
-        change = self.find_change(course[:-reading_count], course[-reading_count:])
+        change = self.find_change(steps_and_octaves[:-reading_count], steps_and_octaves[-reading_count:])
         if not change:
             return ""
         return (
             f"the largest magnitude of {name_tensor(reading)} changed by {change:+.1f} octaves since step "
-            f"{course[-reading_count][0]}"
+            f"{steps_and_octaves[-reading_count][0]}"
         )
 
     def find_change(self, earlier_values: OctaveCourse, last_values: OctaveCourse) -> float:
@@ -75,11 +75,11 @@ class SlowGrowth(TensorRule):
         )
         change = end_value - start_value
         distance = min((end_value - value) * math.copysign(1, change) for _, value in earlier_values)
-        speeds = (middle_value - start_value) / (middle - start), (end_value - middle_value) / (end - middle)
+        speeds_by_half = (middle_value - start_value) / (middle - start), (end_value - middle_value) / (end - middle)
         if (
             distance < abs(change) / 2
-            or min(speed * change for speed in speeds) <= 0
-            or speeds[1] / speeds[0] < self.min_speed_ratio
+            or min(speed * change for speed in speeds_by_half) <= 0
+            or speeds_by_half[1] / speeds_by_half[0] < self.min_speed_ratio
         ):
             return 0.0
         deviation = max(
@@ -146,19 +146,19 @@ class GradientVanished(HealthRule[Any]):
         if not 0 < self._gradient_norm < math.inf:
             return ""
         shares, (run_length, longest_run) = self._norm_shares[line.layer], self._runs[line.layer]
-        log_share = math.log2(line.value / self._gradient_norm) if line.value else -math.inf
+        log_norm_share = math.log2(line.value / self._gradient_norm) if line.value else -math.inf
         usual_share, min_share = (
             (median(shares), min(shares)) if len(shares) >= self.min_readings else (-math.inf, -math.inf)
         )
-        if line.value and log_share >= min(usual_share - self.median_octaves, min_share - self.minimum_octaves):
-            shares.append(log_share)
+        if line.value and log_norm_share >= min(usual_share - self.median_octaves, min_share - self.minimum_octaves):
+            shares.append(log_norm_share)
             self._runs[line.layer] = 0, max(run_length, longest_run)
             return ""
         self._runs[line.layer] = run_length + 1, longest_run
         if len(shares) < self.min_readings or run_length + 1 < self.low_readings + self.run_factor * longest_run:
             return ""
         description = (
-            f"has lost {usual_share - log_share:.1f} octaves of its share of the gradient norm"
+            f"has lost {usual_share - log_norm_share:.1f} octaves of its share of the gradient norm"
             if line.value
             else "is zero everywhere"
         )

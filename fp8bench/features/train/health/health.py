@@ -62,15 +62,15 @@ class Health:
         return tuple(map(_merge_tensors, alarms.values()))
 
     def _find_readers(self, line: StreamLine) -> list[HealthRule[Any]]:
-        line_facts: tuple[object, ...] = (type(line),)
+        line_key: tuple[object, ...] = (type(line),)
         if isinstance(line, StepFigure):
-            line_facts = (line.name,)
+            line_key = (line.name,)
         elif isinstance(line, LayerReading):
             tensor = (line.seed, line.arm, line.layer, line.role)
             if may_be_cast(line):
                 self._cast_tensors.add(tensor)
-            line_facts = (line.role, tensor in self._cast_tensors)
-        key = line.seed, line.arm, line_facts
+            line_key = (line.role, tensor in self._cast_tensors)
+        key = line.seed, line.arm, line_key
         reading_rules = self._readers.get(key)
         if reading_rules is None:
             rules = self._find_rules(line.seed, line.arm)

@@ -30,9 +30,11 @@ def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
     # A jump must exceed all earlier values. Compare with the last value first, because this takes the least time.
     if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:
         return 0.0
-    octaves = finite_octaves(earlier)
-    if len(octaves) < _MIN_EARLIER:
+    earlier_octaves = finite_octaves(earlier)
+    if len(earlier_octaves) < _MIN_EARLIER:
         return 0.0
-    distance = math.log2(value) - median(octaves)
-    beyond_all_octaves = math.log2(value) - max(octaves) if distance > 0 else min(octaves) - math.log2(value)
+    distance = math.log2(value) - median(earlier_octaves)
+    beyond_all_octaves = (
+        math.log2(value) - max(earlier_octaves) if distance > 0 else min(earlier_octaves) - math.log2(value)
+    )
     return distance if abs(distance) >= limit and beyond_all_octaves >= math.log2(_MIN_FACTOR) else 0.0

@@ -99,15 +99,17 @@ class LossBackUp(LossRule):
         learned_loss = first_loss - self._lowest_mean
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
         rate = self._newest_rates[-1]
-        rate_words = f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._newest_rates[0] else ""
+        rate_rise_text = f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._newest_rates[0] else ""
         lost_share, times = (
-            (self.lost_share_by_rate, self.noise_factor_by_rate) if rate_words else (self.lost_share, self.noise_factor)
+            (self.lost_share_by_rate, self.noise_factor_by_rate)
+            if rate_rise_text
+            else (self.lost_share, self.noise_factor)
         )
         if learned_loss <= 0 or lowest_loss - self._lowest_mean < max(lost_share * learned_loss, times * noise):
             return ""
         return (
             f"the loss has risen again from {self._lowest_mean:.4g}, and has stayed above {lowest_loss:.4g} for "
-            f"{self.high_losses} steps{rate_words}"
+            f"{self.high_losses} steps{rate_rise_text}"
         )
 
 
@@ -206,12 +208,16 @@ class NoUpdate(HealthRule[Any]):
         if self._has_learned:
             return ""
         has_no_gradient = line.gradient_norm == 0
-        alarm = self._alarm_if_lasting("the rate is 0", line.rate == 0, self.still_steps)
-        alarm = self._alarm_if_lasting("no gradient arrives at any weight", has_no_gradient, self.still_steps) or alarm
+        alarm_text = self._alarm_if_lasting("the rate is 0", line.rate == 0, self.still_steps)
+        alarm_text = (
+            self._alarm_if_lasting("no gradient arrives at any weight", has_no_gradient, self.still_steps) or alarm_text
+        )
         if math.isfinite(line.update_ratio):
             is_update_small = line.update_ratio < 1e-8 and line.rate != 0 and not has_no_gradient
-            alarm = self._alarm_if_lasting("updates are less than 1e-8 of the weights", is_update_small, 2) or alarm
-        return alarm
+            alarm_text = (
+                self._alarm_if_lasting("updates are less than 1e-8 of the weights", is_update_small, 2) or alarm_text
+            )
+        return alarm_text
 
     def _alarm_if_lasting(self, symptom: str, is_still: bool, limit: int) -> str:
         self._still_counts[symptom] = self._still_counts[symptom] + 1 if is_still else 0
@@ -245,21 +251,23 @@ class SameInputs(HealthRule[StepFigure]):
         # 'examples' is the last figure of a step, so the others are already known.
         if line.name != "examples" or "inputs_again" not in self._last_values:
             return ""
-        repeated = self._last_values["inputs_again"]
-        if repeated >= self.repeated_steps and (repeated < line.step or line.value < self.few_examples):
+        repeated_step_count = self._last_values["inputs_again"]
+        if repeated_step_count >= self.repeated_steps and (
+            repeated_step_count < line.step or line.value < self.few_examples
+        ):
             # Full-batch training repeats its inputs intentionally.
-            return f"the model was given the same inputs in {repeated + 1:g} steps in a row"
-        steps_cycled, period, new_batches = (
+            return f"the model was given the same inputs in {repeated_step_count + 1:g} steps in a row"
+        steps_cycled, period, new_batch_count = (
             self._last_values.get(name, 0.0) for name in ("inputs_cycled", "inputs_period", "inputs_new")
         )
         if steps_cycled < self.cycled_steps or period < 2:
             return ""
-        repeats_from_start = period == new_batches <= self.max_cycle and line.value * period < 2 * self.few_examples
-        if not repeats_from_start and self.max_cycle * period > new_batches:
+        repeats_from_start = period == new_batch_count <= self.max_cycle and line.value * period < 2 * self.few_examples
+        if not repeats_from_start and self.max_cycle * period > new_batch_count:
             return ""
         return (
             f"the last {steps_cycled:g} batches repeat earlier ones, at most {period:g} steps old, after "
-            f"{new_batches:g} new batches"
+            f"{new_batch_count:g} new batches"
         )
 
 
@@ -314,16 +322,16 @@ class DeadUnits(TensorRule):
         self._first_layer = self._first_layer or reading.layer
         if not previous or reading.zeros < self.zero_share:
             return ""
-        usual_share = median(layer_reading.zeros for layer_reading in previous)
-        has_risen = reading.zeros >= usual_share + self.added_share
+        usual_zero_share = median(layer_reading.zeros for layer_reading in previous)
+        has_risen = reading.zeros >= usual_zero_share + self.added_share
         # The data of the first layer may be sparse. Later layers read outputs of layers.
         is_always_zero = (
             reading.layer != self._first_layer and min(reading.zeros, previous[-1].zeros) >= self.constant_share
         )
         if not has_risen and not is_always_zero:
             return ""
-        usual_words = f"; {usual_share:.0%} was usual" if has_risen else ""
-        return f"{reading.zeros:.1%} of {name_tensor(reading)} are zeros{usual_words}"
+        usual_share_text = f"; {usual_zero_share:.0%} was usual" if has_risen else ""
+        return f"{reading.zeros:.1%} of {name_tensor(reading)} are zeros{usual_share_text}"
 
 
 class NormGain(FigureRule):
@@ -349,8 +357,10 @@ class NormGain(FigureRule):
         has_shrunk = highest_gain >= self.min_gain and line.value * self.gain_factor < highest_gain
         if not has_grown and not has_shrunk:
             return ""
-        previous_gain = lowest_gain if has_grown else highest_gain
-        return f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {previous_gain:.3g} earlier"
+        earlier_extreme_gain = lowest_gain if has_grown else highest_gain
+        return (
+            f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {earlier_extreme_gain:.3g} earlier"
+        )
 
 
 class LargeLogits(FigureRule):
@@ -378,8 +388,8 @@ class LargeLogits(FigureRule):
         ):
             return ""
         earlier_ranges = list(last)[:-1]
-        usual_words = f"; {median(earlier_ranges):.3g} was usual" if earlier_ranges else ""
-        return f"the logits of an example span {line.value:.4g}{usual_words}"
+        usual_range_text = f"; {median(earlier_ranges):.3g} was usual" if earlier_ranges else ""
+        return f"the logits of an example span {line.value:.4g}{usual_range_text}"
 
 
 class GradientsLeft(FigureRule):
@@ -458,13 +468,13 @@ class DataDrift(HealthRule[StepFigure]):
         self._is_only_optimizer &= line.name != OTHERS_TRAIN
         if not self._is_only_optimizer:
             return ""
-        first_values, new_values = self._first_inputs[line.name], self._newest_inputs[line.name]
+        first_values, newest_input_values = self._first_inputs[line.name], self._newest_inputs[line.name]
         if len(first_values) < self.first_batches:
             first_values.append(line.value)
             return ""
-        new_values.append(line.value)
+        newest_input_values.append(line.value)
         usual_value, first_deviation = fmean(first_values), median(self._first_inputs["input_deviation"] or [0.0])
-        distances = [value - usual_value for value in new_values]
+        distances = [value - usual_value for value in newest_input_values]
         min_distance = min(map(abs, distances))
         # Batches of unchanged data have values on both sides of the usual value.
         is_one_sided = min(distances) > 0 or max(distances) < 0

@@ -76,8 +76,8 @@ class ArmModel:
 
     def collect_parameters(self) -> None:
         """Collects the trained parameters and the weights whose casts are reused. Called once the model exists."""
-        named = self.model.named_parameters()
-        self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        names_and_parameters = self.model.named_parameters()
+        self.parameters = {name: parameter for name, parameter in names_and_parameters if parameter.requires_grad}
         self.cached_weights = CachedWeights(self.model)
 
     def make_arithmetic(self, mode: str) -> Arithmetic:
@@ -147,8 +147,8 @@ class BuiltInModel(ArmModel):
 
         def choose_arithmetic(name: str) -> Arithmetic:
             key = find_map_key(layers[name], keys)
-            high_precision = self.precision.carried_by if layers[name].high else ""
-            mode = keys[key] if key is not None else high_precision or self.arm.precision
+            high_layer_precision = self.precision.carried_by if layers[name].high else ""
+            mode = keys[key] if key is not None else high_layer_precision or self.arm.precision
             return self.make_layer_arithmetic(name, mode)
 
         carrier = self.precision.arithmetic(facts).carrier
@@ -159,11 +159,13 @@ class BuiltInModel(ArmModel):
         # Unit scaling changes weights and layers, so it comes before everything that reads them.
         if self.precision.unit_scaled:
             scale_to_unit(model, self._config.sequence)
-        around = {
+        key_by_elementwise_layer = {
             layer.name: find_map_key(layer, keys)
             for layer in models.list_elementwise_layers(settings.arch, self._config)
         }
-        set_around(model, {name: self.make_arithmetic(keys[key]) for name, key in around.items() if key})
+        set_around(
+            model, {name: self.make_arithmetic(keys[key]) for name, key in key_by_elementwise_layer.items() if key}
+        )
         if settings.attention != "auto":
             self._round_attention(model)
         return model
@@ -188,11 +190,11 @@ class BuiltInModel(ArmModel):
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
                 scales_queries_first = self.settings.attention == "prescaled"
-                module.core = core = EmulatedCore(
+                module.core = emulated_core = EmulatedCore(
                     self.precision.arithmetic(self.task.facts), scales_queries=scales_queries_first
                 )
-                for product_name, arithmetic in core.parts.items():
-                    core.parts[product_name] = self.add_arithmetic(f"{path}.core.{product_name}", arithmetic)
+                for product_name, arithmetic in emulated_core.parts.items():
+                    emulated_core.parts[product_name] = self.add_arithmetic(f"{path}.core.{product_name}", arithmetic)
 
     def read_batch(self, step: int, number: int) -> Batch:
         part_number = number * self.parallelism.part_count + self.parallelism.part_number

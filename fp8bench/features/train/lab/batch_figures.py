@@ -77,8 +77,8 @@ class BatchMemory:
 
     def add_examples(self, inputs: Any) -> None:
         """Adds the examples of a micro-batch to those of the current step."""
-        first_tensor = next(tensors_in(inputs), None)
-        self._examples += len(first_tensor) if first_tensor is not None and first_tensor.ndim else 0
+        first_input_tensor = next(tensors_in(inputs), None)
+        self._examples += len(first_input_tensor) if first_input_tensor is not None and first_input_tensor.ndim else 0
 
     def compare_targets(self, loss: Tensor) -> None:
         """Compares the targets of a loss with those of the last watched step. If the targets are labels of classes,
@@ -128,10 +128,10 @@ class BatchMemory:
         for batch, condition in zip(self._unread_batches, conditions, strict=True):
             age = self._count_batch(next(numbers))
             if condition is not None:
-                condition_fingerprint, first_number = next(numbers), next(numbers)
+                condition_fingerprint, first_condition_number = next(numbers), next(numbers)
                 # A condition with a single element, or with 0, 1 or a dimension of an input as its first element, may
                 # be a length or a setting.
-                may_be_setting = len(condition) == 1 or first_number in {0, 1}.union(*batch.shapes)
+                may_be_setting = len(condition) == 1 or first_condition_number in {0, 1}.union(*batch.shapes)
                 self._compare_condition(condition_fingerprint, age == 1, may_be_setting)
         self._last_steps = {
             key: step for key, step in self._last_steps.items() if self._steps - step <= _COMPARED_BATCHES
@@ -179,11 +179,13 @@ class BatchMemory:
         label_shares = counts / len(labels)
         self._label_counts = self._label_counts.to(counts)
         if self._counted_batches >= _MIN_COUNTED_BATCHES:
-            earlier_shares = self._label_counts / self._label_counts.sum()
-            chance_distance = (earlier_shares * (1 - earlier_shares) * (2 / math.pi) / len(labels)).sqrt().sum()
-            self._watched_figures["label_shift"] = (label_shares - earlier_shares).abs().sum() / chance_distance.clamp(
-                min=1 / len(labels)
+            earlier_label_shares = self._label_counts / self._label_counts.sum()
+            chance_distance = (
+                (earlier_label_shares * (1 - earlier_label_shares) * (2 / math.pi) / len(labels)).sqrt().sum()
             )
+            self._watched_figures["label_shift"] = (
+                label_shares - earlier_label_shares
+            ).abs().sum() / chance_distance.clamp(min=1 / len(labels))
         self._label_counts = self._label_counts + counts
         self._counted_batches += 1
 
@@ -205,5 +207,5 @@ def _find_target(loss: Tensor) -> Tensor | None:
     """Returns the targets from which a loss was computed, if it is a cross entropy or a regression loss; otherwise
     None.
     """
-    node = find_loss_function(loss, "NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss")
-    return None if node is None else node._saved_target.detach()
+    loss_node = find_loss_function(loss, "NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss")
+    return None if loss_node is None else loss_node._saved_target.detach()

@@ -72,22 +72,22 @@ class _DigestingFile:
 
 def write_checkpoint(folder: str, task: SeedTask, states: Mapping[str, State], rank: int) -> None:
     target = Path(folder)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+    partial_folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
         # If the disk is full, the error asks the user to make room and to resume the training.
         with convert_write_errors(f"the checkpoint {target}", "Make room, and resume."):
-            partial.mkdir(parents=True)
+            partial_folder.mkdir(parents=True)
             files = {}
             for number, (name, state) in enumerate(states.items()):
-                files[name] = _write_arm(partial / f"{number}.pt", state)
-            head = {"task": _compute_task_digest(task, rank), "arms": files}
-            write_whole(partial / _HEAD_FILE, json.dumps(add_checksum(head), indent=1))
+                files[name] = _write_arm(partial_folder / f"{number}.pt", state)
+            checkpoint_header = {"task": _compute_task_digest(task, rank), "arms": files}
+            write_whole(partial_folder / _HEAD_FILE, json.dumps(add_checksum(checkpoint_header), indent=1))
             # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
             # remains, or none.
             shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
+            partial_folder.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def _write_arm(path: Path, state: State) -> dict[str, str]:
@@ -105,10 +105,10 @@ def _write_arm(path: Path, state: State) -> dict[str, str]:
 def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
     """Returns the state of every arm in a checkpoint. Raises StoreError if a file is missing or damaged."""
     path = Path(folder)
-    head = _read_head(path)
-    if head["task"] != _compute_task_digest(task, rank):
+    checkpoint_header = _read_head(path)
+    if checkpoint_header["task"] != _compute_task_digest(task, rank):
         raise StoreError(f"the checkpoint {path} is from another training. Resume with the settings it began with.")
-    return {name: _load_arm(path / file["file"], file["sha256"]) for name, file in head["arms"].items()}
+    return {name: _load_arm(path / file["file"], file["sha256"]) for name, file in checkpoint_header["arms"].items()}
 
 
 def read_weights(folder: str, arm: str) -> list[Tensor]:
@@ -190,13 +190,13 @@ def _perturb_weights(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def _load_checkpoint_weights(model: nn.Module, folder: str, arm: str) -> None:
-    stored = read_weights(folder, arm)
+    stored_weights = read_weights(folder, arm)
     parameters = list(model.parameters())
-    if [weight.shape for weight in stored] != [parameter.shape for parameter in parameters]:
+    if [weight.shape for weight in stored_weights] != [parameter.shape for parameter in parameters]:
         raise UsageError(
             f"--start: the weights in {folder} belong to a different model. Choose its --model and --arch."
         )
-    for parameter, weight in zip(parameters, stored, strict=True):
+    for parameter, weight in zip(parameters, stored_weights, strict=True):
         parameter.copy_(weight)
 
 
@@ -213,15 +213,15 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
     with open_file(path, most=MEMORY_BYTES) as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
-    stored = _load_state_dict(path)
-    for tensor_name, tensor in stored.items():
+    tensor_by_name = _load_state_dict(path)
+    for tensor_name, tensor in tensor_by_name.items():
         if not is_finite(tensor):
             raise UsageError(
                 f"--start {path}: {tensor_name} has values that are not finite. Give weights without them."
             )
     advice = f"Give weights of the model that {make} makes" if make else "Choose the --model and --arch of that model"
     try:
-        missing_names, unknown_names = model.load_state_dict(stored, strict=False)
+        missing_names, unknown_names = model.load_state_dict(tensor_by_name, strict=False)
     except RuntimeError as error:  # raised if a tensor has another shape than in the model
         raise UsageError(f"--start {path} has a different model: {own_words(error)}. {advice}.") from None
     # A state dict file lists a tied parameter under both of its names, but named_parameters() only under the first.
@@ -231,7 +231,7 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
         reasons += [f"has {join_words(unknown_names, _MAX_LISTED)}, which this model lacks"] if unknown_names else []
         raise UsageError(f"--start {path} has a different model: it {', and '.join(reasons)}. {advice}.")
     for tensor_name, tensor in model.state_dict().items():
-        if tensor_name in stored and not torch.equal(tensor, stored[tensor_name].to(tensor)):
+        if tensor_name in tensor_by_name and not torch.equal(tensor, tensor_by_name[tensor_name].to(tensor)):
             raise UsageError(
                 f"--start {path}: {tensor_name} is the same tensor as another one in this model (its weights are "
                 "tied), and not in the file. Give weights of a tied model."

@@ -77,9 +77,10 @@ class TokenWindows:
         window_numbers = (
             np.arange(window_count, dtype=np.uint64) * np.uint64(available_windows) // np.uint64(window_count)
         )
-        starts = window_numbers * np.uint64(self._length)
+        window_starts = window_numbers * np.uint64(self._length)
         return [
-            self._make_batch(self._read_ids(starts[first : first + batch])) for first in range(0, window_count, batch)
+            self._make_batch(self._read_ids(window_starts[first : first + batch]))
+            for first in range(0, window_count, batch)
         ]
 
     def _read_ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:
@@ -231,8 +232,8 @@ def _load_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> di
         raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")
     held_out = b""
     if "cloze" in tasks:
-        text_span = text.held_out
-        tokens = np.memmap(text_span.path, dtype=np.uint16, mode="r")[text_span.start : text_span.stop]
+        held_out_span = text.held_out
+        tokens = np.memmap(held_out_span.path, dtype=np.uint16, mode="r")[held_out_span.start : held_out_span.stop]
         held_out = tokens.astype(np.uint8).tobytes()
     items: dict[str, list[TaskItem]] = {}
     for task in tasks:

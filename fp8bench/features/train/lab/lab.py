@@ -96,8 +96,10 @@ class Lab(Bench):
             # The process keeps a user's model for all arms, so load it before an arm's memory is counted.
             if make := task.settings.make:
                 load_target_model(make, task.seed, task.facts)
-            build = make_arm_builder(task, arm, hardware)
-            memory_use, trainer = measure_step_memory(build, device, task.facts.index, leaks=False, hardware=hardware)
+            build_arm = make_arm_builder(task, arm, hardware)
+            memory_use, trainer = measure_step_memory(
+                build_arm, device, task.facts.index, leaks=False, hardware=hardware
+            )
         if isinstance(memory_use, str):
             return ArmCost(arm.name, task.seed, why=f"its memory cannot be counted: {memory_use}")
         parameter_count = trainer.describe_state().parameters
@@ -139,13 +141,13 @@ class Lab(Bench):
         """
         trainer = self._get_trainer(key)
         facts = self._task.facts
-        silent = SilentPhases()
+        silent_phases = SilentPhases()
         device = self._select_device(facts)
         with self._with_switches(trainer.precision):
             # A single time on the host covers all steps. It ends once the device has finished all queued work.
             start = time.perf_counter()
             for _ in range(steps):
-                take_extra_step(trainer, silent)
+                take_extra_step(trainer, silent_phases)
             device.synchronise(facts.index)
             return time.perf_counter() - start
 
@@ -167,10 +169,10 @@ class Lab(Bench):
         returns their names."""
         from fp8bench.features.train.lab.checkpoint import write_checkpoint
 
-        not_finite = self._find_not_finite()
-        states = {name: trainer.get_state() for name, trainer in self._trainers.items() if name not in not_finite}
+        not_finite_arms = self._find_not_finite()
+        states = {name: trainer.get_state() for name, trainer in self._trainers.items() if name not in not_finite_arms}
         write_checkpoint(folder, self._task, states, self._rank)
-        return not_finite
+        return not_finite_arms
 
     def _find_not_finite(self) -> tuple[str, ...]:
         from fp8bench.features.train.lab.checkpoint import is_finite
@@ -207,10 +209,10 @@ class Lab(Bench):
 
     def _get_trainer(self, arm: str) -> Trainer:
         if arm in self._unbuilt:
-            fault = self._unbuilt[arm]
-            if fault.kind == UsageError.__name__:
-                raise UsageError(fault.text)
-            raise NotBuilt(f"{fault.kind}: {fault.text}")
+            build_fault = self._unbuilt[arm]
+            if build_fault.kind == UsageError.__name__:
+                raise UsageError(build_fault.text)
+            raise NotBuilt(f"{build_fault.kind}: {build_fault.text}")
         return self._trainers[arm]
 
     @contextmanager
@@ -250,8 +252,8 @@ def find_hardware(task: SeedTask) -> EmulatedHardware:
     settings = arm.merge_settings(task.settings)
     if task.facts.ranks > 1:
         return EmulatedHardware(why=SEVERAL_RANKS_REASON)
-    carried_by = precisions.get(arm.precision).carried_by
-    modes = dict.fromkeys(filter(None, (arm.precision, carried_by, *dict(settings.precision_map).values())))
+    carrying_precision = precisions.get(arm.precision).carried_by
+    modes = dict.fromkeys(filter(None, (arm.precision, carrying_precision, *dict(settings.precision_map).values())))
     hardware = find_hardware_for_modes(((mode, mode) for mode in modes), task.facts)
     reason = workloads.get("conv").not_on_device if settings.arch == "cnn" and not settings.make else ""
     if settings.attention != "auto":
@@ -271,8 +273,8 @@ def make_arm_builder(task: SeedTask, arm: Arm, hardware: EmulatedHardware) -> Ma
             return hardware.wrap_arithmetic(mode, inner, ledger)
 
         def prepare() -> PreparedMemory:
-            watch = None if listener is None else make_cast_watch(listener)
-            trainer = Trainer(task, arm, watch, None if ledger is None else wrap_with_hardware)
+            cast_watch = None if listener is None else make_cast_watch(listener)
+            trainer = Trainer(task, arm, cast_watch, None if ledger is None else wrap_with_hardware)
             return PreparedMemory(trainer, lambda phase: take_extra_step(trainer, phase))
 
         return prepare

@@ -203,8 +203,10 @@ class LoopHabits:
                 self._without_gradient.append(parameter)
                 continue
             # FSDP2 adds gradients to the shard, which does not change the version of the DTensor.
-            shard = gradient if type(gradient) is Tensor else local_shard(gradient)
-            self._marks.append(GradientMark(parameter, weakref.ref(gradient), shard._version, parameter._version))
+            gradient_shard = gradient if type(gradient) is Tensor else local_shard(gradient)
+            self._marks.append(
+                GradientMark(parameter, weakref.ref(gradient), gradient_shard._version, parameter._version)
+            )
 
     def _measure_state(self) -> tuple[int, float]:
         """Returns the number of parameters with optimizer state, and the optimizer's step count. A count that is on a
@@ -245,9 +247,9 @@ def _backward_with_calls(tensors: Tensor | Tensors, *args: Any, **named: Any) ->
         return _torch_backward(tensors, *args, **named)
     listeners, roots = tuple(_backward_listeners), [tensors] if isinstance(tensors, Tensor) else list(tensors)
     # Only a single number is a loss. A backward from anything else is a part of a larger backward.
-    root = roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
+    loss_tensor = roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
     for begins, _ in listeners:
-        begins(root)
+        begins(loss_tensor)
     # A nested backward, as in checkpointing, is not a step of the loop.
     _running_backwards.append(True)
     try:
@@ -255,7 +257,7 @@ def _backward_with_calls(tensors: Tensor | Tensors, *args: Any, **named: Any) ->
     finally:
         _running_backwards.pop()
     for _, ends in listeners:
-        ends(None if root is None else root.detach().reshape(()))
+        ends(None if loss_tensor is None else loss_tensor.detach().reshape(()))
     return None
 
 
@@ -277,8 +279,8 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 def sample_values(tensor: Tensor) -> Tensor:
     """Returns at most 4,096 evenly spaced values of a tensor, so that comparing takes the same time at any size."""
-    flat = tensor.detach().flatten()
-    return flat[:: -(-len(flat) // _SAMPLED_VALUES)]
+    flat_values = tensor.detach().flatten()
+    return flat_values[:: -(-len(flat_values) // _SAMPLED_VALUES)]
 
 
 def compute_fingerprint(samples: Sequence[Tensor]) -> Tensor:
@@ -343,8 +345,8 @@ def measure_predictions(loss: Tensor) -> dict[str, FigureValue]:
     """Returns figures of a cross entropy: the number of classes, the mean entropy of a sample of predictions, and the
     largest range of logits. Returns {} for any other loss.
     """
-    node = find_loss_function(loss, "NllLoss")
-    log_softmax: Any = node.next_functions[0][0] if node is not None else None
+    loss_node = find_loss_function(loss, "NllLoss")
+    log_softmax: Any = loss_node.next_functions[0][0] if loss_node is not None else None
     if log_softmax is None or not log_softmax.name().startswith("LogSoftmax"):
         return {}
     dim = log_softmax._saved_dim
@@ -353,12 +355,12 @@ def measure_predictions(loss: Tensor) -> dict[str, FigureValue]:
         log_probabilities: Tensor = log_softmax._saved_result.movedim(dim, -1)
         log_probabilities = log_probabilities[None] if log_probabilities.ndim == 1 else log_probabilities
         # On a CPU aminmax() takes ten times as long.
-        spread = log_probabilities.amax(-1).to(torch.float32) - log_probabilities.amin(-1)
+        logit_ranges = log_probabilities.amax(-1).to(torch.float32) - log_probabilities.amin(-1)
         # Use a sample only: the exponentials of all examples would take as much memory as the logits.
-        indices = torch.unravel_index(_sample_indices(spread.numel(), spread.device), spread.shape)
+        indices = torch.unravel_index(_sample_indices(logit_ranges.numel(), logit_ranges.device), logit_ranges.shape)
         sample = log_probabilities[indices].to(torch.float32)
         entropy = -(sample.exp() * sample.clamp(min=-1e4)).sum(-1).mean()
-        return {"classes": float(log_probabilities.shape[-1]), "entropy": entropy, "logit_range": spread.amax()}
+        return {"classes": float(log_probabilities.shape[-1]), "entropy": entropy, "logit_range": logit_ranges.amax()}
 
 
 def _sample_indices(count: int, device: torch.device) -> Tensor:

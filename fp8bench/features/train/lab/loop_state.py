@@ -33,10 +33,12 @@ class LoopState:
         self._steps_without_gradient = {
             id(parameter): counts.get(id(parameter), 0) + 1 for parameter in without_gradient
         }
-        moments = _list_moments_of_first_parameter(optimizer)
+        optimizer_moments = _list_moments_of_first_parameter(optimizer)
         # Reading moments waits for the device. So only those moments are read that were changed outside of a step.
         changed_moments = [
-            moment for moment, mark in zip(moments, self._moment_marks, strict=False) if _id_and_version(moment) != mark
+            moment
+            for moment, mark in zip(optimizer_moments, self._moment_marks, strict=False)
+            if _id_and_version(moment) != mark
         ]
         return any(not moment.any() for moment in changed_moments)
 

@@ -187,8 +187,10 @@ class AutomaticScale:
     def finish_step(self) -> None:
         # FP8-LM adapts its scale in the same way: down at once, up slowly.
         has_too_many_saturated = self._saturated > MAX_SATURATED_SHARE * self._codes.numel() * self._micro_batches
-        next_share = torch.where(has_too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0))
-        self.share = torch.where(self._inverse.isfinite(), next_share, self.share)
+        next_scale_share = torch.where(
+            has_too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0)
+        )
+        self.share = torch.where(self._inverse.isfinite(), next_scale_share, self.share)
 
 
 class Weights:
@@ -334,13 +336,15 @@ def make_update_rounding(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
     """
     if fmt == "fp32":
         return None
-    storage = make_scaled_storage(E4M3) if fmt == "fp8" else make_arithmetic_storage(PlainArithmetic(torch.bfloat16))
+    update_storage = (
+        make_scaled_storage(E4M3) if fmt == "fp8" else make_arithmetic_storage(PlainArithmetic(torch.bfloat16))
+    )
 
     @torch.no_grad()
     def apply_rounded_updates(old_weights: Tensors, new_weights: Tensors) -> None:
         for old, new in zip(old_weights, new_weights, strict=True):
-            update = storage.restore(storage.store((new - old).to(torch.float32)))
-            new.copy_(old + update.to(old.dtype))
+            rounded_update = update_storage.restore(update_storage.store((new - old).to(torch.float32)))
+            new.copy_(old + rounded_update.to(old.dtype))
 
     return apply_rounded_updates
 

@@ -58,19 +58,19 @@ def make_config(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
     """
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
-    default_sizes = SIZES[settings.model]
+    default_config = SIZES[settings.model]
     # Matrix products need dimensions that are multiples of 128, so the vocabulary is padded.
     padded_vocabulary = -(-vocabulary // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
     return replace(
-        default_sizes,
-        vocabulary=max(padded_vocabulary, default_sizes.vocabulary)
-        if default_sizes.vocabulary > 256
+        default_config,
+        vocabulary=max(padded_vocabulary, default_config.vocabulary)
+        if default_config.vocabulary > 256
         else padded_vocabulary,
-        batch=settings.batch or default_sizes.batch,
-        sequence=settings.sequence or default_sizes.sequence,
+        batch=settings.batch or default_config.batch,
+        sequence=settings.sequence or default_config.sequence,
         experts=EXPERTS if settings.arch == "moe" else 0,
-        hidden=default_sizes.hidden // 2 if settings.arch == "moe" else default_sizes.hidden,
-        tied=default_sizes.tied and settings.arch in ("gpt", "moe"),
+        hidden=default_config.hidden // 2 if settings.arch == "moe" else default_config.hidden,
+        tied=default_config.tied and settings.arch in ("gpt", "moe"),
     )
 
 
@@ -90,12 +90,15 @@ def list_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 def list_elementwise_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     if arch not in _NORM_PATHS:
         return gpt_around(config.layers)
-    return around(norm.format(block) for block, norm in itertools.product(range(config.layers), _NORM_PATHS[arch]))
+    return around(
+        norm_path_template.format(block)
+        for block, norm_path_template in itertools.product(range(config.layers), _NORM_PATHS[arch])
+    )
 
 
 def check_settings(settings: TrainerSettings) -> None:
     config = make_config(settings, 1)
-    compiled = settings.compile == "yes"
+    is_compiled = settings.compile == "yes"
     has_attention = settings.arch in ("gpt", "moe")
     checkpointing_reason = (
         "batch norm would count recomputed blocks twice"
@@ -111,7 +114,7 @@ def check_settings(settings: TrainerSettings) -> None:
             ),
         ),
         (
-            settings.attention != "auto" and (not has_attention or compiled),
+            settings.attention != "auto" and (not has_attention or is_compiled),
             f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto.",
         ),
         (
@@ -119,7 +122,7 @@ def check_settings(settings: TrainerSettings) -> None:
             f"adafactor keeps means of rows and columns: leave --optimizer-states {settings.optimizer_states} out.",
         ),
         (
-            compiled and settings.arch == "moe",
+            is_compiled and settings.arch == "moe",
             "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no.",
         ),
         (
@@ -249,8 +252,10 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 
 def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
-    is_unconverted = settings.make and precision.name == UNTOUCHED
-    support = native("the unchanged model") if is_unconverted else _find_precision_support(settings, precision, facts)
+    is_model_unconverted = settings.make and precision.name == UNTOUCHED
+    support = (
+        native("the unchanged model") if is_model_unconverted else _find_precision_support(settings, precision, facts)
+    )
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
     divides_blocks = settings.parallel in CUTTING_PARALLEL and facts.ranks > 1
@@ -266,9 +271,9 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
     multiplies_in_float32 = bool(precision.carried_by) and precision.float32_products == "highest"
     if divides_blocks and (misfit := _explain_misfit(config, facts.ranks, precision)):
         return refused(misfit)
-    batch_shares = 1 if divides_blocks else facts.ranks
+    batch_share_count = 1 if divides_blocks else facts.ranks
     # A weight gradient is a matrix product over the tokens. Their number must be a multiple that the device accepts.
-    rows = config.batch // batch_shares * config.sequence
+    rows = config.batch // batch_share_count * config.sequence
     multiple = precision.multiples[0]
     if settings.compile == "yes" and (reason := explain_uncompilable(precision, config, rows)):
         return refused(reason)
@@ -276,7 +281,7 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
-    size_words = f"batch x sequence is {rows}" + " of each rank" * (batch_shares > 1)
+    size_words = f"batch x sequence is {rows}" + " of each rank" * (batch_share_count > 1)
     if settings.arch == "cnn":  # each image is padded by one line and one column of zeros
         rows = config.batch * (config.sequence // LINE_TOKENS + 1) * (LINE_TOKENS + 1)
         size_words = f"with the line and the column of zeros that pad each image, the batch has {rows} positions"
@@ -318,11 +323,13 @@ def _explain_misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
     computes an equal share of the block's features.
     """
     multiple = max(precision.multiples)
-    features = config.width, config.key_heads * config.head_width, config.hidden
-    wrong_sizes = sorted({feature // ranks for feature in features if feature // ranks % multiple})
-    if not wrong_sizes:
+    feature_counts = config.width, config.key_heads * config.head_width, config.hidden
+    wrong_feature_counts = sorted(
+        {feature_count // ranks for feature_count in feature_counts if feature_count // ranks % multiple}
+    )
+    if not wrong_feature_counts:
         return ""
-    sizes = " and ".join(map(str, wrong_sizes))
+    sizes = " and ".join(map(str, wrong_feature_counts))
     return f"native {precision.name} needs sides in multiples of {multiple}, but a rank has {sizes} features of a block"
 
 

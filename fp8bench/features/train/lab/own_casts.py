@@ -80,16 +80,16 @@ class LayerCast:
         slow.
         """
         rows = as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
-        stride = max(1, rows.numel() // _SAMPLED_VALUES)
+        row_stride = max(1, rows.numel() // _SAMPLED_VALUES)
         # Square blocks need adjacent rows, so sample consecutive rows.
         has_square_blocks = self.scaling is not None and self.scaling.rows > 1
-        sample = rows[: -(-len(rows) // stride)] if has_square_blocks else rows[::stride]
+        sample = rows[: -(-len(rows) // row_stride)] if has_square_blocks else rows[::row_stride]
         figures, sample_figures = measure_tensor(x), measure_tensor(sample, self.cast(sample, rows))
         for name in sample_figures.keys() - figures.keys():
             sample_figure = sample_figures[name]
             # Counts are extrapolated from the sample to the whole tensor.
-            is_number = name in ("vanished", "saturated")
-            figures[name] = sample_figure * (rows.numel() / sample.numel()) if is_number else sample_figure
+            is_count = name in ("vanished", "saturated")
+            figures[name] = sample_figure * (rows.numel() / sample.numel()) if is_count else sample_figure
         return figures
 
 
@@ -122,15 +122,15 @@ def _find_torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
     """
     config: Any = getattr(module, "config", None)
     names = {Role.INPUT: "input", Role.WEIGHT: "weight", Role.GRADIENT: "grad_output"}
-    cast: Any = getattr(config, f"cast_config_{names[role]}", None)
-    fmt = _FORMAT_BY_DTYPE.get(getattr(cast, "target_dtype", torch.float32))
-    if fmt is None or "DISABLED" in str(cast.scaling_type):
+    cast_config: Any = getattr(config, f"cast_config_{names[role]}", None)
+    fmt = _FORMAT_BY_DTYPE.get(getattr(cast_config, "target_dtype", torch.float32))
+    if fmt is None or "DISABLED" in str(cast_config.scaling_type):
         return None
     has_power_of_two_scales = getattr(config, "round_scales_to_power_of_2", False)
-    rounding = ScaleRounding.POWER_OF_TWO if has_power_of_two_scales else ScaleRounding.EXACT
+    scale_rounding = ScaleRounding.POWER_OF_TWO if has_power_of_two_scales else ScaleRounding.EXACT
     # 1 means a scale for each row, 0 a scale for the whole tensor.
-    rows = 1 if "AXISWISE" in str(cast.scaling_granularity) else 0
-    return Treatment(fmt, Scaling(rows, 0, rounding=rounding))
+    rows = 1 if "AXISWISE" in str(cast_config.scaling_granularity) else 0
+    return Treatment(fmt, Scaling(rows, 0, rounding=scale_rounding))
 
 
 def unpack_fp8(x: Tensor) -> tuple[Tensor, TensorCast | None]:
@@ -150,8 +150,8 @@ def unpack_fp8(x: Tensor) -> tuple[Tensor, TensorCast | None]:
     codes = (
         data if data.dtype in _FORMAT_BY_DTYPE else data.view(torch.float8_e5m2 if fmt is E5M2 else torch.float8_e4m3fn)
     )
-    unscaled = codes.to(torch.float32) / scale
-    return unscaled, TensorCast(fmt, None, scale.reshape(()) if scale.numel() == 1 else None)
+    unscaled_values = codes.to(torch.float32) / scale
+    return unscaled_values, TensorCast(fmt, None, scale.reshape(()) if scale.numel() == 1 else None)
 
 
 def find_stored_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -262,11 +262,11 @@ class OwnLoop:
             self._read_gradients()
             return None
 
-        earlier_losses = self._backward_losses
+        losses_before_closure = self._backward_losses
 
         def run_closure() -> Any:
             # LBFGS calls its closure several times in a step. Lightning accumulates micro-batches before it.
-            self._backward_losses = [*earlier_losses]
+            self._backward_losses = [*losses_before_closure]
             loss = closure()
             self._guard_hook(self._read_gradients)()
             return loss
@@ -284,8 +284,8 @@ class OwnLoop:
         self._gradient_norm = None
         if not parameters:
             return
-        norms = self._measure_norms([cast(Tensor, parameter.grad) for parameter in parameters])
-        self._gradient_norm = join_norms(norms)
+        gradient_norms = self._measure_norms([cast(Tensor, parameter.grad) for parameter in parameters])
+        self._gradient_norm = join_norms(gradient_norms)
         # A fused optimizer divides gradients by the GradScaler's scale itself
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
@@ -297,7 +297,7 @@ class OwnLoop:
             ]
             self._watched_step.figures["weights_before", ""] = digest_weights(self._weights_before)
             self._watched_step.figures |= self._replicas.list_figures(self._step, self._weights_before)
-            norm_by_id = dict(zip(map(id, parameters), norms, strict=True))
+            norm_by_id = dict(zip(map(id, parameters), gradient_norms, strict=True))
             self._watched_step.record_gradients(
                 {
                     path: norm_by_id[id(weight)]
@@ -308,8 +308,8 @@ class OwnLoop:
 
     def _measure_norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the norms of tensors or, with several ranks, this rank's contribution to each norm."""
-        norms = torch._foreach_norm([dense_values(local_shard(tensor)) for tensor in tensors])
-        return self._ranks.share_norms(norms, tensors)
+        tensor_norms = torch._foreach_norm([dense_values(local_shard(tensor)) for tensor in tensors])
+        return self._ranks.share_norms(tensor_norms, tensors)
 
     @torch.no_grad()
     def _end_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -331,11 +331,13 @@ class OwnLoop:
         # gradients that are not finite.
         loss = self._combine_losses()
         is_skipped_by_scaler = is_skipped and self._scaler is not None
-        norm = math.nan if is_skipped_by_scaler else self._gradient_norm
+        gradient_norm = math.nan if is_skipped_by_scaler else self._gradient_norm
         # Watching began in the middle of this step, so the step has no row.
-        has_row = norm is not None and loss is not None and not self._in_step
-        if norm is not None and loss is not None and not self._in_step:
-            figures = Figures(loss=loss, gradient_norm=norm, parameter_norm=self._parameter_norm, update_ratio=ratio)
+        has_row = gradient_norm is not None and loss is not None and not self._in_step
+        if gradient_norm is not None and loss is not None and not self._in_step:
+            figures = Figures(
+                loss=loss, gradient_norm=gradient_norm, parameter_norm=self._parameter_norm, update_ratio=ratio
+            )
             figures["loss_scale"] = self._loss_scale
             row = StepRow(
                 self._name,
@@ -355,13 +357,13 @@ class OwnLoop:
             self._rows.append((row, figures))
         self._step_hooks.close()
         events = [*self._find_missing_rows(has_row), *self._find_skipping_scaler(is_skipped_by_scaler)]
-        new_mistakes = self._habits.pop_mistakes()
+        new_mistake_names = self._habits.pop_mistakes()
         mistake_figures = [
-            StepFigure(self._name, 0, self._step, word, 1.0) for word in new_mistakes if not self._in_step
+            StepFigure(self._name, 0, self._step, word, 1.0) for word in new_mistake_names if not self._in_step
         ]
         if watched_step is not None or events or mistake_figures:
-            watched_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
-            self._pass_lines((*watched_lines, *mistake_figures, *events))
+            watched_step_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
+            self._pass_lines((*watched_step_lines, *mistake_figures, *events))
         self._watched_step, self._weights_before, self._gradient_norm = None, [], None
         self._losses, self._backward_losses, self._losses_used = [], [], 0
         self._predictions = {}
@@ -407,12 +409,14 @@ class OwnLoop:
         self._had_rows |= has_row
         if self._steps_without_row != _STEPS_UNTIL_EVENT:
             return []
-        symptom = (
+        missing_rows_text = (
             f"rows have stopped since step {self._step - _STEPS_UNTIL_EVENT + 1}"
             if self._had_rows
             else "there are no rows"
         )
-        return [self._make_event(f"{symptom}: in {_STEPS_UNTIL_EVENT} updates {self._explain_missing_rows()}")]
+        return [
+            self._make_event(f"{missing_rows_text}: in {_STEPS_UNTIL_EVENT} updates {self._explain_missing_rows()}")
+        ]
 
     def _find_skipping_scaler(self, is_skipped: bool) -> list[TrainingEvent]:
         """Returns an event at the third step in a row that the GradScaler skips."""
@@ -442,13 +446,13 @@ class OwnLoop:
     def _pass_lines(self, lines: Lines, is_last: bool = False) -> None:
         """Passes the rows since the last call to `on_lines`, followed by the lines of the watched step."""
         # The host waits for the device here, to read the figures of all rows at once.
-        figure_values = read_figures([figures for _, figures in self._rows])
-        pairs = zip(self._rows, figure_values, strict=True)
+        row_figures = read_figures([figures for _, figures in self._rows])
+        pairs = zip(self._rows, row_figures, strict=True)
         rows = [replace(row, **cast("dict[str, Any]", figures)) for (row, _), figures in pairs]
         self._rows = []
-        complete_lines = self._ranks.join(rows, tuple(lines), is_last) if rows or lines or is_last else ()
-        if complete_lines:
-            self._on_lines(complete_lines)
+        merged_lines = self._ranks.join(rows, tuple(lines), is_last) if rows or lines or is_last else ()
+        if merged_lines:
+            self._on_lines(merged_lines)
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -89,16 +89,22 @@ class OwnModel(ArmModel):
         facts = self.task.facts
         names = (self.precision.mode, *dict(self.settings.precision_map).values())
         modes = [precisions.get(name) for name in names if name != UNTOUCHED]
-        native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
-        return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
+        native_multiples = [
+            mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated
+        ]
+        return (
+            (max(pair[0] for pair in native_multiples), max(pair[1] for pair in native_multiples))
+            if native_multiples
+            else (1, 1)
+        )
 
     def make_optimizer(self) -> StepOptimizer:
         user_parts = self.user_parts
         settings = self.settings
         if user_parts.optimizer is not None:
-            defaults = type(settings)()
+            default_settings = type(settings)()
             for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
-                if getattr(settings, name) != getattr(defaults, name):
+                if getattr(settings, name) != getattr(default_settings, name):
                     raise UsageError(
                         f"--{name.replace('_', '-')} is an option of the built-in optimizer, but "
                         f"{self._name} has its own. Leave it out."
@@ -136,8 +142,8 @@ class OwnModel(ArmModel):
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         if self.conversion is not None:
             self.conversion.phase = phase
-        positional, named = make_arguments(self.model, batch, self.user_parts.loss is not None)
-        output = call_model(self.model, positional, named)
+        positional_arguments, named_arguments = make_arguments(self.model, batch, self.user_parts.loss is not None)
+        output = call_model(self.model, positional_arguments, named_arguments)
         loss, self.loss_words = find_loss(self.model, batch, output, self.user_parts.loss)
         return loss
 
@@ -159,9 +165,9 @@ class OwnModel(ArmModel):
         """
         if self.conversion is None:
             return None
-        unconverted = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
-        converted = Conversion(
-            unconverted.model,
+        unconverted_copy = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
+        converted_weights = Conversion(
+            unconverted_copy.model,
             lambda layer: self.arithmetics.get(layer.name),
             skip=self.settings.skip,
             keys=dict(self.settings.precision_map),
@@ -170,13 +176,13 @@ class OwnModel(ArmModel):
         multiple = max(self.precision.multiples)
 
         # Run the unconverted copy: its operations can all be counted, because no layer is replaced.
-        batch = unconverted.read_batch(0, 0)
+        batch = unconverted_copy.read_batch(0, 0)
 
         def run_step() -> None:
-            unconverted.compute_loss(batch, SILENT).backward()  # type: ignore[no-untyped-call]
+            unconverted_copy.compute_loss(batch, SILENT).backward()  # type: ignore[no-untyped-call]
 
-        coverage = measure_coverage(unconverted.model, converted, run_step, multiple=multiple)
-        return replace(coverage, loss=unconverted.loss_words)
+        coverage = measure_coverage(unconverted_copy.model, converted_weights, run_step, multiple=multiple)
+        return replace(coverage, loss=unconverted_copy.loss_words)
 
 
 # At most this many held-out batches are read from an iterable, which may be endless.
@@ -233,19 +239,19 @@ class OwnBatches:
 
     def _iterate_batches(self) -> Iterator[Any]:
         number = 0
-        end_marker = object()
+        iterator_end_marker = object()
         for epoch in count():
-            epoch_start = number
+            epoch_start_number = number
             with self._seed_source("epoch", epoch):
                 iterator = iter(self._source)
             while True:
                 with self._seed_source("batch", number):
-                    batch = next(iterator, end_marker)
-                if batch is end_marker:
+                    batch = next(iterator, iterator_end_marker)
+                if batch is iterator_end_marker:
                     break
                 number += 1
                 yield batch
-            if number == epoch_start:
+            if number == epoch_start_number:
                 raise UsageError(f"{self.name}: its batches end before the first one. Give at least one.")
 
     def _seed_source(self, purpose: str, number: int) -> Any:
@@ -293,8 +299,12 @@ def count_tokens(batch: Any) -> int:
     """Returns the number of tokens in a batch if its first tensor has rows of integers. Otherwise returns its number
     of examples.
     """
-    first_tensor = next((tensor for _, tensor in iterate_named_tensors(batch)), None)
-    if first_tensor is None or not first_tensor.ndim:
+    first_batch_tensor = next((tensor for _, tensor in iterate_named_tensors(batch)), None)
+    if first_batch_tensor is None or not first_batch_tensor.ndim:
         return 1
-    has_tokens = not first_tensor.is_floating_point() and not first_tensor.is_complex() and first_tensor.ndim > 1
-    return first_tensor.numel() if has_tokens else first_tensor.shape[0]
+    has_tokens = (
+        not first_batch_tensor.is_floating_point()
+        and not first_batch_tensor.is_complex()
+        and first_batch_tensor.ndim > 1
+    )
+    return first_batch_tensor.numel() if has_tokens else first_batch_tensor.shape[0]

@@ -83,20 +83,20 @@ class Ranks:
             return ()
         self._waiting_batches.append((self._sent, rows, lines))
         self._sent += 1
-        complete: list[Any] = []
-        deadline = time.monotonic() + (_WAIT_SECONDS if is_last else 0.0)
+        complete_lines: list[Any] = []
+        last_rows_deadline = time.monotonic() + (_WAIT_SECONDS if is_last else 0.0)
         while self._waiting_batches:
             keys = self._list_keys(self._waiting_batches[0][0])
-            arrived = self._store.check(list(keys.values()))
+            has_batch_arrived = self._store.check(list(keys.values()))
             # Other ranks may be a few steps behind or have stopped: wait for one batch, and then go on without them.
-            if not arrived and is_last and time.monotonic() < deadline:
+            if not has_batch_arrived and is_last and time.monotonic() < last_rows_deadline:
                 time.sleep(0.05)
-            elif not arrived and len(self._waiting_batches) <= 2 and not is_last:
+            elif not has_batch_arrived and len(self._waiting_batches) <= 2 and not is_last:
                 break
             else:
                 _, own_rows, own_lines = self._waiting_batches.popleft()
-                complete += [*self._merge_rows(own_rows, keys), *own_lines]
-        return complete
+                complete_lines += [*self._merge_rows(own_rows, keys), *own_lines]
+        return complete_lines
 
     def _list_keys(self, number: int) -> dict[int, str]:
         return {rank: f"{number}/{rank}" for rank in range(1, self.size) if rank not in self._silent_ranks}
@@ -114,9 +114,9 @@ class Ranks:
                 step = rows[0].step if rows else 0
                 merged.append(TrainingEvent(rows[0].arm if rows else "", 0, step, UNSEEN_EVENT, words))
         for row in rows:
-            other_rows = [numbers[row.step] for numbers in rank_rows if row.step in numbers]
+            other_rank_rows = [numbers[row.step] for numbers in rank_rows if row.step in numbers]
             rank_row = [row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio]
-            merged.append(self._join_row(row, [rank_row, *other_rows]))
+            merged.append(self._join_row(row, [rank_row, *other_rank_rows]))
         return merged
 
     def _join_row(self, row: StepRow, ranks: list[list[float]]) -> StepRow:
@@ -124,7 +124,7 @@ class Ranks:
         assumed to have the mean of the others.
         """
         losses, gradients, parameter_norms, ratios = zip(*ranks, strict=True)
-        norm_factor = math.sqrt(self.size / len(ranks))
+        missing_ranks_factor = math.sqrt(self.size / len(ranks))
         # Skip ranks that hold no part of the model.
         change_norms = [
             parameter_norm * ratio
@@ -135,8 +135,8 @@ class Ranks:
         return replace(
             row,
             loss=sum(losses) / len(losses),
-            gradient_norm=math.hypot(*gradients) * norm_factor,
-            parameter_norm=parameter_norm * norm_factor,
+            gradient_norm=math.hypot(*gradients) * missing_ranks_factor,
+            parameter_norm=parameter_norm * missing_ranks_factor,
             update_ratio=math.hypot(*change_norms) / parameter_norm if parameter_norm else row.update_ratio,
         )
 

@@ -129,8 +129,10 @@ class DataParallel(SeveralRanks):
                 tensors = all_gradients[bucket]
                 joined_gradients = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 dist.all_reduce(joined_gradients, group=self._group.handle)
-                means = torch.split(joined_gradients / self.part_count, [tensor.numel() for tensor in tensors])
-                torch._foreach_copy_(tensors, [new.view_as(old) for new, old in zip(means, tensors, strict=True)])
+                mean_gradients = torch.split(joined_gradients / self.part_count, [tensor.numel() for tensor in tensors])
+                torch._foreach_copy_(
+                    tensors, [new.view_as(old) for new, old in zip(mean_gradients, tensors, strict=True)]
+                )
 
 
 def digest_tensors(tensors: Iterable[Tensor]) -> int:
@@ -191,8 +193,8 @@ class FullySharded(DataParallel):
     def load_weights(self, phase: Phases) -> None:
         with phase.communication:
             for bucket in self._buckets:
-                rows_kept = [parameter.detach().reshape(-1) for parameter in self._stored[bucket]]
-                pieces = torch.split(self._group.gather_stack(torch.cat(rows_kept)), list(map(len, rows_kept)), 1)
+                stored_rows = [parameter.detach().reshape(-1) for parameter in self._stored[bucket]]
+                pieces = torch.split(self._group.gather_stack(torch.cat(stored_rows)), list(map(len, stored_rows)), 1)
                 for weight, rows in zip(self._full_weights[bucket], pieces, strict=True):
                     weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
 
@@ -200,7 +202,7 @@ class FullySharded(DataParallel):
         """Gives each rank the mean gradient of the rows that it stores, and frees the gradients of full parameters."""
         with phase.communication:
             for bucket in self._buckets:
-                rows_by_rank = torch.cat(
+                gradient_rows_by_rank = torch.cat(
                     [
                         self._rows_by_rank(gradient_or_zeros(parameter)).flatten(1)
                         for parameter in self._full_weights[bucket]
@@ -209,10 +211,12 @@ class FullySharded(DataParallel):
                 )
                 for parameter in self._full_weights[bucket]:
                     parameter.grad = None
-                rows_kept = self._stored[bucket]
-                mean_rows = self._group.reduce_own_part(rows_by_rank) / self.part_count
+                stored_parameters = self._stored[bucket]
+                mean_gradient_rows = self._group.reduce_own_part(gradient_rows_by_rank) / self.part_count
                 for parameter, piece in zip(
-                    rows_kept, torch.split(mean_rows, [parameter.numel() for parameter in rows_kept]), strict=True
+                    stored_parameters,
+                    torch.split(mean_gradient_rows, [parameter.numel() for parameter in stored_parameters]),
+                    strict=True,
                 ):
                     parameter.grad = piece.view_as(parameter)
 
@@ -234,8 +238,8 @@ class TensorParallel(SeveralRanks):
         """Makes the scales of tensors that are divided among ranks depend on all ranks. All other tensors, and
         therefore their scales, are equal on all ranks.
         """
-        dimension = find_cut(f"{layer}.weight", self._config)
-        roles = cut_roles(dimension) if dimension is not None else tuple(Role) if ".core." in layer else ()
+        cut_dimension = find_cut(f"{layer}.weight", self._config)
+        roles = cut_roles(cut_dimension) if cut_dimension is not None else tuple(Role) if ".core." in layer else ()
         return use_group_scales(arithmetic, roles, self._largest_over_ranks) if roles else arithmetic
 
     def cut_model(self, model: LanguageModel) -> None:
@@ -260,11 +264,11 @@ class TensorParallel(SeveralRanks):
         on all ranks counts once.
         """
         local_norms = torch.stack(list(norms))
-        joint_norms = self._group.add_over_ranks(local_norms.to(torch.float64).square()).sqrt().to(torch.float32)
+        norms_over_ranks = self._group.add_over_ranks(local_norms.to(torch.float64).square()).sqrt().to(torch.float32)
         return list(
             torch.where(
                 self._is_cut.to(local_norms.device).repeat(len(local_norms) // len(self._is_cut)),
-                joint_norms,
+                norms_over_ranks,
                 local_norms,
             )
         )
@@ -309,12 +313,12 @@ class ZeroTensors(FullySharded):
         )
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
-        means = self._owned_tensors.average_gradients(
+        mean_gradients = self._owned_tensors.average_gradients(
             [gradient_or_zeros(weight) for weight in self._full_weights], phase
         )
         for weight in self._full_weights:
             weight.grad = None
-        for parameter, mean in zip(self._stored, means, strict=True):
+        for parameter, mean in zip(self._stored, mean_gradients, strict=True):
             parameter.grad = mean
         gradients.store_gradients()
 
@@ -323,9 +327,9 @@ class ZeroTensors(FullySharded):
         of each weight that this rank stores: the first norm of every weight, then the second norms.
         """
         squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._stored))
-        all_squares = squares.new_zeros(len(squares), len(self._full_weights))
-        all_squares[:, self.select_stored_values(range(len(self._full_weights)))] = squares
-        return list(self._group.add_over_ranks(all_squares).sqrt().to(torch.float32).flatten())
+        all_squared_norms = squares.new_zeros(len(squares), len(self._full_weights))
+        all_squared_norms[:, self.select_stored_values(range(len(self._full_weights)))] = squares
+        return list(self._group.add_over_ranks(all_squared_norms).sqrt().to(torch.float32).flatten())
 
 
 class BF16Group(RankGroup):

@@ -63,12 +63,12 @@ class RankLab(RankBench, Lab):
         trainer = self._get_trainer(arm)
         # Digests once per call are enough: a rank whose weights differ in one step keeps different weights. Digests
         # do not show an error that is equal on all ranks. Tests compare ranks with one process for that.
-        equal_figures = (
+        named_digests = (
             ("the number of steps", trainer.step),
             ("the weights", trainer.digest_weights()),
             ("the scales", trainer.digest_scales()),
         )
-        return RankLines(lines, equal_figures)
+        return RankLines(lines, named_digests)
 
     def save(self, folder: str) -> tuple[str, ...]:
         return self._on_all_ranks(lambda: super(RankLab, self).save(self._rank_folder(folder)))
@@ -88,12 +88,12 @@ class RankLab(RankBench, Lab):
     def _on_all_ranks(self, body: Callable[[], T]) -> T:
         """Runs `body`. If it fails on any rank, raises StoreError on every rank."""
         answer = None
-        fault = ""
+        fault_text = ""
         try:
             answer = body()
         except StoreError as error:
-            fault = str(error)
-        for rank, message in enumerate(_gather_answers(fault)):
+            fault_text = str(error)
+        for rank, message in enumerate(_gather_answers(fault_text)):
             if message:
                 raise StoreError(f"rank {rank}: {message}")
         assert answer is not None
@@ -119,11 +119,13 @@ def _merge_costs(answers: Sequence[ArmCost]) -> ArmCost:
     """Returns the cost of the rank that uses most memory, with the memory of every rank. If the memory of a rank is
     unknown, returns the cost of this rank, in which `why` is the reason.
     """
-    combined = merge_memory([answer.memory or answer.why for answer in answers])
-    if isinstance(combined, str):
+    merged_memory = merge_memory([answer.memory or answer.why for answer in answers])
+    if isinstance(merged_memory, str):
         return next(answer for answer in answers if answer.memory is None)
     return next(
-        replace(answer, memory=combined) for answer in answers if answer.memory and answer.memory.peak == combined.peak
+        replace(answer, memory=merged_memory)
+        for answer in answers
+        if answer.memory and answer.memory.peak == merged_memory.peak
     )
 
 
@@ -182,20 +184,20 @@ def _merge_readings(parts: Sequence[LayerReading]) -> LayerReading:
 
 
 def _merge_signal_to_noise(parts: Sequence[LayerReading]) -> float | None:
-    signal = noise = 0.0
+    signal_power = noise = 0.0
     for part in parts:
         if part.signal_to_noise is None:
             return None
         power = part.mean**2 + part.deviation**2
-        signal += power
+        signal_power += power
         noise += 0.0 if part.signal_to_noise >= EXACT_DB else power / 10 ** (part.signal_to_noise / 10)
-    return EXACT_DB if not noise else 10 * math.log10(signal / noise)
+    return EXACT_DB if not noise else 10 * math.log10(signal_power / noise)
 
 
 def _merge_figures(parts: Sequence[StepFigure]) -> StepFigure:
     figure = FIGURES.get(parts[0].name)
-    combine = figure.over_ranks if figure is not None and figure.over_ranks is not None else _average
-    return replace(parts[0], value=combine([part.value for part in parts]))
+    combine_values = figure.over_ranks if figure is not None and figure.over_ranks is not None else _average
+    return replace(parts[0], value=combine_values([part.value for part in parts]))
 
 
 def _merge_events(parts: Sequence[TrainingEvent]) -> TrainingEvent:

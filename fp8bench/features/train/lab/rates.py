@@ -85,33 +85,38 @@ def _make_scheduler(optimizer: SGD, name: str, warmup: float, floor: float, step
     warm-up instead, which rises from 1/25 of the rate along a cosine.
     """
     if name == "one-cycle" and warmup * steps > 1:
-        final_divisor = 1 / (25 * floor) if floor else math.inf
+        final_rate_divisor = 1 / (25 * floor) if floor else math.inf
         return OneCycleLR(
-            optimizer, 1.0, total_steps=steps, pct_start=warmup, final_div_factor=final_divisor, cycle_momentum=False
+            optimizer,
+            1.0,
+            total_steps=steps,
+            pct_start=warmup,
+            final_div_factor=final_rate_divisor,
+            cycle_momentum=False,
         )
     warmup_steps = 0 if name == "one-cycle" else round(warmup * steps)
     decay_steps = max(1, steps - 1 - warmup_steps)
-    schedule: LRScheduler
+    rate_schedule: LRScheduler
     if name in ("cosine", "one-cycle"):
-        schedule = CosineAnnealingLR(optimizer, decay_steps, floor)
+        rate_schedule = CosineAnnealingLR(optimizer, decay_steps, floor)
     elif name == "linear":
-        schedule = LinearLR(optimizer, 1.0, floor, decay_steps)
+        rate_schedule = LinearLR(optimizer, 1.0, floor, decay_steps)
     elif name == "wsd":
-        final_steps = max(1, min(round(_WSD_DECAY_SHARE * steps), steps - warmup_steps))
-        schedule = LambdaLR(
-            optimizer, lambda step: min(1.0, floor + (1 - floor) * (steps - 1 - warmup_steps - step) / final_steps)
+        wsd_decay_steps = max(1, min(round(_WSD_DECAY_SHARE * steps), steps - warmup_steps))
+        rate_schedule = LambdaLR(
+            optimizer, lambda step: min(1.0, floor + (1 - floor) * (steps - 1 - warmup_steps - step) / wsd_decay_steps)
         )
     elif name == "inverse-sqrt":
-        schedule = LambdaLR(
+        rate_schedule = LambdaLR(
             optimizer, lambda step: max(floor, math.sqrt(max(1, warmup_steps) / (warmup_steps + step + 1)))
         )
     else:
-        schedule = ConstantLR(optimizer, 1.0)
+        rate_schedule = ConstantLR(optimizer, 1.0)
     if not warmup_steps:
-        return schedule
+        return rate_schedule
     # The first step has a rate above 0, because a step at a rate of 0 changes nothing.
     warmup_schedule = LinearLR(optimizer, 1 / warmup_steps, 1.0, warmup_steps - 1)
-    return SequentialLR(optimizer, [warmup_schedule, schedule], [warmup_steps])
+    return SequentialLR(optimizer, [warmup_schedule, rate_schedule], [warmup_steps])
 
 
 def find_parameter_kind(name: str, dimensions: int) -> str:
@@ -204,5 +209,5 @@ def make_loss_scale(settings: TrainerSettings, precision_scale: float) -> LossSc
 
 
 def join_norms(norms: Tensors) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    return norm
+    joint_norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return joint_norm

@@ -75,11 +75,11 @@ def dense_values(gradient: Tensor) -> Tensor:
 def describe_cast(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> TensorCast:
     if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
         return TensorCast(_CARRIER_FORMATS.get(source.dtype))
-    rounded = arithmetic.restore(operand, torch.float32)
+    rounded_values = arithmetic.restore(operand, torch.float32)
     if isinstance(arithmetic, RecipeArithmetic):
         treatment = arithmetic.treatments[role]
-        return TensorCast(treatment.fmt, treatment.scaling, arithmetic.last_scale(role), rounded)
-    return TensorCast(_CARRIER_FORMATS.get(operand.data.dtype), rounded=rounded)
+        return TensorCast(treatment.fmt, treatment.scaling, arithmetic.last_scale(role), rounded_values)
+    return TensorCast(_CARRIER_FORMATS.get(operand.data.dtype), rounded=rounded_values)
 
 
 def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> Figures:
@@ -103,7 +103,7 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
     """
     is_bfloat16 = x.dtype == torch.bfloat16
     infinity_bits = _INFINITY_BITS >> 16 if is_bfloat16 else _INFINITY_BITS
-    smallest, largest, nonzero, vanished, square_sum, total, noise = infinity_bits, 0, 0, 0, 0.0, 0.0, 0.0
+    smallest, largest, nonzero_count, vanished_count, square_sum, total, noise = infinity_bits, 0, 0, 0, 0.0, 0.0, 0.0
     value_chunks = _split_chunks(x)
     rounded_chunks = [None] * len(value_chunks) if rounded is None else _split_chunks(rounded)
     for chunk, rounded_chunk in zip(value_chunks, rounded_chunks, strict=True):
@@ -111,9 +111,9 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
         bits = _view_bits(chunk if is_bfloat16 else values)
         low, high = _find_extremes(bits)
         if low:
-            nonzero += len(chunk)
+            nonzero_count += len(chunk)
         else:
-            nonzero += int(torch.count_nonzero(values))
+            nonzero_count += int(torch.count_nonzero(values))
             low = _find_smallest_nonzero(bits)
         smallest, largest = min(smallest, low), max(largest, high)
         square_sum += torch.dot(values, values).item()
@@ -124,7 +124,7 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
             if rounded_high >= _INFINITY_BITS:
                 return None
             if not rounded_low:
-                vanished += int(torch.count_nonzero((values != 0) & (rounded_values == 0)))
+                vanished_count += int(torch.count_nonzero((values != 0) & (rounded_values == 0)))
             difference = rounded_values - values
             noise += torch.dot(difference, difference).item()
     count, amax = x.numel(), _make_float_from_bits(largest, is_bfloat16)
@@ -138,15 +138,15 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
     figures: Figures = {
         "count": count,
         "finite": count,
-        "nonzero": nonzero,
+        "nonzero": nonzero_count,
         "amax": amax,
-        "smallest": _make_float_from_bits(smallest, is_bfloat16) if nonzero else 0.0,
+        "smallest": _make_float_from_bits(smallest, is_bfloat16) if nonzero_count else 0.0,
         "mean": mean,
         "variance": variance,
         "kept": count,
     }
     if rounded is not None:
-        figures |= {"signal": math.sqrt(square_sum), "noise": math.sqrt(noise), "vanished": vanished}
+        figures |= {"signal": math.sqrt(square_sum), "noise": math.sqrt(noise), "vanished": vanished_count}
     return figures
 
 
@@ -163,29 +163,29 @@ def _count_figures(x: Tensor, rounded: Tensor | None) -> Figures:
 def _measure_piece(x: Tensor, rounded: Tensor | None) -> Figures:
     values = x.to(torch.float64 if is_read_at_once(x) else torch.float32)
     # x - x is 0 for finite values, and NaN for all others.
-    finite = values - values == 0
-    values = torch.where(finite, values, 0.0)
+    finite_mask = values - values == 0
+    values = torch.where(finite_mask, values, 0.0)
     magnitudes = values.abs()
-    nonzero, both_finite = magnitudes > 0, finite
+    nonzero_mask, both_finite_mask = magnitudes > 0, finite_mask
     variance, mean = torch.var_mean(values, correction=0)
     figures: Figures = {
         "count": x.numel(),
-        "finite": finite.sum(),
-        "nonzero": nonzero.sum(),
+        "finite": finite_mask.sum(),
+        "nonzero": nonzero_mask.sum(),
         "amax": magnitudes.amax(),
-        "smallest": torch.where(nonzero, magnitudes, math.inf).amin(),
+        "smallest": torch.where(nonzero_mask, magnitudes, math.inf).amin(),
         "mean": mean,
         "variance": variance,
     }
     if rounded is not None:
         rounded = rounded.to(values.dtype)
-        both_finite = finite & (rounded - rounded == 0)
+        both_finite_mask = finite_mask & (rounded - rounded == 0)
         figures |= {
-            "signal": torch.linalg.vector_norm(torch.where(both_finite, values, 0.0)),
-            "noise": torch.linalg.vector_norm(torch.where(both_finite, rounded - values, 0.0)),
-            "vanished": (nonzero & (rounded == 0)).sum(),
+            "signal": torch.linalg.vector_norm(torch.where(both_finite_mask, values, 0.0)),
+            "noise": torch.linalg.vector_norm(torch.where(both_finite_mask, rounded - values, 0.0)),
+            "vanished": (nonzero_mask & (rounded == 0)).sum(),
         }
-    return figures | {"kept": both_finite.sum()}
+    return figures | {"kept": both_finite_mask.sum()}
 
 
 def _merge_pieces(parts: Sequence[Figures]) -> Figures:
@@ -268,9 +268,9 @@ def largest_output(x: Tensor) -> FigureValue:
 
 
 def _split_chunks(x: Tensor) -> Sequence[Tensor]:
-    flat = x.detach().flatten()
+    flat_values = x.detach().flatten()
     # Most tensors fit into a single chunk. Calling torch.split would take as long as all figures of a small tensor.
-    return torch.split(flat, _CPU_CHUNK_VALUES) if len(flat) > _CPU_CHUNK_VALUES else (flat,)
+    return torch.split(flat_values, _CPU_CHUNK_VALUES) if len(flat_values) > _CPU_CHUNK_VALUES else (flat_values,)
 
 
 def _view_bits(values: Tensor) -> IntegerArray:
@@ -288,9 +288,9 @@ def _find_extremes(bits: IntegerArray) -> tuple[int, int]:
     # The bits of negative floats are larger than those of positive floats as unsigned integers, and smaller as signed
     # ones.
     unsigned_bits = bits.view(f"u{bits.itemsize}")
-    smallest = min(int(np.minimum.reduce(unsigned_bits)), int(np.minimum.reduce(bits)) + sign_bit)
-    largest = max(int(np.maximum.reduce(bits)), int(np.maximum.reduce(unsigned_bits)) - sign_bit)
-    return smallest, largest
+    smallest_magnitude_bits = min(int(np.minimum.reduce(unsigned_bits)), int(np.minimum.reduce(bits)) + sign_bit)
+    largest_magnitude_bits = max(int(np.maximum.reduce(bits)), int(np.maximum.reduce(unsigned_bits)) - sign_bit)
+    return smallest_magnitude_bits, largest_magnitude_bits
 
 
 def _find_smallest_nonzero(bits: IntegerArray) -> int:
@@ -391,10 +391,12 @@ def _find_scale(figures: Mapping[str, float]) -> float:
     and 1 if there is no scale.
     """
     if "own_scale" in figures and figures["finite"] == figures["count"]:
-        rounding = ScaleRounding.POWER_OF_TWO if figures["own_scale"] else ScaleRounding.EXACT
-        return float(float_factor(torch.tensor(figures["amax"]), _FORMAT_BY_LARGEST[figures["largest"]], rounding))
-    octaves = figures.get("octaves", math.nan)
-    return figures.get("scale", 2.0**octaves if math.isfinite(octaves) else 1.0)
+        scale_rounding = ScaleRounding.POWER_OF_TWO if figures["own_scale"] else ScaleRounding.EXACT
+        return float(
+            float_factor(torch.tensor(figures["amax"]), _FORMAT_BY_LARGEST[figures["largest"]], scale_rounding)
+        )
+    mean_scale_octaves = figures.get("octaves", math.nan)
+    return figures.get("scale", 2.0**mean_scale_octaves if math.isfinite(mean_scale_octaves) else 1.0)
 
 
 def _find_lag(largest_share: float) -> float | None:
@@ -439,14 +441,14 @@ def measure_embedding_spread(weight: Tensor) -> Tensor:
     """Returns the root mean square distance of an embedding's rows from their mean: 0 if all tokens have the same
     vector."""
     rows = weight.detach().to(torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(rows - rows.mean(0))
-    return norm / math.sqrt(max(len(rows), 1))
+    deviation_norm: Tensor = torch.linalg.vector_norm(rows - rows.mean(0))
+    return deviation_norm / math.sqrt(max(len(rows), 1))
 
 
 def measure_largest_row(weight: Tensor) -> Tensor:
     """Returns the norm of an embedding's largest row, divided by that of its median row."""
-    norms: Tensor = torch.linalg.vector_norm(weight.detach().to(torch.float32), dim=-1)
-    return norms.amax() / norms.median().clamp(min=1e-30)
+    row_norms: Tensor = torch.linalg.vector_norm(weight.detach().to(torch.float32), dim=-1)
+    return row_norms.amax() / row_norms.median().clamp(min=1e-30)
 
 
 def measure_batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:

@@ -36,13 +36,13 @@ class Replicas:
         """
         if self._store is None:
             return {}
-        diverged = [rank for rank in self._partners if self._has_diverged(rank)] if self._sums else []
+        diverged_ranks = [rank for rank in self._partners if self._has_diverged(rank)] if self._sums else []
         self._sums.append((step, float(_sum_weights(weights))))
         self._store.set(_key(step, self._rank), repr(self._sums[-1][1]))
         # The latest sums stay in the store, because other ranks may still have to read them.
         if len(self._sums) > _STORED_STEPS:
             self._store.delete_key(_key(self._sums.pop(0)[0], self._rank))
-        return {("replicas_apart", f"rank {diverged[0]}"): float(len(diverged))} if diverged else {}
+        return {("replicas_apart", f"rank {diverged_ranks[0]}"): float(len(diverged_ranks))} if diverged_ranks else {}
 
     def _has_diverged(self, rank: int) -> bool:
         step, weights = self._sums[-1]

@@ -147,9 +147,9 @@ class Bucket:
                 return False
             if self.place is not None:
                 divisors = [divisors[self.place]] * len(self.holders)
-            for holder, divisor in zip(self.holders, divisors, strict=True):
+            for holder, gradient_divisor in zip(self.holders, divisors, strict=True):
                 if holder.grad is not None:
-                    holder.grad.div_(divisor.to(holder.grad.dtype))
+                    holder.grad.div_(gradient_divisor.to(holder.grad.dtype))
             optimizer.step()
             return True
         finally:
@@ -164,11 +164,11 @@ class Bucket:
 
     def get_state(self) -> State:
         numbers = {parameter: number for number, parameter in enumerate(self.holders)}
-        stored_states = {
+        stored_tensors_by_key = {
             f"{numbers[parameter]}/{name}": operand.tensors
             for (parameter, name), operand in self._stored_states.items()
         }
-        return {"torch": self.optimizer.state_dict(), "stored": stored_states}
+        return {"torch": self.optimizer.state_dict(), "stored": stored_tensors_by_key}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(state["torch"])
@@ -257,11 +257,11 @@ class StepOptimizer:
         """Returns the state on which the next step depends. Gradients are not part of it, because the next step
         computes them. The scales of stored gradients are part of it.
         """
-        schedule = {} if self.schedule is None else self.schedule.state_dict()
-        buckets = [bucket.get_state() for bucket in self.buckets]
+        schedule_state = {} if self.schedule is None else self.schedule.state_dict()
+        bucket_states = [bucket.get_state() for bucket in self.buckets]
         weights = self.weights.stored_tensors()
         gradients = self.gradients.list_scale_shares()
-        return {"weights": weights, "gradients": gradients, "buckets": buckets, "schedule": schedule}
+        return {"weights": weights, "gradients": gradients, "buckets": bucket_states, "schedule": schedule_state}
 
     @torch.no_grad()
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -282,13 +282,13 @@ def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) 
     weight decay and clipping.
     """
     trained_parameters = list(parameters.values())
-    fmt = settings.gradients
+    gradient_format = settings.gradients
     # with ZeRO, a rank receives the mean gradient of all micro-batches at once
     gradients_per_step = 1 if settings.parallel == "zero" else settings.micro_batches
     gradients = (
         Gradients(trained_parameters)
-        if fmt == "fp32"
-        else LowGradients(trained_parameters, gradients_per_step, fmt == "fp8")
+        if gradient_format == "fp32"
+        else LowGradients(trained_parameters, gradients_per_step, gradient_format == "fp8")
     )
     layers = [
         parameter for name, parameter in parameters.items() if find_parameter_kind(name, parameter.ndim) == "layer"
@@ -296,21 +296,23 @@ def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) 
     name, keys = parse_optimizer(settings.optimizer)
     weight_decay = float(keys.get("weight_decay", 0.0))
     _, clip_group = parse_clip(settings.clip)
-    numbers_by_group: dict[tuple[float, float, str], list[int]] = {}
+    parameter_numbers_by_group: dict[tuple[float, float, str], list[int]] = {}
     for number, (path, parameter) in enumerate(parameters.items()):
         factor = find_rate_factor(path, parameter.ndim, settings.rates)
         group = find_clip_group(path, parameter.ndim, clip_group)
-        numbers_by_group.setdefault((factor, weight_decay if parameter.ndim > 1 else 0.0, group), []).append(number)
-    max_elements = _MAX_ELEMENTS
+        parameter_numbers_by_group.setdefault((factor, weight_decay if parameter.ndim > 1 else 0.0, group), []).append(
+            number
+        )
+    max_bucket_elements = _MAX_ELEMENTS
     if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
-        max_elements = min(
-            max_elements, sum(parameter.numel() for parameter in trained_parameters) // _LOW_PRECISION_BUCKETS
+        max_bucket_elements = min(
+            max_bucket_elements, sum(parameter.numel() for parameter in trained_parameters) // _LOW_PRECISION_BUCKETS
         )
     buckets = []
-    for (factor, bucket_decay, _), numbers in numbers_by_group.items():
+    for (factor, bucket_weight_decay, _), numbers in parameter_numbers_by_group.items():
         if "weight_decay" in keys:  # norms and biases have no weight decay
-            keys["weight_decay"] = bucket_decay
-        for part in split_into_buckets([trained_parameters[number].numel() for number in numbers], max_elements):
+            keys["weight_decay"] = bucket_weight_decay
+        for part in split_into_buckets([trained_parameters[number].numel() for number in numbers], max_bucket_elements):
             tensors: list[Tensor] = [trained_parameters[number] for number in numbers[part]]
             optimizer = _make_named_optimizer(name, tensors, settings.rate * factor, keys)
             storages = make_state_storages(settings.optimizer_states)
@@ -358,12 +360,12 @@ def wrap_own_optimizer(
     optimizer_parameters = list_parameters(optimizer)
     low_weights, high_weights = (getattr(optimizer, word, optimizer_parameters) for word in ("trained", "masters"))
     # A HighAccumulation updates master weights, so its gradients belong to the masters.
-    masters = dict(zip(map(id, low_weights), high_weights, strict=True))
-    parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in masters}
-    if len(parameters) < len(masters):
+    master_by_id = dict(zip(map(id, low_weights), high_weights, strict=True))
+    parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in master_by_id}
+    if len(parameters) < len(master_by_id):
         raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
     trained_parameters = list(parameters.values())
-    holders = [masters[id(parameter)] for parameter in trained_parameters]
+    holders = [master_by_id[id(parameter)] for parameter in trained_parameters]
     bucket = Bucket(optimizer, list[Tensor](trained_parameters), holders)
     return StepOptimizer(
         parameters, [bucket], Gradients(holders), Weights(trained_parameters), updates, schedule=scheduler
@@ -417,10 +419,10 @@ class HighAccumulation(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        old_masters = [master.detach().clone() for master in self.masters]
+        masters_before_step = [master.detach().clone() for master in self.masters]
         self._inner.step()
         if self._round_updates is not None:
-            self._round_updates(old_masters, self.masters)
+            self._round_updates(masters_before_step, self.masters)
         self._copy_masters()
         return loss
 

@@ -102,12 +102,14 @@ class Trainer:
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         tensors_by_purpose = self.optimizer.stored_tensors()
-        moments = [tensors for name, tensors in tensors_by_purpose.items() if name not in ("weights", "gradients")]
+        optimizer_state_tensors = [
+            tensors for name, tensors in tensors_by_purpose.items() if name not in ("weights", "gradients")
+        ]
         weights = [*tensors_by_purpose["weights"], *list_frozen_weights(self.model)]
         return {
             MemoryRole.WEIGHTS: weights,
             MemoryRole.GRADIENTS: tensors_by_purpose["gradients"],
-            MemoryRole.OPTIMIZER: moments,
+            MemoryRole.OPTIMIZER: optimizer_state_tensors,
         }
 
     @property
@@ -167,13 +169,13 @@ class Trainer:
     @contextmanager
     def materialise(self, phase: Phases) -> Iterator[None]:
         """Puts the weights into the model's parameters inside the `with` block."""
-        watch = self.arm_model.watch_casts
+        cast_watch = self.arm_model.watch_casts
         with self.optimizer.weights.materialise(), self.parallelism.materialise(phase):
             # Report these weights to the watch: they exist for one step only, and otherwise their memory would count
             # under no role.
-            if watch is not None:
+            if cast_watch is not None:
                 for parameter in self.parameters.values():
-                    watch(Operand(parameter), parameter, Role.WEIGHT, None)
+                    cast_watch(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
 
     def _handle_not_finite(
@@ -213,8 +215,10 @@ class Trainer:
         return TrainingEvent(self.arm.name, self.task.seed, self.step, kind, words)
 
     def copy_casts(self) -> CastState:
-        arithmetics = {name: _clone_tensors(arithmetic.memory()) for name, arithmetic in self.arithmetics.items()}
-        return CastState(arithmetics, _clone_tensors(dict(self.model.named_buffers())))
+        arithmetic_memories = {
+            name: _clone_tensors(arithmetic.memory()) for name, arithmetic in self.arithmetics.items()
+        }
+        return CastState(arithmetic_memories, _clone_tensors(dict(self.model.named_buffers())))
 
     def restore_casts(self, casts: CastState) -> None:
         """Restores the state of casts. The trainer uses the given tensors from now on, so the caller must no longer

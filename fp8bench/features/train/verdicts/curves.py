@@ -78,9 +78,9 @@ class Curve:
         """Returns the mean loss of the last tenth of the steps. It is NaN if one of these losses is not finite, or if
         the arm did not finish.
         """
-        last_losses = self.losses[-count_tail_steps(self.steps) :]
-        if self.is_complete and all(map(math.isfinite, last_losses)):
-            return math.fsum(last_losses) / len(last_losses)
+        tail_losses = self.losses[-count_tail_steps(self.steps) :]
+        if self.is_complete and all(map(math.isfinite, tail_losses)):
+            return math.fsum(tail_losses) / len(tail_losses)
         return math.nan
 
     @property
@@ -91,12 +91,12 @@ class Curve:
         """
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
-        training_fall = 1 - self.endpoint / self.rows[0].loss
-        first_validation = self.held_out.get(0)
-        last_validation = self.held_out.get(self.steps)
-        if first_validation and last_validation and math.isfinite(training_fall):
-            return max(training_fall, 1 - last_validation / first_validation)
-        return training_fall
+        training_loss_fall = 1 - self.endpoint / self.rows[0].loss
+        first_validation_loss = self.held_out.get(0)
+        last_validation_loss = self.held_out.get(self.steps)
+        if first_validation_loss and last_validation_loss and math.isfinite(training_loss_fall):
+            return max(training_loss_fall, 1 - last_validation_loss / first_validation_loss)
+        return training_loss_fall
 
     @property
     def blew_up(self) -> bool:
@@ -164,13 +164,13 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> SeedPair | VoidReaso
         return VoidReason.OTHER_TOKENS
     # Compute the gap as if the training had ended at each of the last steps, so that the last batch alone does not
     # decide the verdict.
-    end_steps = range(arm.steps - min(_MAX_JUDGED_ENDS - 1, arm.steps // _TAIL_DIVISOR), arm.steps + 1)
-    *earlier_gaps, gap = measure_gaps(reference, arm, end_steps)
+    judged_end_steps = range(arm.steps - min(_MAX_JUDGED_ENDS - 1, arm.steps // _TAIL_DIVISOR), arm.steps + 1)
+    *earlier_gaps, gap = measure_gaps(reference, arm, judged_end_steps)
     if any(map(math.isnan, (*earlier_gaps, gap))):
         return VoidReason.NEARLY_ZERO
     held_out = _measure_held_out_gap(reference, arm)
-    same_bits = reference.losses == arm.losses
-    return SeedPair(seed, gap, held_out, same_bits, tuple(earlier_gaps))
+    has_same_bits = reference.losses == arm.losses
+    return SeedPair(seed, gap, held_out, has_same_bits, tuple(earlier_gaps))
 
 
 def measure_gaps(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
@@ -179,11 +179,15 @@ def measure_gaps(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[floa
     NaN if the reference's mean is not positive.
     """
     pairs = list(zip(reference.losses, arm.losses, strict=False))
-    gaps = []
-    for end in ends:
-        gap = _measure_gap_of_means(pairs[_find_last_third_start(end) : end]) if end <= len(pairs) else None
-        gaps.append(math.nan if gap is None else gap)
-    return gaps
+    loss_gaps = []
+    for end_step in ends:
+        gap = (
+            _measure_gap_of_means(pairs[_find_last_third_start(end_step) : end_step])
+            if end_step <= len(pairs)
+            else None
+        )
+        loss_gaps.append(math.nan if gap is None else gap)
+    return loss_gaps
 
 
 def _measure_gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
@@ -191,8 +195,8 @@ def _measure_gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None
     are left out. Returns None if the reference's mean is not positive.
     """
     # Both means must cover the same steps.
-    finite_pairs = [pair for pair in losses if math.isfinite(sum(pair))]
-    reference_sum, arm_sum = map(sum, zip(*finite_pairs, strict=True)) if finite_pairs else (0.0, 0.0)
+    finite_loss_pairs = [pair for pair in losses if math.isfinite(sum(pair))]
+    reference_sum, arm_sum = map(sum, zip(*finite_loss_pairs, strict=True)) if finite_loss_pairs else (0.0, 0.0)
     return arm_sum / reference_sum - 1 if reference_sum > 0 else None
 
 
@@ -327,15 +331,22 @@ def judge_pairs(pairs: Sequence[SeedPair], margin: float, has_held_out: bool = T
         return replace(undecided_arm, why=InconclusiveReason.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
     if has_held_out and held_out_interval is None:
         return replace(undecided_arm, why=InconclusiveReason.NO_HELD_OUT)
-    learned = classify_gap(interval, margin)
-    matters = classify_importance(interval, margin)
-    if learned is Learned.INCONCLUSIVE:
+    learned_verdict = classify_gap(interval, margin)
+    importance = classify_importance(interval, margin)
+    if learned_verdict is Learned.INCONCLUSIVE:
         return replace(
-            undecided_arm, matters=matters, why=InconclusiveReason.TOO_WIDE, more_seeds=count_further_seeds(gap, margin)
+            undecided_arm,
+            matters=importance,
+            why=InconclusiveReason.TOO_WIDE,
+            more_seeds=count_further_seeds(gap, margin),
         )
-    if has_held_out and held_out_interval and not _held_out_agrees(learned, matters, held_out_interval, margin):
+    if (
+        has_held_out
+        and held_out_interval
+        and not _held_out_agrees(learned_verdict, importance, held_out_interval, margin)
+    ):
         return replace(undecided_arm, why=InconclusiveReason.DISAGREE)
-    return replace(undecided_arm, learned=learned, matters=matters)
+    return replace(undecided_arm, learned=learned_verdict, matters=importance)
 
 
 def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
@@ -345,11 +356,11 @@ def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
     gap = average_gaps([pair.gap for pair in pairs])
     if gap is None or gap.pairs == 1:
         return gap
-    gaps = [gap]
+    gaps_at_ends = [gap]
     for earlier_gaps in zip(*(pair.earlier for pair in pairs), strict=True):
-        gaps += filter(None, [average_gaps(earlier_gaps)])
-    deciding_interval = _join_intervals([end_gap.decides for end_gap in gaps if end_gap.decides])
-    shown_interval = _join_intervals([end_gap.shown for end_gap in gaps if end_gap.shown])
+        gaps_at_ends += filter(None, [average_gaps(earlier_gaps)])
+    deciding_interval = _join_intervals([end_gap.decides for end_gap in gaps_at_ends if end_gap.decides])
+    shown_interval = _join_intervals([end_gap.shown for end_gap in gaps_at_ends if end_gap.shown])
     # Convert the joint interval back to a standard deviation of the gaps, from which the number of further seeds is
     # estimated.
     half_width = (deciding_interval.high - deciding_interval.low) / 2
@@ -386,10 +397,10 @@ def _held_out_agrees(learned: Learned, matters: Importance, held_out: Interval, 
     refuted only by a held-out gap that is certainly of the opposite sign or certainly beyond the margin. In all other
     cases the held-out gap must have the sign of the verdict.
     """
-    expected_sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
+    verdict_sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
     if matters is not Importance.NO:
-        return expected_sign * held_out.point > 0
-    has_opposite_sign = expected_sign > 0 > held_out.high or expected_sign < 0 < held_out.low
+        return verdict_sign * held_out.point > 0
+    has_opposite_sign = verdict_sign > 0 > held_out.high or verdict_sign < 0 < held_out.low
     return not has_opposite_sign and classify_importance(held_out, margin) is not Importance.YES
 
 
@@ -408,8 +419,8 @@ def count_further_seeds(gap: Gap, margin: float) -> int | None:
         half_width = student_quantile(DECIDING_LEVEL, count - 1) * standard_error
         chance_distance = _POWER_QUANTILE * standard_error
         nearest = max(0.0, abs(gap.point) - chance_distance)
-        furthest = abs(gap.point) + chance_distance
-        return nearest > half_width or furthest <= margin - half_width or 2 * half_width <= margin
+        largest_likely_gap = abs(gap.point) + chance_distance
+        return nearest > half_width or largest_likely_gap <= margin - half_width or 2 * half_width <= margin
 
     # A larger number of seeds is decisive whenever a smaller one is, so use bisection.
     counts = range(max(gap.pairs + 1, MIN_PAIRS), MAX_SEEDS + 1)

@@ -125,7 +125,7 @@ class JudgedTraining:
 def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     training = judged.training
     costs = judged.kept.select_lines(ArmCost)
-    memories = {cost.arm: cost.memory for cost in costs if cost.memory is not None}
+    memory_by_arm = {cost.arm: cost.memory for cost in costs if cost.memory is not None}
     energies = {cost.arm: cost.energy for cost in costs if cost.energy is not None}
     bytes_per_parameter: dict[str, float] = {}
     for figure in _list_first_figures(judged.kept, BYTES_PER_PARAMETER):
@@ -142,29 +142,31 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     events = Counter(event.arm for event in judged.kept.select_lines(TrainingEvent))
     rows = judged.kept.select_lines(StepRow)
     # Rows of watched steps have 0 seconds, because watching slows a step down.
-    seconds_per_token = together((row.arm, row.seconds / row.tokens) for row in rows if row.seconds > 0 and row.tokens)
+    seconds_per_token_by_arm = together(
+        (row.arm, row.seconds / row.tokens) for row in rows if row.seconds > 0 and row.tokens
+    )
     summaries = []
     for arm in training.arms:
-        curves = select_curves(judged.curves, arm.name).values()
+        arm_curves = select_curves(judged.curves, arm.name).values()
         # Arms that repeat the reference use as much memory as the reference.
         measured_arm = training.arms[0].name if arm.is_chance_arm else arm.name
-        memory = memories.get(measured_arm)
+        memory = memory_by_arm.get(measured_arm)
         summary = ArmSummary(
             arm,
-            steps=sum(len(curve.rows) for curve in curves),
-            loss=_average_or_none([curve.endpoint for curve in curves if curve.is_complete]),
+            steps=sum(len(curve.rows) for curve in arm_curves),
+            loss=_average_or_none([curve.endpoint for curve in arm_curves if curve.is_complete]),
             held_out=_average_or_none(
-                [curve.held_out[curve.steps] for curve in curves if curve.steps in curve.held_out]
+                [curve.held_out[curve.steps] for curve in arm_curves if curve.steps in curve.held_out]
             ),
-            tokens_per_second=1 / statistics.median(seconds_per_token[arm.name])
-            if arm.native and arm.name in seconds_per_token
+            tokens_per_second=1 / statistics.median(seconds_per_token_by_arm[arm.name])
+            if arm.native and arm.name in seconds_per_token_by_arm
             else None,
             bytes_per_parameter=bytes_per_parameter.get(measured_arm),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
             wire=wire_bytes_by_arm[arm.name],
             joules_per_step=summarise_energy(energies.get(arm.name)),
-            events=events[arm.name] if curves else None,
+            events=events[arm.name] if arm_curves else None,
             verdict=judged.verdicts.find_verdict(arm.name),
         )
         summaries.append(summary)
@@ -192,7 +194,7 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
     from the reference.
     """
     verdict = summary.verdict
-    band = verdicts.repeat_band if summary.arm.role is ArmRole.REPEAT else None
+    repeat_band = verdicts.repeat_band if summary.arm.role is ArmRole.REPEAT else None
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
     return {
         "loss": summary.loss,
@@ -207,7 +209,7 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
         "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
         "joules_per_step": summary.joules_per_step.middle if summary.joules_per_step else None,
         "events": summary.events,
-        **({"first_difference": band.first, "largest_difference": band.largest} if band else {}),
+        **({"first_difference": repeat_band.first, "largest_difference": repeat_band.largest} if repeat_band else {}),
     }
 
 
@@ -218,8 +220,11 @@ def list_gap_figures(name: str, gap: Gap | None) -> dict[str, float | None]:
             **_list_interval_figures(f"{name}_deciding", None),
             f"{name}_pairs": None,
         }
-    intervals = {**_list_interval_figures(name, gap.shown), **_list_interval_figures(f"{name}_deciding", gap.decides)}
-    return {**intervals, name: gap.point, f"{name}_pairs": gap.pairs}
+    interval_figures = {
+        **_list_interval_figures(name, gap.shown),
+        **_list_interval_figures(f"{name}_deciding", gap.decides),
+    }
+    return {**interval_figures, name: gap.point, f"{name}_pairs": gap.pairs}
 
 
 def _list_interval_figures(name: str, interval: Interval | None) -> dict[str, float | None]:
@@ -277,14 +282,14 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
         for arm in stored.training.compared_arms:
             if arm.name != reference:
                 comparison_words = reference
-                old_values = values[reference]
+                compared_values = values[reference]
             elif name.startswith("quantised:") and name != _BF16_FIGURE:
                 comparison_words = "itself in bf16"
-                old_values = bf16_losses.get(arm.name, {})
+                compared_values = bf16_losses.get(arm.name, {})
             else:
                 continue
             verdict = ScoreVerdict(arm.name, name, comparison_words)
-            score_verdicts.append(_make_score_verdict(request, verdict, values[arm.name], old_values))
+            score_verdicts.append(_make_score_verdict(request, verdict, values[arm.name], compared_values))
     return tuple(filter(None, score_verdicts))
 
 
@@ -304,9 +309,9 @@ def _make_score_verdict(
     if name.startswith(TASK_PREFIX):
         # If two arms answer n questions equally, their true scores differ by at most 4.6 / n, with 99% confidence.
         floor = -math.log(1 - DECIDING_LEVEL) / (QUESTION_COUNT * len(pairs))
-        chance = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
+        chance_score = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
         score_gap = _widen_gap(average_gaps([before - after for after, before in pairs]), floor)
-        has_learned = _is_above_chance(new, chance, floor) or _is_above_chance(old, chance, floor)
+        has_learned = _is_above_chance(new, chance_score, floor) or _is_above_chance(old, chance_score, floor)
         return _judge_score(verdict, score_gap, request.margin, at_chance=not has_learned)
     if min(old) <= 0:
         return replace(
@@ -350,14 +355,14 @@ def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chanc
         return verdict
     if at_chance:
         return replace(verdict, word=_AT_CHANCE_WORDS)
-    learned = classify_gap(interval, margin)
-    matters = classify_importance(interval, margin)
-    verdict = replace(verdict, learned=learned, matters=matters)
-    if learned is Learned.INCONCLUSIVE:
+    learned_verdict = classify_gap(interval, margin)
+    importance = classify_importance(interval, margin)
+    verdict = replace(verdict, learned=learned_verdict, matters=importance)
+    if learned_verdict is Learned.INCONCLUSIVE:
         return verdict
-    if learned is Learned.WITHIN_NOISE:
-        return replace(verdict, word=learned.value)
-    return replace(verdict, word=f"{learned}: {describe_importance(learned, matters, margin)}")
+    if learned_verdict is Learned.WITHIN_NOISE:
+        return replace(verdict, word=learned_verdict.value)
+    return replace(verdict, word=f"{learned_verdict}: {describe_importance(learned_verdict, importance, margin)}")
 
 
 def describe_open_gap(gap: Gap | None, bound: float) -> str:
@@ -378,8 +383,8 @@ def describe_importance(learned: Learned, matters: Importance | None, margin: fl
     """Returns how a statistically certain difference compares with the margin, such as 'real, inside the 1% you
     tolerate'.
     """
-    percent = f"{100 * margin:.4g}%"
-    margin_words = f"the {percent} you tolerate" if learned is Learned.WORSE else f"the margin of {percent}"
+    margin_text = f"{100 * margin:.4g}%"
+    margin_words = f"the {margin_text} you tolerate" if learned is Learned.WORSE else f"the margin of {margin_text}"
     return f"real, {_IMPORTANCE_WORDS.get(matters, 'perhaps beyond')} {margin_words}"
 
 
@@ -395,8 +400,8 @@ def find_tone(verdict: JudgedArm | ScoreVerdict) -> Tone:
     """Returns the colour of a verdict: green if nothing is lost, red if something is lost, and yellow if the verdict is
     undecided or the loss is tolerated.
     """
-    is_tolerated = verdict.learned is Learned.WORSE and verdict.matters is Importance.NO
-    return Tone.DOUBT if is_tolerated else _TONE_BY_VERDICT.get(verdict.learned, Tone.DOUBT)
+    is_loss_tolerated = verdict.learned is Learned.WORSE and verdict.matters is Importance.NO
+    return Tone.DOUBT if is_loss_tolerated else _TONE_BY_VERDICT.get(verdict.learned, Tone.DOUBT)
 
 
 def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:

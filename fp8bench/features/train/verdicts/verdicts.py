@@ -168,9 +168,11 @@ def _find_best_arm(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) ->
     """
 
     def mean_endpoint(arm: Arm) -> float:
-        endpoints = [curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds]
-        end = math.fsum(endpoints) / len(endpoints)
-        return end if math.isfinite(end) else math.inf
+        endpoint_losses = [
+            curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds
+        ]
+        mean_endpoint_loss = math.fsum(endpoint_losses) / len(endpoint_losses)
+        return mean_endpoint_loss if math.isfinite(mean_endpoint_loss) else math.inf
 
     return min(arms, key=mean_endpoint)
 
@@ -223,12 +225,12 @@ def _judge_arm(
     if judged.why is InconclusiveReason.FEW_PAIRS and void_reason in LASTING_VOIDS:
         judged = replace(judged, more_seeds=None, void=void_reason)
     has_fallen_back = any(FALLBACK_EVENT in curve.events for curve in select_curves(curves, arm.name).values())
-    same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
+    has_same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
     if diverged_seeds:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not has_learned:
         judged = JudgedArm(Learned.DID_NOT_LEARN)
-    elif has_fallen_back or same_bits:
+    elif has_fallen_back or has_same_bits:
         reason = InconclusiveReason.FALLBACK if has_fallen_back else InconclusiveReason.SAME_BITS
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=reason, more_seeds=None, matters=None)
         has_learned = False
@@ -246,15 +248,15 @@ def _pair_seeds(
     """
     pairs: list[SeedPair] = []
     void_seeds: list[tuple[int, VoidReason]] = []
-    counted_losses: set[tuple[float, ...]] = set()
+    paired_reference_losses: set[tuple[float, ...]] = set()
     for seed, reference in base_curves.items():
         pair = pair_curves(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
         # Two seeds with equal losses are one observation: counting both would narrow the interval.
-        if reference.losses in counted_losses:
+        if reference.losses in paired_reference_losses:
             pair = VoidReason.COPY if isinstance(pair, SeedPair) else pair
         if isinstance(pair, SeedPair):
             pairs.append(pair)
-            counted_losses.add(reference.losses)
+            paired_reference_losses.add(reference.losses)
         else:
             void_seeds.append((seed, pair))
     return tuple(pairs), tuple(void_seeds)
@@ -262,15 +264,15 @@ def _pair_seeds(
 
 def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatBand:
     """Returns the differences between the reference and its repeat, from pairs of rows of the same step."""
-    first_difference = None
+    first_different_step = None
     largest = 0.0
-    for reference, repeat in repeats:
-        if reference.loss != repeat.loss:
-            gap = abs(repeat.loss / reference.loss - 1) if reference.loss else math.inf
+    for reference, repeat_row in repeats:
+        if reference.loss != repeat_row.loss:
+            gap = abs(repeat_row.loss / reference.loss - 1) if reference.loss else math.inf
             largest = max(largest, gap if math.isfinite(gap) else math.inf)
-            if first_difference is None:
-                first_difference = reference.step
-    return RepeatBand(len(repeats), first_difference, largest)
+            if first_different_step is None:
+                first_different_step = reference.step
+    return RepeatBand(len(repeats), first_different_step, largest)
 
 
 @dataclass(frozen=True)
@@ -290,32 +292,33 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     """Returns how fast an arm is compared with its reference. `pairs` has the curves of the reference and the arm in
     each seed. Returns None if fewer than five pairs have steps that were timed in both.
     """
-    timed_pairs = [(pair, log) for pair in pairs if (log := _measure_log_speed(*pair)) is not None]
-    if len(timed_pairs) < MIN_PAIRS:
+    pairs_with_log_speed = [(pair, log) for pair in pairs if (log := _measure_log_speed(*pair)) is not None]
+    if len(pairs_with_log_speed) < MIN_PAIRS:
         return None
-    curves = [pair for pair, _ in timed_pairs]
-    speeds = [log for _, log in timed_pairs]
+    timed_curve_pairs = [pair for pair, _ in pairs_with_log_speed]
+    log_speeds = [log for _, log in pairs_with_log_speed]
     # Logarithms of ratios, because half and twice as fast are equally far from 1.
-    step_speed = average_gaps(speeds)
-    assert step_speed is not None and step_speed.shown is not None
-    raw_speed = _exponentiate_interval(step_speed.shown)
-    steps = measure_log_steps(curves)
+    mean_log_speed = average_gaps(log_speeds)
+    assert mean_log_speed is not None and mean_log_speed.shown is not None
+    raw_speed = _exponentiate_interval(mean_log_speed.shown)
+    steps = measure_log_steps(timed_curve_pairs)
     if steps is None:
         return AdjustedSpeed(raw_speed, None)
-    point = step_speed.point + max(steps, _MIN_LOG_STEP)
+    point = mean_log_speed.point + max(steps, _MIN_LOG_STEP)
     if steps < _MIN_LOG_STEP:
         return AdjustedSpeed(
             raw_speed, _exponentiate_interval(Interval(point, -math.inf, point, SHOWN_LEVEL)), bounded=True
         )
     log_steps_without_seed = [
         max(log, _MIN_LOG_STEP)
-        for seed in range(len(curves))
-        if (log := measure_log_steps(curves[:seed] + curves[seed + 1 :])) is not None
+        for seed in range(len(timed_curve_pairs))
+        if (log := measure_log_steps(timed_curve_pairs[:seed] + timed_curve_pairs[seed + 1 :])) is not None
     ]
-    if len(log_steps_without_seed) < len(curves):
+    if len(log_steps_without_seed) < len(timed_curve_pairs):
         return AdjustedSpeed(raw_speed, None)
     estimates = [
-        statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(log_steps_without_seed)
+        statistics.fmean(log_speeds[:seed] + log_speeds[seed + 1 :]) + log
+        for seed, log in enumerate(log_steps_without_seed)
     ]
     # The jackknife: the variance of estimates that leave out one seed each gives the standard error.
     error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
@@ -330,9 +333,9 @@ def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
     minus infinity if the ratio is below 1/3. Returns None if the ratio is above 3, or if the curve with the lower loss
     does not fall.
     """
-    loss_rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
-    better, sign = (1, -1.0) if loss_rise < 0 else (0, 1.0)
-    log_step = _find_log_of_step([pair[better].losses for pair in pairs], sign * loss_rise)
+    endpoint_difference = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
+    better, sign = (1, -1.0) if endpoint_difference < 0 else (0, 1.0)
+    log_step = _find_log_of_step([pair[better].losses for pair in pairs], sign * endpoint_difference)
     return None if log_step is None or (sign < 0 and log_step < _MIN_LOG_STEP) else sign * log_step
 
 
@@ -357,8 +360,8 @@ def _find_log_of_step(curves: Sequence[Sequence[float]], loss_rise: float) -> fl
     if loss_rise > _MIN_LOG_STEP * (slope + curvature * _MIN_LOG_STEP):
         return -math.inf
     # The root near 0 of curvature x^2 + slope x = loss_rise. This form also works if curvature is 0.
-    root = math.sqrt(max(0.0, slope * slope + 4 * curvature * loss_rise))
-    return -2 * loss_rise / (root - slope)
+    discriminant_root = math.sqrt(max(0.0, slope * slope + 4 * curvature * loss_rise))
+    return -2 * loss_rise / (discriminant_root - slope)
 
 
 def _measure_log_speed(reference: Curve, arm: Curve) -> float | None:

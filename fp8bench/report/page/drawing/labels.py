@@ -45,19 +45,19 @@ def write_labels(
 
     `find_boxes` proposes boxes for a text. The text is written in the first box that is free and lies within a frame.
     """
-    num_written = 0
+    num_written_labels = 0
     for x, y, label, style in texts:
-        if num_written == MAX_LABELS:
+        if num_written_labels == MAX_LABELS:
             return
         text = sheet.cut_to_width(label, _MAX_LABEL_WIDTH)
         if not text:
             continue
         for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text(text), sheet.font_size):
-            is_inside = any(frame.contains(box) for frame in frames)
-            if is_inside and not any(map(box.overlaps, occupied_boxes)):
+            is_box_inside_frame = any(frame.contains(box) for frame in frames)
+            if is_box_inside_frame and not any(map(box.overlaps, occupied_boxes)):
                 occupied_boxes.append(box)
                 sheet.add_text(anchor_x, (box.top + box.bottom) / 2, text, style, anchor=anchor)
-                num_written += 1
+                num_written_labels += 1
                 break
 
 
@@ -65,18 +65,18 @@ def boxes_above_and_below(x: float, y: float, width: float, size: float) -> Iter
     """Yields possible boxes for the label of a mark, the preferred ones first: one to four lines above the mark, then
     one to three lines below it.
     """
-    half_height = size * 0.6
+    half_text_height = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
         middle_y = y + lines * size * 1.25
-        top, bottom = middle_y - half_height, middle_y + half_height
+        top, bottom = middle_y - half_text_height, middle_y + half_text_height
         yield Box(x - width / 2, top, x + width / 2, bottom), "middle", x
         yield Box(x, top, x + width, bottom), "start", x
         yield Box(x - width, top, x, bottom), "end", x
 
 
 def boxes_around(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
-    half_height = size * 0.6
-    yield Box(x + 9, y - half_height, x + 9 + width, y + half_height), "start", x + 9
-    yield Box(x - 9 - width, y - half_height, x - 9, y + half_height), "end", x - 9
+    half_text_height = size * 0.6
+    yield Box(x + 9, y - half_text_height, x + 9 + width, y + half_text_height), "start", x + 9
+    yield Box(x - 9 - width, y - half_text_height, x - 9, y + half_text_height), "end", x - 9
     for middle_y in (y - 15, y + 15):
-        yield Box(x - width / 2, middle_y - half_height, x + width / 2, middle_y + half_height), "middle", x
+        yield Box(x - width / 2, middle_y - half_text_height, x + width / 2, middle_y + half_text_height), "middle", x

@@ -92,10 +92,10 @@ class _PictureSheet(Sheet):
         self._shapes.append((2, path_commands, css_properties("path", style)))
 
     def add_text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
-        look = css_properties("text", style)
+        text_properties = css_properties("text", style)
         options = {
-            "color": look["fill"],
-            "fontweight": "bold" if int(look.get("font-weight", 400)) >= _MIN_BOLD_WEIGHT else "normal",
+            "color": text_properties["fill"],
+            "fontweight": "bold" if int(text_properties.get("font-weight", 400)) >= _MIN_BOLD_WEIGHT else "normal",
             "fontsize": self.font_size,
             "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
         }
@@ -142,9 +142,11 @@ class _PictureSheet(Sheet):
             for n, line in enumerate(description_lines)
         ]
         for x, y, text, options in texts:
-            artist = figure.text(x, y, _printable_line(text), transform=transform, zorder=3, va="baseline", **options)
+            text_artist = figure.text(
+                x, y, _printable_line(text), transform=transform, zorder=3, va="baseline", **options
+            )
             # A dollar sign in a name must not start a formula.
-            artist.set(
+            text_artist.set(
                 parse_math=False,
                 rotation_mode="anchor",
                 fontsize=options["fontsize"] * _POINTS_PER_INCH / _PIXELS_PER_INCH,
@@ -154,12 +156,12 @@ class _PictureSheet(Sheet):
 
 def _make_patch(steps: PathCommands, look: CssProperties) -> PathPatch | None:
     """Returns a matplotlib patch for a path, or None if neither the area nor the line of the path is visible."""
-    fill = _color_and_opacity(look, "fill")
-    stroke = _color_and_opacity(look, "stroke")
-    if not (fill[1] or stroke[1]):
+    fill_color_and_opacity = _color_and_opacity(look, "fill")
+    stroke_color_and_opacity = _color_and_opacity(look, "stroke")
+    if not (fill_color_and_opacity[1] or stroke_color_and_opacity[1]):
         return None
     points: list[tuple[float, float]] = []
-    path_codes: list[Any] = []
+    matplotlib_path_codes: list[Any] = []
     for command, coordinates in steps:
         pairs = list(zip(coordinates[::2], coordinates[1::2], strict=True))
         # Lengthen a line of zero length, because matplotlib would omit it. With round line ends it is a dot.
@@ -167,16 +169,16 @@ def _make_patch(steps: PathCommands, look: CssProperties) -> PathPatch | None:
             pairs = [(coordinates[0] + 0.01, coordinates[1])]
         # matplotlib needs a point for each code, also for the one that closes a path.
         points += pairs or [points[0]]
-        path_codes += _MATPLOTLIB_PATH_CODES[command]
+        matplotlib_path_codes += _MATPLOTLIB_PATH_CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
     line_cap_style = {"square": "projecting"}.get(
         look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt")
     )
     return PathPatch(
-        Path(points, path_codes),
-        facecolor=fill,
-        edgecolor=stroke,
-        linewidth=width if stroke[1] else 0.0,
+        Path(points, matplotlib_path_codes),
+        facecolor=fill_color_and_opacity,
+        edgecolor=stroke_color_and_opacity,
+        linewidth=width if stroke_color_and_opacity[1] else 0.0,
         capstyle=line_cap_style,
         joinstyle="round",
         snap=False if line_cap_style == "round" else None,
@@ -205,12 +207,12 @@ def css_properties(kind: str, classes: str) -> CssProperties:
     # variable that has a value counts.
     while variable_texts := {name: text for name, text in matching_properties.items() if "var(" in text}:
         for name, text in variable_texts.items():
-            defined_values = [
+            defined_variable_values = [
                 matching_properties[variable]
                 for variable in re.findall(r"--[\w-]+", text)
                 if variable in matching_properties
             ]
-            matching_properties[name] = next(iter(defined_values), "none")
+            matching_properties[name] = next(iter(defined_variable_values), "none")
     return matching_properties
 
 
@@ -225,8 +227,8 @@ def _css_rules() -> Sequence[tuple[frozenset[str], CssProperties]]:
     text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
     rules = []
     for selectors, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", text):
-        properties = dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", declarations.strip()))
-        rules += [(names, properties) for names in _parse_selectors(selectors)]
+        declared_properties = dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", declarations.strip()))
+        rules += [(names, declared_properties) for names in _parse_selectors(selectors)]
     return rules
 
 

@@ -75,8 +75,8 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     num_marks = sum(len(marks) - marks.count(None) for _, marks in chart.series)
     sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in series))
     # 2. Fit the value axis to the marks from the index `chart.settled` on, or to all marks if none are there.
-    settled_index = chart.settled - len(chart.places[:-MAX_PLACES])
-    values = _values_and_ends(series, settled_index) or _values_and_ends(series, 0)
+    first_settled_index = chart.settled - len(chart.places[:-MAX_PLACES])
+    values = _values_and_ends(series, first_settled_index) or _values_and_ends(series, 0)
     if not values:
         return 0.0
     # 3. Write the legend and the title, and draw the lines below. Each series has the same shape and colour in the
@@ -86,19 +86,19 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     if len(series) > 1:
         top = draw_legend(sheet, [(shape, f"point {style}", name) for name, (shape, style) in looks.items()], top)
     sheet.add_text(0, top + 8, sheet.cut_to_width(chart.axis.title, sheet.width), "quiet")
-    bottom = top + 284.0
-    y = fit_scale(values, bottom, top + 24, unit=chart.axis.unit, margin_share=0.05)
-    plot = _LinePlot(sheet, chart, places, series, looks, _scale_of_places(sheet, series, y, len(places)), y)
-    _draw_axes_of_lines(plot)
+    plot_bottom = top + 284.0
+    y = fit_scale(values, plot_bottom, top + 24, unit=chart.axis.unit, margin_share=0.05)
+    line_plot = _LinePlot(sheet, chart, places, series, looks, _scale_of_places(sheet, series, y, len(places)), y)
+    _draw_axes_of_lines(line_plot)
     for value, level_name in chart.levels:
         if y.low <= value <= y.high:
-            sheet.add_lines("level-line", [plot.horizontal_line(value)], layer=0)
-            sheet.add_text(plot.x.start, y.to_pixels(value) - 8, level_name, "quiet")
+            sheet.add_lines("level-line", [line_plot.horizontal_line(value)], layer=0)
+            sheet.add_text(line_plot.x.start, y.to_pixels(value) - 8, level_name, "quiet")
     for name, marks in series:
-        _draw_line(plot, name, marks)
-    _write_event_names(plot)
-    _write_last_values(plot)
-    return bottom + 26
+        _draw_line(line_plot, name, marks)
+    _write_event_names(line_plot)
+    _write_last_values(line_plot)
+    return plot_bottom + 26
 
 
 def _find_drawable_marks(marks: Sequence[Mark | None]) -> Marks:
@@ -124,8 +124,8 @@ def _write_event_names(plot: _LinePlot) -> None:
                 position, style = plot.position(place, mark), f"flag {plot.looks[name][1]}"
                 texts += [(*position, flag, style) for flag in mark.flag.split(", ")]
     # Keep the marks' labels away from the ticks on the left, and from the last values on the right.
-    frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
-    write_labels(plot.sheet, texts, [], [frame], boxes_above_and_below)
+    label_frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
+    write_labels(plot.sheet, texts, [], [label_frame], boxes_above_and_below)
 
 
 def _scale_of_places(sheet: Sheet, series: Series, y: Scale, num_places: int) -> Scale:
@@ -133,10 +133,10 @@ def _scale_of_places(sheet: Sheet, series: Series, y: Scale, num_places: int) ->
     room for the ticks of the y axis on the left, and for the last values on the right.
     """
     tick_width = max(sheet.measure_text(text) for _, text in y.ticks(6)) + 14
-    last_values = [show_number(marks[-1][1].value, y.unit) for _, marks in series if marks]
-    value_width = max(sheet.measure_text(text, bold=True) for text in last_values)
+    last_value_texts = [show_number(marks[-1][1].value, y.unit) for _, marks in series if marks]
+    max_value_width = max(sheet.measure_text(text, bold=True) for text in last_value_texts)
     low = -0.5 if num_places == 1 else 0.0
-    return Scale(low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - value_width - _VALUE_GAP - 4)
+    return Scale(low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - max_value_width - _VALUE_GAP - 4)
 
 
 def _draw_axes_of_lines(plot: _LinePlot) -> None:
@@ -226,19 +226,20 @@ def _thin_out_marks(marks: Marks, max_marks: int) -> Marks:
     """Returns at most `max_marks` evenly spaced marks, plus every mark with a tone such as good or bad."""
     if len(marks) <= max_marks:
         return marks
-    shown_indices = {round(index * (len(marks) - 1) / (max_marks - 1)) for index in range(max_marks)}
-    return [mark for index, mark in enumerate(marks) if index in shown_indices or mark[1].tone is not Tone.PLAIN]
+    shown_mark_indices = {round(index * (len(marks) - 1) / (max_marks - 1)) for index in range(max_marks)}
+    return [mark for index, mark in enumerate(marks) if index in shown_mark_indices or mark[1].tone is not Tone.PLAIN]
 
 
 def _write_last_values(plot: _LinePlot) -> None:
     """Writes the last value of each series to the right of the lines. Values that would overlap are written one below
     another.
     """
-    last_marks = [(*marks[-1], plot.looks[name][1]) for name, marks in plot.series if marks]
-    x = plot.x.to_pixels(max(place for place, _, _ in last_marks)) + _VALUE_GAP + 2
+    last_series_marks = [(*marks[-1], plot.looks[name][1]) for name, marks in plot.series if marks]
+    x = plot.x.to_pixels(max(place for place, _, _ in last_series_marks)) + _VALUE_GAP + 2
     # Sort by height, then by CSS class, so that the drawing is reproducible.
     texts = sorted(
-        (plot.y.to_pixels(mark.value), style, show_number(mark.value, plot.y.unit)) for _, mark, style in last_marks
+        (plot.y.to_pixels(mark.value), style, show_number(mark.value, plot.y.unit))
+        for _, mark, style in last_series_marks
     )
     height = -math.inf
     for index, (own_height, style, text) in enumerate(texts):
@@ -286,70 +287,77 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     sheet.add_text(0, top + 8, title, "quiet")
     sheet.add_text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
     # 3. Draw the axes, then whiskers, marks and labels, so that later layers cover earlier ones.
-    frame = _fit_frame(chart, points, sheet, top + 24)
-    plot_bottom = _draw_axes_of_scatter(sheet, chart, frame)
-    placed_points = list(zip(points, _find_positions(points, names, frame), strict=True))
+    scatter_frame = _fit_frame(chart, points, sheet, top + 24)
+    plot_bottom = _draw_axes_of_scatter(sheet, chart, scatter_frame)
+    points_with_positions = list(zip(points, _find_positions(points, names, scatter_frame), strict=True))
     whiskers = []
-    for point, (_, y) in placed_points:
+    for point, (_, y) in points_with_positions:
         if interval := x_bounds(point):
-            whiskers.append([(frame.x.to_pixels(bound), y) for bound in interval])
+            whiskers.append([(scatter_frame.x.to_pixels(bound), y) for bound in interval])
     if whiskers:
         sheet.add_lines("whisker", whiskers)
-    for point, position in placed_points:
+    for point, position in points_with_positions:
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
         sheet.add_dot(f"mark {style}{tone}", shape, *position, _DOT_SIZE, _point_hint(chart, point))
-    _label_points(sheet, placed_points, whiskers, frame)
+    _label_points(sheet, points_with_positions, whiskers, scatter_frame)
     return plot_bottom
 
 
 def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: float) -> _Frame:
-    bottom = top + 380.0
-    y = fit_scale([point.y for point in points], bottom, top, True, chart.y.unit, 0.05)
+    plot_bottom = top + 380.0
+    y = fit_scale([point.y for point in points], plot_bottom, top, True, chart.y.unit, 0.05)
     plot_left = max(sheet.measure_text(text) for _, text in y.ticks(_MAX_TICKS)) + 10
     plot_right = sheet.width - 1
     margin = None
-    x_values: list[float] = []
+    x_values_and_bounds: list[float] = []
     for point in points:
         if point.x is not None:
-            x_values += [point.x, *x_bounds(point)]
+            x_values_and_bounds += [point.x, *x_bounds(point)]
         else:
             # Make the margin wide enough for its title and a few columns of points.
-            margin = Box(plot_right - 130.0, top, plot_right, bottom)
+            margin = Box(plot_right - 130.0, top, plot_right, plot_bottom)
     if margin:
         plot_right = margin.left - 10
-    x = fit_scale(x_values, plot_left, plot_right, unit=chart.x.unit, margin_share=0.05)
-    return _Frame(Box(plot_left, top, plot_right, bottom), margin, x, y)
+    x = fit_scale(x_values_and_bounds, plot_left, plot_right, unit=chart.x.unit, margin_share=0.05)
+    return _Frame(Box(plot_left, top, plot_right, plot_bottom), margin, x, y)
 
 
 def _draw_axes_of_scatter(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
-    plot = frame.plot
-    margin = frame.margin
+    plot_box = frame.plot
+    margin_box = frame.margin
     tick_positions = [(frame.y.to_pixels(value), text) for value, text in frame.y.ticks(_MAX_TICKS)]
-    for box in filter(None, (plot, margin)):
+    for box in filter(None, (plot_box, margin_box)):
         sheet.add_lines("grid", [[(box.left, y), (box.right, y)] for y, _ in tick_positions], layer=0)
     for y, text in tick_positions:
-        sheet.add_text(plot.left - 8, y, text, "tick", anchor="end")
-    if margin:
-        sheet.add_box("margin", margin.left, plot.top, margin.right - margin.left, plot.bottom - plot.top, layer=-1)
-    sheet.add_lines("axis", [[(plot.left, plot.bottom), (plot.right, plot.bottom)]])
-    return draw_axis_below(sheet, frame.x, chart.x.title, plot.top, plot.bottom)
+        sheet.add_text(plot_box.left - 8, y, text, "tick", anchor="end")
+    if margin_box:
+        sheet.add_box(
+            "margin",
+            margin_box.left,
+            plot_box.top,
+            margin_box.right - margin_box.left,
+            plot_box.bottom - plot_box.top,
+            layer=-1,
+        )
+    sheet.add_lines("axis", [[(plot_box.left, plot_box.bottom), (plot_box.right, plot_box.bottom)]])
+    return draw_axis_below(sheet, frame.x, chart.x.title, plot_box.top, plot_box.bottom)
 
 
 def _find_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
     """Returns the position of each point in pixels. In the margin, each series has its own column."""
     series_in_margin = {point.series for point in points if point.x is None}
-    margin_columns = [name for name in names if name in series_in_margin]
-    positions = []
+    margin_series_names = [name for name in names if name in series_in_margin]
+    point_positions = []
     for point in points:
         if point.x is not None:
             x = frame.x.to_pixels(point.x)
         else:
             assert frame.margin is not None
-            column_position = (margin_columns.index(point.series) + 1) / (len(margin_columns) + 1)
+            column_position = (margin_series_names.index(point.series) + 1) / (len(margin_series_names) + 1)
             x = frame.margin.left + column_position * (frame.margin.right - frame.margin.left)
-        positions.append((x, frame.y.to_pixels(point.y)))
-    return positions
+        point_positions.append((x, frame.y.to_pixels(point.y)))
+    return point_positions
 
 
 def _point_hint(chart: Scatter, point: ChartPoint) -> str:
@@ -373,11 +381,11 @@ def _label_points(
     # Keep labels off all points and whiskers.
     occupied_boxes = [Box(x - 6, y - 6, x + 6, y + 6) for _, (x, y) in placed_points]
     occupied_boxes += [Box(left_x, y - 2, right_x, y + 2) for (left_x, y), (right_x, _) in whiskers]
-    points_by_series = Counter[str]()
+    num_points_by_series = Counter[str]()
     texts = []
     for point, position in placed_points:
-        texts.append((points_by_series[point.series], (*position, point.label, "label")))
-        points_by_series[point.series] += 1
+        texts.append((num_points_by_series[point.series], (*position, point.label, "label")))
+        num_points_by_series[point.series] += 1
     texts.sort(key=itemgetter(0))
-    frames = [box for box in (frame.plot, frame.margin) if box]
-    write_labels(sheet, [text for _, text in texts], occupied_boxes, frames, boxes_around)
+    label_frames = [box for box in (frame.plot, frame.margin) if box]
+    write_labels(sheet, [text for _, text in texts], occupied_boxes, label_frames, boxes_around)

@@ -51,10 +51,10 @@ def arrange_rows(
     has_headings = any(heading for heading, _ in groups)
     # Cut longer labels, because they would leave no room for bars.
     max_label_width = _MAX_LABEL_SHARE * sheet.width
-    all_labels = chain.from_iterable(labels for _, labels in groups)
-    texts = [sheet.cut_to_width(label, max_label_width) for label in all_labels]
+    row_labels = chain.from_iterable(labels for _, labels in groups)
+    texts = [sheet.cut_to_width(label, max_label_width) for label in row_labels]
     label_width = max(map(sheet.measure_text, texts), default=0.0)
-    shapes_left = label_width + _LABEL_GAP
+    left_edge_of_shapes = label_width + _LABEL_GAP
     row_tops: list[float] = []
     y = top
     for index, (heading, group) in enumerate(groups):
@@ -63,10 +63,12 @@ def arrange_rows(
             sheet.add_text(0, y + 10, sheet.cut_to_width(heading, sheet.width, bold=True), "heading")
             y += 26.0
         for _ in group:
-            sheet.add_text(shapes_left - _LABEL_GAP, y + height / 2, texts[len(row_tops)], "label", anchor="end")
+            sheet.add_text(
+                left_edge_of_shapes - _LABEL_GAP, y + height / 2, texts[len(row_tops)], "label", anchor="end"
+            )
             row_tops.append(y)
             y += height
-    return RowPositions(row_tops, height, shapes_left, y)
+    return RowPositions(row_tops, height, left_edge_of_shapes, y)
 
 
 def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: float) -> float:
@@ -82,12 +84,12 @@ def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: 
 
 def write_along_axis(sheet: Sheet, texts: Sequence[tuple[float, str]], y: float) -> None:
     """Writes texts along an axis, and skips a text that would overlap the previous one."""
-    previous_text_end = -math.inf
+    previous_text_end_x = -math.inf
     for x, text in sorted(texts):
         half_width = sheet.measure_text(text) / 2
-        if x - half_width >= previous_text_end + _TEXT_GAP:
+        if x - half_width >= previous_text_end_x + _TEXT_GAP:
             sheet.add_text(min(max(x, half_width), sheet.width - half_width), y, text, "tick", anchor="middle")
-            previous_text_end = x + half_width
+            previous_text_end_x = x + half_width
 
 
 def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
@@ -96,9 +98,9 @@ def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float)
     max_text_width = sheet.width / 3
     for shape, style, label in entries:
         text = sheet.cut_to_width(label, max_text_width)
-        entry_width = 18 + sheet.measure_text(text)
+        legend_entry_width = 18 + sheet.measure_text(text)
         # Continue on the next line if the entry does not fit.
-        if x and x + entry_width > sheet.width:
+        if x and x + legend_entry_width > sheet.width:
             x = 0.0
             y = y + 20
         if shape == "box":
@@ -106,7 +108,7 @@ def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float)
         else:
             sheet.add_dot(style, shape, x + 6.5, y + 8.5)
         sheet.add_text(x + 18, y + 8.5, text)
-        x += entry_width + 18
+        x += legend_entry_width + 18
     return y + 30 if entries else y
 
 
@@ -122,41 +124,43 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
     # 1. Choose the bars to draw, by group.
     marks: list[Mark] = []
     labels = []
-    num_hidden = 0
+    num_hidden_marks = 0
     for heading, marks_of_group in chart.groups:
         drawable_marks = [mark for mark in marks_of_group if is_drawable(mark.value, log=True)]
         drawn_marks = drawable_marks[: MAX_BARS - len(marks)]
-        num_hidden += len(marks_of_group) - len(drawn_marks)
+        num_hidden_marks += len(marks_of_group) - len(drawn_marks)
         if drawn_marks:
             labels.append((heading, [mark.label for mark in drawn_marks]))
             marks += drawn_marks
-    sheet.note_missing_values(num_hidden)
+    sheet.note_missing_values(num_hidden_marks)
     if not marks:
         return 0.0
     # 2. Draw each bar in its row, and the line at 1x, where all bars begin.
-    stroke_height = _STROKE_HEIGHT * any(mark.samples for mark in marks)
-    rows = arrange_rows(sheet, labels, stroke_height + 28.0)
+    sample_stroke_height = _STROKE_HEIGHT * any(mark.samples for mark in marks)
+    rows = arrange_rows(sheet, labels, sample_stroke_height + 28.0)
     scale = _ratio_scale(chart, marks, sheet, rows.left)
-    lower_end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
+    axis_lower_end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
     x = scale.to_pixels(1.0)
     for mark, top in zip(marks, rows.row_tops, strict=True):
         _draw_bar(sheet, chart, mark, top, rows.height, scale)
     sheet.add_lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.row_tops])
-    return lower_end
+    return axis_lower_end
 
 
 def _ratio_scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     """Returns a logarithmic scale of ratios, on which 2x and 0.5x are equally far from 1x."""
     values = [1.0]
-    room_below = room_above = 0.0  # room for the values that are written next to bars
+    left_text_room = right_text_room = 0.0  # room for the values that are written next to bars
     for mark in marks:
         values += [mark.value, *interval_ends(mark, log=True), *_drawable_samples(mark)]
         value_width = sheet.measure_text(show_value(mark.value, chart.axis)) + _VALUE_GAP
         if mark.value < 1:
-            room_below = max(room_below, value_width + 2)
+            left_text_room = max(left_text_room, value_width + 2)
         else:
-            room_above = max(room_above, value_width + 2)
-    return fit_scale(values, left + room_below + 2, sheet.width - room_above - 2, log=True, unit=chart.axis.unit)
+            right_text_room = max(right_text_room, value_width + 2)
+    return fit_scale(
+        values, left + left_text_room + 2, sheet.width - right_text_room - 2, log=True, unit=chart.axis.unit
+    )
 
 
 def _drawable_samples(mark: Mark) -> list[float]:
@@ -164,32 +168,43 @@ def _drawable_samples(mark: Mark) -> list[float]:
 
 
 def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, scale: Scale) -> None:
-    style = mark.tone.value
+    tone_class = mark.tone.value
     sheet.add_box("mark band", 0, top, sheet.width, height, layer=1, hint=mark_hint(mark, chart.axis))
     y = top + height / 2
-    sample_pixels = [scale.to_pixels(value) for value in _drawable_samples(mark)]
-    if sample_pixels:
+    sample_x_positions = [scale.to_pixels(value) for value in _drawable_samples(mark)]
+    if sample_x_positions:
         # Centre the bar and its strokes together in the row.
         y -= _STROKE_HEIGHT / 2
-        stroke_top = y + _BAR_HEIGHT / 2 + 2
+        sample_stroke_top = y + _BAR_HEIGHT / 2 + 2
         sheet.add_lines(
-            f"samples {style}", [[(x, stroke_top), (x, stroke_top + _STROKE_HEIGHT)] for x in sample_pixels]
+            f"samples {tone_class}",
+            [[(x, sample_stroke_top), (x, sample_stroke_top + _STROKE_HEIGHT)] for x in sample_x_positions],
         )
-    origin_x = scale.to_pixels(1.0)
-    value_x = scale.to_pixels(mark.value)
-    is_slower = mark.value < 1
+    bar_start_x = scale.to_pixels(1.0)
+    bar_end_x = scale.to_pixels(mark.value)
+    is_slower_than_reference = mark.value < 1
     # The bar of a case that is exactly as fast as the reference must also be visible.
-    bar_width = max(_MIN_BAR_WIDTH, abs(value_x - origin_x))
+    bar_width = max(_MIN_BAR_WIDTH, abs(bar_end_x - bar_start_x))
     sheet.add_box(
-        f"bar {style}", origin_x - bar_width if is_slower else origin_x, y - _BAR_HEIGHT / 2, bar_width, _BAR_HEIGHT
+        f"bar {tone_class}",
+        bar_start_x - bar_width if is_slower_than_reference else bar_start_x,
+        y - _BAR_HEIGHT / 2,
+        bar_width,
+        _BAR_HEIGHT,
     )
-    x_positions = [origin_x, value_x, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
-    if len(x_positions) == 4:
-        low, high = x_positions[2:]
-        whisker_caps = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
-        sheet.add_lines("whisker", [[(low, y), (high, y)], *whisker_caps])
-    x = min(x_positions) - _VALUE_GAP if is_slower else max(x_positions) + _VALUE_GAP
-    sheet.add_text(x, y, show_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_slower else "start")
+    bar_and_whisker_x = [bar_start_x, bar_end_x, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
+    if len(bar_and_whisker_x) == 4:
+        low, high = bar_and_whisker_x[2:]
+        whisker_cap_lines = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
+        sheet.add_lines("whisker", [[(low, y), (high, y)], *whisker_cap_lines])
+    x = min(bar_and_whisker_x) - _VALUE_GAP if is_slower_than_reference else max(bar_and_whisker_x) + _VALUE_GAP
+    sheet.add_text(
+        x,
+        y,
+        show_value(mark.value, chart.axis),
+        f"value {tone_class}",
+        anchor="end" if is_slower_than_reference else "start",
+    )
 
 
 _STACK_HEIGHT = 18.0
@@ -225,26 +240,26 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     rows = []
     for index, (label, values) in enumerate(chart.rows):
         pieces = chart.pieces[index] if chart.pieces else enumerate(values)
-        drawn_pieces = [(part, value) for part, value in pieces if is_drawable(value, log=True)]
-        if drawn_pieces:
-            rows.append(_StackedRow(label, drawn_pieces, sum(value for _, value in drawn_pieces)))
+        drawn_bar_pieces = [(part, value) for part, value in pieces if is_drawable(value, log=True)]
+        if drawn_bar_pieces:
+            rows.append(_StackedRow(label, drawn_bar_pieces, sum(value for _, value in drawn_bar_pieces)))
     rows = rows[:MAX_ROWS]
     sheet.note_missing_values(len(chart.rows) - len(rows))
     if not rows:
         return 0.0
     # 2. Write the legend and the labels of rows.
-    styles = _part_classes(chart)
+    part_styles = _part_classes(chart)
     unit = chart.axis.unit
-    entries = [("box", styles[part], chart.parts[part]) for part in chart.nonzero_parts]
+    entries = [("box", part_styles[part], chart.parts[part]) for part in chart.nonzero_parts]
     top = draw_legend(sheet, entries, 0.0)
     row_positions = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
     # 3. Draw each row, and write the sum of its parts next to it. Timelines and rows of shares get no sum.
-    total_texts = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
-    totals_width = max(map(sheet.measure_text, total_texts)) + _VALUE_GAP
-    scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - totals_width, unit=unit)
-    for row, row_top, text in zip(rows, row_positions.row_tops, total_texts, strict=True):
+    row_total_texts = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
+    row_totals_width = max(map(sheet.measure_text, row_total_texts)) + _VALUE_GAP
+    scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - row_totals_width, unit=unit)
+    for row, row_top, text in zip(rows, row_positions.row_tops, row_total_texts, strict=True):
         middle_y = row_top + row_positions.height / 2
-        _draw_stack(sheet, chart, styles, row, middle_y, scale)
+        _draw_stack(sheet, chart, part_styles, row, middle_y, scale)
         sheet.add_text(scale.to_pixels(row.total) + _VALUE_GAP, middle_y, text, "value")
     return draw_axis_below(sheet, scale, chart.axis.title, top, row_positions.bottom + 4)
 
@@ -277,30 +292,32 @@ def _draw_stack(
     """Draws one bar. Each of its parts, such as a phase, is one shape. In a timeline, a part that occurs several times
     has several rectangles.
     """
-    part_start = 0.0
-    edges_by_part: dict[int, list[tuple[float, float]]] = {}
+    cumulative_value = 0.0
+    piece_edges_by_part: dict[int, list[tuple[float, float]]] = {}
     sum_by_part = defaultdict[int, float](float)
     for part, value in row.pieces:
-        edges_by_part.setdefault(part, []).append((scale.to_pixels(part_start), scale.to_pixels(part_start + value)))
+        piece_edges_by_part.setdefault(part, []).append(
+            (scale.to_pixels(cumulative_value), scale.to_pixels(cumulative_value + value))
+        )
         sum_by_part[part] += value
-        part_start += value
-    top = middle - _STACK_HEIGHT / 2
+        cumulative_value += value
+    bar_top = middle - _STACK_HEIGHT / 2
     unit = chart.axis.unit
-    bottom = top + _STACK_HEIGHT
-    for part, piece_edges in edges_by_part.items():
+    bar_bottom = bar_top + _STACK_HEIGHT
+    for part, piece_edges in piece_edges_by_part.items():
         name = chart.parts[part]
-        part_share = sum_by_part[part] / part_start
+        share_of_bar = sum_by_part[part] / cumulative_value
         value_text = show_number(sum_by_part[part], unit)
-        value_text += "" if unit == "%" else f" ({units.percent(part_share)})"
+        value_text += "" if unit == "%" else f" ({units.percent(share_of_bar)})"
         value_text += f" in {len(piece_edges)} pieces" if len(piece_edges) > 1 else ""
         # Draw all pieces of a part of the bar as one shape with one hint, so that the tab key stops there only once.
-        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in piece_edges]
-        style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
-        sheet.add_lines(style, boxes, hint=make_hint(f"{row.label}, {name}", value_text), closed=True)
+        piece_outlines = [[(x, bar_top), (end, bar_top), (end, bar_bottom), (x, bar_bottom)] for x, end in piece_edges]
+        part_style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
+        sheet.add_lines(part_style, piece_outlines, hint=make_hint(f"{row.label}, {name}", value_text), closed=True)
         if chart.pieces:
             continue
         x, end = piece_edges[0]
-        text = units.percent(part_share, 0)
-        fits_text = part_share >= _MIN_SHARE_WITH_TEXT and sheet.measure_text(text, bold=True) + 6 <= end - x
+        text = units.percent(share_of_bar, 0)
+        fits_text = share_of_bar >= _MIN_SHARE_WITH_TEXT and sheet.measure_text(text, bold=True) + 6 <= end - x
         if name not in _REMAINDER_PARTS and fits_text:
             sheet.add_text((x + end) / 2, middle, text, "inside", anchor="middle")

@@ -62,12 +62,12 @@ def fit_scale(
     high = sorted_values[-1]
     magnitude = max(abs(low), abs(high))
     if log:
-        middle_log = (math.log(high) + math.log(low)) / 2
-        half_log_range = (math.log(high) - math.log(low)) / 2
-        min_half_log_range = math.log(_MIN_RATIO_RANGE) if unit == "x" else 1e-6
-        half_log_range = max(half_log_range, min_half_log_range) * (1 + 2 * margin_share)
-        low = _exp_within_bounds(middle_log - half_log_range)
-        high = _exp_within_bounds(middle_log + half_log_range)
+        middle_logarithm = (math.log(high) + math.log(low)) / 2
+        half_logarithm_range = (math.log(high) - math.log(low)) / 2
+        min_half_logarithm_range = math.log(_MIN_RATIO_RANGE) if unit == "x" else 1e-6
+        half_logarithm_range = max(half_logarithm_range, min_half_logarithm_range) * (1 + 2 * margin_share)
+        low = _exp_within_bounds(middle_logarithm - half_logarithm_range)
+        high = _exp_within_bounds(middle_logarithm + half_logarithm_range)
     elif high - low > max(_EQUALITY_TOLERANCE * magnitude, 1e-290):
         low, high = low - margin_share * (high - low), high + margin_share * (high - low)
     elif magnitude > 1e-289:
@@ -109,9 +109,9 @@ def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[fl
             for factor in _TICK_STEPS
             if factor * power_of_ten >= min_tick_step * (1 - _EQUALITY_TOLERANCE)
         )
-    first_multiple = math.ceil(low / tick_step - 1e-6)
-    last_multiple = math.floor(high / tick_step + 1e-6)
-    return [multiple * tick_step for multiple in range(first_multiple, last_multiple + 1)]
+    first_tick_multiple = math.ceil(low / tick_step - 1e-6)
+    last_tick_multiple = math.floor(high / tick_step + 1e-6)
+    return [multiple * tick_step for multiple in range(first_tick_multiple, last_tick_multiple + 1)]
 
 
 def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
@@ -119,24 +119,28 @@ def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float
 
     Ratios near 1 get powers of two. Other axes get 1, 2 and 5 times powers of ten, or powers of ten alone.
     """
-    low_exponent = math.log10(low)
-    high_exponent = math.log10(high)
+    low_decimal_exponent = math.log10(low)
+    high_decimal_exponent = math.log10(high)
     # how many times the value doubles from one end of the axis to the other
-    num_doublings = (high_exponent - low_exponent) / math.log10(2)
-    if unit == "x" and num_doublings <= 3.2 and low > 0.2:
-        return _ratio_ticks(low, high) if num_doublings >= 1.3 else []
+    num_value_doublings = (high_decimal_exponent - low_decimal_exponent) / math.log10(2)
+    if unit == "x" and num_value_doublings <= 3.2 and low > 0.2:
+        return _ratio_ticks(low, high) if num_value_doublings >= 1.3 else []
     # On an axis shorter than a factor of five, linear ticks read better.
-    if high_exponent - low_exponent < 0.7:
+    if high_decimal_exponent - low_decimal_exponent < 0.7:
         return []
-    powers = range(math.floor(low_exponent), math.ceil(high_exponent) + 1)
-    ticks = [digit * 10.0**power for power, digit in product(powers, (1, 2, 5))]
-    ticks = [value for value in ticks if low * (1 - _EQUALITY_TOLERANCE) <= value <= high * (1 + _EQUALITY_TOLERANCE)]
-    if len(ticks) <= max_ticks:
-        return ticks
+    decimal_exponents = range(math.floor(low_decimal_exponent), math.ceil(high_decimal_exponent) + 1)
+    tick_values = [digit * 10.0**power for power, digit in product(decimal_exponents, (1, 2, 5))]
+    tick_values = [
+        value for value in tick_values if low * (1 - _EQUALITY_TOLERANCE) <= value <= high * (1 + _EQUALITY_TOLERANCE)
+    ]
+    if len(tick_values) <= max_ticks:
+        return tick_values
     # There are too many ticks, so use every n-th power of ten.
-    min_tick_stride = (high_exponent - low_exponent) / max(1, max_ticks)
+    min_tick_stride = (high_decimal_exponent - low_decimal_exponent) / max(1, max_ticks)
     stride = next(multiple for multiple in _TICK_STRIDES if multiple >= min_tick_stride)
-    multiples = range(math.ceil(low_exponent / stride - 1e-9), math.floor(high_exponent / stride + 1e-9) + 1)
+    multiples = range(
+        math.ceil(low_decimal_exponent / stride - 1e-9), math.floor(high_decimal_exponent / stride + 1e-9) + 1
+    )
     return [10.0 ** (multiple * stride) for multiple in multiples]
 
 
@@ -144,11 +148,11 @@ def _ratio_ticks(low: float, high: float) -> list[float]:
     """Returns ticks for a logarithmic axis of ratios: the powers of two, and from 0.75 on also 1.5 times the powers of
     two.
     """
-    ticks: list[float] = []
+    tick_values: list[float] = []
     for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1):
-        halfway_value = 1.5 * 2.0**power
-        ticks += [2.0**power, halfway_value] if halfway_value >= 0.75 else [2.0**power]
-    return [value for value in ticks if low <= value <= high]
+        tick_between_powers = 1.5 * 2.0**power
+        tick_values += [2.0**power, tick_between_powers] if tick_between_powers >= 0.75 else [2.0**power]
+    return [value for value in tick_values if low <= value <= high]
 
 
 def _format_ticks(values: Sequence[float], unit: str, log: bool) -> list[str]:
@@ -265,11 +269,13 @@ def cut_to_width(text: str, max_width: float, font_size: float, bold: bool = Fal
     if text_width(text, font_size, bold) <= max_width + 0.01:
         return text
     max_width = max(0.0, max_width - text_width(ELLIPSIS, font_size, bold))
-    num_last_letters = _count_fitting_letters(text[::-1], max_width / 2, font_size, bold)
+    num_kept_last_letters = _count_fitting_letters(text[::-1], max_width / 2, font_size, bold)
     # A name often begins with the suite and ends with the size.
-    end_text = text[len(text) - num_last_letters :]
-    num_first_letters = _count_fitting_letters(text, max_width - text_width(end_text, font_size, bold), font_size, bold)
-    return text[:num_first_letters].rstrip() + ELLIPSIS + end_text.lstrip()
+    kept_end_text = text[len(text) - num_kept_last_letters :]
+    num_kept_first_letters = _count_fitting_letters(
+        text, max_width - text_width(kept_end_text, font_size, bold), font_size, bold
+    )
+    return text[:num_kept_first_letters].rstrip() + ELLIPSIS + kept_end_text.lstrip()
 
 
 def _count_fitting_letters(text: str, max_width: float, font_size: float, bold: bool) -> int:

@@ -58,8 +58,8 @@ class Sheet:
     def add_lines(
         self, style: str, lines: Sequence[Polyline], layer: int = 1, hint: str = "", closed: bool = False
     ) -> None:
-        path_data = _path_data(line_commands(lines, closed))
-        self._elements.append((layer, f'<path class="{style}" d="{path_data}"{self._hint_attributes(hint)}/>'))
+        svg_path_data = _path_data(line_commands(lines, closed))
+        self._elements.append((layer, f'<path class="{style}" d="{svg_path_data}"{self._hint_attributes(hint)}/>'))
 
     def add_box(
         self, style: str, x: float, y: float, width: float, height: float, layer: int = 1, hint: str = ""
@@ -80,10 +80,10 @@ class Sheet:
             return
         x_decimals = _to_decimals(x)
         y_decimals = _to_decimals(y + 0.36 * self.font_size)
-        attributes = f' class="{style}"' if style else ""
-        attributes += f' x="{x_decimals}" y="{y_decimals}"'
-        attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self._elements.append((3, f"<text{attributes}>{escape(text)}</text>"))
+        svg_attributes = f' class="{style}"' if style else ""
+        svg_attributes += f' x="{x_decimals}" y="{y_decimals}"'
+        svg_attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self._elements.append((3, f"<text{svg_attributes}>{escape(text)}</text>"))
 
     def measure_text(self, text: str, bold: bool = False) -> float:
         return text_width(text, self.font_size, bold)
@@ -158,10 +158,10 @@ def shape_outline(shape: str, size: float) -> PathCommands:
         points += [(-y, x) for x, y in points[-6:]]
     commands: list[PathCommand] = [("M", (0.0, size / 2))]
     for index in range(0, len(points), 3):
-        coordinates = []
+        curve_coordinates = []
         for x, y in points[index : index + 3]:
-            coordinates += [x * size, -y * size]
-        commands.append(("C", coordinates))
+            curve_coordinates += [x * size, -y * size]
+        commands.append(("C", curve_coordinates))
     return [*commands, ("z", ())]
 
 
