@@ -301,17 +301,21 @@ class _CompleteRun(TrainingRun):
         unmeasured_arms = self._list_unmeasured_arms(lambda cost: cost.energy) if request.energy else []
         if not unmeasured_arms:
             return
-        reason = NO_ENERGY_OF_RANKS if request.ranks is not None else ""
-        energy_by_arm = {}
-        if not reason:
+
+        def explain_missing_energy(reason: str) -> dict[str, EnergyUse]:
+            return {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured_arms}
+
+        if request.ranks is not None:
+            energy_by_arm = explain_missing_energy(NO_ENERGY_OF_RANKS)
+        else:
             with Meters() as meters:
-                energy_meter = meters.of(self.training.device)
-                if energy_meter.kind is SourceKind.NONE:
-                    reason = energy_meter.why
-                else:
-                    energy_by_arm = self._measure_in_windows(unmeasured_arms, energy_meter)
-        if reason:
-            energy_by_arm = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured_arms}
+                meter = meters.of(self.training.device)
+                has_source = meter.kind is not SourceKind.NONE
+                energy_by_arm = (
+                    self._measure_in_windows(unmeasured_arms, meter)
+                    if has_source
+                    else explain_missing_energy(meter.why)
+                )
         self._store_costs(
             *(ArmCost(name, request.seed, request.steps, energy=use) for name, use in energy_by_arm.items())
         )

@@ -132,7 +132,7 @@ def _merge_costs(answers: Sequence[ArmCost]) -> ArmCost:
 def _merge_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
     for rank, lines in enumerate(answers):
         if len(lines) != len(answers[0]):
-            raise RanksDisagree(f"rank {rank} sent {len(lines)} lines for the same steps, and rank 0 {len(answers[0])}")
+            raise RanksDisagree(f"rank {rank} sent {len(lines)} lines of some steps, but rank 0 sent {len(answers[0])}")
     for parts in zip(*answers, strict=True):
         yield _MERGE_BY_KIND[type(parts[0])](parts)
 
