@@ -32,7 +32,7 @@ CONFIGURATION_FILE = "asv.conf.json"
 _QUICK_OPTION_PATTERN = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
 _APPEND_OPTION_PATTERN = re.compile(r"--ap[a-z-]*")
 _COMMIT_OPTION_PATTERN = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
-_MAX_ANCESTORS = 4
+_MAX_ANCESTOR_PROCESSES = 4
 _ARGUMENTS_BEFORE_ASV = 8  # the word `asv` is among the first 8 words: python -X dev -W error -m asv
 # asv's configuration file is JSON5. These patterns match its texts and comments, and the value of results_dir.
 _TEXT_OR_COMMENT_PATTERN = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
@@ -136,7 +136,7 @@ def read_asv_arguments() -> tuple[str, ...]:
     does not pass its options to `setup_cache`.
     """
     pid = os.getppid()
-    for _ in range(_MAX_ANCESTORS):
+    for _ in range(_MAX_ANCESTOR_PROCESSES):
         arguments, pid = _read_process(pid)
         if any(Path(argument).name == "asv" for argument in arguments[:_ARGUMENTS_BEFORE_ASV]):
             return tuple(arguments)

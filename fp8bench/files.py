@@ -33,7 +33,7 @@ _LOCK_PAUSE_SECONDS = 0.02
 _CHECKSUM_KEY = "sum"
 # Matches the end of every line that has a checksum.
 _CHECKSUM_FIELD = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
-_MAX_FIELD_BYTES = 40  # no checksum field is longer
+_MAX_CHECKSUM_FIELD_BYTES = 40  # no checksum field is longer
 # Matches the end of every line that has a line number and a checksum.
 _NUMBERED_LINE_END = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
 
@@ -44,7 +44,7 @@ LARGEST_FILE = 1 << 30
 # The limit for files of weights, in bytes: a larger file cannot be loaded.
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _STREAM_PATHS = ("/dev/stdin", "/dev/fd/")
-_SPECIAL_FILES = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
+_SPECIAL_FILE_KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 class Damaged(ValueError):
@@ -84,7 +84,7 @@ def parse_checksummed_line(line: bytes) -> tuple[dict[str, Any], str]:
     """Returns the object in a line of JSON, and its checksum ('' if it has none). Raises ValueError if the line is not
     a JSON object or was changed.
     """
-    checksum_match = _CHECKSUM_FIELD.search(line, max(0, len(line) - _MAX_FIELD_BYTES))
+    checksum_match = _CHECKSUM_FIELD.search(line, max(0, len(line) - _MAX_CHECKSUM_FIELD_BYTES))
     if (
         checksum_match is not None
         and _checksum(plain := line[: checksum_match.start()] + b"}") == checksum_match[1].decode()
@@ -182,7 +182,7 @@ def _require_regular_file(status: os.stat_result, most: int | None) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(status.st_mode):
-        kind = next((name for is_kind, name in _SPECIAL_FILES if is_kind(status.st_mode)), "a device")
+        kind = next((name for is_kind, name in _SPECIAL_FILE_KINDS if is_kind(status.st_mode)), "a device")
         raise OSError(errno.EINVAL, f"it is {kind}: put a regular file in its place")
     _require_size(status.st_size, most)
 
@@ -287,7 +287,7 @@ class LineWriter:
     # `_sums` are the checksums of the file's lines, and `_last` is the number of the last line. A damaged line counts
     # in `_last`, but is missing in `_sums`.
     _sums: list[str] = field(default_factory=list)
-    _last_number: int = 0
+    _last_line_number: int = 0
 
     def __post_init__(self) -> None:
         self._count_lines()
@@ -338,7 +338,7 @@ class LineWriter:
         self._file.seek(0)
         content = self._file.read()
         self._sums = find_checksums(content)
-        self._last_number = max(
+        self._last_line_number = max(
             (int(line_end_match[1]) for line_end_match in _NUMBERED_LINE_END.finditer(content)), default=0
         )
         self._file.seek(position)
@@ -346,18 +346,18 @@ class LineWriter:
     def _append_numbered_lines(self, values: Sequence[dict[str, Any]]) -> None:
         text = "".join(
             format_checksummed_line({**value, "line": number}) + "\n"
-            for number, value in enumerate(values, self._last_number + 1)
+            for number, value in enumerate(values, self._last_line_number + 1)
         )
         try:
             append(self._file, text)
             self._sums += find_checksums(text.encode())
-            self._last_number += len(values)
+            self._last_line_number += len(values)
         except OSError as error:
             # The write may have stored some lines before it failed. Count them, so that the next line gets the right
             # number.
             with contextlib.suppress(OSError):
                 self._count_lines()
-            has_lines = os.path.isfile(self.path) and self._last_number > 1  # noqa: PTH113 - is_file raises where it may not look
+            has_lines = os.path.isfile(self.path) and self._last_line_number > 1  # noqa: PTH113 - is_file raises where it may not look
             advice = "Finished results are in it; make room" if has_lines else "Make room"
             raise StoreError(
                 f"{self.called} {self.path} cannot be written ({error.strerror}). {advice}, or choose another --store "

@@ -96,7 +96,7 @@ def execute(
     request = add_stored_scales(request, store)
     with _prepare_run(request, store, observer, begun=begun) as resources:
         meanwhile()
-        run = replace(_open_run(request, resources, command, folder), origin=origin)
+        run = replace(_make_empty_run(request, resources, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=restrict_to_cell(run.plan, cell[1]), cell=cell[0])
         # 2. Measure all groups of the plan.
@@ -142,7 +142,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     request = replace(run.request, trace=None, isolation=True)
     with _prepare_run(request, store, observer) as resources:
         repeated_run = replace(
-            _open_run(request, resources, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
+            _make_empty_run(request, resources, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
         )
         difference = find_difference(run, repeated_run.plan, repeated_run.devices, repeated_run.environment)
         if difference:
@@ -180,7 +180,7 @@ def _measure_groups(
     measured_records: list[Record] = []
     try:
         resources.wait_for_second()
-        method = _choose_method(run, groups, resources)
+        method = _choose_group_method(run, groups, resources)
         for index, group in enumerate(groups):
             # Note other runs that measure into this store at the same time, because two runs disturb each other.
             for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
@@ -218,7 +218,7 @@ def _measure_groups(
         return load_run(writer.path)
 
 
-def _get_ceilings(run: Run, groups: Sequence[Group], resources: RunResources) -> dict[str, Ceilings]:
+def _get_rate_ceilings(run: Run, groups: Sequence[Group], resources: RunResources) -> dict[str, Ceilings]:
     """Returns the ceilings (highest measured rates) by device, for this run's number of threads. They are read from the
     store or measured now. A device for which neither is possible is left out.
     """
@@ -355,7 +355,7 @@ def _list_user_code(request: Request) -> tuple[str, ...]:
     return (*request.imports, *dict.fromkeys(file for file in files if file.endswith(".py")))
 
 
-def _open_run(
+def _make_empty_run(
     request: Request, resources: RunResources, command: str, folder: Path | None, compares: bool = True
 ) -> Run:
     """Returns a new run without records: plans it, and collects its environment and the overheads of measuring."""
@@ -434,7 +434,7 @@ def divide_budget(budget: float | None, start: float, remaining_parts: int) -> f
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
-def _choose_method(run: Run, groups: Sequence[Group], resources: RunResources) -> GroupMethod:
+def _choose_group_method(run: Run, groups: Sequence[Group], resources: RunResources) -> GroupMethod:
     """Returns how all groups of a run are measured by default. `_measure_group` adapts the method to single groups."""
     request, switches = run.request, resources.switches
     is_brisk_run = is_run_brisk(request.brisk, request.budget, len(run.plan.groups))
@@ -446,7 +446,7 @@ def _choose_method(run: Run, groups: Sequence[Group], resources: RunResources) -
         quantisers=Quantisers(switches.why_eager),
         windows=window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None,
         trace_folder=make_trace_folder(run),
-        ceilings=_get_ceilings(run, groups, resources),
+        ceilings=_get_rate_ceilings(run, groups, resources),
         warm_up_seconds=switches.warm_up_seconds,
         choose=None if request.quick or is_brisk_run or request.budget is not None else find_fastest,
         tapes=switches.tapes,

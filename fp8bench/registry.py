@@ -47,7 +47,7 @@ class Registry(Generic[T]):
 
         def decorate(leaf: type[T]) -> type[T]:
             for registered_name in (name, *aliases):
-                self._check_name(registered_name, leaf)
+                self._check_leaf_name(registered_name, leaf)
             self._check_attributes(name, leaf)
             # Check all names before registering any, so that a failure leaves the registry unchanged.
             for registered_name in (name, *aliases):
@@ -67,7 +67,7 @@ class Registry(Generic[T]):
         """Returns the names of the registered classes, without aliases. Hidden classes are included only if `hidden` is
         True.
         """
-        self._import_all_leaves()
+        self._import_all_leaf_modules()
         return [
             name
             for name, leaf in self._leaves.items()
@@ -79,12 +79,12 @@ class Registry(Generic[T]):
         return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
-        self._import_all_leaves()
+        self._import_all_leaf_modules()
         return dict(self._aliases)
 
     def canonical(self, word: str) -> str:
         """Returns the registered name for a name or alias. Raises UnknownName, which suggests the most similar name."""
-        self._import_all_leaves()
+        self._import_all_leaf_modules()
         name = self._aliases.get(word, word)
         if name not in self._leaves:
             raise UnknownName(self.kind, word, [*self.names(), *self._aliases])
@@ -94,7 +94,7 @@ class Registry(Generic[T]):
         """Returns a new instance of the registered class with that name or alias."""
         return self._leaves[self.canonical(word)]()
 
-    def _check_name(self, name: object, leaf: type[T]) -> None:
+    def _check_leaf_name(self, name: object, leaf: type[T]) -> None:
         """Rejects names that could be mistaken for lists (commas), paths (slashes), or every suite ('all')."""
         is_invalid_name = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
         if is_invalid_name or any(
@@ -133,7 +133,7 @@ class Registry(Generic[T]):
                     f"{'text' if kind is str else 'a whole number'}. Correct it in {_qualified_name(leaf)}."
                 )
 
-    def _import_all_leaves(self) -> None:
+    def _import_all_leaf_modules(self) -> None:
         with self._import_lock:  # another thread waits here until all modules are imported
             if self._are_imported:
                 return

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 # For each kind of name: our names, each with the names of the same thing in other tools and papers. If our name ends in
 # "=", the value that the user gave to the other tool's option is appended.
-_OTHER_NAMES: dict[str, dict[str, str]] = {
+_NAME_ALIASES_BY_KIND: dict[str, dict[str, str]] = {
     "command": {
         "suite": "benchmark measure run test",
         "train": "finetune fine-tune fit",
@@ -99,7 +99,7 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
     normalised_name = given.lower().removeprefix("torch.")
     if kind == "argument":
         normalised_name = normalised_name.replace("_", "-")
-    for name, aliases in _OTHER_NAMES.get(kind, {}).items():
+    for name, aliases in _NAME_ALIASES_BY_KIND.get(kind, {}).items():
         if normalised_name in aliases.split() and name.partition(" ")[0] in known:
             return name
     names_without_dashes = {name.lstrip("-"): name for name in sorted(known)}

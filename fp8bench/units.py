@@ -78,7 +78,7 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{float(text):.{max(0, digits - 1 - exponent)}f}"
 
 
-def _choose_scale(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
+def _choose_unit_scale(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """Returns the largest scale in which the rounded value is at least 1, so that 0.9996 ms becomes '1.00 ms' and not
     '1000 us'.
     """
@@ -86,23 +86,23 @@ def _choose_scale(value: float, digits: int, scales: Sequence[tuple[float, str]]
     return next((scale for scale in scales if abs(value) >= scale[0] * smallest_rounding_to_one), scales[-1])
 
 
-def _with_prefix(value: float | None, base: str, digits: int) -> str:
+def _format_with_unit(value: float | None, base: str, digits: int) -> str:
     if value is None:
         return NONE
     if value == 0 or not math.isfinite(value):
         return f"{significant(value)} {base}"
-    scale, unit = _choose_scale(value, digits, _UNIT_SCALES[base])
+    scale, unit = _choose_unit_scale(value, digits, _UNIT_SCALES[base])
     return f"{significant(value / scale, digits)} {unit}"
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
     """Formats a duration: 0.0243 -> '24.3 ms'."""
-    return _with_prefix(value, "s", digits)
+    return _format_with_unit(value, "s", digits)
 
 
 def joules(value: float | None) -> str:
     """Formats an energy: 0.0191 -> '19.1 mJ'."""
-    return _with_prefix(value, "J", 3)
+    return _format_with_unit(value, "J", 3)
 
 
 def clock(value: float) -> str:
@@ -130,7 +130,7 @@ def count(value: float | None, unit: str = "", digits: int = 3) -> str:
     """Formats a count with an SI prefix: 84300 tok/s -> '84.3 ktok/s'."""
     if value is None:
         return NONE
-    scale, prefix = _choose_scale(value, digits, _SI_PREFIXES) if math.isfinite(value) else (1.0, "")
+    scale, prefix = _choose_unit_scale(value, digits, _SI_PREFIXES) if math.isfinite(value) else (1.0, "")
     return f"{significant(value / scale, digits)} {prefix}{unit}".rstrip()
 
 
@@ -145,13 +145,13 @@ def size(value: float | None) -> str:
         return NONE
     if math.isnan(value) or abs(value) < 1 << 10:
         return f"{value:.0f} B"
-    scale, unit = _choose_scale(value, 3, _BINARY_UNITS)
+    scale, unit = _choose_unit_scale(value, 3, _BINARY_UNITS)
     return f"{significant(value / scale)} {unit}"
 
 
 def binary_unit(value: float) -> tuple[float, str]:
     """Returns one unit for all values of a column, chosen by its largest value: 1610612736 -> (1073741824, 'GiB')."""
-    return _choose_scale(value, 3, _BINARY_UNITS) if abs(value) >= 1 << 10 else (1.0, "B")
+    return _choose_unit_scale(value, 3, _BINARY_UNITS) if abs(value) >= 1 << 10 else (1.0, "B")
 
 
 def parse_size(text: str) -> int:
@@ -237,7 +237,7 @@ def describe(value: float | None, unit: str, digits: int = 3) -> str:
         return NONE
     unit = symbol(unit)
     if unit in _UNIT_SCALES:
-        return _with_prefix(value, unit, digits)
+        return _format_with_unit(value, unit, digits)
     formats: dict[str, Callable[[float], str]] = {
         "B": size,
         "x": ratio,

@@ -24,10 +24,10 @@ from fp8bench.model import Finding, Interval, Params, Record
 # A curve needs at least this many sizes.
 MIN_SIZES = 3
 # The number of points at which the bounds are interpolated between two measured sizes.
-_POINTS_PER_GAP = 64
+_POINTS_PER_SIZE_GAP = 64
 # The speed-up leaps between two neighbouring sizes if it changes there by this many times as much as between the next
 # sizes on either side.
-_LEAP_RATIO = 3.0
+_SPEEDUP_LEAP_RATIO = 3.0
 
 
 class SizedRatio(NamedTuple):
@@ -119,16 +119,16 @@ def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float
     the speed-up's logarithm.
     """
     log_sizes = np.log([sized_ratio.size for sized_ratio in sorted_points])
-    gap_grids = [np.linspace(*neighbours, _POINTS_PER_GAP, endpoint=False) for neighbours in pairwise(log_sizes)]
+    gap_grids = [np.linspace(*neighbours, _POINTS_PER_SIZE_GAP, endpoint=False) for neighbours in pairwise(log_sizes)]
     log_size_grid = np.concatenate([*gap_grids, log_sizes[-1:]])
     speedups = [sized_ratio.ratio.inverse for sized_ratio in sorted_points]
     log_speedups = np.log([speedup.point for speedup in speedups])
     low_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
     high_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
-    log_speedup_margins = _estimate_deviation(log_sizes, log_speedups) + VERDICT_BAND
+    log_speedup_margins = _estimate_line_deviations(log_sizes, log_speedups) + VERDICT_BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
     grid_sizes = [float(value) for value in np.exp(log_size_grid)]
-    grid_sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]
+    grid_sizes[::_POINTS_PER_SIZE_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]
     return (
         grid_sizes,
         low_log_speedups - log_speedup_margins,
@@ -137,7 +137,7 @@ def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float
     )
 
 
-def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
+def _estimate_line_deviations(log_sizes: Floats, log_speedups: Floats) -> Floats:
     """Returns how far the logarithm of the speed-up may deviate from a straight line between two neighbouring sizes.
     The estimate follows from how much the curve bends at both sizes.
 
@@ -150,8 +150,10 @@ def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
         np.append(speedup_curvatures[0], speedup_curvatures), np.append(speedup_curvatures, speedup_curvatures[-1])
     )
     padded_speedup_steps = np.pad(np.abs(speedup_steps), 1)
-    is_leap = np.abs(speedup_steps) > _LEAP_RATIO * np.maximum(padded_speedup_steps[:-2], padded_speedup_steps[2:])
-    gap_fractions = np.arange(_POINTS_PER_GAP) / _POINTS_PER_GAP
+    is_leap = np.abs(speedup_steps) > _SPEEDUP_LEAP_RATIO * np.maximum(
+        padded_speedup_steps[:-2], padded_speedup_steps[2:]
+    )
+    gap_fractions = np.arange(_POINTS_PER_SIZE_GAP) / _POINTS_PER_SIZE_GAP
     deviation_by_curvature = np.outer(max_gap_curvatures * size_gaps**2 / 2, gap_fractions * (1 - gap_fractions))
     deviation_by_point = np.where(
         is_leap[:, None] & (gap_fractions > 0), np.abs(speedup_steps)[:, None], deviation_by_curvature
@@ -247,7 +249,7 @@ def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]])
         if case is None or base_case is None or case is base_case:
             continue
         base_mode = base_case[0].case.mode
-        ratio = _compute_ratio(case, base_case)
+        ratio = _compute_time_ratio(case, base_case)
         if isinstance(ratio, str):
             missing_ratio_reasons.append((size, ratio))
             continue
@@ -270,7 +272,7 @@ def _find_compared_case(case: JudgedCase, candidates: Sequence[JudgedCase]) -> J
     return next((candidate for candidate in candidates if candidate[0].is_reference), None)
 
 
-def _compute_ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:
+def _compute_time_ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:
     """Returns the time of a case divided by the time of the case that it is compared with (`base`), or the reason why
     this ratio is missing.
     """

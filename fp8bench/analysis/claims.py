@@ -48,7 +48,7 @@ _DECLARED_BYTES_MARGIN = 4.0
 # On a GPU, recorded products may exceed the measured peak by this factor, because the search for the peak may have
 # missed the best shape. Convolutions are exempt, because some algorithms need fewer FLOPs than are counted.
 GPU_PRODUCT_MARGIN = 1.25
-_CONVOLUTION = "convolution"
+_CONVOLUTION_NAME_PART = "convolution"
 # On a CPU, fp32 matrix products may exceed the measured peak by this factor. It is larger than on a GPU, because the
 # clock varies more. The fastest product of six suites reached the peak. Products in bf16 are exempt: on CPUs without
 # bf16 support, a vector-matrix product reached 2.6 times the peak. Attention is exempt, because it may skip masked
@@ -57,11 +57,11 @@ CPU_FP32_MARGIN = 1.5
 _MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 # A format with m mantissa bits is assumed to have a relative rounding error of at least this number divided by 2^m.
 # With normal and uniform values, the errors of fp8bench's suites are at least 1.4 times as large. A format may
-# represent integers exactly, so a case is checked only if its `values` axis has one of _CHECKED_VALUES.
+# represent integers exactly, so a case is checked only if its `values` axis has one of _CHECKED_VALUE_DISTRIBUTIONS.
 _ROUNDING_ERROR = 0.19
-_CHECKED_VALUES = frozenset({"normal", "uniform"})
+_CHECKED_VALUE_DISTRIBUTIONS = frozenset({"normal", "uniform"})
 # The errors of a case are doubtful if the largest is smaller than the rounding error divided by this number.
-_MIN_ERROR_DIVISOR = 20
+_ROUNDING_ERROR_DIVISOR = 20
 
 
 def label_false_claims(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
@@ -286,7 +286,7 @@ def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, produc
             bool(products) and products <= _MATRIX_PRODUCTS and {dtype for dtype, _ in count.by_path} == {"fp32"}
         )
         return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else CLAIM_MARGIN
-    has_convolution = any(_CONVOLUTION in operator.operator for operator in operators)
+    has_convolution = any(_CONVOLUTION_NAME_PART in operator.operator for operator in operators)
     return CLAIM_MARGIN if product_seconds is None or has_convolution else GPU_PRODUCT_MARGIN
 
 
@@ -333,13 +333,13 @@ def _describe_too_small_errors(record: Record) -> str:
         m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples
     }
     # Only a case with a user's model has a coverage. The values of such a model are unknown.
-    has_known_values = record.coverage is None and VALUES.of(dict(record.case.params)) in _CHECKED_VALUES
+    has_known_values = record.coverage is None and VALUES.of(dict(record.case.params)) in _CHECKED_VALUE_DISTRIBUTIONS
     if not error_by_metric or not has_known_values or record.products is None or not record.products.low:
         return ""
     rounding_error = _estimate_rounding_error((record.case.precision, *dict(record.case.precision_map).values()))
     errors_without_loss = [error for metric, error in error_by_metric.items() if metric != LOSS_ERROR]
     # If only a loss was compared, its error is plausible unless it is 0.
-    is_error_plausible = not errors_without_loss or max(errors_without_loss) >= rounding_error / _MIN_ERROR_DIVISOR
+    is_error_plausible = not errors_without_loss or max(errors_without_loss) >= rounding_error / _ROUNDING_ERROR_DIVISOR
     if not rounding_error or (max(error_by_metric.values()) > 0 and is_error_plausible):
         return ""
     errors_text = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in error_by_metric.items())

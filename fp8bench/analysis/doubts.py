@@ -152,8 +152,8 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
     Clocks are compared round by round, so heat that slows down the whole round has no effect. All timings of the
     reference count equally.
     """
-    case_clocks = _read_clocks(case)
-    reference_clocks = [_read_clocks(timing) for timing in reference_timings]
+    case_clocks = _read_sm_clocks(case)
+    reference_clocks = [_read_sm_clocks(timing) for timing in reference_timings]
     log_clock_ratios: dict[int, float] = {}
     for round_number, clock in case_clocks.items():
         reference_clock_logs = [math.log(clocks[round_number]) for clocks in reference_clocks if round_number in clocks]
@@ -189,7 +189,7 @@ def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
     yield Labelled(Label.UNSETTLED, ", ".join(words))
 
 
-def _read_clocks(timing: Timing) -> dict[int, float]:
+def _read_sm_clocks(timing: Timing) -> dict[int, float]:
     """Returns the clock of each round. Drops impossible values, which an edited file may contain."""
     clocks = {slot.round: slot.clock for slot in timing.slots if slot.clock is not None}
     return {round_number: clock for round_number, clock in clocks.items() if 0 < clock < math.inf}
@@ -231,7 +231,7 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     position seems to have an effect by chance.
     """
     # 1. For each slot, compare its log time ratio with the mean of the other slots in its round.
-    log_time_ratios = _tabulate_slots(timings)
+    log_time_ratios = _tabulate_slot_times(timings)
     log_time_ratios = log_time_ratios[(~np.isnan(log_time_ratios)).sum(axis=1) > 1]
     counts = (~np.isnan(log_time_ratios)).sum(axis=1, keepdims=True)
     difference_from_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
@@ -265,7 +265,7 @@ def _is_valid_position(position: int | None) -> TypeGuard[int]:
     return position is not None and 0 <= position < _MAX_SLOTS_PER_ROUND
 
 
-def _tabulate_slots(timings: Sequence[Timing]) -> Floats:
+def _tabulate_slot_times(timings: Sequence[Timing]) -> Floats:
     """Returns the relative times of slots (timed turns of a case): a row for each round, a column for each position in
     the round.
 

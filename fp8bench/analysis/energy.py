@@ -111,10 +111,10 @@ def energy_figures(record: Record) -> EnergyFigures | None:
         energy_use, windows, (uncertainty or 0.0) * gross_joules.middle
     )
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
-    joules_per_unit = []
+    joules_per_work_unit = []
     for count, (spec, unit_size) in ENERGY_PER.items():
         if work := getattr(record.work, count):
-            joules_per_unit.append((spec, gross_joules.middle * unit_size / work))
+            joules_per_work_unit.append((spec, gross_joules.middle * unit_size / work))
     return EnergyFigures(
         energy_use.source,
         windows,
@@ -126,7 +126,7 @@ def energy_figures(record: Record) -> EnergyFigures | None:
         reason,
         uncertainty,
         statistics.median(clocks) if clocks else None,
-        tuple(joules_per_unit),
+        tuple(joules_per_work_unit),
     )
 
 
@@ -151,11 +151,11 @@ def compare_pace(figures: EnergyFigures, finding: Finding) -> float | None:
     A window lasts seconds, a slot only milliseconds. So only windows show a clock that drops under sustained load, or
     a launch queue that fills up.
     """
-    slots, windows = finding.median_seconds, figures.seconds
-    if slots is None or not slots > 0:
+    slot_seconds, window_seconds = finding.median_seconds, figures.seconds
+    if slot_seconds is None or not slot_seconds > 0:
         return None
-    pace_ratio = windows.middle / slots
-    noise = max(SAME_BAND, finding.spread or 0.0, windows.width / windows.middle)
+    pace_ratio = window_seconds.middle / slot_seconds
+    noise = max(SAME_BAND, finding.spread or 0.0, window_seconds.width / window_seconds.middle)
     return pace_ratio if abs(pace_ratio - 1) > noise else None
 
 
@@ -180,17 +180,21 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     figures, base_figures = energy_figures(record), energy_figures(reference)
     if figures is None or base_figures is None or figures.source != base_figures.source:
         return None
-    gross_range, base_gross_range = (side.gross.widen(side.uncertainty or 0.0) for side in (figures, base_figures))
-    low = gross_range.low / base_gross_range.high
-    high = gross_range.high / base_gross_range.low if base_gross_range.low > 0 else math.inf
-    median_ratio = figures.gross.middle / base_figures.gross.middle
+    gross_joules_range, base_gross_range = (
+        side.gross.widen(side.uncertainty or 0.0) for side in (figures, base_figures)
+    )
+    low = gross_joules_range.low / base_gross_range.high
+    high = gross_joules_range.high / base_gross_range.low if base_gross_range.low > 0 else math.inf
+    median_joules_ratio = figures.gross.middle / base_figures.gross.middle
     reason = _explain_unclear_ratio(record, figures, base_figures, frozenset(labels))
-    window_distance = max(base_gross_range.low - gross_range.high, gross_range.low - base_gross_range.high)
-    if not reason and window_distance <= max(gross_range.width, base_gross_range.width):
+    joules_distance = max(
+        base_gross_range.low - gross_joules_range.high, gross_joules_range.low - base_gross_range.high
+    )
+    if not reason and joules_distance <= max(gross_joules_range.width, base_gross_range.width):
         reason = "their energy windows are too close together"
     if reason:
-        return EnergyRatio(median_ratio, low, high, Demand.UNCLEAR, reason)
-    return EnergyRatio(median_ratio, low, high, Demand.LESS if median_ratio < 1 else Demand.MORE)
+        return EnergyRatio(median_joules_ratio, low, high, Demand.UNCLEAR, reason)
+    return EnergyRatio(median_joules_ratio, low, high, Demand.LESS if median_joules_ratio < 1 else Demand.MORE)
 
 
 def _explain_unclear_ratio(
@@ -201,12 +205,12 @@ def _explain_unclear_ratio(
     """
     if None in (figures.uncertainty, base.uncertainty):
         return "the error of its power sensor is unknown"
-    window_count = min(len(figures.windows), len(base.windows))
-    if window_count < MIN_WINDOWS:
+    min_window_count = min(len(figures.windows), len(base.windows))
+    if min_window_count < MIN_WINDOWS:
         return (
             "one window is too few to compare"
-            if window_count == 1
-            else f"{window_count} windows are too few to compare"
+            if min_window_count == 1
+            else f"{min_window_count} windows are too few to compare"
         )
     if not record.paired:
         return "it was measured at a different time than the reference"
@@ -248,14 +252,14 @@ def _compute_net_energy(
     mean_idle_watts = statistics.fmean(idle_watts)
     low = min(_subtract_idle_energy(windows, max(idle_watts)))
     high = max(_subtract_idle_energy(windows, min(idle_watts)))
-    net_range = Range(statistics.median(_subtract_idle_energy(windows, mean_idle_watts)), low, high)
-    if net_range.low <= uncertain_joules:
+    net_joules_range = Range(statistics.median(_subtract_idle_energy(windows, mean_idle_watts)), low, high)
+    if net_joules_range.low <= uncertain_joules:
         return (
             mean_idle_watts,
             None,
             f"its energy beyond idling at {units.count(mean_idle_watts, 'W')} is too small to measure",
         )
-    return mean_idle_watts, net_range, ""
+    return mean_idle_watts, net_joules_range, ""
 
 
 def _subtract_idle_energy(windows: Sequence[EnergyWindow], idle_watts: float) -> list[float]:
@@ -287,14 +291,14 @@ def _list_unresolved_reasons(energy: EnergyUse) -> Iterator[str]:
         yield energy.why
     if any(window.uncertainty is None for window in windows):
         yield f"error unknown, source {energy.source}"
-    largest_uncertainty = max(window.uncertainty or 0.0 for window in windows)
-    if largest_uncertainty > MAX_UNCERTAINTY:
-        yield f"a window's uncertainty is +-{units.percent(largest_uncertainty)}"
+    largest_window_uncertainty = max(window.uncertainty or 0.0 for window in windows)
+    if largest_window_uncertainty > MAX_UNCERTAINTY:
+        yield f"a window's uncertainty is +-{units.percent(largest_window_uncertainty)}"
     joules_per_step = [window.joules / window.steps for window in windows if window.steps > 0]
     if len(joules_per_step) < len(windows) or not all(0 < joules < math.inf for joules in joules_per_step):
         yield "a window has no energy"
-    elif (distance := _relative_distance(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
-        yield f"its windows are {units.percent(distance)} apart"
+    elif (relative_window_distance := _relative_distance(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
+        yield f"its windows are {units.percent(relative_window_distance)} apart"
     if names := list_forced_throttling(windows):
         yield f"clocks were throttled in its windows: {', '.join(names)}"
 
@@ -371,30 +375,33 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     figures = energy_figures(record)
     if figures is None or record.energy is None:
         return None
-    estimates = _estimate_by_time(figures, finding)
+    estimate_by_phase = _estimate_joules_by_time(figures, finding)
     # 1. Collect the phases with separate windows, and the reasons for missing windows.
     measured_phases: dict[str, PhaseJoules] = {}
     unmeasured_reasons: dict[str, str] = {}
     for energy in record.energy.phases:
-        joules = _measure_phase(energy)
+        joules = _measure_phase_joules(energy)
         if isinstance(joules, str):
             unmeasured_reasons[energy.phase] = joules
         else:
             measured_phases[energy.phase] = joules
     checked_energies = (
-        _check_against_step(figures, measured_phases, estimates, finding) if measured_phases else PhaseEnergies(())
+        _check_phases_against_step(figures, measured_phases, estimate_by_phase, finding)
+        if measured_phases
+        else PhaseEnergies(())
     )
     if checked_energies.void_reason:
         measured_phases = {}
         unmeasured_reasons = {energy.phase: checked_energies.void_reason for energy in record.energy.phases}
     # 2. Estimate the phases without windows. Unattributed time gets the remaining joules.
     phases = {
-        phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, "")) for phase, joules in estimates.items()
+        phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, ""))
+        for phase, joules in estimate_by_phase.items()
     }
     phases |= measured_phases
     if measured_phases and checked_energies.residual is not None:
         estimated_joules = (
-            joules for phase, joules in estimates.items() if phase not in {*measured_phases, UNATTRIBUTED}
+            joules for phase, joules in estimate_by_phase.items() if phase not in {*measured_phases, UNATTRIBUTED}
         )
         phases[UNATTRIBUTED] = PhaseJoules(
             UNATTRIBUTED, max(0.0, checked_energies.residual.middle - sum(estimated_joules))
@@ -402,7 +409,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     return replace(checked_energies, phases=tuple(phases.values())) if phases else None
 
 
-def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[str, float]:
+def _estimate_joules_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[str, float]:
     """Returns joules per phase. They are the step's joules, split by the times of the phases in the best case, as if
     power were constant.
     """
@@ -412,7 +419,7 @@ def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[s
     return {phase: joules * seconds / step_seconds for phase, seconds in finding.phases if 0 < seconds < math.inf}
 
 
-def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
+def _measure_phase_joules(energy: PhaseEnergy) -> PhaseJoules | str:
     """Returns the energy of a phase from its windows, or the reason why it is unknown."""
     windows = drop_invalid_windows(energy.windows)
     if not windows:
@@ -427,7 +434,7 @@ def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
     return PhaseJoules(energy.phase, median_joules, Range(median_joules, low, high), seconds.middle, seconds.width)
 
 
-def _check_against_step(
+def _check_phases_against_step(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimates: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
     """Computes the energy that a step takes outside the measured phases. Checks whether the device can take this energy

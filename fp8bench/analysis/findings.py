@@ -58,7 +58,7 @@ _HALF_WIDTH_TOLERANCE = 1e-9
 # The last part of the reason for UNSURE if runs differ more than rounds.
 ROUNDS_DO_NOT_HELP = "more rounds do not help"
 # The largest half-width of an interval, as a logarithm. The exponential of a larger number could overflow.
-_MAX_REACH = 100.0
+_MAX_LOG_HALF_WIDTH = 100.0
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ def _make_baseline(
         _position_effect_beyond_noise([*paired_timings, reference.control], aa),
         claims,
         uses_whole_steps,
-        _average_reference_best(reference, uses_whole_steps),
+        _average_reference_best_case(reference, uses_whole_steps),
         threads,
     )
 
 
-def _average_reference_best(reference: Record, uses_whole_steps: bool) -> float:
+def _average_reference_best_case(reference: Record, uses_whole_steps: bool) -> float:
     """Returns the geometric mean of the best cases of the reference and its control. Returns 0 if neither was timed."""
     reference_timings = [
         timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots
@@ -185,11 +185,11 @@ def _note_chosen_fastest(records: Sequence[Record], results: list[Finding], base
     fastest_index = verdicts.find_fastest(timings, baseline.timing, baseline.control)
     if fastest_index is not None and results[candidate_indices[fastest_index]].is_judged:
         note = f"the fastest of {len(timings)} by these rounds, and not timed again: choosing it inflates its speed-up"
-        results[candidate_indices[fastest_index]] = _add_note(results[candidate_indices[fastest_index]], note)
+        results[candidate_indices[fastest_index]] = _add_note_to_reason(results[candidate_indices[fastest_index]], note)
     return results
 
 
-def _add_note(finding: Finding, note: str) -> Finding:
+def _add_note_to_reason(finding: Finding, note: str) -> Finding:
     return replace(finding, why=f"{finding.why}; {note}" if finding.why else note)
 
 
@@ -218,7 +218,7 @@ def _make_finding(
     if record.fresh is not None:
         baseline = replace(baseline, timing=record.fresh.reference, control=record.fresh.control)
         record = replace(record, timing=record.fresh.timing)
-    conclusion = _conclude(record, baseline)
+    conclusion = _conclude_verdict(record, baseline)
     # 2. Scale times so that they match the displayed speed-up.
     uses_whole_steps = (
         conclusion.whole_steps if conclusion is not None else baseline.whole_steps if record.is_reference else None
@@ -242,7 +242,7 @@ def _make_finding(
     finding, aa = _add_verdict(finding_without_verdict, record, baseline, conclusion, aa)
     if record.fresh is not None:
         note = f"the fastest of {record.fresh.candidates}: its speed-up is from rounds after the choice"
-        finding = _add_note(finding, note)
+        finding = _add_note_to_reason(finding, note)
     claims = [*label_false_claims(record, baseline.record, baseline.threads), *_label_clocks(record, baseline)]
     if uses_whole_steps:
         claims.append(_label_whole_steps(record, baseline))
@@ -311,7 +311,7 @@ def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[Labelled]:
         yield from label_clock_offset(record.timing, reference_timings, baseline.record.case.mode)
 
 
-def _conclude(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None:
+def _conclude_verdict(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None:
     """Returns the verdict and the ratios of a case. Returns None for the reference, for emulated cases, and for cases
     that share no rounds with the reference.
     """
@@ -385,7 +385,7 @@ def half_width_of_reruns(reruns: Reruns | None) -> float:
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
     half_width = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
-    return min(half_width, max(0.0, reruns.max_reach), _MAX_REACH)
+    return min(half_width, max(0.0, reruns.max_reach), _MAX_LOG_HALF_WIDTH)
 
 
 def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
@@ -393,7 +393,7 @@ def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
     (inf, -inf).
     """
     # The file may have been edited, so check the numbers.
-    if reruns is None or not -_MAX_REACH <= reruns.low <= reruns.high <= _MAX_REACH:
+    if reruns is None or not -_MAX_LOG_HALF_WIDTH <= reruns.low <= reruns.high <= _MAX_LOG_HALF_WIDTH:
         return math.inf, -math.inf
     return reruns.low, reruns.high
 

@@ -69,15 +69,15 @@ def label_handicaps(record: Record, reference: Record, threads: int) -> Iterator
     # Time without a core is meaningful only on a CPU, and only without ranks, which wait for each other.
     has_core_to_itself = record.case.device == "cpu" and record.case.ranks < 2
     sleep_reasons = list(_compare_sleep(record, reference)) if has_core_to_itself else []
-    reasons = [*_compare_ceilings(record, reference), *sleep_reasons, *_compare_late_steps(record, reference)]
+    reasons = [*_compare_shares_of_ceiling(record, reference), *sleep_reasons, *_compare_late_steps(record, reference)]
     if has_core_to_itself and threads == 1:
         reasons += _compare_threads(record, reference)
         if not sleep_reasons:
             reasons += _compare_waits(record, reference)
     if record.tape is not None and reference.tape is not None:
-        reasons += _compare_moves(record.tape, reference.tape)
+        reasons += _compare_moved_numbers(record.tape, reference.tape)
         reasons += _compare_widths(record, record.tape, reference, reference.tape)
-        reasons += _compare_calls(record.tape, reference.tape)
+        reasons += _compare_product_calls(record.tape, reference.tape)
         reasons += _compare_layouts(record, reference, reference.tape)
     if reasons:
         yield Labelled(Label.HANDICAP, f"{reference.case.mode} {'; '.join(reasons)}", hard=bool(sleep_reasons))
@@ -105,7 +105,7 @@ def _label_different_inputs(record: Record, reference: Record) -> Iterator[Label
         case_tensors = tensors_by_shape.get(base_tensors.shape)
         if case_tensors is not None and case_tensors.tensors == base_tensors.tensors:
             case_tensors = _undo_loss_scale(case_tensors, base_tensors, scale)
-            squared_distances.append(_compute_squared_distance(case_tensors, base_tensors))
+            squared_distances.append(_compute_squared_sum_distance(case_tensors, base_tensors))
             reasons.append(_describe_different_magnitude(case_tensors, base_tensors, mode))
     if reason := next(filter(None, reasons), ""):
         yield Labelled(Label.OTHER_INPUTS, reason, hard=True)
@@ -132,13 +132,15 @@ def _undo_loss_scale(case_tensors: GivenTensors, reference_tensors: GivenTensors
 def _describe_different_magnitude(case_tensors: GivenTensors, reference_tensors: GivenTensors, mode: str) -> str:
     """Describes inputs that differ in magnitude or in their share of subnormal numbers. Returns '' if they do not."""
     shape = _show_shape(case_tensors)
-    share, base_share = (tensors.subnormals / tensors.elements for tensors in (case_tensors, reference_tensors))
-    if abs(base_share - share) > _SUBNORMAL_SHARE:
-        base_text = f"{units.percent(base_share, 0)} of {mode}'s numbers in {shape} are subnormal"
-        return f"{base_text}, this case has {units.percent(share, 0)}"
+    subnormal_share, base_subnormal_share = (
+        tensors.subnormals / tensors.elements for tensors in (case_tensors, reference_tensors)
+    )
+    if abs(base_subnormal_share - subnormal_share) > _SUBNORMAL_SHARE:
+        reference_text = f"{units.percent(base_subnormal_share, 0)} of {mode}'s numbers in {shape} are subnormal"
+        return f"{reference_text}, this case has {units.percent(subnormal_share, 0)}"
     if abs(case_tensors.rms - reference_tensors.rms) > _RMS_TOLERANCE * max(case_tensors.rms, reference_tensors.rms):
-        base_text = f"the root mean square of {mode}'s {shape} is {reference_tensors.rms:.3g}"
-        return f"{base_text}, this case's {case_tensors.rms:.3g}"
+        reference_text = f"the root mean square of {mode}'s {shape} is {reference_tensors.rms:.3g}"
+        return f"{reference_text}, this case's {case_tensors.rms:.3g}"
     return ""
 
 
@@ -146,7 +148,7 @@ def _show_shape(tensors: GivenTensors) -> str:
     return " x ".join(map(str, tensors.shape))
 
 
-def _compute_squared_distance(case_tensors: GivenTensors, reference_tensors: GivenTensors) -> float:
+def _compute_squared_sum_distance(case_tensors: GivenTensors, reference_tensors: GivenTensors) -> float:
     """Returns the squared difference of two tensors' sums, divided by the sum of squares. It is about 2 for unrelated
     numbers.
     """
@@ -188,11 +190,17 @@ def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
     """Compares the work of the process's threads other than the thread that runs the steps. This is only meaningful if
     torch has one thread.
     """
-    work, base_work = _measure_other_threads(record.timing), _measure_other_threads(reference.timing)
-    if work is None or base_work is None:
+    other_thread_work, base_thread_work = (
+        _measure_other_threads(record.timing),
+        _measure_other_threads(reference.timing),
+    )
+    if other_thread_work is None or base_thread_work is None:
         return
-    if _is_far_above(work, base_work) or _is_far_above(base_work, work):
-        base_words, words = units.seconds(max(base_work.seconds, 0.0)), units.seconds(max(work.seconds, 0.0))
+    if _is_far_above(other_thread_work, base_thread_work) or _is_far_above(base_thread_work, other_thread_work):
+        base_words, words = (
+            units.seconds(max(base_thread_work.seconds, 0.0)),
+            units.seconds(max(other_thread_work.seconds, 0.0)),
+        )
         yield f"has other threads that work for {base_words} a step, this case for {words}"
 
 
@@ -223,9 +231,15 @@ def _compare_waits(record: Record, reference: Record) -> Iterator[str]:
         and base_late_steps is not None
         and base_late_steps.waits - late_steps.waits > _MIN_EXTRA_WAITS_PER_STEP
     ):
-        share, base_share = _find_min_share_off_core(record.timing), _find_min_share_off_core(reference.timing)
+        off_core_share, base_off_core_share = (
+            _find_min_share_off_core(record.timing),
+            _find_min_share_off_core(reference.timing),
+        )
         yield from _describe_if_larger(
-            base_share, share, _MIN_EXTRA_SLEEP_SHARE, "waits for at least {} of its time, but this case only for {}"
+            base_off_core_share,
+            off_core_share,
+            _MIN_EXTRA_SLEEP_SHARE,
+            "waits for at least {} of its time, but this case only for {}",
         )
 
 
@@ -308,7 +322,7 @@ def _weigh_calls(tape: Tape, name: str) -> float:
     return _count_moved_numbers(tape, {name}) + sum(count.calls for count in tape.operators if count.operator == name)
 
 
-def _compare_calls(tape: Tape, base: Tape) -> Iterator[str]:
+def _compare_product_calls(tape: Tape, base: Tape) -> Iterator[str]:
     """Compares how many operator calls the products of a step take. Cases whose kernels batch products are skipped,
     because fewer calls are the advantage of such kernels.
     """
@@ -357,7 +371,7 @@ def _count_reads_by_size(tape: Tape) -> dict[int, int]:
     return read_counts
 
 
-def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
+def _compare_shares_of_ceiling(record: Record, reference: Record) -> Iterator[str]:
     """Describes a reference whose products are far slower than the machine's peak. Products of attention are left out,
     because attention is a separate phase.
     """
@@ -384,15 +398,15 @@ def _compute_share_of_ceiling(record: Record) -> tuple[float, float]:
     # Convolutions are not judged, because they use different kernels in each dtype.
     if not products or not gemm_seconds or any("convolution" in product.operator for product in products):
         return 0.0, 0.0
-    bounds, memory = upper_bounds_of(ceiling), ceiling.bytes or math.inf
+    upper_roofs, memory = upper_bounds_of(ceiling), ceiling.bytes or math.inf
     min_seconds = 0.0
     for product in products:
-        flops_per_second = bounds.products.get(product_kind_of(product.path)) or ceiling.flops or math.inf
+        flops_per_second = upper_roofs.products.get(product_kind_of(product.path)) or ceiling.flops or math.inf
         min_seconds += product.calls * max((product.flops or 0) / flops_per_second, product.bytes / memory)
     return min_seconds / gemm_seconds, min_seconds / sum(product.calls for product in products)
 
 
-def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
+def _compare_moved_numbers(tape: Tape, base_tape: Tape) -> Iterator[str]:
     """Compares how many numbers the steps of the case and of the reference read and write, whether these are wide or
     narrow. The casts of the case are included.
     """
@@ -420,11 +434,11 @@ def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
 
 def _count_moved_numbers_by_dtype(tape: Tape) -> dict[str, float]:
     """Returns how many numbers of each dtype a step moves."""
-    numbers: dict[str, float] = {}
+    count_by_dtype: dict[str, float] = {}
     for phase in tape.phases:
         for dtype, size in phase.by_dtype:
-            numbers[dtype] = numbers.get(dtype, 0.0) + 8 * size / (operand_bits_of(dtype) or 8)
-    return numbers
+            count_by_dtype[dtype] = count_by_dtype.get(dtype, 0.0) + 8 * size / (operand_bits_of(dtype) or 8)
+    return count_by_dtype
 
 
 def _count_moved_numbers(tape: Tape, names: Collection[str]) -> float:

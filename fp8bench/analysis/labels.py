@@ -48,7 +48,7 @@ class Labelled:
 
 # Throttling below this share of the time is ignored.
 MIN_THROTTLED_SHARE = 0.005
-_HARDWARE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
+_HARDWARE_THROTTLE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
 # Limits of a slot's wall-clock time divided by its CPU time. Above the first limit, the slot is disturbed. Above the
 # second, its process had less than a fifth of a core, so even the fastest rounds may be disturbed.
 DISTURBED_RATIO = 1.1
@@ -89,7 +89,7 @@ def have_too_few_undisturbed_rounds(*timings: Timing) -> bool:
 
 # The load average may exceed the cores in use by this much, because it still includes the threads of the previous
 # run.
-_LOAD_MARGIN = 0.25
+_LOAD_AVERAGE_MARGIN = 0.25
 # The machine is busy if at least _MIN_BUSY_CORES cores are busy, and at least _MIN_BUSY_CORES_SHARE of all cores. It is
 # also busy if other programs took a core in more than _MIN_DISTURBED_SLOTS_SHARE of the slots.
 _MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE, _MIN_DISTURBED_SLOTS_SHARE = 0.5, 0.25, 0.2
@@ -111,7 +111,7 @@ def describe_load(run: Run) -> str:
     disturbed_share = sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) / max(1, slot_count)
     if disturbed_share > _MIN_DISTURBED_SLOTS_SHARE:
         words.append(f"{units.percent(disturbed_share, 0)} of the slots disturbed")
-    is_loaded = load > max(threads, cores - threads) + _LOAD_MARGIN
+    is_loaded = load > max(threads, cores - threads) + _LOAD_AVERAGE_MARGIN
     are_cores_busy = busy_cores >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
     return ", ".join(words) if is_loaded or are_cores_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""
 
@@ -385,7 +385,7 @@ def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
     throttled_shares = {name: share for name, share in share_by_reason.items() if share > MIN_THROTTLED_SHARE}
     unexplained_heat_share = throttled_shares.get("thermal", 0.0) - share_by_reason.get("sw-thermal", 0.0)
     is_hard = (
-        bool(reason_bits & HARDWARE_BITS or throttled_shares.keys() & _HARDWARE_REASONS)
+        bool(reason_bits & HARDWARE_BITS or throttled_shares.keys() & _HARDWARE_THROTTLE_REASONS)
         or unexplained_heat_share > MIN_THROTTLED_SHARE
     )
     # 'thermal' is the sum of 'sw-thermal' and 'hw-thermal'.

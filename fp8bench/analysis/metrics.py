@@ -52,7 +52,7 @@ from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, R
 from fp8bench.model.consumed import ENERGY_COUNTERS, MIN_COUNTER_CHANGES, TICK_INTERVALS
 from fp8bench.model.specs import STEP, MetricSpec, Rank, memory_of_role, spec_of
 
-_MEASURED = Provenance.MEASURED
+_MEASURED_PROVENANCE = Provenance.MEASURED
 
 
 def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
@@ -87,7 +87,7 @@ def _yield_step_time(sources: MetricSources) -> Iterator[Metric]:
         metric_without_value,
         value=finding.median_seconds,
         best=finding.best_seconds,
-        provenance=_MEASURED,
+        provenance=_MEASURED_PROVENANCE,
         # An emulated case has no speed-up, even if the finding has a ratio.
         interval=None if emulated else finding.ratio,
         verdict=Verdict.EMULATED.value if emulated else finding.verdict_words,
@@ -101,7 +101,10 @@ def _yield_replays(sources: MetricSources) -> Iterator[Metric]:
     replays = sources.record.replays
     if replays is None:
         return
-    timing, metric_without_value = replays.timing, Metric(specs.REPLAY, provenance=_MEASURED, why=replays.why)
+    timing, metric_without_value = (
+        replays.timing,
+        Metric(specs.REPLAY, provenance=_MEASURED_PROVENANCE, why=replays.why),
+    )
     if timing is None:
         yield metric_without_value
         return
@@ -116,13 +119,17 @@ def _yield_replays(sources: MetricSources) -> Iterator[Metric]:
     )
 
 
-def _yield_means(sources: MetricSources) -> Iterator[Metric]:
+def _yield_mean_times(sources: MetricSources) -> Iterator[Metric]:
     timing = sources.record.timing
     if timing is None:
         return
     samples = partial(mean_sample, timing)
     yield Metric(
-        specs.MEAN_TIME, provenance=_MEASURED, cost=sources.is_emulated, samples=samples, **sources.sample_counts
+        specs.MEAN_TIME,
+        provenance=_MEASURED_PROVENANCE,
+        cost=sources.is_emulated,
+        samples=samples,
+        **sources.sample_counts,
     )
     if not sources.is_emulated:
         yield Metric(specs.RELATIVE_MEAN_TIME, samples=partial(relative_mean_sample, sources.record, sources.base))
@@ -135,7 +142,7 @@ def _yield_sustained_step(sources: MetricSources) -> Iterator[Metric]:
         yield Metric(
             specs.SUSTAINED_TIME,
             figures.seconds,
-            provenance=_MEASURED,
+            provenance=_MEASURED_PROVENANCE,
             cost=sources.is_emulated,
             count=figures.turns,
             interval=sustained_ratio(record, sources.base),
@@ -145,7 +152,7 @@ def _yield_sustained_step(sources: MetricSources) -> Iterator[Metric]:
     values[specs.SM_CLOCK] = record.timing.clock if record.timing is not None else None
     for spec, value in values.items():
         if value is not None:
-            yield Metric(spec, value, provenance=_MEASURED)
+            yield Metric(spec, value, provenance=_MEASURED_PROVENANCE)
 
 
 def _join_reasons(*reasons: str) -> str:
@@ -186,7 +193,7 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
             seconds,
             fastest_seconds,
             phase,
-            provenance=_MEASURED,
+            provenance=_MEASURED_PROVENANCE,
             cost=sources.is_emulated,
             labels=_list_phase_labels(finding, phase),
             samples=tuple if timing is None else partial(phase_samples, timing, phase),
@@ -287,7 +294,11 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
     metric_without_value = replace(metric_without_value, count=len(figures.windows), provenance=Provenance.DERIVED)
     samples = partial(energy_samples, energy_use)
     step_metric = replace(
-        metric_without_value, value=figures.gross.middle, provenance=_MEASURED, why=energy_use.why, samples=samples
+        metric_without_value,
+        value=figures.gross.middle,
+        provenance=_MEASURED_PROVENANCE,
+        why=energy_use.why,
+        samples=samples,
     )
     ratio = reference and energy_ratio(record, reference.record, (*labels, *reference.labels))
     if ratio is not None:
@@ -337,9 +348,11 @@ def _yield_energy_figures(figures: EnergyFigures, metric_without_value: Metric) 
         yield replace(metric_without_value, spec=specs.ENERGY_UNCERTAINTY, value=figures.uncertainty)
     for spec, joules in figures.per:
         yield replace(metric_without_value, spec=spec, value=joules)
-    yield replace(metric_without_value, spec=specs.POWER, value=figures.watts, provenance=_MEASURED)
+    yield replace(metric_without_value, spec=specs.POWER, value=figures.watts, provenance=_MEASURED_PROVENANCE)
     if figures.idle is not None:
-        yield replace(metric_without_value, spec=specs.IDLE_POWER, value=figures.idle, provenance=_MEASURED, cost=False)
+        yield replace(
+            metric_without_value, spec=specs.IDLE_POWER, value=figures.idle, provenance=_MEASURED_PROVENANCE, cost=False
+        )
 
 
 def _yield_memory(sources: MetricSources) -> Iterator[Metric]:
@@ -362,14 +375,14 @@ def _yield_memory(sources: MetricSources) -> Iterator[Metric]:
 
 
 def _make_size_metric(
-    spec: MetricSpec, size: int | None, phase: str = STEP, provenance: Provenance = _MEASURED
+    spec: MetricSpec, size: int | None, phase: str = STEP, provenance: Provenance = _MEASURED_PROVENANCE
 ) -> Metric:
     if size is None:
         return Metric(spec, phase=phase, provenance=None)
     return Metric(spec, float(size), phase=phase, provenance=provenance)
 
 
-def _yield_capacity(sources: MetricSources) -> Iterator[Metric]:
+def _yield_batch_capacity(sources: MetricSources) -> Iterator[Metric]:
     capacity = sources.record.capacity
     if capacity is None:
         return
@@ -377,7 +390,7 @@ def _yield_capacity(sources: MetricSources) -> Iterator[Metric]:
     yield Metric(
         specs.MAX_BATCH,
         None if capacity.batch is None else float(capacity.batch),
-        provenance=_MEASURED,
+        provenance=_MEASURED_PROVENANCE,
         why=explain_batch_limit(capacity),
         interval=None if ratio is None else Interval(ratio, ratio, ratio, 1.0),
     )
@@ -402,14 +415,16 @@ def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
                 figures[replace(spec, name=spec.replace("*", name))] = share
         for spec, value in figures.items():
             kind_and_role = statistic.kind, statistic.role
-            yield Metric(spec, value, phase=None, about=kind_and_role, provenance=_MEASURED, count=statistic.count)
+            yield Metric(
+                spec, value, phase=None, about=kind_and_role, provenance=_MEASURED_PROVENANCE, count=statistic.count
+            )
 
 
 # The functions that yield metrics, in the order of a case's rows.
 METRIC_FUNCTIONS: list[Callable[[MetricSources], Iterator[Metric]]] = [
     _yield_step_time,
     _yield_replays,
-    _yield_means,
+    _yield_mean_times,
     _yield_sustained_step,
     _yield_ratio_to_reference,
     _yield_phase_times,
@@ -421,7 +436,7 @@ METRIC_FUNCTIONS: list[Callable[[MetricSources], Iterator[Metric]]] = [
     rank_metrics,
     _yield_energy,
     _yield_memory,
-    _yield_capacity,
+    _yield_batch_capacity,
     _yield_tensor_statistics,
 ]
 

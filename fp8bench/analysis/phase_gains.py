@@ -51,7 +51,7 @@ def find_phase_gains(
         [cell_seconds(timing, common_call_count, rounds) for timing in timings]
     )
     case, *reference_estimates = [
-        _estimate_phases(timing, common_call_count, rounds, whole_steps) for timing in timings
+        _estimate_phase_times(timing, common_call_count, rounds, whole_steps) for timing in timings
     ]
     reference_seconds = np.mean([estimate.seconds for estimate in reference_estimates], axis=0)
     resampled_gains = np.mean([estimate.resampled for estimate in reference_estimates], axis=0) - case.resampled
@@ -93,7 +93,7 @@ def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain,
     return tuple(scaled_gains)
 
 
-def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole_steps: bool) -> _PhaseTimes:
+def _estimate_phase_times(timing: Timing, calls: int, rounds: Sequence[int], whole_steps: bool) -> _PhaseTimes:
     if whole_steps:
         steps = fastest_step_cells(timing, calls, rounds)
         segment_seconds, resampled_segments = stats.best_steps(steps), stats.resample_fastest_steps(steps)
@@ -127,7 +127,7 @@ class Reason:
 
 
 # The cause is CANCEL if the gains, and also the losses, are each more than this many times the net gain.
-_CANCEL_RATIO = 4.0
+_CANCELLING_GAIN_RATIO = 4.0
 # The cause is CASTS if casts add at least this share of the time that faster phases save.
 _CASTS_SHARE = 0.5
 # The cause is SMALL_SHARE if the step's time changes by less than the first share of the reference's time, and its
@@ -160,7 +160,7 @@ def find_reason(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()
         return None
     clear_gains.sort(key=lambda gain: -abs(gain.saved_seconds))
     return Reason(
-        _find_cause(clear_gains, net_gain_seconds, reference_seconds),
+        _find_gain_cause(clear_gains, net_gain_seconds, reference_seconds),
         tuple(_choose_shown_gains(clear_gains)),
         seconds,
         reference_seconds,
@@ -177,7 +177,7 @@ def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
     return shown_gains
 
 
-def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_seconds: float) -> Cause:
+def _find_gain_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_seconds: float) -> Cause:
     faster_phases = [gain for gain in clear_gains if gain.saved_seconds > 0]
     total_gain_seconds = sum(gain.saved_seconds for gain in faster_phases)
     total_loss_seconds = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
@@ -188,7 +188,7 @@ def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_sec
         and cast_loss_seconds >= total_loss_seconds / 2
     ):
         return Cause.CASTS
-    if min(total_gain_seconds, total_loss_seconds) > _CANCEL_RATIO * abs(net_gain):
+    if min(total_gain_seconds, total_loss_seconds) > _CANCELLING_GAIN_RATIO * abs(net_gain):
         return Cause.CANCEL
     faster_phase_seconds = sum(gain.reference_seconds for gain in faster_phases)
     if (

@@ -157,11 +157,11 @@ def find_pareto_points(points: Sequence[tuple[float, float]]) -> tuple[int, ...]
     return tuple(
         index
         for index, point in enumerate(rounded_points)
-        if not any(_dominates(other_point, point) for other_point in rounded_points)
+        if not any(_dominates_point(other_point, point) for other_point in rounded_points)
     )
 
 
-def _dominates(other_point: tuple[float, float], point: tuple[float, float]) -> bool:
+def _dominates_point(other_point: tuple[float, float], point: tuple[float, float]) -> bool:
     return other_point != point and other_point[0] <= point[0] and other_point[1] >= point[1]
 
 

@@ -28,7 +28,7 @@ RESAMPLE_COUNT = 2000
 # A best case is the mean of at least this many rounds, unless fewer were measured. The interval of the minimum alone
 # would be too narrow, because the minimum of a bootstrap resample is never below that of the sample.
 _MIN_FASTEST_ROUNDS = 3
-_FASTEST_DIVISOR = 4
+_FASTEST_ROUNDS_DIVISOR = 4
 # First search only the fastest rounds: as many as a resample needs, plus this many times the square root of that
 # number. Almost every resample drew enough of these rounds.
 _EXTRA_ROUNDS_FACTOR = 6.0
@@ -51,7 +51,7 @@ def count_fastest_rounds(rounds: int) -> int:
     """Returns how many of these rounds form the best case: a quarter, but at least three, or all if there are fewer
     than three.
     """
-    return min(rounds, max(_MIN_FASTEST_ROUNDS, rounds // _FASTEST_DIVISOR))
+    return min(rounds, max(_MIN_FASTEST_ROUNDS, rounds // _FASTEST_ROUNDS_DIVISOR))
 
 
 def best_by_segment(samples: Floats) -> Floats:
@@ -154,7 +154,7 @@ def resample_fastest_steps(steps: Floats) -> Floats:
     step_ranking = np.argsort(steps.sum(axis=1), kind="stable")
     running_draw_counts = np.minimum(_draw_resamples(len(steps))[step_ranking].cumsum(axis=0), fastest_round_count)
     return (
-        np.array([_sum_by_counts(segment[step_ranking], running_draw_counts) for segment in steps.T])
+        np.array([_sum_by_running_counts(segment[step_ranking], running_draw_counts) for segment in steps.T])
         / fastest_round_count
     )
 
@@ -170,17 +170,17 @@ def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
     values = seconds[round_ranking]
     checked_rounds = round_ranking[:checked_round_count]
     running_draw_counts = np.minimum(draws[checked_rounds].cumsum(axis=0), fastest)
-    sums = _sum_by_counts(values[:checked_round_count], running_draw_counts)
+    sums = _sum_by_running_counts(values[:checked_round_count], running_draw_counts)
     is_incomplete = running_draw_counts[-1] < fastest
     if is_incomplete.any():
         complete_draw_counts = np.minimum(
             draws[np.ix_(round_ranking, np.flatnonzero(is_incomplete))].cumsum(axis=0), fastest
         )
-        sums[is_incomplete] = _sum_by_counts(values, complete_draw_counts)
+        sums[is_incomplete] = _sum_by_running_counts(values, complete_draw_counts)
     return sums
 
 
-def _sum_by_counts(values: Floats, running_counts: Counts) -> Floats:
+def _sum_by_running_counts(values: Floats, running_counts: Counts) -> Floats:
     """Returns the sum of the values, each multiplied by its count. `running_counts` are the cumulative sums of the
     counts (summation by parts).
     """

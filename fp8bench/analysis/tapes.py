@@ -58,7 +58,7 @@ def compute_intensity(tape: Tape) -> float | None:
 
 
 # Padding adds fewer elements than this number to a side of a matrix.
-_MAX_PADDING = 128
+_SIDE_PADDING_LIMIT = 128
 _OperatorPair = tuple[OperatorCount, OperatorCount]
 _SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")
 
@@ -123,7 +123,7 @@ def _count_padding_flops(tape: Tape, reference: Tape) -> int:
     padded to equal size, products are paired by size: the largest first, each with the largest unpaired counterpart
     that it can contain.
     """
-    products, references = _list_calls(tape), _list_calls(reference)
+    products, references = _list_product_calls(tape), _list_product_calls(reference)
     if len(products) != len(references):
         return 0
     product_pairs = list(zip(products, references, strict=True))
@@ -140,7 +140,7 @@ def _count_padding_flops(tape: Tape, reference: Tape) -> int:
     )
 
 
-def _list_calls(tape: Tape) -> list[OperatorCount]:
+def _list_product_calls(tape: Tape) -> list[OperatorCount]:
     calls: list[OperatorCount] = []
     for product in _list_products(tape):
         calls += [product] * product.calls
@@ -173,12 +173,12 @@ def _parse_matrix_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
 
 def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
     """Returns whether a product may be the padded form of the reference's product. Each side is then at least as long
-    as in the reference, and longer by less than _MAX_PADDING.
+    as in the reference, and longer by less than _SIDE_PADDING_LIMIT.
     """
     sides, reference_sides = _matrix_sides_of(product), _matrix_sides_of(reference)
     side_pairs = zip(sides, reference_sides, strict=False)
     return len(sides) == len(reference_sides) and all(
-        0 <= side - reference_side < _MAX_PADDING for side, reference_side in side_pairs
+        0 <= side - reference_side < _SIDE_PADDING_LIMIT for side, reference_side in side_pairs
     )
 
 
@@ -343,10 +343,10 @@ class StepShares:
             if part.backward:
                 direction = "backward"
             share = part.seconds / shares.whole
-            seconds = self._seconds_of(share)
+            seconds = self._share_to_seconds(share)
             yield SharePart(part.kind.value, part.module, direction, part.what, part.calls, share, seconds)
         yield SharePart(
-            UNATTRIBUTED, "", "", "", 0, shares.unattributed_share, self._seconds_of(shares.unattributed_share)
+            UNATTRIBUTED, "", "", "", 0, shares.unattributed_share, self._share_to_seconds(shares.unattributed_share)
         )
 
     @property
@@ -374,7 +374,7 @@ class StepShares:
         for name, calls in unknown_calls.items():
             yield f"unknown: {name}, {calls} calls a step, whose kind of work is unknown"
 
-    def _seconds_of(self, share: float) -> float | None:
+    def _share_to_seconds(self, share: float) -> float | None:
         return None if self.seconds is None else share * self.seconds
 
 

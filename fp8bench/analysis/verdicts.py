@@ -55,7 +55,7 @@ EARLY_SAME_BAND = 0.01
 # effect, runs that found 3% ended after 24 of 56 rounds. Comparisons of such short runs could not detect a change of
 # 3%.
 _EARLY_HALF_WIDTH_SHARE = 1 / 3
-_EARLY_HALF_WIDTHS = (0.01, 0.02)
+_EARLY_HALF_WIDTH_LIMITS = (0.01, 0.02)
 _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT = 1 / 30
 FINAL_LEVEL = 0.99
 MIN_ROUNDS_FOR_VERDICT = 10
@@ -72,7 +72,7 @@ def cell_seconds(
 
     Every slot must have that many calls. With `whole_steps`, a step counts as one cell.
     """
-    selected_slots = _select_slots(timing, rounds)
+    selected_slots = _select_slots_of_rounds(timing, rounds)
     shape = (len(selected_slots), calls, len(timing.segments.phases))
     nanoseconds = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in selected_slots))
     seconds_by_call = np.fromiter(nanoseconds, np.float64, math.prod(shape)).reshape(shape)
@@ -82,7 +82,7 @@ def cell_seconds(
     return seconds
 
 
-def _select_slots(timing: Timing, rounds: Sequence[int] | None) -> Sequence[SlotSample]:
+def _select_slots_of_rounds(timing: Timing, rounds: Sequence[int] | None) -> Sequence[SlotSample]:
     if rounds is None:
         return timing.slots
     chosen_rounds = set(rounds)
@@ -133,10 +133,10 @@ def best_ratio(
     """Returns the best case of the first timing divided by the best case of the other timings, in these rounds."""
     samples = to_comparable(timings, rounds, whole_steps)
     best_cases = list(map(stats.resample_best_case, samples))
-    return _to_ratio(best_cases, [sample.sum(axis=1) for sample in samples], level)
+    return _to_ratio_interval(best_cases, [sample.sum(axis=1) for sample in samples], level)
 
 
-def _to_ratio(arms: Sequence[stats.Resampled], seconds: Sequence[stats.Floats], level: float) -> Interval:
+def _to_ratio_interval(arms: Sequence[stats.Resampled], seconds: Sequence[stats.Floats], level: float) -> Interval:
     """Returns the time of the first arm divided by the geometric mean of the other arms, with an interval. With few
     rounds, the interval is only the range.
     """
@@ -180,12 +180,12 @@ def _effective_cell_count(samples: stats.Floats) -> float:
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
     """Returns the mean over all calls of the first timing, divided by the mean of the other timings."""
     samples = [mean_seconds(timing, rounds) for timing in timings]
-    return _to_ratio(list(map(stats.resample_mean, samples)), samples, level)
+    return _to_ratio_interval(list(map(stats.resample_mean, samples)), samples, level)
 
 
 def mean_seconds(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
     """Returns the mean seconds of a call in each round, without time spent waiting for a core."""
-    return np.array([_mean_call_seconds(slot) for slot in _select_slots(timing, rounds)])
+    return np.array([_mean_call_seconds(slot) for slot in _select_slots_of_rounds(timing, rounds)])
 
 
 # The calls of a slot, with the marks between them, take at least this share of their thread's CPU time.
@@ -305,7 +305,7 @@ def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     if not math.isfinite(ratio.half_width):
         return False
     log_effect_size = abs(math.log(ratio.point))
-    narrowest, widest = _EARLY_HALF_WIDTHS
+    narrowest, widest = _EARLY_HALF_WIDTH_LIMITS
     max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * log_effect_size), widest)
     return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * log_effect_size)
 
@@ -424,7 +424,7 @@ def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None 
     """Returns the seconds of each cell (a part of a step) in the fastest step of each round, with shape (rounds,
     cells).
     """
-    steps = [min(slot.calls_ns[:calls], key=sum) for slot in _select_slots(timing, rounds)]
+    steps = [min(slot.calls_ns[:calls], key=sum) for slot in _select_slots_of_rounds(timing, rounds)]
     return np.array(steps, dtype=np.float64) * 1e-9
 
 

@@ -31,7 +31,7 @@ RECIPE_CLASSES = {
 # Modes whose casts depend only on the tensor and its role. Such casts can be called separately.
 _SEPARABLE_MODES = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
 # A multiple of all sizes that products require. The support of a precision does not depend on shapes.
-_TYPICAL_SIDE = 4096
+_TYPICAL_MATRIX_SIDE = 4096
 # Options of TransformerLayer for a GPT-2 block. The weight qkv holds queries, then keys, then values. Nothing is
 # dropped out.
 _BLOCK_OPTIONS = {
@@ -44,7 +44,7 @@ _BLOCK_OPTIONS = {
     "fuse_qkv_params": True,
     "qkv_weight_interleaved": False,
 }
-_BLOCK_WEIGHTS = (
+_BLOCK_WEIGHT_NAMES = (
     "self_attention.layernorm_qkv.layer_norm_weight",
     "layernorm_mlp.layer_norm_weight",
     "self_attention.layernorm_qkv.weight",
@@ -52,7 +52,7 @@ _BLOCK_WEIGHTS = (
     "layernorm_mlp.fc1_weight",
     "layernorm_mlp.fc2_weight",
 )
-_BLOCK_BIASES = ("self_attention.layernorm_qkv.layer_norm_bias", "layernorm_mlp.layer_norm_bias")
+_BLOCK_BIAS_NAMES = ("self_attention.layernorm_qkv.layer_norm_bias", "layernorm_mlp.layer_norm_bias")
 
 
 @backends.register("te")
@@ -81,7 +81,7 @@ class TransformerEngine(Backend):
             return refused("Transformer Engine runs on NVIDIA's GPUs: choose backend=auto, or another device")
         device = nvidia_class(facts.capability)
         for operands in precision.recipe.products:
-            product = Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, *operands)
+            product = Product(_TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, *operands)
             if reason := explain_te_refusal(product, device):
                 return refused(f"Transformer Engine: {reason}; this device has {device.words}")
         return native(f"Transformer Engine's {RECIPE_CLASSES[precision.name]}")
@@ -141,12 +141,13 @@ class TransformerEngine(Backend):
             qkv, _, up, _ = layers.weights
             options = {**_BLOCK_OPTIONS, **layer_options}
             module = te.TransformerLayer(qkv.shape[1], up.shape[0], layers.heads, layernorm_epsilon=1e-5, **options)
-            weights_by_name = dict(zip(_BLOCK_WEIGHTS, (*layers.norms, *layers.weights), strict=True))
+            weights_by_name = dict(zip(_BLOCK_WEIGHT_NAMES, (*layers.norms, *layers.weights), strict=True))
             # The norms of TransformerLayer have biases, while those of fp8bench's model do not. Use zeros that are
             # not trained.
             zero_bias = torch.zeros_like(layers.norms[0])
             return wrap_module(
-                module, {**weights_by_name, **{name: torch.nn.Parameter(zero_bias, False) for name in _BLOCK_BIASES}}
+                module,
+                {**weights_by_name, **{name: torch.nn.Parameter(zero_bias, False) for name in _BLOCK_BIAS_NAMES}},
             )
 
         def wrap_module(module: Any, weights: Mapping[str, nn.Parameter]) -> LibraryLayer:

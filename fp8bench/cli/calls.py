@@ -28,13 +28,13 @@ from fp8bench.model.request import RequestOption, list_request_options, name_fie
 
 # The options that determine how a result is printed. A call has none of them, because it returns the result.
 _PRINT_OPTIONS = {"help", "help_all", "json", "csv", "md", "all", "explain"}
-_PARAMETER = inspect.Parameter
+_PARAMETER_CLASS = inspect.Parameter
 
 
 def make_command_call(name: str) -> Callable[..., CommandResult]:
     parser = subparsers_by_name(build_parser([name]))[name]
     options = {python_keyword(action): action for action in parser._actions if action.dest not in _PRINT_OPTIONS}
-    signature = _make_signature(options)
+    signature = _make_call_signature(options)
 
     def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
         _check_keywords(name, keywords, (*options, "progress"))
@@ -65,21 +65,21 @@ def _check_keywords(name: str, keywords: Iterable[str], allowed_keywords: Collec
             raise UnknownName(f"argument of {name}", keyword, allowed_keywords, listed_names)
 
 
-def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
+def _make_call_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
     parameters = []
     for name, action in options.items():
-        kind: Any = _PARAMETER.KEYWORD_ONLY
+        kind: Any = _PARAMETER_CLASS.KEYWORD_ONLY
         default = action.default
         if not action.option_strings:
             if action.choices:
                 continue
-            kind = _PARAMETER.VAR_POSITIONAL if action.nargs == "*" else _PARAMETER.POSITIONAL_OR_KEYWORD
-            default = _PARAMETER.empty if action.nargs != "?" else None
+            kind = _PARAMETER_CLASS.VAR_POSITIONAL if action.nargs == "*" else _PARAMETER_CLASS.POSITIONAL_OR_KEYWORD
+            default = _PARAMETER_CLASS.empty if action.nargs != "?" else None
         elif action.required:
-            default = _PARAMETER.empty
+            default = _PARAMETER_CLASS.empty
         default = () if default == [] else str(default) if isinstance(default, Path) else default
-        parameters.append(_PARAMETER(name, kind, default=default, annotation=python_type(action)))
-    parameters.append(_PARAMETER("progress", _PARAMETER.KEYWORD_ONLY, default=True, annotation="bool"))
+        parameters.append(_PARAMETER_CLASS(name, kind, default=default, annotation=python_type(action)))
+    parameters.append(_PARAMETER_CLASS("progress", _PARAMETER_CLASS.KEYWORD_ONLY, default=True, annotation="bool"))
     parameters.sort(key=lambda parameter: parameter.kind)
     return inspect.Signature(parameters, return_annotation="CommandResult")
 

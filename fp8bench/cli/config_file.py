@@ -95,7 +95,7 @@ MODE_OPTIONS = {
     "fp8_amax_compute_algo": "algorithm",
 }
 # If a file names no dtypes, its FP8 mode is compared with these dtypes.
-_DEFAULT_DTYPES = ("bf16",)
+_DEFAULT_COMPARED_DTYPES = ("bf16",)
 
 
 def parse_with_config(
@@ -155,7 +155,7 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
     # 3. Add the FP8 mode to the dtypes.
     is_compiled = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
     if mode := _find_fp8_mode(mode_options, is_compiled):
-        values["dtypes"] = (*values.get("dtypes", _DEFAULT_DTYPES), mode)
+        values["dtypes"] = (*values.get("dtypes", _DEFAULT_COMPARED_DTYPES), mode)
     return values
 
 

@@ -277,7 +277,7 @@ def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str
     """Returns a command line that the user can paste after an error: the corrected command line, the command that the
     error suggests, or one that prints help. Returns an empty sequence if the error's text already has a command.
     """
-    if error.nearest and (corrected_words := _correct_words(words, error.given, error.nearest)):
+    if error.nearest and (corrected_words := _replace_wrong_word(words, error.given, error.nearest)):
         return ("fp8bench", *corrected_words)
     if error.instead or not isinstance(error, UsageError) or re.search("[`:] ?fp8bench |\n", str(error)):
         return error.instead
@@ -285,7 +285,7 @@ def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str
     return ("fp8bench", *first_command, "--help")
 
 
-def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
+def _replace_wrong_word(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
     """Returns the words of a command line in which the wrong word is replaced. Returns [] if it does not occur."""
     # Words are split at '=' and ','. First try words with a part that equals the wrong word. Words that only contain
     # it, as file.py:int8 contains int8, come last.

@@ -23,7 +23,7 @@ from fp8bench.units import parse_number, parse_number_or_text, parse_size
 
 T = TypeVar("T")
 _SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
-_MAX_SECONDS = 7 * 24 * 3600
+_MAX_DURATION_SECONDS = 7 * 24 * 3600
 _ADDRESS_START_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -144,7 +144,7 @@ def parse_duration(text: str) -> float:
     factor = _SECONDS_PER_UNIT.get(text[-1:])
     seconds = parse_number(text[:-1]) * factor if factor else parse_number(text)
     # The comparison also rejects NaN.
-    if not 0 <= seconds < _MAX_SECONDS:
+    if not 0 <= seconds < _MAX_DURATION_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
     return seconds
 

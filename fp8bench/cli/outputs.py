@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fp8bench.jobs.after_run import RequestedOutputs
 
 # A page has at most this many columns, because longer lines are hard to read.
-_MAX_WIDTH = 160
+_MAX_PAGE_COLUMNS = 160
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -261,7 +261,7 @@ def stdout_format(explain: bool = False) -> tuple[int, bool, bool]:
 
     The width is COLUMNS or that of the terminal. Colour is used only on a terminal.
     """
-    width = min(shutil.get_terminal_size((100, 24)).columns, _MAX_WIDTH)
+    width = min(shutil.get_terminal_size((100, 24)).columns, _MAX_PAGE_COLUMNS)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return width, color, explain
 

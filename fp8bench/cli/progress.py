@@ -28,11 +28,11 @@ from fp8bench.report.panels import shared_params, show_params, together
 REDRAW_SECONDS = 0.2
 # The remaining time is estimated only after this time and this share of the job, because an earlier estimate would
 # jump.
-_MIN_SECONDS = 3.0
-_MIN_SHARE = 0.05
+_MIN_ELAPSED_SECONDS = 3.0
+_MIN_DONE_SHARE = 0.05
 # A run that prints nothing for 30 seconds seems to hang. So a thread checks every _CHECK_SECONDS whether a line is due.
 _MAX_SILENT_SECONDS, _CHECK_SECONDS = 26.0, 2.0
-_ERASE_LINE = "\r\x1b[2K"
+_ERASE_LINE_CODE = "\r\x1b[2K"
 _CLEAR_SCREEN = "\x1b[2J\x1b[H"
 # With wrapping disabled, the terminal itself cuts long lines: it knows how wide letters are.
 _DISABLE_WRAP, _ENABLE_WRAP = "\x1b[?7l", "\x1b[?7h"
@@ -74,13 +74,13 @@ class LiveLine(_TerminalWriter):
         return (terminal_width(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
-        self._write(_ERASE_LINE + printable(text)[: self.num_columns])
+        self._write(_ERASE_LINE_CODE + printable(text)[: self.num_columns])
         self._is_drawn = True
 
     def close(self) -> None:
         """Erases the line. A second call does nothing."""
         if self._is_drawn:
-            self._write(_ERASE_LINE)
+            self._write(_ERASE_LINE_CODE)
             self._is_drawn = False
 
 
@@ -132,7 +132,7 @@ def describe_time_left(seconds: float, share: float) -> str:
     """Returns the remaining time as ', about 42 s left', estimated from the elapsed seconds and the finished share.
     Returns '' if it is too early for an estimate.
     """
-    if seconds < _MIN_SECONDS or not _MIN_SHARE <= share <= 1:
+    if seconds < _MIN_ELAPSED_SECONDS or not _MIN_DONE_SHARE <= share <= 1:
         return ""
     return f", about {units.clock(seconds * (1 - share) / share)} left"
 
@@ -165,7 +165,7 @@ class _PlanProgress:
 
     def _describe_time_left(self, now: float) -> str:
         """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
-        is_too_early = now - self._start_time < _MIN_SECONDS
+        is_too_early = now - self._start_time < _MIN_ELAPSED_SECONDS
         return "" if is_too_early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
@@ -202,7 +202,7 @@ class RunProgress(_PlanProgress, LiveLine):
         self._num_cases, self._num_done = plan.num_cases, 0
         # Print notes above the line that is updated in place, so that they are not overwritten.
         for note in plan.memory_notes:
-            self._write(f"{_ERASE_LINE}{printable(note)}\n")
+            self._write(f"{_ERASE_LINE_CODE}{printable(note)}\n")
         self._start_plan(plan)
 
     def working(self, case: Case, doing: str, share: float) -> None:

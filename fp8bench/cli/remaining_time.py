@@ -14,16 +14,16 @@ _SECONDS_BEFORE_GROUPS = 1.7
 _SECONDS_AFTER_GROUPS = 0.5
 # Typical seconds for measuring ceilings, for the untimed passes of a group after its rounds, and for its rounds. Rounds
 # have a time limit, but many groups are decided earlier.
-_CEILINGS_SECONDS = 15.0
-_PASSES_SECONDS = 2.5
-_ROUNDS_SECONDS = 7.0
+_TYPICAL_CEILINGS_SECONDS = 15.0
+_TYPICAL_PASSES_SECONDS = 2.5
+_TYPICAL_ROUNDS_SECONDS = 7.0
 # The time of a group's untimed passes, divided by that of its preparation. The ratio was 2 to 4 without compiling, and
 # nearer to 2 with two workers.
-_PASSES_PER_PREPARATION = 2.7
+_PASSES_TO_PREPARATION_RATIO = 2.7
 # When one of these activities begins, this share of the total time of a group's untimed passes has elapsed.
-_SHARE_BEFORE_PASS = {"checking what steps do": 0.3, "measuring memory": 0.45, "counting operators": 0.85}
+_ELAPSED_SHARE_BY_ACTIVITY = {"checking what steps do": 0.3, "measuring memory": 0.45, "counting operators": 0.85}
 # The end of the rounds is predicted only after this share of them, because an earlier prediction would jump.
-_MIN_ROUNDS_SHARE = 0.05
+_MIN_FINISHED_ROUNDS_SHARE = 0.05
 # If a group's untimed passes take longer than estimated, predict that this share of the estimate still remains.
 _MIN_REMAINING_SHARE = 0.1
 
@@ -39,83 +39,90 @@ class RemainingTime:
 
     groups: int
     start_seconds: float = _SECONDS_BEFORE_GROUPS
-    _ceilings_start: float | None = None
-    _group_seconds: list[float] = field(default_factory=list)
+    _ceilings_start_time: float | None = None
+    _finished_group_seconds: list[float] = field(default_factory=list)
     _setting: str = ""
-    _group_start: float = 0.0
+    _group_start_time: float = 0.0
     _activity: str = ""
-    _activity_start: float = 0.0
+    _activity_start_time: float = 0.0
     _compiling_seconds: float = 0.0
     # A start is None if the rounds or passes of the current group have not begun. The seconds are estimates.
-    _rounds_start: float | None = None
-    _passes_start: float | None = None
-    _rounds_seconds: float = _ROUNDS_SECONDS
-    _passes_seconds: float = _PASSES_SECONDS
+    _rounds_start_time: float | None = None
+    _passes_start_time: float | None = None
+    _expected_rounds_seconds: float = _TYPICAL_ROUNDS_SECONDS
+    _expected_passes_seconds: float = _TYPICAL_PASSES_SECONDS
 
     def record_activity(self, setting: str, activity: str, share: float, now: float) -> None:
         """Records what a run is doing now: its group (`setting`), the activity, and the finished share of the
         rounds.
         """
         if activity == MEASURING_CEILINGS:
-            if self._ceilings_start is None:
-                self._ceilings_start = now
+            if self._ceilings_start_time is None:
+                self._ceilings_start_time = now
             return
         if setting != self._setting:
             self._begin_group(setting, now)
         if activity == MEASURING_ROUNDS:
-            if self._rounds_start is None:
-                self._rounds_start = now
-                self._passes_seconds = _PASSES_PER_PREPARATION * (now - self._group_start - self._compiling_seconds)
-            if _MIN_ROUNDS_SHARE <= share <= 1:
-                self._rounds_seconds = (now - self._rounds_start) / share
-        elif self._rounds_start is not None and self._passes_start is None:
-            self._passes_start = now
+            if self._rounds_start_time is None:
+                self._rounds_start_time = now
+                self._expected_passes_seconds = _PASSES_TO_PREPARATION_RATIO * (
+                    now - self._group_start_time - self._compiling_seconds
+                )
+            if _MIN_FINISHED_ROUNDS_SHARE <= share <= 1:
+                self._expected_rounds_seconds = (now - self._rounds_start_time) / share
+        elif self._rounds_start_time is not None and self._passes_start_time is None:
+            self._passes_start_time = now
         if activity != self._activity:
             if self._activity.startswith("compiling"):
-                self._compiling_seconds += now - self._activity_start
-            if self._passes_start is not None and activity in _SHARE_BEFORE_PASS:
-                self._passes_seconds = (now - self._passes_start) / _SHARE_BEFORE_PASS[activity]
+                self._compiling_seconds += now - self._activity_start_time
+            if self._passes_start_time is not None and activity in _ELAPSED_SHARE_BY_ACTIVITY:
+                self._expected_passes_seconds = (now - self._passes_start_time) / _ELAPSED_SHARE_BY_ACTIVITY[activity]
             self._activity = activity
-            self._activity_start = now
+            self._activity_start_time = now
 
     def _begin_group(self, setting: str, now: float) -> None:
         if self._setting:
-            self._group_seconds.append(now - self._group_start)
+            self._finished_group_seconds.append(now - self._group_start_time)
         self._setting = setting
-        self._group_start = now
+        self._group_start_time = now
         self._activity = ""
         self._compiling_seconds = 0.0
-        self._rounds_start = self._passes_start = None
-        self._rounds_seconds = _ROUNDS_SECONDS
-        self._passes_seconds = _PASSES_SECONDS * self._slowness_factor
+        self._rounds_start_time = self._passes_start_time = None
+        self._expected_rounds_seconds = _TYPICAL_ROUNDS_SECONDS
+        self._expected_passes_seconds = _TYPICAL_PASSES_SECONDS * self._planning_slowness_factor
 
     @property
-    def _slowness_factor(self) -> float:
+    def _planning_slowness_factor(self) -> float:
         return max(1.0, self.start_seconds / _SECONDS_BEFORE_GROUPS)
 
     def predict(self, now: float) -> float:
         """Returns the predicted remaining seconds of the run."""
-        seconds_after_groups = _SECONDS_AFTER_GROUPS * self._slowness_factor
+        seconds_after_groups = _SECONDS_AFTER_GROUPS * self._planning_slowness_factor
         # 1. Before the first group, add up the typical times of all groups.
         if not self._setting:
-            typical_group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness_factor
+            typical_group_seconds = (
+                _TYPICAL_ROUNDS_SECONDS + _TYPICAL_PASSES_SECONDS / 2 * self._planning_slowness_factor
+            )
             remaining_ceilings_seconds = 0.0
-            if self._ceilings_start is not None:
+            if self._ceilings_start_time is not None:
                 remaining_ceilings_seconds = max(
-                    0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness_factor - now
+                    0.0, self._ceilings_start_time + _TYPICAL_CEILINGS_SECONDS * self._planning_slowness_factor - now
                 )
             return remaining_ceilings_seconds + self.groups * typical_group_seconds + seconds_after_groups
         # 2. Predict the rest of the current group.
-        if self._passes_start is not None:
-            remaining_group_seconds = self._passes_seconds - (now - self._passes_start)
-            remaining_group_seconds = max(remaining_group_seconds, _MIN_REMAINING_SHARE * self._passes_seconds)
+        if self._passes_start_time is not None:
+            remaining_group_seconds = self._expected_passes_seconds - (now - self._passes_start_time)
+            remaining_group_seconds = max(remaining_group_seconds, _MIN_REMAINING_SHARE * self._expected_passes_seconds)
         else:
-            rounds_start_time = now if self._rounds_start is None else self._rounds_start
-            remaining_group_seconds = max(self._rounds_seconds - (now - rounds_start_time), 0.0) + self._passes_seconds
+            rounds_start_time = now if self._rounds_start_time is None else self._rounds_start_time
+            remaining_group_seconds = (
+                max(self._expected_rounds_seconds - (now - rounds_start_time), 0.0) + self._expected_passes_seconds
+            )
         # 3. Expect each later group to take as long as the mean of the earlier groups and the current one.
-        later_group_count = max(0, self.groups - len(self._group_seconds) - 1)
+        later_group_count = max(0, self.groups - len(self._finished_group_seconds) - 1)
         return (
             remaining_group_seconds
-            + later_group_count * fmean([*self._group_seconds, now - self._group_start + remaining_group_seconds])
+            + later_group_count
+            * fmean([*self._finished_group_seconds, now - self._group_start_time + remaining_group_seconds])
             + seconds_after_groups
         )

@@ -21,7 +21,7 @@ from fp8bench.registry import devices
 # RLIMIT_DATA also limits other data than tensors: workspaces of kernels and the memory meter's list of events. The
 # factor allows for fragmentation of the heap, which has taken up to 40% of the bytes of tensors.
 _NON_TENSOR_BYTES = 256 << 20
-_HEAP_FACTOR = 2
+_HEAP_FRAGMENTATION_FACTOR = 2
 
 
 class HostStamper(Stamper):
@@ -98,7 +98,7 @@ class Cpu(Device):
         """
         if sys.platform != "linux":
             raise CannotLimit(f"{sys.platform} cannot limit the memory of a process, as Linux can (RLIMIT_DATA)")
-        earlier_limits = _limit_data(read_data_bytes() + limit * _HEAP_FACTOR + _NON_TENSOR_BYTES)
+        earlier_limits = _limit_data_bytes(read_data_bytes() + limit * _HEAP_FRAGMENTATION_FACTOR + _NON_TENSOR_BYTES)
         try:
             yield
         finally:
@@ -113,10 +113,10 @@ class Cpu(Device):
         """
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
-                _limit_data(read_data_bytes() + free // shared_by)
+                _limit_data_bytes(read_data_bytes() + free // shared_by)
 
 
-def _limit_data(allowed_bytes: int) -> tuple[int, int]:
+def _limit_data_bytes(allowed_bytes: int) -> tuple[int, int]:
     """Lowers RLIMIT_DATA to `allowed_bytes`, unless it is lower already. Returns the soft and the hard limit that it
     had before.
     """

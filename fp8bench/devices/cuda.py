@@ -25,9 +25,9 @@ _OUT_OF_MEMORY_PATTERN = re.compile(
 _NOT_INITIALIZED_PATTERN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _ENOUGH_FREE_BYTES = 1 << 30
 # A clock rate that no GPU exceeds. torch's sleep counts clock cycles, so at a lower rate it lasts longer.
-_CYCLES_PER_SECOND = 3e9
+_MAX_CYCLES_PER_SECOND = 3e9
 # The bytes of last-level caches behind the L2 cache, by architecture. torch does not report these caches.
-_LAST_CACHE_BYTES = {"gfx942": 256 << 20, "gfx950": 256 << 20}
+_CACHE_BYTES_BY_ARCHITECTURE = {"gfx942": 256 << 20, "gfx950": 256 << 20}
 # A GPU's queue is filled with square products. The numbers are the side of a matrix (the three matrices have 24 MiB in
 # bfloat16), how many products one launch has (half a millisecond on an H200), and the fewest seconds that a launch is
 # taken to last.
@@ -133,7 +133,7 @@ class Cuda(Gpu):
             uuid=str(getattr(device_properties, "uuid", "")),
             pci=format_pci_address(device_properties),
             unusable=explain_missing_kernels(architecture, torch.cuda.get_arch_list()),
-            cache_bytes=_LAST_CACHE_BYTES.get(
+            cache_bytes=_CACHE_BYTES_BY_ARCHITECTURE.get(
                 architecture.partition(":")[0], getattr(device_properties, "L2_cache_size", 0)
             ),
             cache_shared=1,
@@ -183,7 +183,7 @@ class Cuda(Gpu):
             self._filler_by_index[index] = self._make_filler(index)
         queue_filler = self._filler_by_index[index]
         if isinstance(queue_filler, str) or seconds < queue_filler.seconds:
-            torch.cuda._sleep(round(seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(round(seconds * _MAX_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             return
         for _ in range(math.ceil(seconds / queue_filler.seconds)):
             queue_filler.launch()

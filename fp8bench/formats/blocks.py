@@ -37,7 +37,7 @@ _SIGN_BIT = 31
 _EXPONENT_BIAS = 127
 _SMALLEST_NORMAL = 2.0**-126
 # If a factor were larger than this, its inverse would be a subnormal number.
-_LARGEST_FACTOR = 2.0**126
+_LARGEST_SCALE_FACTOR = 2.0**126
 
 
 def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
@@ -48,7 +48,7 @@ def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
     """
     is_usable_amax = amax.isfinite() & (amax > 0)
     factor = torch.where(is_usable_amax, divide_nearest(_fill_like(amax, fmt.largest), amax), 1.0).clamp(
-        max=_LARGEST_FACTOR
+        max=_LARGEST_SCALE_FACTOR
     )
     if rounding is ScaleRounding.POWER_OF_TWO:
         factor = factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
@@ -130,7 +130,7 @@ def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRoundin
     Infinity becomes 448, and NaN stays NaN. If NEAREST rounds a scale to zero, all elements of its block become zero.
     """
     scale = divide_nearest(divide_nearest(amax, _fill_like(amax, E2M1.largest)), tensor_scale)
-    return _round_up(scale, E4M3) if rounding is ScaleRounding.UP else round_values(scale, E4M3)
+    return _round_up_to_grid(scale, E4M3) if rounding is ScaleRounding.UP else round_values(scale, E4M3)
 
 
 def block_maxima(blocks: Tensor, block_dimensions: tuple[int, ...] | None = None) -> Tensor:
@@ -159,7 +159,7 @@ def _fill_like(amax: Tensor, number: float) -> Tensor:
     return torch.full_like(amax, number)
 
 
-def _round_up(values: Tensor, fmt: Format) -> Tensor:
+def _round_up_to_grid(values: Tensor, fmt: Format) -> Tensor:
     """Rounds magnitudes up to the format's grid, at most to the format's largest value."""
     smallest_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
     exponent_bits = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_bits)
@@ -180,7 +180,7 @@ _RECTANGLE_DIMENSIONS = 4
 Lanes = Sequence[Tensor]
 
 # With these modes of rounding scales, only an infinite element can saturate.
-_SATURATION_FREE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
+_SATURATION_FREE_ROUNDINGS = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 
 def block_values(
@@ -212,7 +212,11 @@ def block_magnitudes(
     # 0.
     may_lose_infinity = random is not None and fmt.mantissa_bits == 1
     elements = _round_elements(
-        scaled_blocks, fmt, scaling, random, saturate=may_lose_infinity or scaling.rounding not in _SATURATION_FREE
+        scaled_blocks,
+        fmt,
+        scaling,
+        random,
+        saturate=may_lose_infinity or scaling.rounding not in _SATURATION_FREE_ROUNDINGS,
     )
     return [element * scaled_blocks.decoding for element in elements]
 

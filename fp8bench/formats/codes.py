@@ -20,13 +20,13 @@ _HALF_DTYPES = {BF16: torch.bfloat16, FP16: torch.float16}
 _BYTE_DTYPES = {E4M3: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}
 _FLOAT32_MANTISSA_BITS = 23
 _TF32_DROPPED_BITS = _FLOAT32_MANTISSA_BITS - TF32.mantissa_bits
-_BYTE_BITS = 8
+_BITS_PER_BYTE = 8
 # A CPU encodes this many elements at a time, so that intermediate results stay in its cache.
 _PIECE_ELEMENTS = 1 << 16
 
 
 def code_dtype(fmt: Format) -> torch.dtype:
-    if fmt.bits <= _BYTE_BITS:
+    if fmt.bits <= _BITS_PER_BYTE:
         return torch.uint8
     return torch.int16 if fmt in _HALF_DTYPES else torch.int32
 
@@ -78,7 +78,7 @@ def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
 def _make_decoding_table(fmt: Format, device: torch.device) -> Tensor:
     """Returns the float32 value of each of the 256 possible bytes. Bytes that the format does not use become NaN."""
     codes = range(1 << fmt.bits)
-    values = [_decode_single_code(code, fmt) for code in codes] + [float("nan")] * ((1 << _BYTE_BITS) - len(codes))
+    values = [_decode_single_code(code, fmt) for code in codes] + [float("nan")] * ((1 << _BITS_PER_BYTE) - len(codes))
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

@@ -29,7 +29,7 @@ _BITS_PER_HALF_WORD = 16
 _LOW_HALF_MASK = 0xFFFF
 _HIGH_HALF_MASK = -0x10000
 _MAGNITUDE_MASK = 0x7FFFFFFF
-_HIGH_MAGNITUDE_MASK = 0x7FFF0000
+_HIGH_HALF_MAGNITUDE_MASK = 0x7FFF0000
 _LARGEST_NAN_BITS = 0x7FFF0000
 _SIGN_MASK = -0x80000000
 _BOTH_SIGNS_MASK = -0x7FFF8000
@@ -65,7 +65,7 @@ def split_magnitudes(source: Tensor) -> list[Tensor]:
         return [source.to(torch.float32).abs()]
     half_words = (
         source.bitwise_left_shift(_BITS_PER_HALF_WORD).bitwise_and(_MAGNITUDE_MASK),
-        source.bitwise_and(_HIGH_MAGNITUDE_MASK),
+        source.bitwise_and(_HIGH_HALF_MAGNITUDE_MASK),
     )
     return [half_word.view(torch.float32) for half_word in half_words]
 
@@ -87,7 +87,7 @@ def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = F
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
-        return _join_floats([value.view(torch.int32) for value in values])
+        return _join_float_words([value.view(torch.int32) for value in values])
     rounded_lanes = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
     low_bits, high_bits = (tensor.view(torch.int32) for tensor in rounded_lanes)
     return (
@@ -109,14 +109,14 @@ def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtyp
     if target is torch.float32:
         words = origin.bitwise_left_shift(_BITS_PER_HALF_WORD), origin
         pairs = zip(bits, words, strict=True)
-        return _join_floats([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in pairs])
+        return _join_float_words([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in pairs])
     # Two lanes: a word holds two bfloat16 numbers, each of which is the upper half of a float32.
     low_bits, high_bits = bits if is_exact else map(_round_to_bf16, bits)
     low_bits = low_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
     return low_bits.bitwise_or(high_bits.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
 
 
-def _join_floats(bits: list[Tensor]) -> Tensor:
+def _join_float_words(bits: list[Tensor]) -> Tensor:
     low_bits, high_bits = (bit.to(torch.int64) for bit in bits)
     return low_bits.bitwise_and(_LOW_WORD_MASK).bitwise_or(high_bits.bitwise_left_shift(_WORD_BITS))
 
@@ -228,13 +228,15 @@ class ValuesKernel(Kernel):
         # The number of optional tensors is fixed when the kernel is compiled.
         source, out, *optional_tensors = tensors
         factor = optional_tensors[0] if self.factor else None
-        random = self._draw_random(source, optional_tensors[-1]) if self.stochastic else None
+        random_lanes = self._draw_random_lanes(source, optional_tensors[-1]) if self.stochastic else None
         # Magnitudes need fewer instructions than signed numbers, but only work for formats whose zero has a sign.
         if self.fmt.signed_zero:
-            rounded_lanes = self._round_source(split_magnitudes(source), factor, random)
+            rounded_lanes = self._round_lanes(split_magnitudes(source), factor, random_lanes)
             out.copy_(join_magnitudes(rounded_lanes, source, self.target, self.is_exact))
         else:
-            out.copy_(join_lanes(self._round_source(split_lanes(source), factor, random), self.target, self.is_exact))
+            out.copy_(
+                join_lanes(self._round_lanes(split_lanes(source), factor, random_lanes), self.target, self.is_exact)
+            )
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -260,9 +262,14 @@ class ValuesKernel(Kernel):
         return [inputs, out, *([factor] if self.factor else []), *([key] if self.stochastic else [])]
 
     def free(self) -> list[Sequence[int]]:
-        free = _FREE_DIMENSIONS[self.layout]
+        free_dimensions = _FREE_DIMENSIONS[self.layout]
         factor = {Layout.ROWS: (0,), Layout.COLUMNS: (1,)}.get(self.layout, ())
-        return [free, free, *([factor] if self.factor else []), *([()] if self.stochastic else [])]
+        return [
+            free_dimensions,
+            free_dimensions,
+            *([factor] if self.factor else []),
+            *([()] if self.stochastic else []),
+        ]
 
     def options(self) -> Mapping[str, object]:
         # Inductor's propagation of indices would make Inductor compute the indices in a column one at a time, without
@@ -270,7 +277,7 @@ class ValuesKernel(Kernel):
         draws_upright = self.stochastic and self.layout is Layout.UPRIGHT
         return {"constant_and_index_propagation": False} if draws_upright else {}
 
-    def _round_source(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
+    def _round_lanes(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         """Returns rounded values. If the format has a signed zero, `values` and the result are magnitudes."""
         if self.scaling is None:
             return self._round_with_factor(values, factor, random)
@@ -285,16 +292,18 @@ class ValuesKernel(Kernel):
     ) -> list[Tensor]:
         random_lanes: Sequence[Tensor | None] = random or [None] * len(values)
         if factor is None:
-            return [self._round(value, random_lane) for value, random_lane in zip(values, random_lanes, strict=True)]
+            return [
+                self._round_lane(value, random_lane) for value, random_lane in zip(values, random_lanes, strict=True)
+            ]
         # Each column has its own factor. Two columns that share a word have different factors.
         factors = split_float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
         rounded_lanes = [
-            self._round(value * lane_factor, random_bits)
+            self._round_lane(value * lane_factor, random_bits)
             for value, lane_factor, random_bits in zip(values, factors, random_lanes, strict=True)
         ]
         return [tensor * reciprocal(lane_factor) for tensor, lane_factor in zip(rounded_lanes, factors, strict=True)]
 
-    def _round(self, values: Tensor, random: Tensor | None) -> Tensor:
+    def _round_lane(self, values: Tensor, random: Tensor | None) -> Tensor:
         round_function = round_magnitudes if self.fmt.signed_zero else round_values
         return round_function(values, self.fmt, random, self.overflow)
 
@@ -312,7 +321,7 @@ class ValuesKernel(Kernel):
             rounded_lanes += round_blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, random_lane)
         return [tensor.squeeze(-1) for tensor in rounded_lanes]
 
-    def _draw_random(self, source: Tensor, key: Tensor) -> list[Tensor]:
+    def _draw_random_lanes(self, source: Tensor, key: Tensor) -> list[Tensor]:
         """Returns random numbers for each lane. Elements are counted along the rows of the operand, even if the operand
         is transposed in memory.
         """

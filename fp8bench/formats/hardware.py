@@ -166,8 +166,8 @@ def _write_capability(pair: tuple[int, int]) -> str:
 
 
 # Names of kernels that multiply matrices. Names of casts, and of kernels that sum partial results, do not match.
-_MULTIPLYING_NAMES = re.compile(r"gemm|nvjet|cutlass|xmma|cijk|matmul|scaled_mm|wgmma|f8f8", re.IGNORECASE)
-_REDUCING_NAMES = re.compile(r"reduce|splitk_?reduce|memset", re.IGNORECASE)
+_MULTIPLYING_NAME_PATTERN = re.compile(r"gemm|nvjet|cutlass|xmma|cijk|matmul|scaled_mm|wgmma|f8f8", re.IGNORECASE)
+_REDUCING_NAME_PATTERN = re.compile(r"reduce|splitk_?reduce|memset", re.IGNORECASE)
 # The number of bits of the operands that a kernel multiplies, by patterns in its name. The fewest bits come first,
 # because a name also contains the type of the result.
 _BITS_BY_NAME = (
@@ -182,7 +182,7 @@ def multiplied_bits(name: str) -> int | None:
     """Returns the number of bits of the operands that a GPU kernel multiplies, read from the kernel's name. Returns
     None if the kernel does not multiply, or if the name does not show the bits.
     """
-    if _REDUCING_NAMES.search(name) or not _MULTIPLYING_NAMES.search(name):
+    if _REDUCING_NAME_PATTERN.search(name) or not _MULTIPLYING_NAME_PATTERN.search(name):
         return None
     return next((bits for bits, words in _BITS_BY_NAME if words.search(name)), None)
 

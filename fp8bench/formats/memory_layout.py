@@ -63,10 +63,10 @@ class MemoryLayout:
         return torch.empty(self.height, self.width, dtype=self.kernel.target, device=device)
 
     def view_as_words(self, matrix: Tensor) -> Tensor:
-        return view_as_words(matrix.view(self._shape()), self.kernel.has_pairs)
+        return view_as_words(matrix.view(self._view_shape()), self.kernel.has_pairs)
 
     def view_result_as_words(self, matrix: Tensor) -> Tensor:
-        return view_result_as_words(matrix.view(self._shape()), self.kernel.has_pairs)
+        return view_result_as_words(matrix.view(self._view_shape()), self.kernel.has_pairs)
 
     def copy_result(self, matrix: Tensor, out: Tensor) -> None:
         if self.filled:
@@ -74,7 +74,7 @@ class MemoryLayout:
             matrix = matrix.view(self.height, self.width)[:rows, :columns]
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
-    def _shape(self) -> tuple[int, ...]:
+    def _view_shape(self) -> tuple[int, ...]:
         # The view of the matrix has one dimension for each loop of the kernel. BLOCKS are parts of rows, and UPRIGHT
         # blocks are parts of columns.
         rows, columns = self.kernel.block

@@ -63,26 +63,26 @@ def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return torch_codes(x, fmt, scale)
     check_input(x)
-    straight: Tensor = _codes(x, scale, fmt, True, False)[0]
-    return straight
+    straight_codes: Tensor = _make_codes(x, scale, fmt, True, False)[0]
+    return straight_codes
 
 
 def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        straight = torch_codes(x, fmt, scale)
-        return straight, straight.t().contiguous()
+        straight_codes = torch_codes(x, fmt, scale)
+        return straight_codes, straight_codes.t().contiguous()
     check_input(x)
-    return _codes(x, scale, fmt, True, True)
+    return _make_codes(x, scale, fmt, True, True)
 
 
 def transpose_codes(straight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return straight.t().contiguous()
-    turned: Tensor = _codes(straight.view(torch.uint8), None, None, False, True)[1]
-    return turned.view(straight.dtype)
+    turned_codes: Tensor = _make_codes(straight.view(torch.uint8), None, None, False, True)[1]
+    return turned_codes.view(straight.dtype)
 
 
-def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, turned: bool) -> tuple[Any, Any]:
+def _make_codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, turned: bool) -> tuple[Any, Any]:
     """Returns codes of `x` if `straight`, and of its transpose if `turned`. Without a format, `x` has codes already."""
     dtype, name = (x.dtype, "") if fmt is None else (CODE_DTYPES[fmt.name], fmt.name)
     shapes = x.shape if straight else None, x.shape[::-1] if turned else None
@@ -112,12 +112,12 @@ def row_codes_both(
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
-    straight, turned = (_RowCast.of(tensor, fmt, block) for tensor in (x.detach(), x.detach().t()))
-    matrices, plain_arguments = (straight.matrix, turned.matrix), (fmt.name, rounding.value, block)
+    straight_cast, turned_cast = (_RowCast.of(tensor, fmt, block) for tensor in (x.detach(), x.detach().t()))
+    matrices, plain_arguments = (straight_cast.matrix, turned_cast.matrix), (fmt.name, rounding.value, block)
     memory = run_cast(
-        "row_codes_both", None, matrices, plain_arguments, lambda: straight.allocate() + turned.allocate()
+        "row_codes_both", None, matrices, plain_arguments, lambda: straight_cast.allocate() + turned_cast.allocate()
     )
-    return straight.result(*memory[:2]), turned.result(*memory[2:])
+    return straight_cast.result(*memory[:2]), turned_cast.result(*memory[2:])
 
 
 class _RowCast(NamedTuple):
@@ -160,36 +160,36 @@ def square_codes(
     rows, columns = x.shape
     x, is_whole = fill_blocks(x.detach(), SQUARE_SIDE, SQUARE_SIDE)
     matrix, is_swapped = as_row_major(x)
-    down, across = (length // SQUARE_SIDE for length in matrix.shape)
-    scale = torch.empty(down, across, dtype=torch.float32, device=x.device)
-    inverse, turned_inverse = allocate_square_scales(down, across, x.device)
+    squares_down, squares_across = (length // SQUARE_SIDE for length in matrix.shape)
+    scale = torch.empty(squares_down, squares_across, dtype=torch.float32, device=x.device)
+    inverse, turned_inverse = allocate_square_scales(squares_down, squares_across, x.device)
     torch.ops.fp8bench.square_scales(
-        matrix, scale, inverse[:, :across], turned_inverse[:, :down].t(), fmt.name, rounding.value
+        matrix, scale, inverse[:, :squares_across], turned_inverse[:, :squares_down].t(), fmt.name, rounding.value
     )
     # Pass `scale`, because `codes` expects the scales in the memory order of the squares.
     results = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
-    inverses = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
+    inverse_scales = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)
     return tuple(
         (data if is_whole else data[:height, :width].contiguous(), transpose_rows(memory))
-        for data, memory, (height, width) in zip(results, inverses, shapes, strict=False)
+        for data, memory, (height, width) in zip(results, inverse_scales, shapes, strict=False)
     )
 
 
 def _square_codes_by_triton(
     x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    down, across = (count_blocks(length, SQUARE_SIDE) for length in x.shape)
-    inverse, turned_inverse = allocate_square_scales(down, across, x.device)
-    straight, turned = run_cast(
+    squares_down, squares_across = (count_blocks(length, SQUARE_SIDE) for length in x.shape)
+    inverse, turned_inverse = allocate_square_scales(squares_down, squares_across, x.device)
+    straight_codes, turned_codes = run_cast(
         "square_codes",
         both,
         (x, inverse, turned_inverse),
         (fmt.name, rounding.value),
         lambda: allocate_codes(x, fmt, both),
     )
-    result = (straight, transpose_rows(inverse))
-    return (result,) if turned is None else (result, (turned, transpose_rows(turned_inverse)))
+    result = (straight_codes, transpose_rows(inverse))
+    return (result,) if turned_codes is None else (result, (turned_codes, transpose_rows(turned_inverse)))
 
 
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
@@ -256,14 +256,14 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
     side = len(matrix) // len(scale) if scale is not None and has_square_scales else choose_side(matrix.shape)
     kernel_flags = out is not None, turned is not None, scale is not None, has_square_scales
     kernel = CodesKernel(FORMATS.get(fmt), x.dtype, str(x.device), side, *kernel_flags)
-    views = [view_squares(matrix, side)]
+    kernel_views = [view_squares(matrix, side)]
     if out is not None:
-        views.append(view_squares(out.view(matrix.shape), side))
+        kernel_views.append(view_squares(out.view(matrix.shape), side))
     if turned is not None:
-        views.append(view_transposed_squares(turned.view(matrix.shape[::-1]), side))
+        kernel_views.append(view_transposed_squares(turned.view(matrix.shape[::-1]), side))
     if scale is not None:
-        views.append(scale[:, None, :, None] if has_square_scales else scale.reshape(()))
-    return run_kernel(kernel, *views)
+        kernel_views.append(scale[:, None, :, None] if has_square_scales else scale.reshape(()))
+    return run_kernel(kernel, *kernel_views)
 
 
 def _run_row_codes(*arguments: Any) -> Launch | None:
@@ -279,12 +279,12 @@ def _run_row_codes_both(
 
 
 def _prepare_row_cast(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> PreparedCall:
-    matrix, turned = as_row_major(x)
+    matrix, is_turned = as_row_major(x)
     side = choose_side(x.shape[:1] if block else x.shape)
-    kernel = RowCodesKernel(*_kernel_fields(x, fmt, rounding), side, block, turned)
+    kernel = RowCodesKernel(*_kernel_fields(x, fmt, rounding), side, block, is_turned)
     scales = inverse.view(len(inverse), -1, side, 1, 1)
     return PreparedCall(
-        kernel, (view_stretches(matrix, side, block, turned), view_stretches(out, side, block), scales), turned
+        kernel, (view_stretches(matrix, side, block, is_turned), view_stretches(out, side, block), scales), is_turned
     )
 
 
@@ -335,9 +335,9 @@ def _matrix_and_outputs(
 ) -> tuple[Tensor, bool, list[Tensor], tuple[bool, bool]]:
     """Returns the row-major matrix, whether `x` is its transpose, memory for codes, and which codes are requested."""
     matrix, is_swapped = as_row_major(x)
-    straight, transpose = (turned, out) if is_swapped else (out, turned)
-    outputs = [memory for memory in (straight, transpose) if memory is not None]
-    return matrix, is_swapped, outputs, (straight is not None, transpose is not None)
+    straight_memory, transpose = (turned, out) if is_swapped else (out, turned)
+    outputs = [memory for memory in (straight_memory, transpose) if memory is not None]
+    return matrix, is_swapped, outputs, (straight_memory is not None, transpose is not None)
 
 
 def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:
@@ -399,11 +399,11 @@ def run_kernel(kernel: Definition, *tensors: Tensor) -> Launch | None:
     is_indexable = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
     triton_kernels = find_triton_kernels(kernel, tensors) if is_indexable and uses_triton(tensors[0].device) else None
     is_compilable = triton_kernels is not None or (is_indexable and isinstance(kernel, Kernel))
-    compiled = operators.KERNELS.get(triton_kernels or kernel) if is_compilable else None
-    if compiled is None:
+    compiled_kernel = operators.KERNELS.get(triton_kernels or kernel) if is_compilable else None
+    if compiled_kernel is None:
         kernel(*tensors)
         return None
-    repeat: Any = compiled.run(*tensors)
+    repeat: Any = compiled_kernel.run(*tensors)
     return Launch(repeat, [tensor.data_ptr() for tensor in tensors]) if triton_kernels and repeat is not None else None
 
 

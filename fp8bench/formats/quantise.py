@@ -85,13 +85,13 @@ def _mix_bits(word: Tensor) -> Tensor:
 
 _EXPONENT_MASK = 0x7F800000
 _SIGN_MASK = -0x80000000
-_HALF_MANTISSA = 0x00400000
+_HALF_MANTISSA_RANGE = 0x00400000
 # The bits of 2^-127, the smallest value of e8m0, as a float32.
 _SMALLEST_POWER_BITS = 0x00400000
 _SMALLEST_NORMAL_BITS = 0x00800000
 _FLOAT32_BIAS = 127
 _MANTISSA_BITS = 23
-_MIN_EXPONENT = 1 - _FLOAT32_BIAS
+_FLOAT32_MIN_EXPONENT = 1 - _FLOAT32_BIAS
 
 
 def round_values(
@@ -112,7 +112,7 @@ def round_magnitudes(
     magnitudes: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
     """Rounds numbers without signs as `round_values` does, for formats other than e8m0."""
-    has_float32_exponents = fmt.min_exponent == _MIN_EXPONENT
+    has_float32_exponents = fmt.min_exponent == _FLOAT32_MIN_EXPONENT
     if has_float32_exponents:
         return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
     # Clamp magnitudes to a limit that is high enough to detect overflow after rounding, and low enough to avoid
@@ -217,7 +217,7 @@ def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | 
     # number with the exponent bits 0.
     subnormal_bits = bits.sub(_SMALLEST_POWER_BITS).clamp(min=0).bitwise_left_shift(1)
     scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
-    rounding_addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
+    rounding_addend = _HALF_MANTISSA_RANGE if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
     # If the exponent bits are still 0 after rounding, the result is 2^-127.
     rounded_powers = (
         (scale_bits + rounding_addend).bitwise_and(_EXPONENT_MASK).clamp(min=_SMALLEST_POWER_BITS).view(torch.float32)

@@ -23,8 +23,8 @@ from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.model import DeviceFacts, Support
 
 # A side length that satisfies every required multiple. The support of a recipe does not depend on shapes.
-_TYPICAL_SIDE = 4096
-_SCALE_EXTENTS = {
+_TYPICAL_MATRIX_SIDE = 4096
+_SCALE_EXTENT_WORDS = {
     Scheme.TENSOR: "a scale a tensor",
     Scheme.ROW: "a scale a row",
     Scheme.BLOCK: "a scale for 128 elements",
@@ -59,7 +59,10 @@ def explain_unknown_layout(recipe: Recipe) -> str:
     library can multiply such operands.
     """
     for a, b in recipe.products:
-        if Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, a, b).scheme in (None, Scheme.MXFP6):
+        if Product(_TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, a, b).scheme in (
+            None,
+            Scheme.MXFP6,
+        ):
             return f"no library here has a product of {a.fmt.name} and {b.fmt.name} with these scales"
     return ""
 
@@ -75,7 +78,10 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
         return emulated_because(f"sums of {recipe.accumulator_bits} bits are a model, which no kernel follows")
     # Check the recipe in the formats of this device: MI300 has other formats with the same bits.
     device_recipe = recipe_on_device(recipe, facts)
-    products = [Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, a, b) for a, b in device_recipe.products]
+    products = [
+        Product(_TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, a, b)
+        for a, b in device_recipe.products
+    ]
     # A recipe is native only if all its products are native. If one product were emulated, the recipe's speed would
     # mean nothing.
     schemes = {product.scheme for product in products}
@@ -88,15 +94,15 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     if reason := explain_refusal(scheme, products, facts):
         return emulated_because(f"{words} is not native here ({reason})")
     kernel_text = (
-        f"{_SCALED_PRODUCT} by oneDNN, which widens codes where the GPU has no FP8 units"
+        f"{_SCALED_PRODUCT_WORDS} by oneDNN, which widens codes where the GPU has no FP8 units"
         if is_intel(facts)
-        else _SCALED_PRODUCT
+        else _SCALED_PRODUCT_WORDS
     )
-    extent_text = "whose scales are 1" if recipe.is_unscaled else _SCALE_EXTENTS[scheme]
+    extent_text = "whose scales are 1" if recipe.is_unscaled else _SCALE_EXTENT_WORDS[scheme]
     return native(f"{kernel_text}, {extent_text}{_name_changed_formats(recipe.treatments, device_recipe.treatments)}")
 
 
-_SCALED_PRODUCT = "torch's scaled product (torch.nn.functional.scaled_mm)"
+_SCALED_PRODUCT_WORDS = "torch's scaled product (torch.nn.functional.scaled_mm)"
 
 
 def _name_changed_formats(requested: tuple[Treatment, ...], meant: tuple[Treatment, ...]) -> str:

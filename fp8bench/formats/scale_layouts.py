@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from fp8bench.formats.recipes import count_blocks, round_up
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-_QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
+_ROWS_PER_TILE_QUARTER = TILE_ROWS // TILE_COLUMNS
 
 
 def store_by_columns(scales: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def swizzle_into(memory: Tensor, scales: Tensor) -> Tensor:
     scales_down, scales_across = scales.shape
     padded_scales = pad(scales, (0, -scales_across % TILE_COLUMNS, 0, -scales_down % TILE_ROWS))
     tiles_down, tiles_across = padded_scales.shape[0] // TILE_ROWS, padded_scales.shape[1] // TILE_COLUMNS
-    tiles = padded_scales.view(tiles_down, TILE_COLUMNS, _QUARTER_ROWS, tiles_across, TILE_COLUMNS).permute(
+    tiles = padded_scales.view(tiles_down, TILE_COLUMNS, _ROWS_PER_TILE_QUARTER, tiles_across, TILE_COLUMNS).permute(
         0, 3, 2, 1, 4
     )
     memory.view(tiles.shape).copy_(tiles)
@@ -87,5 +87,5 @@ def count_tile_bytes(down: int, across: int) -> int:
 def unswizzle(swizzled: Tensor, down: int, across: int) -> Tensor:
     """Returns the (down, across) matrix of the scales in tiles. It reverses `swizzle`."""
     tiles_across = count_blocks(across, TILE_COLUMNS)
-    tiles = swizzled.view(-1, tiles_across, _QUARTER_ROWS, TILE_COLUMNS, TILE_COLUMNS)
+    tiles = swizzled.view(-1, tiles_across, _ROWS_PER_TILE_QUARTER, TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tiles_across * TILE_COLUMNS)[:down, :across]

@@ -72,7 +72,7 @@ def values(
         result = elements.mul_(inverse)
     else:
         blocks = _split_blocks(x, scaling)
-        (result,) = block_values([blocks], fmt, scaling, _make_empty_scale(x, scaling), _draw_random(blocks, seed))
+        (result,) = block_values([blocks], fmt, scaling, _make_empty_scale(x, scaling), _draw_random_bits(blocks, seed))
         result = _join_blocks(result, x.shape, scaling)
     return result if out is None else out.copy_(result)
 
@@ -109,7 +109,7 @@ def quantise(
         return _pack_elements(elements, scales, None, fmt, scaling)
     blocks = _split_blocks(x, scaling)
     (elements,), scales, tensor_scale = block_elements(
-        [blocks], fmt, scaling, _make_empty_scale(x, scaling), _draw_random(blocks, seed)
+        [blocks], fmt, scaling, _make_empty_scale(x, scaling), _draw_random_bits(blocks, seed)
     )
     # Store zeros where the scale is NaN. They decode to NaN anyway.
     if scaling.scale is not None:
@@ -189,7 +189,7 @@ def _make_empty_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
     return current_tensor_scale(x) if scaling.scale is E4M3 and not x.numel() else None
 
 
-def _draw_random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
+def _draw_random_bits(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
     return None if seed is None else [random_bits(blocks.shape, seed)]
 
 

@@ -44,7 +44,7 @@ def load_kernel(kernel: object) -> tuple[Call, int] | None:
     path = _find_kernel_path(kernel)
     try:
         stored_kernel = remove_checksum(parse_json(_read_owned_file(path))) if path is not None else None
-        return None if stored_kernel is None else (_load_call(stored_kernel), int(stored_kernel["bits"]))
+        return None if stored_kernel is None else (_load_stored_kernel(stored_kernel), int(stored_kernel["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong, the kernel is compiled again
         return None
 
@@ -58,7 +58,7 @@ def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType
         return
     try:
         stored_kernel = {**_describe_module(modules[0]), "bits": bits, "kernel": str(kernel)}
-        if _writes_same_bits(run, _load_call(stored_kernel), kernel.examples()):
+        if _writes_same_bits(run, _load_stored_kernel(stored_kernel), kernel.examples()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
             write_whole(path, format_compact_json(add_checksum(stored_kernel)), sync=False)
@@ -100,7 +100,7 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
     return {"call": textwrap.dedent(inspect.getsource(call)), "libraries": libraries, "helpers": sorted(helpers)}
 
 
-def _load_call(stored: dict[str, Any]) -> Call:
+def _load_stored_kernel(stored: dict[str, Any]) -> Call:
     """Returns a stored kernel as a function. Raises LookupError if a library has changed."""
     dynamo_guards: Any = torch._C._dynamo.guards
     namespace: dict[str, Any] = {"torch": torch}
@@ -141,11 +141,11 @@ def _writes_same_bits(run: Call, reloaded: Call, examples: Sequence[Tensor]) -> 
     reloaded(*written_tensors)
     return all(
         torch.equal(tensor.view(torch.uint8), written_tensor.view(torch.uint8))
-        for tensor, written_tensor in zip(map(_flat, expected_tensors), map(_flat, written_tensors), strict=True)
+        for tensor, written_tensor in zip(map(_flatten, expected_tensors), map(_flatten, written_tensors), strict=True)
     )
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1)
 
 

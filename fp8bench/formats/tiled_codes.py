@@ -33,7 +33,7 @@ _QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
 # one kernel may handle both.
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
-_TILE_SCALES = TILE_ROWS * TILE_COLUMNS
+_SCALES_PER_TILE = TILE_ROWS * TILE_COLUMNS
 # The last two dimensions of the views that `Places` makes: the rows and the columns of a block.
 _BLOCK_DIMENSIONS = (5, 6)
 
@@ -108,7 +108,7 @@ class Places:
         if not self.tiled:
             return (down * self.scaling.rows + row) * tiles_across + across
         tile_index = down * tiles_across + across
-        return tile_index * _TILE_SCALES + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
+        return tile_index * _SCALES_PER_TILE + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
 
     def _view_blocks(self, matrix: Tensor, length: int) -> Tensor:
         """Returns a matrix as a view of tiles and blocks. Each block has `length` columns."""
@@ -147,14 +147,14 @@ class TiledCodesKernel(Kernel):
         source, out, scales, *optional_tensors = tensors
         scaling = self.places.scaling
         assert scaling.scale is not None
-        random_lanes = self._draw_bits(source, optional_tensors.pop()) if self.stochastic else None
+        random_lanes = self._draw_random_bits(source, optional_tensors.pop()) if self.stochastic else None
         # torch's cast rounds to nearest even, so it can be used here
         if self.codes_per_byte == 1 and not self.stochastic:
             amax = source.abs().amax(_BLOCK_DIMENSIONS, keepdim=True).to(torch.float32)
             block_scales, inverse = mx_scale(amax, self.fmt, scaling.rounding)
             codes = [cast_elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
         else:
-            value_lanes = [lane.to(torch.float32) for lane in self._lanes(source)]
+            value_lanes = [lane.to(torch.float32) for lane in self._split_lanes(source)]
             tensor_scale = optional_tensors[0] if optional_tensors else None
             rounded_lanes, block_scales, _ = block_elements(
                 value_lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSIONS
@@ -173,10 +173,10 @@ class TiledCodesKernel(Kernel):
             scales.index_put_((self.places.scale_indices(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
 
-    def _lanes(self, source: Tensor) -> list[Tensor]:
+    def _split_lanes(self, source: Tensor) -> list[Tensor]:
         return [source[..., first :: self.codes_per_byte] for first in range(self.codes_per_byte)]
 
-    def _draw_bits(self, source: Tensor, key: Tensor) -> list[Tensor]:
+    def _draw_random_bits(self, source: Tensor, key: Tensor) -> list[Tensor]:
         order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
         down_sizes = [source.shape[place] for place in order[:3]]
         across_sizes = [source.shape[place] for place in order[3:]]
@@ -186,7 +186,7 @@ class TiledCodesKernel(Kernel):
             torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns)
         )
         indices = row_index.view(*down_sizes, source.shape[5], 1, 1, 1) * columns + column_index.view(*across_sizes, -1)
-        return [element_random_bits(lane, key) for lane in self._lanes(self.places.put_in_order(indices))]
+        return [element_random_bits(lane, key) for lane in self._split_lanes(self.places.put_in_order(indices))]
 
     def examples(self) -> list[Tensor]:
         min_rows, min_columns = self.places.smallest_shape
@@ -235,14 +235,14 @@ class PairsKernel(Kernel):
     def examples(self) -> list[Tensor]:
         shape = (2 * _TURNED_ACROSS, TILE_ROWS) if self.turned else (TILE_ROWS, 2 * _EXAMPLE_ACROSS)
         x = draw_example(shape, self.source, self.device)
-        pairs = _view_pairs(x, self.turned)
+        pairs = _view_element_pairs(x, self.turned)
         return [pairs, torch.empty(pairs.shape[:2], dtype=torch.uint8, device=self.device)]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1), (0, 1)]
 
 
-def _view_pairs(matrix: Tensor, turned: bool) -> Tensor:
+def _view_element_pairs(matrix: Tensor, turned: bool) -> Tensor:
     rows, columns = matrix.shape
     return matrix.view(rows // 2, 2, columns).permute(2, 0, 1) if turned else matrix.view(rows, columns // 2, 2)
 
@@ -306,7 +306,7 @@ def tiled_codes(
     if not _can_use_kernel(x):
         return _cast_by_operations(x, fmt, scaling, *_draw_seeds(draw, 1))
     tiled_cast = _TiledCast.of(x, fmt, scaling, draw is not None)
-    _scale_tensors([tiled_cast], x, draw, () if amaxes is None else (amaxes,))
+    _write_scales_and_keys([tiled_cast], x, draw, () if amaxes is None else (amaxes,))
     run_cast("tiled_codes", None, tiled_cast.arguments, (tiled_cast.tiled, *_operator_arguments(fmt, scaling)), tuple)
     return tiled_cast.result()
 
@@ -323,7 +323,7 @@ def tiled_codes_both(
         first, second = _draw_seeds(draw, 2)
         return _cast_by_operations(x, fmt, scaling, first), _cast_by_operations(turned, fmt, scaling, second)
     straight_cast, transpose = (_TiledCast.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
-    _scale_tensors([straight_cast, transpose], x, draw, amaxes)
+    _write_scales_and_keys([straight_cast, transpose], x, draw, amaxes)
     plain_arguments = straight_cast.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
     run_cast("tiled_codes_both", None, (*straight_cast.arguments, *transpose.arguments), plain_arguments, tuple)
     return straight_cast.result(), transpose.result()
@@ -337,13 +337,13 @@ def unscaled_codes(x: Tensor) -> Tensor:
     matrix, _ = fill_blocks(x.detach(), 1, 2)
     out = torch.empty(len(matrix), matrix.shape[1] // 2, dtype=torch.uint8, device=x.device)
     if torch.compiler.is_compiling():
-        PairsKernel(x.dtype, str(x.device), False)(_view_pairs(matrix, False), out)
+        PairsKernel(x.dtype, str(x.device), False)(_view_element_pairs(matrix, False), out)
     else:
         torch.ops.fp8bench.unscaled_codes(matrix, out)
     return out.view(torch.float4_e2m1fn_x2)
 
 
-def _scale_tensors(targets: list[_TiledCast], x: Tensor, draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
+def _write_scales_and_keys(targets: list[_TiledCast], x: Tensor, draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
     tensor_scales = [tiled_cast.tensor_scale for tiled_cast in targets if tiled_cast.tensor_scale is not None]
     keys = [tiled_cast.key for tiled_cast in targets if tiled_cast.key is not None]
     if tensor_scales and not amaxes:
@@ -434,17 +434,17 @@ def _cast_by_operations(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor |
 
 
 def _run_tiled_codes(*arguments: Any) -> Launch | None:
-    return _prepare_call(*arguments).run()
+    return _prepare_tiled_cast(*arguments).run()
 
 
 def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
     # Each of the two matrices has five arguments. Two flags for tiled scales and the recipe follow.
     tensors, second_tensors, (first_tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
     first, second = [*tensors, first_tiled, *recipe], [*second_tensors, second_tiled, *recipe]
-    return _prepare_call(*first).run_together_with(_prepare_call(*second))
+    return _prepare_tiled_cast(*first).run_together_with(_prepare_tiled_cast(*second))
 
 
-def _prepare_call(
+def _prepare_tiled_cast(
     x: Tensor,
     out: Tensor,
     scales: Tensor,
@@ -469,7 +469,7 @@ def _prepare_call(
 def _run_unscaled_codes(x: Tensor, out: Tensor) -> None:
     if x.numel():
         matrix, is_turned = as_row_major(x)
-        run_kernel(PairsKernel(x.dtype, str(x.device), is_turned), _view_pairs(matrix, is_turned), out)
+        run_kernel(PairsKernel(x.dtype, str(x.device), is_turned), _view_element_pairs(matrix, is_turned), out)
 
 
 def _run_tensor_scales(

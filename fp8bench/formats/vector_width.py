@@ -33,7 +33,7 @@ from fp8bench.protocols import limit_to_one_thread
 NARROW_BITS, WIDE_BITS = 256, 512
 _TIMED_CALLS = 7
 # Wider vectors must save at least this fraction of the time. Otherwise, noise would choose between nearly equal times.
-_LEAST_GAIN = 0.1
+_LEAST_TIME_SAVING = 0.1
 
 
 def vector_widths(device: str) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def measure_fastest(
 
 def choose_width(seconds: Mapping[int, float]) -> int:
     narrow_bits, fastest_bits = min(seconds), min(seconds, key=lambda bits: seconds[bits])
-    return fastest_bits if seconds[fastest_bits] < (1 - _LEAST_GAIN) * seconds[narrow_bits] else narrow_bits
+    return fastest_bits if seconds[fastest_bits] < (1 - _LEAST_TIME_SAVING) * seconds[narrow_bits] else narrow_bits
 
 
 class StoredChoice:

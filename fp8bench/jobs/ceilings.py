@@ -139,7 +139,7 @@ _DATASHEET_FIGURES = {
     "link": ("link", 1e9, "GB/s"),
     "watts": ("watts", 1.0, "W"),
 }
-_PEAK_FIELD = "dense"
+_PEAK_DATASHEET_FIELD = "dense"
 _VENDORS = ("nvidia", "amd", "instinct", "intel", "google")
 # The largest relative difference of equal figures. Vendors round: 989 and 989.5 are the same figure.
 _ROUNDING_TOLERANCE = 0.01
@@ -165,7 +165,7 @@ class Quote:
         """The datasheet field that holds this figure, the factor that converts `number` to the field's unit, and the
         unit of `number`.
         """
-        return _DATASHEET_FIGURES.get(self.figure, (_PEAK_FIELD, 1e12, "TFLOP/s"))
+        return _DATASHEET_FIGURES.get(self.figure, (_PEAK_DATASHEET_FIELD, 1e12, "TFLOP/s"))
 
     def of(self, device: Datasheet, sparse: bool = False) -> float | None:
         """Returns the number of this figure in a datasheet, in the unit of `number`; None if the datasheet lacks it.
@@ -173,7 +173,7 @@ class Quote:
         """
         field, factor, _ = self.datasheet_field
         value: float | None = None
-        if field == _PEAK_FIELD:
+        if field == _PEAK_DATASHEET_FIELD:
             value = (device.sparse if sparse else device.dense).get(product_kind_of(self.figure))
         elif not sparse:
             value = getattr(device, field)
@@ -250,7 +250,7 @@ def _describe_quote(quote: Quote) -> Iterator[str]:
         names = " or ".join(device.name for device in quote.devices if quote.is_equal_to(quote.of(device)))
         yield f"{quote.text}: right of {names}"
     for device in quote.devices:
-        figure = f"{quote.of(device):g} {unit}{', dense' * (field == _PEAK_FIELD)}"
+        figure = f"{quote.of(device):g} {unit}{', dense' * (field == _PEAK_DATASHEET_FIELD)}"
         yield f"  {device.name}: {figure} ({device.cite(field)}, {device.date}, {device.source})"
 
 

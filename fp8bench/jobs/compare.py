@@ -58,10 +58,10 @@ def compare_runs(
         )
         old = [run for run in old if hardware_of(run) == machine]
         new = [run for run in new if hardware_of(run) == machine]
-    return compare(_make_side(old_name, old), _make_side(new_name, new))
+    return compare(_make_comparison_side(old_name, old), _make_comparison_side(new_name, new))
 
 
-def _make_side(name: str, runs: Sequence[Run]) -> Side:
+def _make_comparison_side(name: str, runs: Sequence[Run]) -> Side:
     return make_side(name, [(run, findings(run)) for run in runs])
 
 

@@ -234,14 +234,14 @@ def _list_precisions(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     """Yields a line for each precision that shows how each device supports it. The lines fit into any terminal."""
     for precision in list_precisions_by_rank():
         levels = ", ".join(f"{precision.support(device).level} on {device.key}" for device in facts)
-        aliases = _list_aliases(precision.name)
+        aliases = _format_precision_aliases(precision.name)
         yield f"{precision.name:<12} {levels}{f'  (also {aliases})' if aliases else ''}"
         yield from textwrap.wrap(precision.summary, _MAX_LINE_LENGTH, initial_indent="  ", subsequent_indent="  ")
     yield "definition and options of a precision: fp8bench list precisions NAME"
 
 
 def _describe_precision(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    aliases = _list_aliases(precision.name)
+    aliases = _format_precision_aliases(precision.name)
     yield f"{precision.name}{f' (also {aliases})' if aliases else ''}: {precision.summary}"
     for device in facts:
         support = precision.support(device)
@@ -258,5 +258,5 @@ def _describe_precision(precision: Precision, facts: tuple[DeviceFacts, ...]) ->
         yield "options follow a precision's name, any number of them: fp8-delayed:history=16:margin=1"
 
 
-def _list_aliases(name: str) -> str:
+def _format_precision_aliases(name: str) -> str:
     return ", ".join(alias for alias, canonical in precisions.aliases().items() if canonical == name)

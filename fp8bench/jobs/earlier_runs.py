@@ -32,11 +32,11 @@ def _load_earlier_runs(run: Run, store: Path) -> Iterator[Run]:
     loaded_run_count = 0
     for path in listing(store).files[:_MAX_FILES]:
         with contextlib.suppress(StoreError):
-            if loaded_run_count < _MAX_RUNS and _is_earlier(load_header(path), run):
+            if loaded_run_count < _MAX_RUNS and _is_comparable_earlier_run(load_header(path), run):
                 yield load_run(path)
                 loaded_run_count += 1
 
 
-def _is_earlier(earlier: Run, run: Run) -> bool:
+def _is_comparable_earlier_run(earlier: Run, run: Run) -> bool:
     is_same_machine = earlier.environment.get("machine") == run.environment.get("machine")
     return is_same_machine and earlier.request.suite == run.request.suite and earlier.started < run.started

@@ -140,13 +140,13 @@ def _write_page(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
         _replace_report_file(pages.html, text)
     if pages.markdown is not None:
         _replace_report_file(pages.markdown, as_markdown(page))
-    _replace_report_file(folder.parent / INDEX_NAME, as_html(_make_index(folder.parent)))
+    _replace_report_file(folder.parent / INDEX_NAME, as_html(_make_report_index(folder.parent)))
     if pages.plots is not None:
-        _write_plots(page, pages.plots, pages.plots_formats)
+        _write_chart_pictures(page, pages.plots, pages.plots_formats)
     return folder / PAGE_NAME
 
 
-def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
+def _write_chart_pictures(page: Page, folder: Path, formats: Sequence[str]) -> None:
     """Writes each chart to a file in each format. The files are named after the chart's id on the page."""
     from fp8bench.report.page.drawing.pictures import draw_picture
 
@@ -158,7 +158,7 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
             _replace_report_file(folder / f"{name}.{form}", draw_picture(chart, page.title, form))
 
 
-def _make_index(reports: Path) -> Page:
+def _make_report_index(reports: Path) -> Page:
     dated_report_paths = []
     for path in reports.glob(f"*/{PAGE_NAME}"):
         # Most folders have a start time in their name. Folders of loss pages from `fp8bench.watch` have none, so use

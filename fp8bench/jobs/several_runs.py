@@ -43,10 +43,10 @@ def execute_sessions(
     cover the ratios of all sessions. `pause` is the number of seconds between two runs. If the user interrupts,
     returns the last run that exists.
     """
-    earlier_ratios: dict[str, tuple[Interval, ...]] = {}
+    earlier_ratios_by_case: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
         name = f"session {number + 1} of {sessions}"
-        run = execute(request, store, observer, command, note=name, sessions={**earlier_ratios})
+        run = execute(request, store, observer, command, note=name, sessions={**earlier_ratios_by_case})
         if not run.finished or number + 1 == sessions:
             break
         if not _wait_between_sessions(run, pause, observer, number + 2, sessions):
@@ -55,7 +55,7 @@ def execute_sessions(
         # Keep the ratios of disturbed sessions too. Otherwise, the intervals would be too narrow on a busy machine.
         for case, finding in findings(replace(run, records=tuple(records))).items():
             if finding.ratio is not None:
-                earlier_ratios[case] = (*earlier_ratios.get(case, ()), finding.ratio)
+                earlier_ratios_by_case[case] = (*earlier_ratios_by_case.get(case, ()), finding.ratio)
     return run
 
 
@@ -123,10 +123,10 @@ FLEET_ORIGIN = "fleet"
 
 
 def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
-    cells = list_cells(plan, facts)
-    if not cells:
+    fleet_cells = list_cells(plan, facts)
+    if not fleet_cells:
         raise UsageError("nothing would be measured on this machine, so there is no cell. See --dry-run.")
-    return FleetPlan(secrets.token_hex(4), now(), command, request, cells, __version__)
+    return FleetPlan(secrets.token_hex(4), now(), command, request, fleet_cells, __version__)
 
 
 def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:

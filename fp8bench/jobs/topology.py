@@ -60,13 +60,13 @@ def write_topology(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     """
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
-    answer = _query_driver(f"--query-gpu={_NVIDIA_SMI_FIELDS}", "--format=csv,noheader,nounits")
+    answer = _query_nvidia_smi(f"--query-gpu={_NVIDIA_SMI_FIELDS}", "--format=csv,noheader,nounits")
     gpus = [list(map(str.strip, line.split(","))) for line in answer]
     if not gpus or any(len(fields) != len(_NVIDIA_SMI_FIELDS.split(",")) for fields in gpus):
         raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
         raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
-    kinds = count_links(_query_driver("topo", "-m"))
+    kinds = count_links(_query_nvidia_smi("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'no links'}"
     for name, rate in list_active_ports(infiniband):
@@ -96,7 +96,7 @@ def _make_topology_lines(
     )
     measured_bandwidth = find_measured_bandwidth(store, len(gpus))
     has_nvlinks = any(kind.startswith("NV") for kind in kinds)
-    nvlink_signal_rate = sum_link_rates(_query_driver("nvlink", "-s")) if has_nvlinks else None
+    nvlink_signal_rate = sum_link_rates(_query_nvidia_smi("nvlink", "-s")) if has_nvlinks else None
     link_rate: float | None
     if measured_bandwidth is not None:
         link_rate = measured_bandwidth[0] / 1e9
@@ -133,7 +133,7 @@ def _find_product_rate(precision: str, name: str, store: Path) -> TopologyLine:
     return TopologyLine(precision, peak / 1e12, "TFLOP/s", source)
 
 
-def _query_driver(*options: str) -> list[str]:
+def _query_nvidia_smi(*options: str) -> list[str]:
     command = ["nvidia-smi", *options]
     try:
         result = subprocess.run(

@@ -143,7 +143,7 @@ class MeasuredArm:
         self.step_seconds = max(fastest_step.seconds, 1e-7)
         self.calibrated = fastest_step
         self.segmentation = cut_into_cells(
-            fastest_step.codes, fastest_step.intervals_ns, part_ends=self._part_end_phase
+            fastest_step.codes, fastest_step.intervals_ns, part_ends=self._last_phase_of_part
         )
         slot_shape = choose_slot_shape(self.step_seconds, self.host_seconds, self.cache_mode, self.has_device_queue)
         self.calls, self.discard_count, self.filling = slot_shape.calls, slot_shape.discard_count, slot_shape.filling
@@ -223,7 +223,7 @@ class MeasuredArm:
         step_ns, leader_ns = sum(self.calibrated.intervals_ns), sum(leading_arm.calibrated.intervals_ns)
         least_block_ns = max(1, round(choose_block_ns(leader_ns) * step_ns / max(leader_ns, 1)))
         self.segmentation = cut_into_cells(
-            self.calibrated.codes, self.calibrated.intervals_ns, least_block_ns, self._part_end_phase
+            self.calibrated.codes, self.calibrated.intervals_ns, least_block_ns, self._last_phase_of_part
         )
 
     def run(self, worker: Worker, round_number: int, position: int | None = None) -> None:
@@ -255,7 +255,7 @@ class MeasuredArm:
             self.scales = worker.within(self.limits.for_untimed_pass(self.planned.work)).scales(self.key)
 
     @property
-    def _part_end_phase(self) -> str:
+    def _last_phase_of_part(self) -> str:
         return workloads.get(self.planned.case.workload).part_ends
 
     def examine_late_steps(self, worker: Worker) -> dict[str, Any]:
@@ -314,12 +314,12 @@ class MeasuredArm:
         self.has_eager_calls |= raw.eager_quantisers > 0
         self.has_fused_calls |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
-        cell_ns_by_step = _divide_into_cells(raw.steps, self.segmentation.cells)
+        cell_ns_by_step = _divide_steps_into_cells(raw.steps, self.segmentation.cells)
         # A step whose phase marks differ from those of the calibrating step has different cells. So use totals per
         # phase.
         if self.marks_vary or any(row is None for row in cell_ns_by_step):
             self._convert_to_phase_totals()
-            cell_ns_by_step = _divide_into_cells(raw.steps, sum_by_phase)
+            cell_ns_by_step = _divide_steps_into_cells(raw.steps, sum_by_phase)
         calls_ns = tuple(row for row in cell_ns_by_step if row is not None)
         self.slots.append(
             SlotSample(
@@ -369,7 +369,7 @@ class MeasuredArm:
         )
 
 
-def _divide_into_cells(
+def _divide_steps_into_cells(
     steps: Sequence[RawStep], cut: Callable[[Sequence[int], Sequence[int]], tuple[int, ...] | None]
 ) -> list[tuple[int, ...] | None]:
     """Returns for each step the times of its cells (its smallest timed parts). A step without marks between phases is

@@ -50,7 +50,7 @@ class NumberSearch:
     largest_number: int
     room: int | None
     attempts: list[BatchAttempt] = field(default_factory=list)
-    _increment: int = 1
+    _number_increment: int = 1
     _prediction_count: int = 0
 
     @property
@@ -72,9 +72,9 @@ class NumberSearch:
         number: int | None = self.start
         while number is not None:
             self.attempts.append(attempt(number))
-            number = self._choose_next()
+            number = self._choose_next_number()
 
-    def _choose_next(self) -> int | None:
+    def _choose_next_number(self) -> int | None:
         fitting, failing = self.largest_fitting, self.smallest_failing
         if failing is None:
             assert fitting is not None
@@ -82,7 +82,7 @@ class NumberSearch:
         largest_fitting_number = fitting.number if fitting is not None else 0
         if failing.number - largest_fitting_number <= 1:
             return None
-        predicted_largest_number = self._predict_largest()
+        predicted_largest_number = self._predict_largest_number()
         if (
             predicted_largest_number is None
             or predicted_largest_number >= failing.number
@@ -93,18 +93,18 @@ class NumberSearch:
         return max(predicted_largest_number, largest_fitting_number + 1)
 
     def _choose_larger_number(self, fitting_number: int) -> int:
-        candidate_number = self._predict_largest()
+        candidate_number = self._predict_largest_number()
         if candidate_number is None:
             return min(2 * fitting_number, self.largest_number)
         if candidate_number <= fitting_number:
-            candidate_number = fitting_number + self._increment
-            self._increment *= 2
+            candidate_number = fitting_number + self._number_increment
+            self._number_increment *= 2
         return min(
             candidate_number if candidate_number <= _MAX_BATCH_JUMP * fitting_number else candidate_number // 3,
             self.largest_number,
         )
 
-    def _predict_largest(self) -> int | None:
+    def _predict_largest_number(self) -> int | None:
         """Predicts the largest number that fits in `room`, by a line through the two largest attempts with known
         memory. Returns None without `room` or such a line.
         """
@@ -123,7 +123,7 @@ LARGEST_BATCH = 1 << 20
 # The largest power of two that is tried as the required multiple of a precision's batch.
 _MAX_BATCH_MULTIPLE = 1024
 # Odd factors, because a precision that refuses odd batches needs multiples of two.
-_TRIED_FACTORS = (1, 3, 5, 7)
+_TRIED_BATCH_FACTORS = (1, 3, 5, 7)
 
 # A function that plans the same case with a different batch. It returns None if the suite refuses that batch.
 PlanWithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
@@ -153,13 +153,13 @@ class CapacityPass:
     _device_facts: Mapping[str, DeviceFacts]
     _time_limits: Limits
     _observer: Observer
-    _capacity_rule: CapacityRule
+    _batch_search_rule: CapacityRule
 
     def find_largest_batches(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             facts = self._device_facts[outcome.planned.case.device]
             batch_search = _BatchSearch(
-                outcome.planned, facts, self._worker, self._time_limits, self._observer, self._capacity_rule
+                outcome.planned, facts, self._worker, self._time_limits, self._observer, self._batch_search_rule
             )
             outcome.note(capacity=batch_search.find_capacity())
         if any(self._device_facts[outcome.planned.case.device].accelerated for outcome in outcomes):
@@ -177,7 +177,7 @@ class CapacityPass:
         facts = self._device_facts[planned.case.device]
         if capacity is None or not capacity.batch or planned.support.is_emulated:
             return
-        planned_batch = self._capacity_rule.plan_with_batch(planned, capacity.batch, facts)
+        planned_batch = self._batch_search_rule.plan_with_batch(planned, capacity.batch, facts)
         assert planned_batch is not None
         self._observer.working(planned.case, f"timing a batch of {capacity.batch}", 1.0)
         try:
@@ -219,7 +219,7 @@ class _BatchSearch:
                 room_bytes,
                 batch_attempts,
             )
-            batch_number_search.run(lambda number: self._try_number(number, batch_multiple))
+            batch_number_search.run(lambda number: self._try_batch_number(number, batch_multiple))
         except NoSearch as cause:
             return Capacity(axis, byte_limit, grain=batch_multiple, why=str(cause), attempts=len(batch_attempts))
         # 2. Report the largest batch that ran, and why the next one did not.
@@ -255,7 +255,7 @@ class _BatchSearch:
             device_batch,
         )
 
-    def _try_number(self, number: int, batch_multiple: int) -> BatchAttempt:
+    def _try_batch_number(self, number: int, batch_multiple: int) -> BatchAttempt:
         batch, byte_limit = number * batch_multiple, self._capacity_rule.limit
         planned_batch = self._plan_batch(batch)
         self._observer.working(self._planned_case.case, f"trying a batch of {batch}", 1.0)
@@ -282,7 +282,7 @@ class _BatchSearch:
         while batch_multiple <= _MAX_BATCH_MULTIPLE:
             planned_batches = [
                 self._capacity_rule.plan_with_batch(self._planned_case, batch_multiple * factor, self._device_facts)
-                for factor in _TRIED_FACTORS
+                for factor in _TRIED_BATCH_FACTORS
             ]
             if all(planned is None or planned.support.level is not Level.REFUSED for planned in planned_batches):
                 return batch_multiple

@@ -54,7 +54,7 @@ def gather(
         "cpu_turbo_off": _read_file("/sys/devices/system/cpu/intel_pstate/no_turbo"),
         "smt": _read_file("/sys/devices/system/cpu/smt/active"),
         "cgroup_cpu_max": _read_file("/sys/fs/cgroup/cpu.max"),
-        "load_1min": _read_load(),
+        "load_1min": _read_system_load(),
         BUSY_CORES_FACT: _measure_busy_cores(),
         "threads": threads,
         "imports_sha256": hash_user_code(imports),
@@ -66,7 +66,7 @@ def gather(
     return Environment(facts)
 
 
-def _read_load() -> float | None:
+def _read_system_load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -92,7 +92,7 @@ def _read_cpu_ticks() -> list[int]:
 
 def describe_load() -> str:
     """Returns the load and the number of cores, for example 'load 3.1 on 2 cores'."""
-    load = _read_load()
+    load = _read_system_load()
     return f"load {load} on {os.cpu_count()} cores" if load is not None else f"{os.cpu_count()} cores"
 
 
@@ -109,21 +109,23 @@ def _read_commit(folder: Path) -> dict[str, Scalar | None]:
     The facts are None without a working tree or a commit. Untracked files do not count as a difference, because a
     user's suite need not be committed.
     """
-    is_work_tree = _read_git(folder, "rev-parse", "--is-inside-work-tree")
+    is_work_tree = _read_git_output(folder, "rev-parse", "--is-inside-work-tree")
     # `rev-list`, because the user's configuration changes the output of `log` and `show`.
-    commit_lines = (_read_git(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
+    commit_lines = (_read_git_output(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
     if is_work_tree != "true" or len(commit_lines) != 2:
         return {"commit": None, "commit_date": None, "dirty": None, "commit_unknown": _explain_missing_commit(folder)}
     commit, seconds = commit_lines[0].removeprefix("commit "), commit_lines[1]
-    changed_files = _read_git(folder, "status", "--porcelain", "--untracked-files=no")
-    repository = _read_git(folder, "rev-parse", "--show-toplevel")
+    changed_files = _read_git_output(folder, "status", "--porcelain", "--untracked-files=no")
+    repository = _read_git_output(folder, "rev-parse", "--show-toplevel")
     repository_package = _PACKAGE_FOLDER if repository is None else Path(repository) / _PACKAGE_FOLDER.name
     # If `folder` is in fp8bench's own repository, the running code may still come from elsewhere, for example from a
     # second working tree.
     is_our_repository = (repository_package / "__init__.py").is_file() and not repository_package.samefile(
         _PACKAGE_FOLDER
     )
-    package_code_differs = is_our_repository and _read_code(repository_package) != _read_code(_PACKAGE_FOLDER)
+    package_code_differs = is_our_repository and _read_package_code(repository_package) != _read_package_code(
+        _PACKAGE_FOLDER
+    )
     return {
         "commit": commit,
         "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
@@ -148,7 +150,7 @@ def _explain_missing_commit(folder: Path) -> str | None:
     return None if first_line.startswith("not a git repository") else first_line
 
 
-def _read_code(package: Path) -> dict[Path, bytes]:
+def _read_package_code(package: Path) -> dict[Path, bytes]:
     # `is_file` excludes links to missing files, which some editors leave behind.
     return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py") if path.is_file()}
 
@@ -175,7 +177,7 @@ def _run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 124, "", f"git gave no answer for {_GIT_SECONDS} s")
 
 
-def _read_git(folder: Path, *arguments: str) -> str | None:
+def _read_git_output(folder: Path, *arguments: str) -> str | None:
     result = _run_git(folder, *arguments)
     return result.stdout.strip() if result.returncode == 0 else None
 

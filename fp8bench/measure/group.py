@@ -88,21 +88,21 @@ class GroupMeasurement:
     timing, and then measures memory.
     """
 
-    _group: Group
+    _measured_group: Group
     _facts: Mapping[str, DeviceFacts]
     _worker: Worker
     _observer: Observer
     _method: GroupMethod
-    _meter: Meter | None = None
+    _device_meter: Meter | None = None
     _untimed_worker: Worker | None = None
     _counting_worker: CountingWorker | None = None
     _second_worker: Worker | None = None
 
     def __post_init__(self) -> None:
         # The random seed depends on the group's setting (the values of its axes), and not on its place in the run.
-        self._seed = random.Random(f"{self._method.seed}:{self._group.setting}").getrandbits(32)
+        self._seed = random.Random(f"{self._method.seed}:{self._measured_group.setting}").getrandbits(32)
         self._start = time.monotonic()
-        self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
+        self._outcomes = [CaseOutcome(planned) for planned in self._measured_group.cases]
         # The numerical errors that are known already, by `make_numbers_key`: cases with equal keys have equal errors.
         # They come from the second worker, and in a brisk run also from earlier groups.
         self._errors = self._method.known_errors if self._method.brisk else dict[str, tuple[Measurement, ...]]()
@@ -115,7 +115,7 @@ class GroupMeasurement:
         while self._time_sessions() == "again":
             for outcome in self._outcomes:
                 outcome.reset_draft()
-        timed_reference = self._find_reference()
+        timed_reference_outcome = self._find_reference()
         # 2. Start the worker for untimed passes only now: an earlier start would have disturbed the timing.
         if self._untimed_worker is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # the first request to the worker reports the reason
@@ -123,9 +123,9 @@ class GroupMeasurement:
         passes = self._make_passes(self._worker)
         # 3. Run the untimed passes of each case. If there is a second worker, it measures memory.
         with self._measuring_memory_in_second_worker() as memory_outcomes:
-            self._run_untimed_passes(passes, timed_reference, memory_outcomes is None)
+            self._run_untimed_passes(passes, timed_reference_outcome, memory_outcomes is None)
         if memory_outcomes is not None:
-            self._store_memory(passes, memory_outcomes)
+            self._store_memory_figures(passes, memory_outcomes)
         # 4. Run passes that need an idle second worker: recording operators in it, or searching the largest batch.
         if self._untimed_worker is self._second_worker:
             self._record_operators(passes)
@@ -150,7 +150,7 @@ class GroupMeasurement:
         reference = self._find_reference()
         # If the reference has failed, the other cases have nothing to be compared with.
         if reference is not timed_reference:
-            self._remove_pairing()
+            self._mark_unpaired_outcomes()
         # Compute the statistics of the data once, because all precisions use the same data.
         if reference is not None:
             passes.ask("statistics", [reference])
@@ -163,7 +163,7 @@ class GroupMeasurement:
         examined = [outcome for outcome in self._list_alive() if workloads.get(outcome.planned.case.workload).examined]
         passes.ask("coverage", examined)
         if with_memory:
-            untimed_passes.measure_memory(self._list_alive(), self._meter, self._method.checks_late_steps)
+            untimed_passes.measure_memory(self._list_alive(), self._device_meter, self._method.checks_late_steps)
         # 3. Record traces and operators at the end, because these tools run code around every operation of a step.
         if self._method.trace_folder is not None:
             passes.record_traces(self._list_alive(), self._method.trace_folder)
@@ -201,18 +201,18 @@ class GroupMeasurement:
     @contextmanager
     def _measuring_errors_in_second_worker(self) -> Iterator[None]:
         """While the `with` block runs, the second worker measures numerical errors of small cases."""
-        small_cases = [
-            CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small(outcome.planned)
+        small_case_outcomes = [
+            CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small_case(outcome.planned)
         ]
         # Skip this if numerical errors are known already, from an earlier session or from earlier groups.
-        if self._second_worker is None or self._errors or not small_cases:
+        if self._second_worker is None or self._errors or not small_case_outcomes:
             yield
             return
         passes = self._make_passes(self._second_worker, SilentObserver(), True)
-        with self._running_in_second_worker(passes.measure_errors, small_cases, self._errors):
+        with self._running_in_second_worker(passes.measure_errors, small_case_outcomes, self._errors):
             yield
 
-    def _is_small(self, planned: PlannedCase) -> bool:
+    def _is_small_case(self, planned: PlannedCase) -> bool:
         """Returns whether a case needs little memory and no long preparation. False if its memory is unknown."""
         least_bytes, static_scales = planned.work.least_memory, planned.case.static
         needs_preparation = static_scales is not None or planned.work.setup_seconds > 0
@@ -226,22 +226,22 @@ class GroupMeasurement:
         """Calls `run_pass` in the second worker during the `with` block. Restarts that worker if the block raises."""
         assert self._second_worker is not None
         with ThreadPoolExecutor(1) as threads:
-            future = threads.submit(run_pass, waiting, answers)
+            pass_future = threads.submit(run_pass, waiting, answers)
             try:
                 yield
             except BaseException:
                 waiting.clear()  # the pass ends when this list is empty
                 self._second_worker.restart()
                 raise
-            future.result()
+            pass_future.result()
 
-    def _store_memory(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
+    def _store_memory_figures(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
         """Stores the memory figures that the second worker measured. The first worker measures the remaining cases."""
         unmeasured = [outcome for outcome in self._list_alive() if outcome.planned.case.id not in measured]
         for outcome in self._list_alive():
             if outcome.planned.case.id in measured:
                 outcome.take_memory(measured[outcome.planned.case.id])
-        passes.measure_memory(unmeasured, self._meter, self._method.checks_late_steps)
+        passes.measure_memory(unmeasured, self._device_meter, self._method.checks_late_steps)
 
     def _measure_memory(self, worker: Worker, waiting: list[CaseOutcome], results: dict[str, CaseOutcome]) -> None:
         """Measures the memory of the waiting cases, with compiled quantisers if a case was timed with them."""
@@ -258,7 +258,7 @@ class GroupMeasurement:
                 return  # the first worker measures the cases that are still waiting
             # Use a separate outcome, because passes of the first worker write into the case's outcome at the same time.
             results[case.id] = CaseOutcome(timed_outcome.planned)
-            passes.measure_memory([results[case.id]], self._meter, self._method.checks_late_steps)
+            passes.measure_memory([results[case.id]], self._device_meter, self._method.checks_late_steps)
 
     def _make_passes(self, worker: Worker, observer: Observer | None = None, is_untimed: bool = False) -> Passes:
         return Passes(worker, self._facts, self._method.limits, observer or self._observer, is_untimed)
@@ -275,7 +275,7 @@ class GroupMeasurement:
         """The untimed worker of a brisk group (about 10 s). None otherwise, or if it is also the timing worker."""
         return self._untimed_worker if self._method.brisk and self._untimed_worker is not self._worker else None
 
-    def _remove_pairing(self) -> None:
+    def _mark_unpaired_outcomes(self) -> None:
         """Marks all outcomes as unpaired (timed without the reference), unless all were timed in the same rounds."""
         if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
@@ -286,10 +286,10 @@ class GroupMeasurement:
         return [outcome for outcome in self._outcomes if outcome.planned.runs and not outcome.failure]
 
     def _find_reference(self) -> CaseOutcome | None:
-        planned_reference = self._outcomes[self._group.reference]
+        planned_reference_outcome = self._outcomes[self._measured_group.reference]
         remaining = self._list_alive()
-        if planned_reference in remaining:
-            return planned_reference
+        if planned_reference_outcome in remaining:
+            return planned_reference_outcome
         eligible_outcomes = [outcome for outcome in remaining if outcome.planned.support.is_native] or remaining
         return min(eligible_outcomes, key=lambda one: precisions.get(one.planned.case.precision).rank, default=None)
 
@@ -300,13 +300,13 @@ class GroupMeasurement:
             return "done"
         candidates = [outcome for outcome in self._list_alive() if outcome is not reference]
         # A session that does not fit in memory is split into smaller sessions, which are timed next.
-        waiting_sessions: list[_SessionPlan] = [(reference, True, candidates)]
-        while waiting_sessions:
-            session_plan = waiting_sessions.pop(0)
+        waiting_session_plans: list[_SessionPlan] = [(reference, True, candidates)]
+        while waiting_session_plans:
+            session_plan = waiting_session_plans.pop(0)
             session = self._make_session(session_plan)
             failure: ArmFailed | None = None
             try:
-                self._measure_session(session, len(waiting_sessions) + 1)
+                self._measure_session(session, len(waiting_session_plans) + 1)
             except ArmFailed as arm_failure:
                 failure = arm_failure
             except CompilingFailed:
@@ -317,11 +317,11 @@ class GroupMeasurement:
             if failure is None:
                 continue
             # Time the session again only if memory ran out, because the same arms may fit in smaller sessions.
-            smaller_sessions = self._split_session(session_plan) if ran_out_of_memory(failure.cause) else []
-            if not smaller_sessions:
-                self._record_failure(failure)
+            smaller_session_plans = self._split_session(session_plan) if ran_out_of_memory(failure.cause) else []
+            if not smaller_session_plans:
+                self._record_arm_failure(failure)
                 return "again"
-            waiting_sessions[:0] = smaller_sessions
+            waiting_session_plans[:0] = smaller_session_plans
         return "done"
 
     def _make_session(self, session_plan: _SessionPlan) -> RoundSession:
@@ -351,8 +351,8 @@ class GroupMeasurement:
                 self._worker, method.quantisers, lambda arm, text: self._observer.working(arm.planned.case, text, 0.0)
             )
         # 2. Time rounds until the stopping rule ends them. Remaining sessions share the group's time, if it is limited.
-        watch = self._start_watch(session)
-        after_slot = watch.read_state_after_slot if watch else None
+        session_watch = self._start_session_watch(session)
+        after_slot = session_watch.read_state_after_slot if session_watch else None
         rule = method.rule.after(time.monotonic() - self._start, session_count)
         report_progress = self._make_progress_callback("measuring")
         end_reason = session.run(self._worker, rule, method.judge, self._seed, report_progress, after=after_slot)
@@ -363,8 +363,8 @@ class GroupMeasurement:
             fastest = session.time_fastest_again(
                 method.choose, self._worker, method.rule, self._seed + 1, report_progress, after_slot
             )
-        if watch:
-            watch.finish()
+        if session_watch:
+            session_watch.finish()
         # Examine late steps before any other call, which could reveal to the suite's code that the timing is over.
         self._check_work(session)
         session.check_states(self._worker)  # raises ArmFailed if the timed steps have damaged a state
@@ -384,7 +384,7 @@ class GroupMeasurement:
         if fastest is not None:
             self._find_outcome(fastest[0]).note(fresh=fastest[1])
         # 5. Measure energy and replays of captured steps last, so that they cannot disturb the timing.
-        self._store_watch_and_energy(session, watch)
+        self._store_watch_and_energy(session, session_watch)
         self._measure_replays(session)
 
     def _check_work(self, session: RoundSession) -> None:
@@ -400,11 +400,11 @@ class GroupMeasurement:
         arms = [arm for arm in session.arms if arm is not session.control]
         pending_arms = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
         replay_pass = ReplayPass(self._seed, self._make_progress_callback("replaying steps"))
-        replay_results = replay_pass.measure(pending_arms, self._worker)
+        replays_by_arm = replay_pass.measure(pending_arms, self._worker)
         for arm in pending_arms:
-            self._find_outcome(arm).note(replays=replay_results[arm.key])
+            self._find_outcome(arm).note(replays=replays_by_arm[arm.key])
 
-    def _warm_up(self, first: MeasuredArm, device: DeviceReader) -> Settling | None:
+    def _warm_up_device(self, first: MeasuredArm, device: DeviceReader) -> Settling | None:
         """Runs the reference until its device has settled. Returns None for an emulated reference."""
         if first.is_emulated or not self._method.warm_up_seconds:
             return None
@@ -413,14 +413,14 @@ class GroupMeasurement:
             settler = Settler(device, self._method.warm_up_seconds, is_brisk=self._method.brisk)
             return settler.warm_up_device(first, self._worker)
 
-    def _start_watch(self, session: RoundSession) -> SessionWatch | None:
+    def _start_session_watch(self, session: RoundSession) -> SessionWatch | None:
         """Warms the device up. Returns the `SessionWatch` that reads its state between slots; None without sensors."""
-        if self._meter is None or not session.arms:
+        if self._device_meter is None or not session.arms:
             return None
-        device = self._meter.device
+        device = self._device_meter.device
         if device.has_no_sensors and not session.arms[0].facts.accelerated:
             return None
-        idle_worker, warm_up = self._brisk_untimed_worker, self._warm_up(session.arms[0], device)
+        idle_worker, warm_up = self._brisk_untimed_worker, self._warm_up_device(session.arms[0], device)
         has_idle_process = idle_worker is not None and idle_worker.pid is not None
         return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=int(has_idle_process))
 
@@ -431,13 +431,13 @@ class GroupMeasurement:
             if watch and not outcome.draft.watch:
                 outcome.note(watch=watch.summarise_arm(arm))
         rule = self._method.windows
-        if self._meter is None or rule is None:
+        if self._device_meter is None or rule is None:
             return
         # Leave out arms whose energy, or speed in long windows (`sustained`), an earlier session has stored.
         pending = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
         # With `turn_seconds`, an arm runs steps for at least that long in each window.
         activity = "running for seconds" if rule.turn_seconds else "measuring energy"
-        window_pass = WindowPass(self._meter, rule, self._seed, self._make_progress_callback(activity))
+        window_pass = WindowPass(self._device_meter, rule, self._seed, self._make_progress_callback(activity))
         results = window_pass.measure([arm for _, arm in pending], self._worker)
         for outcome, arm in pending:
             outcome.note(
@@ -447,9 +447,9 @@ class GroupMeasurement:
         if rule.phases:
             pending = [(outcome, arm) for outcome, arm in pending if results[arm.key].windows]
             report_progress = self._make_progress_callback("measuring energy of phases")
-            phase_window_pass = WindowPass(self._meter, rule, self._seed + 2, report_progress)
+            phase_window_pass = WindowPass(self._device_meter, rule, self._seed + 2, report_progress)
             phase_energies = phase_window_pass.measure_phases([arm for _, arm in pending], self._worker)
-            power_limits = self._meter.read_power_limits()
+            power_limits = self._device_meter.read_power_limits()
             for outcome, arm in pending:
                 if (energy_use := outcome.draft.energy) is not None:
                     outcome.note(energy=replace(energy_use, phases=phase_energies[arm.key], power_limits=power_limits))
@@ -466,10 +466,10 @@ class GroupMeasurement:
         if not candidates:
             return []
         # Time reference and candidate in two sessions. The reference may have a timing from an earlier session.
-        reference_sessions: list[_SessionPlan] = [(reference, False, [])] if reference.draft.timing is None else []
-        return [*reference_sessions, (None, False, candidates)]
+        reference_session_plans: list[_SessionPlan] = [(reference, False, [])] if reference.draft.timing is None else []
+        return [*reference_session_plans, (None, False, candidates)]
 
-    def _record_failure(self, failure: ArmFailed) -> None:
+    def _record_arm_failure(self, failure: ArmFailed) -> None:
         cause = failure.cause
         if not ran_out_of_memory(cause):
             self._worker.restart()  # after an error on a GPU, no further request of the process works

@@ -24,7 +24,7 @@ def treat_end_signals_as_interrupts() -> AbstractContextManager[None]:
     def has_default_handler(previous_handler: Any) -> bool:
         return previous_handler is signal.SIG_DFL
 
-    return _set_handler(signal.default_int_handler, _END_SIGNALS, should_replace=has_default_handler)
+    return _set_signal_handler(signal.default_int_handler, _END_SIGNALS, should_replace=has_default_handler)
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def interrupt_only_once() -> Iterator[None]:
         if len(received_signals) == 1:
             raise KeyboardInterrupt
 
-    with _set_handler(handle_signal):
+    with _set_signal_handler(handle_signal):
         yield
 
 
@@ -45,7 +45,7 @@ def interrupt_only_once() -> Iterator[None]:
 def hold_back_interrupts() -> Iterator[None]:
     """Delays an interrupt that arrives within the `with` block until the block has ended."""
     delayed_signals: list[int] = []
-    with _set_handler(lambda number, frame: delayed_signals.append(number)):
+    with _set_signal_handler(lambda number, frame: delayed_signals.append(number)):
         yield
     if delayed_signals:
         raise KeyboardInterrupt
@@ -53,11 +53,11 @@ def hold_back_interrupts() -> Iterator[None]:
 
 def ignore_interrupts() -> AbstractContextManager[None]:
     """Ignores interrupts within the `with` block, which cleans up after an earlier interrupt."""
-    return _set_handler(signal.SIG_IGN)
+    return _set_signal_handler(signal.SIG_IGN)
 
 
 @contextmanager
-def _set_handler(
+def _set_signal_handler(
     handler: Any,
     numbers: Iterable[signal.Signals] = (signal.SIGINT, *_END_SIGNALS),
     should_replace: Callable[[Any], bool] = lambda previous_handler: previous_handler is not signal.SIG_IGN,

@@ -154,7 +154,7 @@ _DEVICE_MEMORY_DESCRIPTION = (
 )
 
 
-def _make_peak_measurements(use: MemoryUse) -> Iterator[Measurement]:
+def _make_peak_memory_measurements(use: MemoryUse) -> Iterator[Measurement]:
     yield Measurement(specs.PEAK_MEMORY, "B", (float(use.peak),), description=_PEAK_MEMORY_DESCRIPTION)
     if use.on_device is not None:
         provenance, device_bytes = Provenance.DERIVED, float(use.on_device)
@@ -199,14 +199,14 @@ class Passes:
     """
 
     _worker: Worker
-    _facts: Mapping[str, DeviceFacts]
+    _facts_by_device: Mapping[str, DeviceFacts]
     _time_limits: Limits
     _observer: Observer
     _is_untimed: bool = False
 
     def ask(self, question: str, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
-            with self._requesting(outcome, *PASS_TEXTS[question]) as (bench, case, facts):
+            with self._requesting_answer(outcome, *PASS_TEXTS[question]) as (bench, case, facts):
                 outcome.note(**{question: getattr(bench, question)(case, facts)})
 
     def check_products(self, outcomes: Sequence[CaseOutcome]) -> None:
@@ -217,7 +217,7 @@ class Passes:
             case, limits = outcome.planned.case, self._time_limits
             try:
                 refusal_reason = self._worker.within(limits.for_first_step(outcome.planned.work)).trial(
-                    case, self._facts[case.device]
+                    case, self._facts_by_device[case.device]
                 )
             except WorkerError as cause:
                 outcome.fail_case(f"its products could not be tried: {cause}", cause)
@@ -240,7 +240,7 @@ class Passes:
             if known_errors is not None and key in known_errors:
                 outcome.add_measurements(known_errors[key])
                 continue
-            with self._requesting(outcome, "checking numbers", "numerical error", fails_case=True) as (
+            with self._requesting_answer(outcome, "checking numbers", "numerical error", fails_case=True) as (
                 bench,
                 case,
                 facts,
@@ -260,7 +260,7 @@ class Passes:
 
     def measure_shares(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
-            with self._requesting(outcome, "timing its operators", "shares") as (bench, case, facts):
+            with self._requesting_answer(outcome, "timing its operators", "shares") as (bench, case, facts):
                 shares = bench.shares(case, facts)
                 if isinstance(shares, str):
                     outcome.add_detail(f"no shares: {shares}")
@@ -273,9 +273,9 @@ class Passes:
         """
         for outcome in (case_outcome for case_outcome in outcomes if case_outcome.planned.case.ranks > 1):
             time_limit = self._time_limits.for_untimed_pass(outcome.planned.work)
-            with self._requesting(outcome, "counting sent bytes", "bytes on the wire") as (_, case, facts):
+            with self._requesting_answer(outcome, "counting sent bytes", "bytes on the wire") as (_, case, facts):
                 outcome.note(transfer=self._worker.ask(time_limit, "transfer", case, facts))
-            with self._requesting(outcome, "", "parts of a step") as (_, case, facts):
+            with self._requesting_answer(outcome, "", "parts of a step") as (_, case, facts):
                 if (parts := self._worker.ask(time_limit, "step_parts", case, facts)) is not None:
                     sent, overlap, scaling = parts
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
@@ -285,7 +285,7 @@ class Passes:
         the host, or ''.
         """
         for outcome in outcomes:
-            with self._requesting(outcome, "counting allocations", "counters") as (bench, case, facts):
+            with self._requesting_answer(outcome, "counting allocations", "counters") as (bench, case, facts):
                 measurements, reasons = bench.counters(case, facts, unprobed)
                 outcome.add_measurements(measurements)
                 for reason in reasons:
@@ -308,7 +308,7 @@ class Passes:
         """
         device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
         for outcome in outcomes:
-            with self._requesting(outcome, "measuring memory", "peak memory") as (bench, case, facts):
+            with self._requesting_answer(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
                 # A duel compares source trees. The older tree's `memory` may have no parameter `with_growth`.
                 memory_use = bench.memory(case, facts, key) if with_growth else bench.memory(case, facts, key, False)
@@ -319,7 +319,7 @@ class Passes:
                     outcome.add_detail(f"no peak memory: {memory_use}")
                     continue
                 outcome.note(memory=memory_use)
-                outcome.add_measurements(_make_peak_measurements(memory_use))
+                outcome.add_measurements(_make_peak_memory_measurements(memory_use))
         # torch's profiler ran in this process, and may slow down its later steps.
         self.leave_gpus(
             [case_outcome for case_outcome in outcomes if case_outcome.draft.effect or case_outcome.draft.memory]
@@ -327,7 +327,7 @@ class Passes:
 
     def record_traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
         for outcome in outcomes:
-            with self._requesting(outcome, "recording a trace", "trace") as (bench, case, facts):
+            with self._requesting_answer(outcome, "recording a trace", "trace") as (bench, case, facts):
                 if folder.marks_only:
                     bench.mark_slot(case, facts)
                     continue
@@ -341,7 +341,9 @@ class Passes:
         """Restarts the worker if a case was on a GPU, so that the worker holds no GPU memory while other cases are
         timed.
         """
-        if not self._is_untimed and any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
+        if not self._is_untimed and any(
+            self._facts_by_device[outcome.planned.case.device].accelerated for outcome in outcomes
+        ):
             self._worker.restart()
 
     def _add_process_memory(self, memory_use: MemoryUse | str, device: DeviceReader) -> MemoryUse | str:
@@ -357,7 +359,7 @@ class Passes:
         )
 
     @contextmanager
-    def _requesting(
+    def _requesting_answer(
         self, outcome: CaseOutcome, activity: str, missing_figure: str, fails_case: bool = False
     ) -> Iterator[tuple[RemoteBench, Case, DeviceFacts]]:
         """Yields the bench, the case and its device for one request. If the request fails, the outcome gets the reason
@@ -370,7 +372,7 @@ class Passes:
             self._observer.working(case, activity, 1.0)
         try:
             time_limit = self._time_limits.for_untimed_pass(outcome.planned.work)
-            yield self._worker.within(time_limit), case, self._facts[case.device]
+            yield self._worker.within(time_limit), case, self._facts_by_device[case.device]
         except WorkerError as cause:
             refusal_prefix = f"{CannotMark.__name__}: "
             reason = f"no {missing_figure}: {str(cause).removeprefix(refusal_prefix)}"

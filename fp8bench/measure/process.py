@@ -22,13 +22,13 @@ from fp8bench.model.codec import PlainUnpickler
 # Seconds between two checks of whether the worker has exited. The socket is not enough, because an orphan of the worker
 # may keep it open.
 _POLL_SECONDS = 0.5
-_CLOSING_SECONDS = 2.0
+_WORKER_CLOSE_WAIT_SECONDS = 2.0
 # How long to wait for the end of a process that has closed its socket. On a loaded machine the process must wait for
 # a core.
 _EXIT_SECONDS = 20.0
 # If an answer stops half-way for this many seconds, the rest will not come.
 _PARTIAL_ANSWER_SECONDS = 30
-_CAUSE_PREFIXES = ("what():", "Fatal Python error")
+_CAUSE_LINE_PREFIXES = ("what():", "Fatal Python error")
 
 
 class UnreadableAnswer(Exception):
@@ -61,7 +61,7 @@ class WorkerProcess:
                 start_new_session=True,
             )
         except BaseException:
-            self._close_all()
+            self._close_connections_and_log()
             raise
         finally:
             child_socket.close()
@@ -92,7 +92,7 @@ class WorkerProcess:
     def close(self) -> None:
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_CLOSING_SECONDS)
+            self._popen.wait(_WORKER_CLOSE_WAIT_SECONDS)
         self.kill()
 
     def kill(self) -> None:
@@ -100,7 +100,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is alive any more
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        self._close_all()
+        self._close_connections_and_log()
 
     @property
     def was_killed(self) -> bool:
@@ -117,7 +117,7 @@ class WorkerProcess:
         """Returns a text that names the ranks that may delay the answer; '' if there is only one process."""
         return ""
 
-    def _close_all(self) -> None:
+    def _close_connections_and_log(self) -> None:
         self._connection.close()
         self._close_lifeline()
         self._log.close()
@@ -146,7 +146,7 @@ def describe_last_line(log: IO[bytes]) -> str:
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     # C++ exceptions and faulthandler print a line with the cause. In a Python traceback, the last line is the cause.
     error_cause_line = next(
-        (line for line in lines if line.lstrip().startswith(_CAUSE_PREFIXES)), lines[-1] if lines else ""
+        (line for line in lines if line.lstrip().startswith(_CAUSE_LINE_PREFIXES)), lines[-1] if lines else ""
     ).strip()
     return f": {error_cause_line}" if error_cause_line else ""
 

@@ -43,10 +43,10 @@ class RoundOrders(Generic[T]):
             return []
         if not self._remaining_orders or self._arms != list(arms):
             self._arms = list(arms)
-            self._remaining_orders = self._make_orders(len(arms))
+            self._remaining_orders = self._make_arm_orders(len(arms))
         return [arms[place] for place in self._remaining_orders.pop()]
 
-    def _make_orders(self, count: int) -> list[list[int]]:
+    def _make_arm_orders(self, count: int) -> list[list[int]]:
         """Returns orders of the arms, shuffled, in which each arm follows each other arm equally often: the rows of a
         Williams square, with the arms assigned to its numbers at random.
         """
@@ -142,7 +142,7 @@ class RoundSession:
         undecided_arms = self._list_compared_arms()
         # A round times every undecided arm once, so that drift affects all of them alike.
         while True:
-            current_round_arms = self._select_arms(rounds, undecided_arms, rule)
+            current_round_arms = self._select_round_arms(rounds, undecided_arms, rule)
             if not current_round_arms:
                 return f"answered after {rounds} rounds"
             for position, arm in enumerate(round_orders.next_round(current_round_arms)):
@@ -159,7 +159,7 @@ class RoundSession:
             # Judging after every round would find a chance difference sooner or later, so the rule judges after a few
             # rounds only.
             if rule.looks(rounds):
-                undecided_arms = [arm for arm in undecided_arms if not self._is_decided(arm, judge)]
+                undecided_arms = [arm for arm in undecided_arms if not self._is_comparison_decided(arm, judge)]
             end_reason = rule.reason_to_end(rounds, clock() - started_at, emulated_seconds)
             if end_reason:
                 return end_reason
@@ -208,7 +208,9 @@ class RoundSession:
         native_candidates = [arm for arm in self.candidates if not arm.is_emulated]
         return native_candidates or [arm for arm in (self.control,) if arm is not None]
 
-    def _select_arms(self, rounds: int, undecided_arms: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
+    def _select_round_arms(
+        self, rounds: int, undecided_arms: Sequence[MeasuredArm], rule: StoppingRule
+    ) -> list[MeasuredArm]:
         emulated_arms = [arm for arm in self.arms if arm.is_emulated and rounds < EMULATED_ROUNDS]
         timed_arms = [arm for arm in self.arms if not arm.is_emulated]
         if rule.fixed is not None:
@@ -222,7 +224,7 @@ class RoundSession:
         has_fixed_rounds = not self._list_compared_arms() and rounds < 2 * rule.least
         return (timed_arms if has_fixed_rounds else []) + emulated_arms
 
-    def _is_decided(self, arm: MeasuredArm, judge: JudgeArm) -> bool:
+    def _is_comparison_decided(self, arm: MeasuredArm, judge: JudgeArm) -> bool:
         if self.reference is None:
             return False
         control = self.control.timing() if self.control is not None and arm is not self.control else None

@@ -147,7 +147,7 @@ ArmAndPhase = tuple[MeasuredArm, str]
 class WindowPass:
     """Runs arms for seconds at a time (windows) in the worker, and reads the energy meter of each window."""
 
-    _meter: Meter
+    _device_meter: Meter
     _window_rule: WindowRule
     _random_seed: int
     _report_progress: Callable[[MeasuredArm, float], None]
@@ -158,12 +158,12 @@ class WindowPass:
         reason.
         """
         results = {arm.key: WindowResult() for arm in arms}
-        has_energy_source = self._meter.kind is not SourceKind.NONE
+        has_energy_source = self._device_meter.kind is not SourceKind.NONE
         if not has_energy_source and not self._window_rule.turn_seconds:
             for result in results.values():
-                result.energy_use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+                result.energy_use = EnergyUse(SourceKind.NONE, why=self._device_meter.why)
             return results
-        source = self._meter.kind.value
+        source = self._device_meter.kind.value
         # With a cold cache, a window would include the energy of flushing the cache between steps.
         for arm in arms:
             if arm.cache_mode == COLD:
@@ -179,18 +179,18 @@ class WindowPass:
         # Without an energy source, store only the speed in long windows.
         for result in (results[arm.key] for arm in arms):
             if idle_energy_before_windows is None or idle_energy_after_windows is None:
-                result.energy_use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+                result.energy_use = EnergyUse(SourceKind.NONE, why=self._device_meter.why)
             else:
                 result.energy_use = replace(
                     result.make_energy_use(source, idle_energy_before_windows, idle_energy_after_windows),
-                    power_limits=self._meter.read_power_limits(),
+                    power_limits=self._device_meter.read_power_limits(),
                 )
         return results
 
     def _measure_idle(self) -> Energy | Unavailable:
         if self._window_rule.brisk:
-            return self._meter.measure_idle_once(self._window_rule.idle_seconds)
-        return self._meter.measure_idle(self._window_rule.idle_seconds)
+            return self._device_meter.measure_idle_once(self._window_rule.idle_seconds)
+        return self._device_meter.measure_idle(self._window_rule.idle_seconds)
 
     def measure_phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
         """Measures the energy of each phase of the arms. Returns the energies by the arm's key, with phases in the
@@ -230,15 +230,15 @@ class WindowPass:
                         if round_number == 0 or not arm_and_phase[0].is_emulated
                     ]
                 )
-        if self._run_turns(arms_and_phases_in_order, results, worker) and self._window_rule.brisk:
+        if self._run_window_sequence(arms_and_phases_in_order, results, worker) and self._window_rule.brisk:
             arms_with_third_window = [
                 arm_and_phase
                 for arm_and_phase in arms_and_phases
                 if results[arm_and_phase[0].key, arm_and_phase[1]].needs_third_window
             ]
-            self._run_turns(window_orders.next_round(arms_with_third_window), results, worker)
+            self._run_window_sequence(window_orders.next_round(arms_with_third_window), results, worker)
 
-    def _run_turns(
+    def _run_window_sequence(
         self, windows_in_order: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> bool:
         """Runs one window for each pair of arm and phase, in this order. Returns False after an error, which destroys
@@ -268,12 +268,12 @@ class WindowPass:
         chunk_seconds = _BRISK_CHUNK_SECONDS if self._window_rule.brisk else CHUNK_SECONDS
         steps = max(1, round(chunk_seconds / arm.step_seconds))
         time_limit = arm.limits.for_slot(arm.step_seconds, steps)
-        settling_readings = self._settle(arm, worker, turn_seconds)
+        settling_readings = self._warm_up_before_window(arm, worker, turn_seconds)
         chunk_times: list[float] = []
-        with self._meter.window(every_tick=self._window_rule.brisk) as window:
+        with self._device_meter.window(every_tick=self._window_rule.brisk) as window:
             while not window.is_enough or sum(chunk_times) < turn_seconds:
                 chunk_times.append(worker.within(time_limit).loop(arm.key, steps))
-        clock_reading = self._meter.device.read_changing_state().get("sm_clock") if turn_seconds else None
+        clock_reading = self._device_meter.device.read_changing_state().get("sm_clock") if turn_seconds else None
         window_steps = steps * len(chunk_times)
         # In a long loop, numbers of the state may grow to infinity. The energy of such a window is not used.
         state_fault = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
@@ -293,13 +293,13 @@ class WindowPass:
     def _measure_phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         if result.reasons:
             return
-        phase_replay = _hold_phase(arm, phase, worker)
+        phase_replay = _prepare_phase_replay(arm, phase, worker)
         if phase_replay.why:
             result.reasons.append(phase_replay.why)
             return
         phase_repetitions = max(1, round(CHUNK_SECONDS / max(phase_replay.seconds, 1e-7)))
         time_limit, chunk_count, seconds = arm.limits.for_slot(phase_replay.seconds, phase_repetitions), 0, 0.0
-        with self._meter.window() as window:
+        with self._device_meter.window() as window:
             while not window.is_enough or (seconds < MIN_SAMPLED_SECONDS and not window.has_failed):
                 seconds += worker.within(time_limit).loop_phase(arm.key, phase_repetitions)
                 chunk_count += 1
@@ -312,13 +312,13 @@ class WindowPass:
         else:
             result.windows.append(_convert_to_energy_window(energy, phase_repetitions * chunk_count))
 
-    def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
+    def _warm_up_before_window(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """Runs the case before its window, so that the window has the clocks and power of this case. Before a turn (a
         long window), the case runs until the device has settled, or for half a turn if the device reports neither clock
         nor temperature. Before other windows, the case runs for a fixed time.
         """
         if turn_seconds:
-            device_settler = Settler(self._meter.device, self._window_rule.settling_seconds, self._clock)
+            device_settler = Settler(self._device_meter.device, self._window_rule.settling_seconds, self._clock)
             if (settling_readings := device_settler.warm_up_device(arm, worker)) is not None:
                 return settling_readings
         warm_up_seconds = _BRISK_WARM_UP_SECONDS if self._window_rule.brisk else _WARM_UP_SECONDS
@@ -327,7 +327,7 @@ class WindowPass:
         return None
 
 
-def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
+def _prepare_phase_replay(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     static_scales = arm.planned.case.static
     if arm.cache_mode == ROTATING:
         return RawReplay(why="its states rotate, and a repeated phase would find its data in the caches")

@@ -28,14 +28,14 @@ from fp8bench.errors import UsageError
 # The version of stored runs, and of runs printed as JSON. It is raised if an older version of fp8bench would misread
 # new files.
 SCHEMA = 1
-_ONLY_INTEGERS = {int}
+_INTEGER_TYPE_SET = {int}
 # No float can hold larger whole numbers, so computing with them would fail. They come from damaged files.
 _LARGEST_INTEGER = int(sys.float_info.max)
 _PLAIN_TYPES = frozenset({int, str, bool, type(None)})
-_ONLY_LISTS = {list}
+_LIST_TYPE_SET = {list}
 # The values of these types often repeat within a run, so equal values share one object. The number is the most objects
 # of a type that are kept to be shared.
-_SHARED_TYPES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
+_SHARED_TYPE_NAMES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
 _MAX_SHARED_VALUES = 1000
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
-        if set(map(type, value)) <= _ONLY_INTEGERS:
+        if set(map(type, value)) <= _INTEGER_TYPE_SET:
             return list(value)  # do not encode each item, because a run has many raw samples
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
@@ -115,7 +115,11 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
     if dataclasses.is_dataclass(kind):
         decode_dataclass = _make_dataclass_decoder(cast(type, kind))
         # Equal values are decoded once and share one object. This is safe, because the objects are frozen.
-        return _share_equal_values(decode_dataclass) if cast(type, kind).__name__ in _SHARED_TYPES else decode_dataclass
+        return (
+            _share_equal_values(decode_dataclass)
+            if cast(type, kind).__name__ in _SHARED_TYPE_NAMES
+            else decode_dataclass
+        )
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _make_enum_decoder(kind)
     return _decode_float if kind is float else _make_scalar_decoder(kind)
@@ -236,10 +240,10 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
             raise Malformed(": expected a list")
         if is_repeated and not json_value:
             return ()
-        if holds_integers and set(map(type, json_value)) <= _ONLY_INTEGERS:
+        if holds_integers and set(map(type, json_value)) <= _INTEGER_TYPE_SET:
             return tuple(json_value)  # do not decode each item, because a run has many raw samples
-        has_only_lists = holds_integer_lists and set(map(type, json_value)) <= _ONLY_LISTS
-        if has_only_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _ONLY_INTEGERS:
+        has_only_lists = holds_integer_lists and set(map(type, json_value)) <= _LIST_TYPE_SET
+        if has_only_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _INTEGER_TYPE_SET:
             return tuple(map(tuple, json_value))
         if not is_repeated and len(item_decoders) != len(json_value):
             raise Malformed(f": expected {len(item_decoders)} items, found {len(json_value)}")
@@ -311,7 +315,7 @@ def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
 
 
 # The modules that define frozen values: those of this package, and the module `values` of each feature.
-_VALUE_MODULES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
+_VALUE_MODULE_PATTERN = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
 def _find_enum_member(kind: object, name: str) -> Enum:
@@ -328,7 +332,7 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         # Refuse a name with a dot: it could reach into modules that this module has imported.
-        if _VALUE_MODULES.fullmatch(module) and "." not in name:
+        if _VALUE_MODULE_PATTERN.fullmatch(module) and "." not in name:
             value = super().find_class(module, name)
             if isinstance(value, type) and value.__module__ == module:
                 return value

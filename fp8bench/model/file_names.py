@@ -6,8 +6,8 @@ import re
 
 from fp8bench.model.planned import Case
 
-_UNSAFE_LETTER = re.compile(r"[^A-Za-z0-9=,._+-]")
-_MAX_LENGTHS = {"workload": 40, "params": 72, "device": 16, "mode": 40}
+_UNSAFE_LETTER_PATTERN = re.compile(r"[^A-Za-z0-9=,._+-]")
+_MAX_LENGTH_BY_PART = {"workload": 40, "params": 72, "device": 16, "mode": 40}
 _DIGEST_LENGTH = 8
 
 
@@ -20,7 +20,7 @@ def make_safe(text: str) -> str:
     """Returns a text that is safe as part of a path. Unsafe letters become _. A digest is added if the text was changed
     or has capital letters, so that different texts give different names even where letter case is ignored.
     """
-    short_name = _shorten(text, 80)
+    short_name = _shorten_to_safe_text(text, 80)
     return short_name if short_name == text.lower() else f"{short_name}-{_make_short_digest(text)}"
 
 
@@ -31,18 +31,20 @@ def name_case_file(case: Case) -> str:
     params = ",".join(f"{name}={value}" for name, value in case.params)
     parts = {"workload": case.workload, "params": params, "device": case.device.replace(":", ""), "mode": case.mode}
     short_name = "-".join(
-        short_part for name, part in parts.items() if (short_part := _shorten(part, _MAX_LENGTHS[name]))
+        short_part
+        for name, part in parts.items()
+        if (short_part := _shorten_to_safe_text(part, _MAX_LENGTH_BY_PART[name]))
     )
     full_name = "-".join(part for part in parts.values() if part)
     # Append a digest of the id if letters were cut or replaced: another id may differ only in these letters.
     return short_name if short_name == full_name.lower() else f"{short_name}-{_make_short_digest(case.id)}"
 
 
-def _shorten(text: str, max_length: int) -> str:
+def _shorten_to_safe_text(text: str, max_length: int) -> str:
     """Returns at most `max_length` letters of a text, with _ for unsafe letters and for a dot or dash at the beginning.
     Returns '' only for an empty text.
     """
-    safe_text = _UNSAFE_LETTER.sub("_", text)[:max_length]
+    safe_text = _UNSAFE_LETTER_PATTERN.sub("_", text)[:max_length]
     return f"_{safe_text[1:]}" if safe_text[:1] in (".", "-") else safe_text
 
 

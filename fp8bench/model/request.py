@@ -80,28 +80,28 @@ def _make_tuple_rule(
     return Rule(words, lambda value: isinstance(value, tuple) and all(map(is_valid_item, value)))
 
 
-def _is_pair(value: object) -> bool:
+def _is_text_pair(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
-def _is_axis(value: object) -> bool:
+def _is_axis_with_values(value: object) -> bool:
     return isinstance(value, tuple) and isinstance(value[0], str) and bool(value[1])
 
 
-_MAX_BYTES = 100 << 40
+_MAX_MEMORY_BYTES = 100 << 40
 # The memory limit that means all of a device's memory, and the word for it on the command line.
 ALL_MEMORY = 0
 ALL_MEMORY_WORD = "device"
-_SIZE_WORDS = f"a size above 0 and up to {size(_MAX_BYTES)}, like 2GiB"
-MEMORY_SIZE_RULE = whole_number(ALL_MEMORY + 1, _MAX_BYTES, _SIZE_WORDS)
+_MEMORY_SIZE_WORDS = f"a size above 0 and up to {size(_MAX_MEMORY_BYTES)}, like 2GiB"
+MEMORY_SIZE_RULE = whole_number(ALL_MEMORY + 1, _MAX_MEMORY_BYTES, _MEMORY_SIZE_WORDS)
 _SECONDS_RULE = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
 PERCENT_RULE = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
 KNOWN_SCALES = _make_tuple_rule(
     "magnitudes by precision, layer and role",
     lambda scale: isinstance(scale, tuple) and len(scale) == 4 and scale[3] >= 0,
 )
-_NAMES_RULE = _make_tuple_rule("a list of names")
-_FLAG_RULE = Rule("True or False", lambda value: isinstance(value, bool))
+_NAME_LIST_RULE = _make_tuple_rule("a list of names")
+_BOOLEAN_RULE = Rule("True or False", lambda value: isinstance(value, bool))
 _PATH_RULE = Rule("a path", lambda value: isinstance(value, str) and bool(value))
 
 
@@ -188,9 +188,9 @@ class Request:
         Rule("a suite's name, several with commas, 'all', or a .py file", lambda value: isinstance(value, str)),
         group="",
     )
-    dtypes: tuple[str, ...] = option((), _NAMES_RULE, "precisions; default fp32,bf16,fp8", "A,B", WHAT_TO_MEASURE)
+    dtypes: tuple[str, ...] = option((), _NAME_LIST_RULE, "precisions; default fp32,bf16,fp8", "A,B", WHAT_TO_MEASURE)
     devices: tuple[str, ...] = option(
-        (), _NAMES_RULE, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT_TO_MEASURE
+        (), _NAME_LIST_RULE, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT_TO_MEASURE
     )
     reference: str | None = option(
         None,
@@ -201,7 +201,9 @@ class Request:
     )
     axes: tuple[tuple[str, tuple[str, ...]], ...] = option(
         (),
-        _make_tuple_rule("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
+        _make_tuple_rule(
+            "a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis_with_values
+        ),
         "values of an axis; `fp8bench list NAME` names the axes of a suite",
         "AXIS=A,B",
         WHAT_TO_MEASURE,
@@ -210,7 +212,7 @@ class Request:
     )
     precision_map: tuple[tuple[str, str], ...] = option(
         (),
-        _make_tuple_rule("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
+        _make_tuple_rule("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_text_pair),
         (
             "layers in a different precision than the case: a kind (mlp), a name (blocks.0.mlp.up) or the "
             "beginning of names (blocks.0); or a file with one such entry per line; the reference ignores it"
@@ -222,10 +224,10 @@ class Request:
     data: str | None = option(
         None, _PATH_RULE, "text to train on; default Python's own sources", "FILE", WHAT_TO_MEASURE
     )
-    quick: bool = option(False, _FLAG_RULE, "quick test with few rounds")
+    quick: bool = option(False, _BOOLEAN_RULE, "quick test with few rounds")
     brisk: bool = option(
         False,
-        _FLAG_RULE,
+        _BOOLEAN_RULE,
         (
             "about 10 s per group, for a GPU rented by the minute: fewer rounds, two short energy windows per case, "
             "idle power once; default if --budget allows less than 20 s per group"
@@ -237,14 +239,14 @@ class Request:
     threads: int = option(1, whole_number(1, 1024), "CPU threads of torch; default 1", "N")
     imports: tuple[str, ...] = option(
         (),
-        _NAMES_RULE,
+        _NAME_LIST_RULE,
         "a module or .py file that registers your workloads, precisions or devices",
         "MODULE",
         WHAT_TO_MEASURE,
         called="import",
         parse="each",
     )
-    isolation: bool = option(True, _FLAG_RULE, "measure in this process, without a worker")
+    isolation: bool = option(True, _BOOLEAN_RULE, "measure in this process, without a worker")
     case_timeout: float | None = option(
         None,
         _SECONDS_RULE,
@@ -253,7 +255,7 @@ class Request:
     )
     grid: bool = option(
         False,
-        _FLAG_RULE,
+        _BOOLEAN_RULE,
         "measure the cases of the history, as `asv run` does; --set overrides them",
         "",
         WHAT_TO_MEASURE,
@@ -287,7 +289,7 @@ class Request:
     )
     energy: bool = option(
         True,
-        _FLAG_RULE,
+        _BOOLEAN_RULE,
         "do not measure energy; by default it is measured if the device has a counter, in windows of a second or more",
     )
     energy_of: str = option(
@@ -300,7 +302,7 @@ class Request:
     )
     memory_limit: int | None = option(
         None,
-        whole_number(ALL_MEMORY, _MAX_BYTES, f"{_SIZE_WORDS}, or {ALL_MEMORY_WORD}"),
+        whole_number(ALL_MEMORY, _MAX_MEMORY_BYTES, f"{_MEMORY_SIZE_WORDS}, or {ALL_MEMORY_WORD}"),
         f"also find the largest batch of each precision in SIZE of memory, like 2GiB, or {ALL_MEMORY_WORD} (all of a "
         "GPU), by running it and the next one; and compare precisions at their largest batches",
         "SIZE",
@@ -323,18 +325,20 @@ class Request:
     )
     tape: bool = option(
         False,
-        _FLAG_RULE,
+        _BOOLEAN_RULE,
         (
             "with --quick: also count operators of compiled steps, repeat steps after timing, and check whether "
             "memory grows; always done without --quick"
         ),
     )
     shares: bool = option(
-        False, _FLAG_RULE, "also measure the share of each module and each kind of work in a step, in an untimed pass"
+        False,
+        _BOOLEAN_RULE,
+        "also measure the share of each module and each kind of work in a step, in an untimed pass",
     )
     counters: bool = option(
         False,
-        _FLAG_RULE,
+        _BOOLEAN_RULE,
         "also count a step's allocations and page faults, and the time of its allocations, in a separate pass",
     )
     ranks: int | None = option(
@@ -365,7 +369,7 @@ class Request:
         if self.energy_of == PHASE_ENERGY and not self.energy:
             raise UsageError("--energy phases measures energy, but --no-energy does not. Omit one.")
         if self.ranks is not None:
-            self._check_ranks()
+            self._check_rank_options()
         for option, value in (("--refresh-scales", self.refresh_scales), ("--saturation-bound", self.saturation_bound)):
             if value is not None and self.static_scales is None and self.scales_from is None:
                 raise UsageError(
@@ -375,7 +379,7 @@ class Request:
         if self.static_scales is not None and self.scales_from is not None:
             raise UsageError("--static-scales measures scales, but --scales-from reads them from a run. Omit one.")
 
-    def _check_ranks(self) -> None:
+    def _check_rank_options(self) -> None:
         # Refuse options that time or count a single process: it would be unclear to which rank their figures belong.
         single_process_options = {
             "--no-isolation": not self.isolation,

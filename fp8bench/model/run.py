@@ -22,7 +22,7 @@ BENCH = "bench"
 
 CEILINGS = "ceilings"
 # If an effect is at least this many times the noise floor, labels of disturbances do not cast doubt on it.
-_LARGE_EFFECT = 3
+_LARGE_EFFECT_NOISE_FACTOR = 3
 
 
 # The largest share of a step's time that time stamps may take on a GPU. If they would take more, phases are marked in
@@ -170,12 +170,12 @@ class Finding:
         only the labels in LABELS_OF_OTHER_WORK do.
         """
         labels = {label for label in self.labels if label.casts_doubt}
-        return bool(labels & LABELS_OF_OTHER_WORK) or (bool(labels) and not self._outweighs(ratio))
+        return bool(labels & LABELS_OF_OTHER_WORK) or (bool(labels) and not self._outweighs_doubts(ratio))
 
-    def _outweighs(self, ratio: Interval | None) -> bool:
+    def _outweighs_doubts(self, ratio: Interval | None) -> bool:
         if ratio is None or self.floor is None or not 0 < ratio.point < math.inf:
             return False
-        return abs(math.log(ratio.point)) >= _LARGE_EFFECT * math.log1p(self.floor)
+        return abs(math.log(ratio.point)) >= _LARGE_EFFECT_NOISE_FACTOR * math.log1p(self.floor)
 
     @property
     def is_judged(self) -> bool:

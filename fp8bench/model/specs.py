@@ -120,7 +120,7 @@ def memory_of_role(role: str) -> str:
 _NEITHER = Better.NONE
 _HIGHER = Better.HIGHER
 _MAIN = Rank.MAIN
-_RESTATED = Rank.RESTATED
+_RESTATED_RANK = Rank.RESTATED
 # Pairs of a relative and an absolute threshold. A new memory layout changes a time by less than 5%.
 _TIME_THRESHOLD = (0.05, 5e-6)
 _RATIO_THRESHOLD = (0.05, 0.005)
@@ -137,16 +137,16 @@ REPLAY = _add_spec(
     "verdicts and other figures use the original steps", rank=_MAIN, heading="replayed",
 )
 MEAN_TIME = _add_spec(
-    "mean_time", "s", "mean time of the step over all calls", rank=_RESTATED,
+    "mean_time", "s", "mean time of the step over all calls", rank=_RESTATED_RANK,
     history="a step: the mean over all calls, without the time that they waited for a core",
 )
 for _phase in CELL_PHASES:
-    _add_spec(time_of_phase(_phase), "s", f"time of the {_phase} phase", rank=_RESTATED, threshold=_TIME_THRESHOLD,
+    _add_spec(time_of_phase(_phase), "s", f"time of the {_phase} phase", rank=_RESTATED_RANK, threshold=_TIME_THRESHOLD,
          history=f"the {_phase} phase of a step", kept_where=_phase)
 # A step's time for a fixed amount of work. For each kind of work, such as FLOPs: the figure, and the amount.
 TIME_PER_WORK: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
-        _add_spec(f"seconds_per_{name}", "s", f"the step's time for {amount:.0e} {count}", rank=_RESTATED,
+        _add_spec(f"seconds_per_{name}", "s", f"the step's time for {amount:.0e} {count}", rank=_RESTATED_RANK,
              kept_where=count,
              history=f"a step's time for every {amount:.0e} {count} of it"),
         amount,
@@ -155,12 +155,12 @@ TIME_PER_WORK: Mapping[str, tuple[MetricSpec, float]] = {
 }
 # A time relative to the reference depends less on the machine than a time in seconds.
 RELATIVE_TIME = _add_spec(
-    "relative_time", "x", "the step's time over the reference's in the same rounds", rank=_RESTATED,
+    "relative_time", "x", "the step's time over the reference's in the same rounds", rank=_RESTATED_RANK,
     threshold=_RATIO_THRESHOLD,
     history="a step's time over that of the highest precision in the same round",
 )
 RELATIVE_MEAN_TIME = _add_spec(
-    "relative_mean_time", "x", "the step's mean time over the reference's", rank=_RESTATED,
+    "relative_mean_time", "x", "the step's mean time over the reference's", rank=_RESTATED_RANK,
     history="a step's mean time over that of the highest precision",
 )
 RELATIVE_TIMES = frozenset({RELATIVE_TIME, RELATIVE_MEAN_TIME})
@@ -220,33 +220,33 @@ RESIDENT_MEMORY = _add_spec(
 # Memory figures other than the peak memory of a step.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
 COUNTERS_TABLE = "counters"
-_COUNTER_FIELDS: dict[str, Any] = {"table": COUNTERS_TABLE, "page": "method.md#counters"}
+_COUNTER_SPEC_FIELDS: dict[str, Any] = {"table": COUNTERS_TABLE, "page": "method.md#counters"}
 ALLOCATOR_TIME = _add_spec(
     "allocator_time", "s", "time in the host's allocator (malloc, free, ...), of the whole process, per step "
-    "and phase; this and the next figures only with `--counters`", heading="in the allocator", **_COUNTER_FIELDS,
+    "and phase; this and the next figures only with `--counters`", heading="in the allocator", **_COUNTER_SPEC_FIELDS,
 )
 ALLOCATOR_CALLS = _add_spec(
     "allocator_calls", "count", "calls of the host's allocator in a step", heading="calls of it", show=_show_exact(),
-    **_COUNTER_FIELDS
+    **_COUNTER_SPEC_FIELDS
 )
 ALLOCATED_BYTES = _add_spec(
-    "allocated_bytes", "B", "bytes requested in calls of the allocator", heading="asked for", **_COUNTER_FIELDS,
+    "allocated_bytes", "B", "bytes requested in calls of the allocator", heading="asked for", **_COUNTER_SPEC_FIELDS,
 )
 PAGE_FAULTS = _add_spec(
     "page_faults", "count", "memory pages that a step was first to use; the system clears each", heading="page faults",
-    show=_show_exact(), **_COUNTER_FIELDS,
+    show=_show_exact(), **_COUNTER_SPEC_FIELDS,
 )
 DEVICE_ALLOCATIONS = _add_spec(
     "device_allocations", "count", "calls of a GPU's driver for more memory than torch's allocator held",
-    heading="driver's allocations", show=_show_exact(), **_COUNTER_FIELDS,
+    heading="driver's allocations", show=_show_exact(), **_COUNTER_SPEC_FIELDS,
 )
 ALLOCATION_RETRIES = _add_spec(
     "allocation_retries", "count", "device allocations that first had to return unused memory", heading="retried",
-    show=_show_exact(), **_COUNTER_FIELDS,
+    show=_show_exact(), **_COUNTER_SPEC_FIELDS,
 )
 DEVICE_ALLOCATOR_TIME = _add_spec(
     "device_allocator_time", "s", "time in device allocations, by torch's profiler", heading="in them",
-    **_COUNTER_FIELDS
+    **_COUNTER_SPEC_FIELDS
 )
 WIRE_BYTES = _add_spec(
     "wire_bytes", "B", "bytes that a rank sends to others in a step", heading="wire",
@@ -417,21 +417,21 @@ _add_spec(
     show="{:.5f}x".format,
     least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_WORKLOAD_FIELDS,
 )
-_ERROR_FIELDS: dict[str, Any] = {"show": units.relative_error, **_WORKLOAD_FIELDS}
+_ERROR_SPEC_FIELDS: dict[str, Any] = {"show": units.relative_error, **_WORKLOAD_FIELDS}
 # Summing in a different order changes a loss by less than a thousandth, and training in a different format by a
 # hundredth.
 LOSS_ERRORS = _add_spec(
     f"*{LOSS_ERROR}", units.RATIO, "relative error of a step's loss; 0 is exact",
-    error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERROR_FIELDS,
+    error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERROR_SPEC_FIELDS,
 )
 # Rounding to bf16 gives an error of half a percent. A gradient with an error of 30% keeps its direction (cosine 0.96),
 # as in published trainings in 4 bits; gradients of two batches differ more.
 GRADIENT_ERRORS = _add_spec(
     "*gradient_error", units.RATIO, "relative error of all gradients as one vector; 0 is exact",
-    error_sizes=(1e-5, 0.01, 0.3), **_ERROR_FIELDS,
+    error_sizes=(1e-5, 0.01, 0.3), **_ERROR_SPEC_FIELDS,
 )
 # Rounding to bf16 gives products an error of half a percent, FP8 4%, and 4 bits 15%.
-OTHER_ERRORS = _add_spec("*_error", units.RATIO, "other numerical errors, relative; 0 is exact", **_ERROR_FIELDS)
+OTHER_ERRORS = _add_spec("*_error", units.RATIO, "other numerical errors, relative; 0 is exact", **_ERROR_SPEC_FIELDS)
 _add_spec("*_vanished", units.RATIO, "share of values that are zero here but not in the reference; a norm hides them",
      show=lambda value: units.share(value) if value else "0%", **_WORKLOAD_FIELDS)
 _add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_WORKLOAD_FIELDS)
@@ -465,11 +465,11 @@ def spec_of(name: str) -> MetricSpec:
     """Returns the properties of the figure with this name. An unknown name gets the default properties of figures that
     suites measure.
     """
-    return METRICS.get(name) or _find_by_pattern(name)
+    return METRICS.get(name) or _find_spec_by_pattern(name)
 
 
 @cache
-def _find_by_pattern(name: str) -> MetricSpec:
+def _find_spec_by_pattern(name: str) -> MetricSpec:
     spec = next((metric for metric in METRICS.values() if "*" in metric and fnmatchcase(name, metric)), None)
     return replace(spec, name=name) if spec is not None else MetricSpec(name, **_WORKLOAD_FIELDS)
 

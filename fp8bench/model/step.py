@@ -230,7 +230,7 @@ class HeldProduct:
 
 # Words in module paths that identify a part of a transformer. The first match counts, because some paths match several
 # parts, such as BERT's attention.output.dense.
-_WORDS_BY_PART = {
+_PATH_WORDS_BY_PART = {
     "attn": ("attn", "attention"),
     "mlp": (
         "mlp",
@@ -252,7 +252,8 @@ _WORDS_BY_PART = {
 def find_transformer_part(path: str) -> str:
     """Returns the part of a transformer to which a layer belongs by its path: 'attn', 'mlp', or '' if unknown."""
     return next(
-        (part for part, part_words in _WORDS_BY_PART.items() if any(word in path.lower() for word in part_words)), ""
+        (part for part, part_words in _PATH_WORDS_BY_PART.items() if any(word in path.lower() for word in part_words)),
+        "",
     )
 
 

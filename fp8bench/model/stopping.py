@@ -14,9 +14,9 @@ LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 6.0
 # A brisk group is measured in a short time, with rounds of BRISK_SECONDS in all. Groups are brisk if the budget allows
-# each of them less than _BRISK_BUDGET_SECONDS.
+# each of them less than _BRISK_GROUP_BUDGET_SECONDS.
 BRISK_SECONDS = 2.0
-_BRISK_BUDGET_SECONDS = 20.0
+_BRISK_GROUP_BUDGET_SECONDS = 20.0
 CEILING_SECONDS = 120.0
 # If a group has at least this many cases to compare with the reference, none emulated, the fastest is timed again.
 LEAST_CANDIDATES = 3
@@ -85,7 +85,7 @@ def is_run_brisk(requested: bool, budget: float | None, groups: int) -> bool:
     """Returns whether each group is measured in about 10 s, because the user asked for this or because the budget of
     the run allows no more.
     """
-    return requested or (budget is not None and budget < _BRISK_BUDGET_SECONDS * groups)
+    return requested or (budget is not None and budget < _BRISK_GROUP_BUDGET_SECONDS * groups)
 
 
 def make_stopping_rule(quick: bool, rounds: int | None, budget: float | None, brisk: bool = False) -> StoppingRule:
@@ -105,13 +105,13 @@ def make_stopping_rule(quick: bool, rounds: int | None, budget: float | None, br
 
 
 # The slopes of clock and temperature are fitted to the samples of the last SLOPE_SECONDS, if these are at least
-# _MIN_LOOKS samples.
+# _MIN_SLOPE_SAMPLES samples.
 SLOPE_SECONDS = 4.0
 # In a brisk group, slopes are fitted to the samples of fewer seconds, and a larger slope is allowed. The clock of a GPU
 # at its power cap reaches its level within a second, and then varies by 2% between samples.
-_BRISK_STRETCH = 0.9
-_BRISK_SLOPE = 0.02
-_MIN_LOOKS = 5
+_BRISK_SLOPE_SECONDS = 0.9
+_BRISK_CLOCK_SLOPE = 0.02
+_MIN_SLOPE_SAMPLES = 5
 # The largest slopes of a settled device: of its clock (relative to the clock, per second) and of its temperature
 # (degrees per second).
 CLOCK_SLOPE = 0.002
@@ -166,8 +166,8 @@ class Slopes:
 
 def is_clock_flat(looks: Sequence[ClockLook]) -> bool:
     """Returns whether the clock was constant for about a second. The device may still get warmer."""
-    clock = fit_slopes(looks, _BRISK_STRETCH).clock
-    return clock is not None and abs(clock) <= _BRISK_SLOPE
+    clock = fit_slopes(looks, _BRISK_SLOPE_SECONDS).clock
+    return clock is not None and abs(clock) <= _BRISK_CLOCK_SLOPE
 
 
 def fit_slopes(looks: Sequence[ClockLook], stretch: float = SLOPE_SECONDS) -> Slopes:
@@ -179,13 +179,14 @@ def fit_slopes(looks: Sequence[ClockLook], stretch: float = SLOPE_SECONDS) -> Sl
     recent_samples = [look for look in looks if look.at >= looks[-1].at - stretch]
     clocks = [(look.at, look.clock) for look in recent_samples if look.clock is not None and 0 < look.clock < math.inf]
     temperatures = [(look.at, look.temperature) for look in recent_samples if look.temperature is not None]
-    clock_slope = _fit_slope(clocks)
+    clock_slope = _fit_line_slope(clocks)
     return Slopes(
-        None if clock_slope is None else clock_slope / fmean(hertz for _, hertz in clocks), _fit_slope(temperatures)
+        None if clock_slope is None else clock_slope / fmean(hertz for _, hertz in clocks),
+        _fit_line_slope(temperatures),
     )
 
 
-def _fit_slope(points: Sequence[tuple[float, float]]) -> float | None:
-    if len({at for at, _ in points}) < _MIN_LOOKS:
+def _fit_line_slope(points: Sequence[tuple[float, float]]) -> float | None:
+    if len({at for at, _ in points}) < _MIN_SLOPE_SAMPLES:
         return None
     return linear_regression(*zip(*points, strict=True)).slope

@@ -146,18 +146,18 @@ class RecipeArithmetic(Arithmetic):
 
     def memory(self) -> dict[str, Tensor]:
         memory: dict[str, Tensor] = {}
-        for role, stateful_part in self._list_stateful_parts().items():
+        for role, stateful_part in self._list_scales_and_seeds().items():
             memory |= {f"{role}.{name}": tensor for name, tensor in stateful_part.memory().items()}
         return memory
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        for role, stateful_part in self._list_stateful_parts().items():
+        for role, stateful_part in self._list_scales_and_seeds().items():
             prefix = f"{role}."
             stateful_part.recall(
                 {name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)}
             )
 
-    def _list_stateful_parts(self) -> dict[str, DelayedScale | StaticScale | _SeedSequence]:
+    def _list_scales_and_seeds(self) -> dict[str, DelayedScale | StaticScale | _SeedSequence]:
         """Returns the scales and seeds that persist between casts, by role and kind."""
         stateful_parts: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
         for role, scale in self.scales.items():
@@ -168,7 +168,7 @@ class RecipeArithmetic(Arithmetic):
         return stateful_parts
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self.operand(tensor, role, _is_recast(role))
+        return self.operand(tensor, role, _is_repeated_cast(role))
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
         if role is not Role.WEIGHT and self.recipe.high_weight_gradient:
@@ -221,7 +221,7 @@ class RecipeArithmetic(Arithmetic):
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
 
-def _is_recast(role: Role) -> bool:
+def _is_repeated_cast(role: Role) -> bool:
     """Returns whether a cast repeats a cast of the forward pass. During backward, inputs and weights are cast only if
     their block is recomputed.
     """
@@ -300,7 +300,7 @@ class ScaledArithmetic(RecipeArithmetic):
             return Operand(*row_and_column_casts[0], role is Role.GRADIENT), Operand(
                 *row_and_column_casts[1], role is Role.GRADIENT
             )
-        inverse, *codes_of_both = self._encode_tensor(tensor, role, _is_recast(role), both=True, amax=amax)
+        inverse, *codes_of_both = self._encode_tensor(tensor, role, _is_repeated_cast(role), both=True, amax=amax)
         operand, transposed_operand = (
             Operand(data, inverse, role is Role.GRADIENT) for data in codes_of_both if data is not None
         )

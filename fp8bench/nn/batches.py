@@ -57,7 +57,7 @@ class TokenLoader:
         if self._loaded:
             ids = next(self._loaded_cycle)
         else:
-            ids = self._draw_windows()
+            ids = self._draw_token_windows()
             ids = ids.pin_memory().to(self._device, non_blocking=True) if self._pin else ids
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -66,13 +66,13 @@ class TokenLoader:
         batches again and again.
         """
         for index in range(batches):
-            host_batch = self._draw_windows()
+            host_batch = self._draw_token_windows()
             if index == len(self._loaded):
                 self._loaded.append(torch.empty_like(host_batch, device=self._device))
             self._loaded[index].copy_(host_batch.pin_memory() if self._pin else host_batch, non_blocking=self._pin)
         self._loaded_cycle = cycle(self._loaded)
 
-    def _draw_windows(self) -> Tensor:
+    def _draw_token_windows(self) -> Tensor:
         window_token_count = self._length + self._tokens_per_id
         window_start_offsets = self._random.integers(0, len(self._tokens) - window_token_count + 1, self._batch)
         ids = np.stack([self._tokens[start : start + window_token_count] for start in window_start_offsets]).astype(
@@ -86,7 +86,7 @@ class TokenLoader:
 # zlib's default compression level, which PNG writers use.
 _ZLIB_LEVEL = 6
 # The normalisation of bytes: the middle of their range becomes 0, and a distance of 63.75 becomes 1.
-_BYTE_MEAN = 127.5
+_BYTE_RANGE_MIDDLE = 127.5
 _BYTE_DEVIATION = 63.75
 
 FLOAT32_DTYPE = np.dtype(np.float32)
@@ -105,7 +105,7 @@ def draw_text_records(path: str, count: int, size: int, random: np.random.Genera
 
 def normalise_bytes(values: ByteArray, dtype: np.dtype[np.floating] = FLOAT32_DTYPE) -> NDArray[np.floating]:
     result = values.astype(dtype)
-    result -= _BYTE_MEAN
+    result -= _BYTE_RANGE_MIDDLE
     result /= _BYTE_DEVIATION
     return result
 
@@ -138,7 +138,7 @@ class CompressedRecords:
         for row, index in zip(batch.numpy(), indices, strict=True):
             record = zlib.decompress(self._file[self._record_slices[index]], bufsize=self._size)
             row[:] = np.frombuffer(record, dtype=np.uint8)
-        batch.numpy()[:] -= _BYTE_MEAN
+        batch.numpy()[:] -= _BYTE_RANGE_MIDDLE
         batch.numpy()[:] /= _BYTE_DEVIATION
         return batch
 

@@ -101,7 +101,7 @@ class Conversion:
             for product_weight in holders
         ]
         self.product_weights = tuple(
-            _apply_rules(product_weight, arithmetic, multiples) for product_weight, arithmetic in arithmetics
+            _apply_conversion_rules(product_weight, arithmetic, multiples) for product_weight, arithmetic in arithmetics
         )
         self._arithmetics = {
             id(product_weight): arithmetic
@@ -190,7 +190,7 @@ class Conversion:
         return forward
 
 
-def _apply_rules(
+def _apply_conversion_rules(
     product_weight: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]
 ) -> ProductWeight:
     if product_weight.reason:

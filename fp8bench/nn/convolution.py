@@ -52,7 +52,7 @@ class Windows(NamedTuple):
         return position_counts[0], position_counts[1]
 
 
-_DEFAULT_WINDOWS = Windows()
+_DEFAULT_CONVOLUTION_WINDOWS = Windows()
 Layout = torch.memory_format
 
 
@@ -268,7 +268,7 @@ class Convolution(nn.Module):
         inputs: int,
         outputs: int,
         arithmetic: Arithmetic,
-        geometry: Windows = _DEFAULT_WINDOWS,
+        geometry: Windows = _DEFAULT_CONVOLUTION_WINDOWS,
         layout: Layout = torch.channels_last,
     ) -> None:
         super().__init__()

@@ -169,7 +169,8 @@ class Experts(nn.Module):
         else:
             experts_and_rows = zip(self.experts, padded_parts, strict=True)
             outputs = [
-                expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in experts_and_rows
+                expert(part, phase) if len(part) else _run_expert_without_rows(expert, part)
+                for expert, part in experts_and_rows
             ]
         return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
 
@@ -190,7 +191,7 @@ class Experts(nn.Module):
         )
 
 
-def _pass_no_rows(expert: FeedForward, part: Tensor) -> Tensor:
+def _run_expert_without_rows(expert: FeedForward, part: Tensor) -> Tensor:
     """Runs the expert's products without any rows, so that its weights get gradients."""
     converted_part = part.to(expert.up.weight.dtype)
     return F.linear(expert.apply_activation(F.linear(converted_part, expert.up.weight)), expert.down.weight).to(

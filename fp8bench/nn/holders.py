@@ -141,14 +141,14 @@ def find_product_weights(model: nn.Module, skip: Sequence[str] = ()) -> tuple[Pr
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
-    inside_attention = {
+    attention_children = {
         child for parent in paths if isinstance(parent, nn.MultiheadAttention) for child in parent.children()
     }
-    head = _find_head(model, paths)
+    head = _find_output_layer(model, paths)
     holders = [
         replace(product_weight, head=product_weight.module is head)
         for module, names in paths.items()
-        for product_weight in _list_module_weights(module, names, module in inside_attention)
+        for product_weight in _list_module_weights(module, names, module in attention_children)
     ]
     # Refuse a pattern without a match, which is probably a typing error.
     for pattern in skip:
@@ -180,18 +180,21 @@ def list_surrounding_layers(model: nn.Module, holders: Sequence[ProductWeight]) 
 
 def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
     # The valid keys are kinds of layers, names of layers, and prefixes of names.
-    existing_keys = list_map_keys(
+    existing_map_keys = list_map_keys(
         [*(layer for product_weight in holders for layer in _make_layers(product_weight)), *around]
     )
     for key in keys:
-        if key == RESIDUAL_KIND and key not in existing_keys:
+        if key == RESIDUAL_KIND and key not in existing_map_keys:
             raise UsageError(
                 f"--precision-map {key}=...: the residual stream inside your model cannot be observed. "
                 "Remove this key: only embed, norm, logits and output can have a precision."
             )
-        if key not in existing_keys:
+        if key not in existing_map_keys:
             raise UnknownName(
-                "layer of this model", key, existing_keys, _describe_layers(holders, [layer.kind for layer in around])
+                "layer of this model",
+                key,
+                existing_map_keys,
+                _describe_layers(holders, [layer.kind for layer in around]),
             )
 
 
@@ -203,10 +206,10 @@ def _make_layers(product_weight: ProductWeight) -> Iterator[Layer]:
 
 
 def _describe_layers(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
-    kind_names = (
+    kind_and_group_names = (
         kind_name for product_weight in holders for kind_name in (product_weight.shown_kind, product_weight.group)
     )
-    kinds = ", ".join(dict.fromkeys(filter(None, (*kind_names, *around))))
+    kinds = ", ".join(dict.fromkeys(filter(None, (*kind_and_group_names, *around))))
     names = ", ".join(product_weight.name for product_weight in holders[:_MAX_LISTED_NAMES])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 
@@ -258,8 +261,8 @@ def _list_module_weights(module: nn.Module, paths: Sequence[str], in_attention: 
 
 
 def _make_parameter_weight(module: nn.Module, paths: Sequence[str], attribute: str, kind: str) -> ProductWeight:
-    first_name, *further_names = (f"{path}.{attribute}".lstrip(".") for path in paths)
-    return ProductWeight(first_name, kind, module, attribute, tuple(further_names))
+    first_parameter_path, *further_parameter_paths = (f"{path}.{attribute}".lstrip(".") for path in paths)
+    return ProductWeight(first_parameter_path, kind, module, attribute, tuple(further_parameter_paths))
 
 
 def classify_module(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
@@ -297,7 +300,7 @@ def _check_weight(product_weight: ProductWeight) -> tuple[str, str] | None:
     return None
 
 
-def _find_head(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module | None:
+def _find_output_layer(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module | None:
     """Returns the model's output layer: the layer that the model declares, a layer tied to an embedding, or a layer
     with a usual name.
     """
@@ -385,11 +388,11 @@ class StackedWeightWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Make keyword arguments positional, so that the weight is searched for in `args` only.
-        args, named = _bind_positions(func, args, kwargs or {})
-        position = next((position for position, arg in enumerate(args) if self._find_name(arg)), None)
+        args, named = _make_keywords_positional(func, args, kwargs or {})
+        position = next((position for position, arg in enumerate(args) if self._find_parameter_name(arg)), None)
         if position is None:
             return func(*args, **named)
-        name = self._find_name(args[position])
+        name = self._find_parameter_name(args[position])
         # Replace a product with the weight, or pass the product to the callback `_around`.
         if func in _REPLACEABLE_FUNCTIONS or func in _UNREPLACEABLE_FUNCTIONS:
             is_product = _is_replaceable(func, args, named, position)
@@ -399,15 +402,15 @@ class StackedWeightWatch(TorchFunctionMode):
             return run() if self._around is None else self._around(name, is_product, run)
         # Any other call runs unchanged. Its result may be a view or cast of the weight.
         result = func(*args, **named)
-        self._track_result(name, position, args, result)
+        self._track_derived_tensors(name, position, args, result)
         return result
 
-    def _find_name(self, value: Any) -> str:
+    def _find_parameter_name(self, value: Any) -> str:
         return (
             next((name for name, tensor in self._tracked if tensor is value), "") if isinstance(value, Tensor) else ""
         )
 
-    def _track_result(self, name: str, position: int, args: tuple[Any, ...], result: Any) -> None:
+    def _track_derived_tensors(self, name: str, position: int, args: tuple[Any, ...], result: Any) -> None:
         has_other_tensor = any(
             isinstance(arg, Tensor) and arg.is_floating_point() for index, arg in enumerate(args) if index != position
         )
@@ -418,12 +421,12 @@ class StackedWeightWatch(TorchFunctionMode):
                 isinstance(tensor, Tensor)
                 and tensor.dim() > 1
                 and tensor.is_floating_point()
-                and not self._find_name(tensor)
+                and not self._find_parameter_name(tensor)
             ):
                 self._tracked.append((name, tensor))
 
 
-def _bind_positions(
+def _make_keywords_positional(
     func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     unbound_keywords = dict(named)
@@ -469,11 +472,11 @@ def _replace_product(func: Any, args: tuple[Any, ...], position: int, multiplier
     left_operand, right_operand = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
     if right_operand is args[position]:
         # A product with the weight on the left is the transpose of one with the weight on the right.
-        return _multiply_right(left_operand, right_operand, multiplier)
-    return _multiply_right(right_operand.mT, left_operand.mT, multiplier).mT
+        return _multiply_by_right_weight(left_operand, right_operand, multiplier)
+    return _multiply_by_right_weight(right_operand.mT, left_operand.mT, multiplier).mT
 
 
-def _multiply_right(x: Tensor, weight: Tensor, multiplier: Multiplier) -> Tensor:
+def _multiply_by_right_weight(x: Tensor, weight: Tensor, multiplier: Multiplier) -> Tensor:
     """Returns x (..., M, K) times a weight (K, N), or times a stack of weights (E, K, N). With a stack, x is (E, M,
     K), or (M, K) if all experts read the same rows.
     """

@@ -78,7 +78,7 @@ def region(marker: PhaseMarker, function: Callable[..., Tensor], *tensors: Tenso
 # A function that returns the arithmetic of the layer with a given name.
 ChooseArithmetic = Callable[[str], Arithmetic]
 
-_NO_PHASE: AbstractContextManager[None] = nullcontext()
+_NO_PHASE_MARKER: AbstractContextManager[None] = nullcontext()
 
 
 def prefix_names(choose: ChooseArithmetic, part: str) -> ChooseArithmetic:
@@ -96,7 +96,7 @@ def number_parts(choose: ChooseArithmetic, part: str, count: int) -> list[Choose
 
 
 def cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
-    return phase.cast if arithmetic.casts else _NO_PHASE
+    return phase.cast if arithmetic.casts else _NO_PHASE_MARKER
 
 
 def refuse_double_backward() -> None:

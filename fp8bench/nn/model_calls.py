@@ -192,7 +192,7 @@ def find_loss(model: nn.Module, batch: Any, output: Any, loss: LossFunction | No
 
 def _compute_user_loss(batch: Any, output: Any, loss: LossFunction) -> tuple[Tensor, str]:
     try:
-        value: Any = loss(output, batch) if _takes_batch(loss) else loss(output)
+        value: Any = loss(output, batch) if _loss_takes_batch(loss) else loss(output)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -202,7 +202,7 @@ def _compute_user_loss(batch: Any, output: Any, loss: LossFunction) -> tuple[Ten
     return value, "the loss that make() gives"
 
 
-def _takes_batch(loss: LossFunction) -> bool:
+def _loss_takes_batch(loss: LossFunction) -> bool:
     """Returns whether the user's loss function requires a second positional argument, the batch. Arguments with a
     default do not count, as in `lambda output, target=target: ...`.
     """

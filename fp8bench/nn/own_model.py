@@ -56,9 +56,9 @@ def parse_make_result(name: str, returned_value: object, seed: int = 0) -> MakeR
     # A tuple's items are known by position, a dictionary's by name.
     match returned_value:
         case (nn.Module() as model, batch):
-            return _build_make_result(name, seed, model=model, **_classify_batch(batch))
+            return _build_make_result(name, seed, model=model, **_make_batch_keyword(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
-            return _build_make_result(name, seed, model=model, loss=loss, **_classify_batch(batch))
+            return _build_make_result(name, seed, model=model, loss=loss, **_make_batch_keyword(batch))
         case Mapping() if (
             isinstance(returned_value.get("model"), nn.Module) and {"batch", "batches"} & returned_value.keys()
         ):
@@ -78,7 +78,7 @@ def parse_make_result(name: str, returned_value: object, seed: int = 0) -> MakeR
     )
 
 
-def _classify_batch(batch: Any) -> dict[str, Any]:
+def _make_batch_keyword(batch: Any) -> dict[str, Any]:
     """Returns {'batches': batch} if the user's value is a source of batches: a function, or an iterable that is neither
     a tensor nor a mapping, list or tuple. Otherwise returns {'batch': batch}.
     """

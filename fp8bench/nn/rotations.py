@@ -28,8 +28,8 @@ RUN_LENGTH = 16
 _MATRIX_DIMENSIONS = 2
 # The sizes of example tensors for which kernels are compiled. Real operands have other sizes.
 _EXAMPLE_ROWS = 640
-_EXAMPLE_RUNS = 48
-_MAX_OPERATIONS = 1 << 10
+_EXAMPLE_RUN_COUNT = 48
+_MAX_UNSPLIT_OPERATIONS = 1 << 10
 # How many runs of 16 elements a CPU rotates at a time, so that their float64 copy stays in its cache.
 _RUNS_PER_PIECE = 1 << 12
 
@@ -40,7 +40,7 @@ def rotate(x: Tensor, seed: int) -> Tensor:
     The last dimension is padded with zeros to a multiple of 16. The result keeps the padding, which does not change a
     product. If one element of a run is infinite or NaN, all 16 become NaN.
     """
-    return _multiply_runs(_pad_to_runs(x), _make_matrix(seed, x.device))
+    return _multiply_runs(_pad_to_run_multiple(x), _make_hadamard_matrix(seed, x.device))
 
 
 class RotatedTensor(NamedTuple):
@@ -57,8 +57,8 @@ def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
     """Applies the random Hadamard transform of `seed` to a matrix, and finds the largest magnitudes for a later cast.
     The result is row-major or column-major, like the matrix.
     """
-    padded_matrix = _pad_to_runs(x)
-    matrix = _make_matrix(seed, x.device)
+    padded_matrix = _pad_to_run_multiple(x)
+    matrix = _make_hadamard_matrix(seed, x.device)
     # On a GPU one kernel is faster than the five operations that it replaces. On a CPU a matrix product is faster.
     uses_matmul = x.device.type == "cpu" or torch.compiler.is_compiling()
     if uses_matmul or not x.numel() or x.dim() != _MATRIX_DIMENSIONS:
@@ -72,7 +72,7 @@ def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
     return RotatedTensor(out.t() if turned else out, amaxes, amaxes_before)
 
 
-def _pad_to_runs(x: Tensor) -> Tensor:
+def _pad_to_run_multiple(x: Tensor) -> Tensor:
     check_input(x)
     if not x.dim():
         raise ValueError("a tensor without dimensions cannot be rotated")
@@ -80,7 +80,10 @@ def _pad_to_runs(x: Tensor) -> Tensor:
 
 
 # Without these options Inductor splits a sum of sixteen products and stores the first half.
-_UNSPLIT_SUM_OPTIONS = {"realize_opcount_threshold": _MAX_OPERATIONS, "realize_reads_threshold": _MAX_OPERATIONS}
+_UNSPLIT_SUM_INDUCTOR_OPTIONS = {
+    "realize_opcount_threshold": _MAX_UNSPLIT_OPERATIONS,
+    "realize_reads_threshold": _MAX_UNSPLIT_OPERATIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,9 @@ class RotationKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         shape = (
-            (_EXAMPLE_RUNS, RUN_LENGTH, _EXAMPLE_ROWS) if self.turned else (_EXAMPLE_ROWS, _EXAMPLE_RUNS, RUN_LENGTH)
+            (_EXAMPLE_RUN_COUNT, RUN_LENGTH, _EXAMPLE_ROWS)
+            if self.turned
+            else (_EXAMPLE_ROWS, _EXAMPLE_RUN_COUNT, RUN_LENGTH)
         )
         matrix = torch.eye(RUN_LENGTH, dtype=torch.float64, device=self.device)
         memory = [torch.empty(row, device=self.device) for row in (shape, shape[:1], shape[:1])]
@@ -125,7 +130,7 @@ class RotationKernel(Kernel):
         return [variable_dimensions, (), variable_dimensions, (0,), (0,)]
 
     def options(self) -> Mapping[str, object]:
-        return {**OPERAND_ORDER, **FUSED_SCALARS, **_UNSPLIT_SUM_OPTIONS}
+        return {**OPERAND_ORDER, **FUSED_SCALARS, **_UNSPLIT_SUM_INDUCTOR_OPTIONS}
 
 
 def _view_as_runs(memory: Tensor, turned: bool) -> Tensor:
@@ -152,7 +157,7 @@ def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _make_matrix(seed: int, device: torch.device) -> Tensor:
+def _make_hadamard_matrix(seed: int, device: torch.device) -> Tensor:
     """Returns Sylvester's 16x16 Hadamard matrix, divided by 4 to be orthogonal, and with random signs of its rows."""
     cpu = torch.device("cpu")  # name the device, because the caller may have set another default device
     matrix = torch.ones(1, 1, dtype=torch.float64, device=cpu)

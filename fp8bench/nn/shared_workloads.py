@@ -116,8 +116,8 @@ def explain_missing_errors(params: Scalars) -> str:
     an error would be 0 divided by 0, and ones are exact in every format.
     """
     kind = VALUES.of(params)
-    is_constant = kind in ("ones", "zeros")
-    return f"values={kind} are constant, so a relative error would have no meaning" if is_constant else ""
+    has_constant_values = kind in ("ones", "zeros")
+    return f"values={kind} are constant, so a relative error would have no meaning" if has_constant_values else ""
 
 
 def make_gpt(workload: Workload, setup: Setup, config: GPTConfig) -> GPT:

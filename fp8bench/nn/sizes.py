@@ -223,7 +223,7 @@ class VisionSizes:
             return make_surrounding_layers(("norm", *self._list_convolutions("norms.")), "residual", "logits")
         norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
         image_norm_names = [f"image.{name}" for name in norms] if self.model == "two-input" else []
-        return make_surrounding_layers((*image_norm_names, *norms), *_OTHER_KINDS)
+        return make_surrounding_layers((*image_norm_names, *norms), *_KIND_BY_PART)
 
     def low_layers(self) -> tuple[str, ...]:
         if self.model == "resnet":
@@ -241,16 +241,16 @@ class VisionSizes:
         return tuple(paths)
 
 
-_OTHER_KINDS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
+_KIND_BY_PART = {"embedding": "embed", "residual": "residual", "logits": "logits"}
 
 
 def make_surrounding_layers(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
-    names_and_kinds = (*((part, _OTHER_KINDS[part]) for part in parts), *((name, "norm") for name in norms))
+    names_and_kinds = (*((part, _KIND_BY_PART[part]) for part in parts), *((name, "norm") for name in norms))
     return tuple(Layer(name, kind, product=False) for name, kind in names_and_kinds)
 
 
 def around(norms: Iterable[str]) -> tuple[Layer, ...]:
-    return make_surrounding_layers((*norms, "norm"), *_OTHER_KINDS)
+    return make_surrounding_layers((*norms, "norm"), *_KIND_BY_PART)
 
 
 def gpt_around(blocks: int) -> tuple[Layer, ...]:

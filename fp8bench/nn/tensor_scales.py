@@ -70,7 +70,7 @@ class DelayedScale:
         if repeat and self.last_pair is not None:
             return self.last_pair
         amax = largest_magnitude(x) if amax is None else amax
-        self.last_pair = ScalePair(*delayed_scale(amax, *self._get_state(x.device), self._fmt, self._delayed))
+        self.last_pair = ScalePair(*delayed_scale(amax, *self._get_scale_state(x.device), self._fmt, self._delayed))
         return self.last_pair
 
     def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedCodes | None:
@@ -79,11 +79,11 @@ class DelayedScale:
         """
         if not self.is_local or (repeat and self.last_pair is not None):
             return None
-        cast = delayed_codes(x, *self._get_state(x.device), self._fmt, self._delayed, both)
+        cast = delayed_codes(x, *self._get_scale_state(x.device), self._fmt, self._delayed, both)
         self.last_pair = ScalePair(cast.scale, cast.inverse)
         return cast
 
-    def _get_state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def _get_scale_state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if self.scale is None or self.history is None or self._casts is None:
             self.scale = torch.ones((), dtype=torch.float32, device=device)
             self.history = torch.zeros(self._delayed.history, dtype=torch.float32, device=device)
@@ -145,7 +145,7 @@ class StaticScale:
         self._recorded_amax: Tensor | None = None
         self._used_scale: ScalePair | None = None
         if found_amax is not None:
-            self._set_scale(torch.full((), found_amax, dtype=torch.float32))
+            self._set_scale_from_amax(torch.full((), found_amax, dtype=torch.float32))
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
         # A recomputed block gets the same scale again, so that both casts give the same codes.
@@ -163,9 +163,9 @@ class StaticScale:
         # Otherwise use the static scale. If it does not exist yet, make it from the recorded magnitude or from this
         # tensor.
         if self._recorded_amax is not None:
-            self._set_scale(self._recorded_amax)
+            self._set_scale_from_amax(self._recorded_amax)
         elif self._scale is None:
-            self._set_scale(largest_magnitude(x) if amax is None else amax)
+            self._set_scale_from_amax(largest_magnitude(x) if amax is None else amax)
         assert self._scale is not None
         saturation_bound = self._book.rule.bound
         if saturation_bound is not None:
@@ -197,12 +197,12 @@ class StaticScale:
 
     def read_state(self) -> ScaleState | None:
         if self._recorded_amax is not None:
-            self._set_scale(self._recorded_amax)
+            self._set_scale_from_amax(self._recorded_amax)
         if self._amax is None or self._scale is None or self._renewals is None:
             return None
         return ScaleState(float(self._amax), float(self._scale.scale), int(self._renewals))
 
-    def _set_scale(self, amax: Tensor) -> None:
+    def _set_scale_from_amax(self, amax: Tensor) -> None:
         """Computes the scale from the largest magnitude `amax`. The first time does not count as a renewal."""
         self._recorded_amax = None
         if self._scale is None:

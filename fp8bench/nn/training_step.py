@@ -32,7 +32,7 @@ class Loader(Protocol):
 
 
 # The distance between the seeds of two draws of the weights. A CPU generator has seeds of 32 bits.
-_SEED_STRIDE = 0x9E3779B9
+_DRAW_SEED_STRIDE = 0x9E3779B9
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def seed_weights(setup: Setup) -> Iterator[None]:
     gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.
     with torch.random.fork_rng(gpu_indices, device_type=setup.facts.kind), torch.device(setup.facts.key):
-        torch.manual_seed((setup.seed + setup.draw * _SEED_STRIDE) % (1 << 32))
+        torch.manual_seed((setup.seed + setup.draw * _DRAW_SEED_STRIDE) % (1 << 32))
         yield
 
 

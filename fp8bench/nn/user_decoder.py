@@ -39,7 +39,7 @@ from fp8bench.nn.storage import (
 from fp8bench.protocols import Phases, SilentPhases
 
 _DEFAULT_POSITIONS = 1 << 20
-_CHECKED_TOKENS = 8
+_CHECKED_TOKEN_COUNT = 8
 _LOGITS_TOLERANCE = 1e-3
 
 
@@ -332,15 +332,15 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
     """Checks that a model's cache works, and returns the shape of the model. The cache works if a prompt gives the
     same logits token by token and as a whole.
     """
-    user_decoder = UserDecoder(name, model, ServedArm("fp32"), (1, _CHECKED_TOKENS), facts.key)
+    user_decoder = UserDecoder(name, model, ServedArm("fp32"), (1, _CHECKED_TOKEN_COUNT), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
     # One text without gradients suffices to check the cache.
-    tokens = torch.randint(user_decoder.vocabulary, (1, _CHECKED_TOKENS), generator=generator, device=facts.key)
+    tokens = torch.randint(user_decoder.vocabulary, (1, _CHECKED_TOKEN_COUNT), generator=generator, device=facts.key)
     with torch.no_grad():
         with QueryHeads() as query:
             prompt_logits = user_decoder.forward(tokens, 0, SilentPhases(), every=True)
         logits_by_token = [
-            user_decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)
+            user_decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKEN_COUNT)
         ]
     # 1. Refuse NaN, because comparisons with NaN always fail.
     if bool(prompt_logits.isnan().any()):

@@ -114,13 +114,13 @@ class LibraryArithmetic(Arithmetic):
         return tuple(scales)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        raise TypeError(self._refusal_text)
+        raise TypeError(self._inseparable_refusal_text)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        raise TypeError(self._refusal_text)
+        raise TypeError(self._inseparable_refusal_text)
 
     @property
-    def _refusal_text(self) -> str:
+    def _inseparable_refusal_text(self) -> str:
         return f"{self._backend} has no separate cast or product, only layers that do both. Use `whole`."
 
 

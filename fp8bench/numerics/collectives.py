@@ -49,7 +49,7 @@ FP8LM_SCALING = "fp8lm_auto"
 # mu in equations 2 and 3 of FP8-LM: it is halved after a step in which more than 0.001% of the values have the
 # largest code. Otherwise it grows, by a factor of 2 in 1,000 steps, up to 2.
 MAX_SATURATED_SHARE = 1e-5
-_GROWTH_STEPS = 1000
+_MU_DOUBLING_STEPS = 1000
 
 
 def encode_e4m3(values: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class AutoScale:
     mu: Tensor = field(default_factory=lambda: torch.ones(1))
 
     def update(self, saturated_share: Tensor) -> None:
-        grown_mu = (self.mu.to(saturated_share.device) * 2 ** (1 / _GROWTH_STEPS)).clamp(max=2.0)
+        grown_mu = (self.mu.to(saturated_share.device) * 2 ** (1 / _MU_DOUBLING_STEPS)).clamp(max=2.0)
         self.mu = torch.where(saturated_share > MAX_SATURATED_SHARE, self.mu.to(saturated_share.device) / 2, grown_mu)
 
 

@@ -34,34 +34,34 @@ _EXTRA_ROUNDINGS = 4
 # The fewest bits of a sum that are considered. No hardware is known to use fewer.
 _MIN_SUM_BITS = 8
 # A bias within _BIAS_ERRORS standard errors may be chance. Two results of the same kind of sum have mean square errors
-# within a factor of _MEAN_SQUARE_RATIO.
+# within a factor of _MAX_MEAN_SQUARE_RATIO.
 _BIAS_ERRORS = 6.0
-_MEAN_SQUARE_RATIO = 3.0
+_MAX_MEAN_SQUARE_RATIO = 3.0
 # The largest difference from 1 of a fitted factor that counts as rounding, not as a scale.
 _SCALE_TOLERANCE = 2.0**-7
-_SCALED_PARTS = (
+_FITTED_FACTOR_PARTS = (
     ("the tensor", False, False),
     ("rows", True, False),
     ("columns", False, True),
     ("rows and columns", True, True),
 )
-_BLOCK_SIZES = (128, 32, 16)
+_EXAMINED_BLOCK_SIZES = (128, 32, 16)
 # The fewest results to fit a scale factor, and the number of iterations that fit the factors of rows and columns in
 # turn.
-_RESULTS_PER_FACTOR = 8
+_MIN_RESULTS_PER_FACTOR = 8
 _FIT_ITERATIONS = 30
-# Each run of _RUN_LENGTH consecutive values may have its own scale. At most _MAX_EXAMINED_RUNS runs are examined.
-_RUN_LENGTH = 128
+# Each run of _SCALE_RUN_LENGTH consecutive values may have its own scale. At most _MAX_EXAMINED_RUNS runs are examined.
+_SCALE_RUN_LENGTH = 128
 _MAX_EXAMINED_RUNS = 32
 # The relative float32 error of a value that was divided by its scale and multiplied by it again.
-_VALUE_TOLERANCE = 2.0**-18
-_INTEGER_BY_BYTES = {2: torch.int16, 4: torch.int32}
+_RESCALED_VALUE_TOLERANCE = 2.0**-18
+_INTEGER_DTYPE_BY_BYTES = {2: torch.int16, 4: torch.int32}
 
 ExplainedDifference = tuple[Difference, str]
 
 
 def have_different_bits(native_result: Tensor, emulated_result: Tensor) -> Tensor:
-    bits = _INTEGER_BY_BYTES[native_result.element_size()]
+    bits = _INTEGER_DTYPE_BY_BYTES[native_result.element_size()]
     has_equal_bits = native_result.contiguous().view(bits) == emulated_result.contiguous().view(bits)
     return ~(has_equal_bits | (native_result.isnan() & emulated_result.isnan()))
 
@@ -73,7 +73,7 @@ def count_steps_between(native_result: Tensor, emulated_result: Tensor) -> Tenso
     """
     float_ordinals = []
     for tensor in (native_result, emulated_result):
-        bits = tensor.contiguous().view(_INTEGER_BY_BYTES[tensor.element_size()]).to(torch.int64)
+        bits = tensor.contiguous().view(_INTEGER_DTYPE_BY_BYTES[tensor.element_size()]).to(torch.int64)
         magnitude = bits & ((1 << (8 * tensor.element_size() - 1)) - 1)
         float_ordinals.append(torch.where(bits < 0, -magnitude, magnitude))
     distance = (float_ordinals[0] - float_ordinals[1]).abs().to(torch.float64)
@@ -140,7 +140,7 @@ class ConformitySums:
 
     def _round_toward_zero(self, values: Tensor) -> Tensor:
         nearest_values = values.to(self.dtype)
-        bits = _INTEGER_BY_BYTES[nearest_values.element_size()]
+        bits = _INTEGER_DTYPE_BY_BYTES[nearest_values.element_size()]
         next_smaller_values = (nearest_values.view(bits) - (nearest_values != 0).to(bits)).view(self.dtype)
         return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller_values, nearest_values).to(
             torch.float64
@@ -221,7 +221,7 @@ def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
     float64_result = result.to(torch.float64)
     short_sum_product = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     is_within_bound = sums.is_near(float64_result, sums.product, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
-    return is_within_bound and sums.mean_square_error(float64_result) <= _MEAN_SQUARE_RATIO * (
+    return is_within_bound and sums.mean_square_error(float64_result) <= _MAX_MEAN_SQUARE_RATIO * (
         sums.mean_square_error(short_sum_product) + sums.rounding_variance
     )
 
@@ -240,7 +240,7 @@ def estimate_sum_bits(result: Tensor, sums: ConformitySums) -> int:
     if not (0 < magnitude_loss < math.inf and short_sum_magnitude_loss > 0):
         return FLOAT32_BITS
     ratio = magnitude_loss / short_sum_magnitude_loss
-    if sums.mean_square_error(result) > _MEAN_SQUARE_RATIO * (
+    if sums.mean_square_error(result) > _MAX_MEAN_SQUARE_RATIO * (
         ratio**2 * sums.mean_square_error(short_sum_product) + sums.rounding_variance
     ):
         return FLOAT32_BITS
@@ -317,7 +317,7 @@ def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]
     """
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     scale_fits = []
-    for part_name, by_row, by_column in _SCALED_PARTS:
+    for part_name, by_row, by_column in _FITTED_FACTOR_PARTS:
         row_factors, column_factors = _fit_factors(result, sums.product, by_row, by_column)
         factor = row_factors * column_factors
         scale_fits.append((part_name, factor, factor * sums.product, factor.abs() * sums.magnitude))
@@ -335,9 +335,9 @@ def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]
 
 
 def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    for size in _BLOCK_SIZES:
+    for size in _EXAMINED_BLOCK_SIZES:
         count = sums.a.shape[1] // size
-        if sums.a.shape[1] % size or not 1 < count <= min(result.shape) // _RESULTS_PER_FACTOR:
+        if sums.a.shape[1] % size or not 1 < count <= min(result.shape) // _MIN_RESULTS_PER_FACTOR:
             continue
         a, b = (tensor.reshape(len(tensor), count, size) for tensor in (sums.a, sums.b))
         block_products = torch.einsum("mcs,ncs->mnc", a, b)
@@ -359,14 +359,14 @@ def _fit_factors(result: Tensor, exact_product: Tensor, by_row: bool, by_column:
     column_factors = exact_product.new_ones(1, result.shape[1])
     for _ in range(_FIT_ITERATIONS if by_row and by_column else 1):
         if by_row:
-            row_factors = _fit_ratios(result, exact_product * column_factors, 1)
+            row_factors = _fit_factor_per_line(result, exact_product * column_factors, 1)
         if by_column:
             row_factors = row_factors if by_row else torch.ones_like(row_factors)
-            column_factors = _fit_ratios(result, exact_product * row_factors, 0)
+            column_factors = _fit_factor_per_line(result, exact_product * row_factors, 0)
     return row_factors, column_factors
 
 
-def _fit_ratios(result: Tensor, exact_product: Tensor, dimension: int) -> Tensor:
+def _fit_factor_per_line(result: Tensor, exact_product: Tensor, dimension: int) -> Tensor:
     sum_of_squares = (exact_product**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     return (result * exact_product).sum(dimension, keepdim=True) / sum_of_squares
 
@@ -395,7 +395,7 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
         if torch.equal(arranged_values, values):
             return Difference.LAYOUT, description
     for description, ratio in _iterate_cast_ratios(values, expected_values):
-        if bool(((values - ratio * expected_values).abs() <= _VALUE_TOLERANCE * values.abs()).all()):
+        if bool(((values - ratio * expected_values).abs() <= _RESCALED_VALUE_TOLERANCE * values.abs()).all()):
             return Difference.SCALE, f"{description} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
     bits = estimate_mantissa_bits(result)
     if bits < min(fmt.mantissa_bits, estimate_mantissa_bits(correct)):
@@ -405,11 +405,11 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
     # `steps`.
     steps = largest_grid_steps(torch.maximum(values.abs(), expected_values.abs()), fmt, float(largest_value))
     distance = (values - expected_values).abs() / steps
-    min_distance = torch.where(steps > steps.min(), 0.5 - _VALUE_TOLERANCE, 0.0)
+    min_distance = torch.where(steps > steps.min(), 0.5 - _RESCALED_VALUE_TOLERANCE, 0.0)
     is_grid_neighbour = (
         ((values - source_values) * (expected_values - source_values) <= 0)
         & (distance > min_distance)
-        & (distance < 1 + _VALUE_TOLERANCE)
+        & (distance < 1 + _RESCALED_VALUE_TOLERANCE)
     )
     if not bool((is_grid_neighbour | ~has_different_bits).all()):
         return Difference.UNEXPLAINED, ""
@@ -428,7 +428,7 @@ def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str,
     yield "the tensor", ratio.nanmedian().nan_to_num(1.0)
     yield "rows", ratio.nanmedian(dim=1, keepdim=True).values.nan_to_num(1.0)
     yield "columns", ratio.nanmedian(dim=0, keepdim=True).values.nan_to_num(1.0)
-    for size in _BLOCK_SIZES:
+    for size in _EXAMINED_BLOCK_SIZES:
         if result.shape[1] % size == 0:
             blocks = ratio.view(len(ratio), -1, size).nanmedian(dim=2).values.nan_to_num(1.0)
             yield f"blocks of {size}", blocks.repeat_interleave(size, 1)
@@ -439,13 +439,13 @@ def estimate_mantissa_bits(values: Tensor) -> int:
     two. Each run of 128 values may have its own scale, so runs are examined separately. The estimate is too small if
     few values of a run are that close.
     """
-    length = _RUN_LENGTH if values.shape[-1] % _RUN_LENGTH == 0 else values.shape[-1]
+    length = _SCALE_RUN_LENGTH if values.shape[-1] % _SCALE_RUN_LENGTH == 0 else values.shape[-1]
     runs = values.detach().abs().reshape(-1, length)
     values_per_octave = 1
     for run in runs[:: max(1, len(runs) // _MAX_EXAMINED_RUNS)]:
         magnitudes = torch.tensor(sorted({size for size in run.tolist() if 0 < size < math.inf}), dtype=torch.float64)
         if len(magnitudes):
-            octave_end_indices = torch.searchsorted(magnitudes, magnitudes * (2 - _VALUE_TOLERANCE))
+            octave_end_indices = torch.searchsorted(magnitudes, magnitudes * (2 - _RESCALED_VALUE_TOLERANCE))
             values_per_octave = max(values_per_octave, int((octave_end_indices - torch.arange(len(magnitudes))).max()))
     return math.ceil(math.log2(values_per_octave))
 
@@ -464,7 +464,7 @@ OperandsByPrecision = Mapping[str, tuple[Tensor, Tensor]]
 # A product seems computed in a different precision than promised if its mean square error is smaller there by more than
 # this factor. Sums in few bits and a library's rounding change the error by less. A bfloat16 product of operands
 # rounded to bfloat16 has three times the error of rounding its result.
-_NEARER_RATIO = 2.0
+_NEARER_PRECISION_RATIO = 2.0
 
 
 def find_nearest_precision(product: Tensor, promised_precision: str, operands_by_precision: OperandsByPrecision) -> str:
@@ -483,6 +483,6 @@ def find_nearest_precision(product: Tensor, promised_precision: str, operands_by
     nearest_precision = min(mean_square_errors, key=lambda name: mean_square_errors[name])
     return (
         nearest_precision
-        if mean_square_errors[nearest_precision] * _NEARER_RATIO < mean_square_errors[promised_precision]
+        if mean_square_errors[nearest_precision] * _NEARER_PRECISION_RATIO < mean_square_errors[promised_precision]
         else ""
     )

@@ -156,10 +156,10 @@ def has_format(tensor: Tensor, fmt: Format) -> bool:
         return True
     if _SIGNIFICANT_BITS.get(tensor.dtype, 0) <= fmt.mantissa_bits + 1 or tensor.numel() < 2:
         return False
-    return _is_on_grid(tensor.detach(), fmt)
+    return _is_on_format_grid(tensor.detach(), fmt)
 
 
-def _is_on_grid(tensor: Tensor, fmt: Format) -> bool:
+def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
         dimension_last_tensor = tensor.movedim(dimension, -1)
         vector_count = dimension_last_tensor.numel() // dimension_last_tensor.shape[-1]

@@ -23,7 +23,7 @@ from fp8bench.numerics.norms import relative_frobenius
 
 # By default, rows of a product are computed exactly for at most this many FLOPs, about half a second of one CPU core.
 FLOPS_CAP = 4e9
-_CHUNK_COLUMNS = 1024
+_COLUMNS_PER_CHUNK = 1024
 
 
 def choose_rows(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[int, ...]:
@@ -47,8 +47,8 @@ def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
     index = torch.tensor(rows, dtype=torch.int64, device=a.device)
     float64_a = a.detach().index_select(0, index).to(torch.float64)
     result = float64_a.new_empty((len(rows), b.shape[0]))
-    for start in range(0, b.shape[0], _CHUNK_COLUMNS):
-        column_slice = slice(start, start + _CHUNK_COLUMNS)
+    for start in range(0, b.shape[0], _COLUMNS_PER_CHUNK):
+        column_slice = slice(start, start + _COLUMNS_PER_CHUNK)
         result[:, column_slice] = float64_a @ b.detach()[column_slice].to(torch.float64).t()
     return result
 
@@ -85,7 +85,7 @@ def measure_product_errors(
 INSTRUCTION_LENGTH = 32
 PROMOTION_LENGTH = 128
 
-_FLOAT64_BITS = 53
+_FLOAT64_SIGNIFICAND_BITS = 53
 
 
 def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HOPPER_SUM_BITS) -> Tensor:
@@ -112,7 +112,9 @@ def sum_like_hopper_units(a: Tensor, b: Tensor) -> Tensor:
         exponents = torch.cat([exponent_sums, _get_exponents(running_sum)[:, :, None]], 2).where(
             summands != 0, _EXPONENT_OF_ZERO
         )
-        running_sum = _truncate(_truncate(summands, exponents.amax(2, keepdim=True)).sum(2), None)
+        running_sum = _truncate_to_hopper_bits(
+            _truncate_to_hopper_bits(summands, exponents.amax(2, keepdim=True)).sum(2), None
+        )
     return running_sum
 
 
@@ -123,7 +125,7 @@ def _get_exponents(values: Tensor) -> Tensor:
     return torch.frexp(values).exponent - 1
 
 
-def _truncate(values: Tensor, exponents: Tensor | None) -> Tensor:
+def _truncate_to_hopper_bits(values: Tensor, exponents: Tensor | None) -> Tensor:
     """Truncates each value to a multiple of 2^(exponent - (HOPPER_SUM_BITS - 1)). Without `exponents`, the exponent is
     that of the value itself.
     """
@@ -145,7 +147,7 @@ def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
             instruction_slice = slice(instruction_start, min(instruction_start + INSTRUCTION_LENGTH, start + length))
             few_bit_sum.addmm_(float64_a[:, instruction_slice], float64_b[:, instruction_slice].t())
             # Truncate the sum after every instruction. This does not change infinities and NaN.
-            few_bit_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_BITS - bits)))
+            few_bit_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_SIGNIFICAND_BITS - bits)))
         float32_sum += few_bit_sum
     return float32_sum
 

@@ -93,7 +93,7 @@ SPREAD_BLOCK = 32
 # The factor by which a magnitude may exceed the format's largest value without counting as saturated. It allows for
 # the error of a float32 scale and its inverse.
 _SATURATION_TOLERANCE = 1 + 2.0**-21
-_FLOAT64_BIAS = 1023
+_FLOAT64_EXPONENT_BIAS = 1023
 _FLOAT64_MANTISSA_BITS = 52
 
 
@@ -284,8 +284,8 @@ class _ValueSums:
             float(self._output),
             float(self._amax),
             float(self._smallest) if nonzero_count else 0.0,
-            _compute_spread(self._signal.sum(1), self._noise.sum(1)),
-            _compute_spread(self._signal, self._noise),
+            _compute_sqnr_spread(self._signal.sum(1), self._noise.sum(1)),
+            _compute_sqnr_spread(self._signal, self._noise),
             saturated_count,
             subnormal_count,
             max_ulp,
@@ -316,9 +316,9 @@ class _GridFigures:
         self._counts[1] += ((magnitudes > 0) & (magnitudes < self._fmt.smallest_normal)).sum()
         self._factors.update_block_peaks(self._peaks, magnitudes, tile)
         # Compute the format's spacing at each magnitude from its bits, because a logarithm would round.
-        exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
+        exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_EXPONENT_BIAS
         spacing_exponent = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits
-        spacing_bits = (spacing_exponent + _FLOAT64_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS)
+        spacing_bits = (spacing_exponent + _FLOAT64_EXPONENT_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS)
         grid_spacings = spacing_bits.view(torch.float64)
         errors = (rounded / divisor - elements).abs() / grid_spacings
         is_counted = both_finite & is_valid_factor & ~is_saturated
@@ -334,7 +334,7 @@ class _GridFigures:
         return saturated_count, subnormal_count, float(self._max_ulp), utilisation
 
 
-def _compute_spread(signal: Tensor, noise: Tensor) -> SqnrSpread | None:
+def _compute_sqnr_spread(signal: Tensor, noise: Tensor) -> SqnrSpread | None:
     is_nonzero = signal > 0
     ratios = (signal[is_nonzero] / noise[is_nonzero]).log10().mul(10).sort().values
     if not ratios.numel():

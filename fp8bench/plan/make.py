@@ -140,10 +140,10 @@ def check_request(request: Request) -> tuple[Workload, ...]:
     for suite_plan in suite_plans:
         if (request.ranks or 1) < (min_ranks := suite_plan.workload.least_ranks):
             raise UsageError(f"suite {suite_plan.workload.name} needs {min_ranks} processes. Add --ranks {min_ranks}.")
-    _refuse_repetition("--dtypes", request.dtypes, ": the reference is already measured twice in every round")
-    _refuse_repetition("--devices", request.devices)
+    _refuse_repeated_names("--dtypes", request.dtypes, ": the reference is already measured twice in every round")
+    _refuse_repeated_names("--devices", request.devices)
     for axis, values in request.axes:
-        _refuse_repetition(f"--set {axis}", values)
+        _refuse_repeated_names(f"--set {axis}", values)
     for device_name in request.devices:
         kind = device_name.partition(":")[0]
         if reason := _REFUSED_DEVICES.get(kind):
@@ -156,7 +156,7 @@ def check_request(request: Request) -> tuple[Workload, ...]:
     return suites
 
 
-def _refuse_repetition(option: str, names: Sequence[str], reason: str = "") -> None:
+def _refuse_repeated_names(option: str, names: Sequence[str], reason: str = "") -> None:
     if repeated_name := next((name for name in names if names.count(name) > 1), ""):
         raise UsageError(f"{option} names {repeated_name} twice. Leave one out{reason}.")
 
@@ -233,21 +233,23 @@ def _describe_large_cases(groups: Sequence[Group], facts: DeviceFacts) -> Iterat
         if required_bytes and case.device == facts.key:
             cases_by_suite.setdefault(case.workload, []).append((required_bytes, planned))
     for suite, cases in cases_by_suite.items():
-        largest_bytes = 0.0
+        largest_case_bytes = 0.0
         largest_case_text = "does not fit"
-        too_large_count = 0
+        too_large_case_count = 0
         for required_bytes, planned in cases:
-            if planned.runs and required_bytes > largest_bytes:
-                largest_bytes = required_bytes
+            if planned.runs and required_bytes > largest_case_bytes:
+                largest_case_bytes = required_bytes
                 largest_case_text = f"({planned.case.mode}) takes about {size(required_bytes)}"
             elif not planned.runs and required_bytes > facts.memory_bytes > 0:
-                too_large_count += 1
-        if too_large_count or largest_bytes > _LARGE_MEMORY_SHARE * facts.memory_bytes > 0:
-            skipped_text = (
-                f"; {too_large_count} of {len(cases)} cases take more and are skipped" if too_large_count else ""
+                too_large_case_count += 1
+        if too_large_case_count or largest_case_bytes > _LARGE_MEMORY_SHARE * facts.memory_bytes > 0:
+            skipped_cases_text = (
+                f"; {too_large_case_count} of {len(cases)} cases take more and are skipped"
+                if too_large_case_count
+                else ""
             )
             capacity_text = f"{facts.key} has {size(facts.memory_bytes)}"
-            yield f"{Plan.MEMORY}the largest case of {suite} {largest_case_text}, {capacity_text}{skipped_text}"
+            yield f"{Plan.MEMORY}the largest case of {suite} {largest_case_text}, {capacity_text}{skipped_cases_text}"
 
 
 def _plan_suites(
@@ -290,8 +292,8 @@ def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], c
     else:
         reference = min(names, key=lambda name: precisions.get(name).rank)
     modes = (reference, *(name for name in dict.fromkeys(names) if name != reference))
-    has_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
-    may_add_reference = compares and has_choice and workload.fused and ADDED_REFERENCE not in modes
+    has_precision_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
+    may_add_reference = compares and has_precision_choice and workload.fused and ADDED_REFERENCE not in modes
     return _SuitePlan(workload, modes, select_map_entries(request, layers, modes), may_add_reference)
 
 
@@ -321,12 +323,12 @@ def _plan_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts, is_n
     cases_without_map = [_plan_case(suite_plan.workload, params, facts, name, ()) for name in suite_plan.modes]
     reference = _choose_reference(cases_without_map, is_named)
     native_indices = [index for index, planned in enumerate(cases_without_map) if _is_native(planned)]
-    added_cases: list[PlannedCase] = []
+    added_reference_cases: list[PlannedCase] = []
     note = ""
     if suite_plan.may_add_reference and len(native_indices) == 1:
-        added_case = _plan_case(suite_plan.workload, params, facts, ADDED_REFERENCE, ())
-        if _is_native(added_case):
-            added_cases = [added_case]
+        added_reference_case = _plan_case(suite_plan.workload, params, facts, ADDED_REFERENCE, ())
+        if _is_native(added_reference_case):
+            added_reference_cases = [added_reference_case]
             reference = native_indices[0]
             name = suite_plan.modes[reference]
             reason = f"on {facts.key} {name} would have had nothing native to compare with"
@@ -337,7 +339,7 @@ def _plan_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts, is_n
         planned if index == reference else _apply_precision_map(suite_plan, planned, facts)
         for index, planned in enumerate(cases_without_map)
     ]
-    return Group((*added_cases, *cases), 0 if added_cases else reference), note
+    return Group((*added_reference_cases, *cases), 0 if added_reference_cases else reference), note
 
 
 def _is_native(planned: PlannedCase) -> bool:
@@ -374,10 +376,12 @@ def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str
     if support.level is Level.REFUSED:
         skip_reason = support.reason
     elif facts.memory_bytes and max(work.least_memory, expected_bytes) > facts.memory_bytes:
-        need_text = f"take about {size(expected_bytes)}"
+        memory_need_text = f"take about {size(expected_bytes)}"
         if work.least_memory > facts.memory_bytes:
-            need_text = f"need at least {size(work.least_memory)}"
-        skip_reason = f"its tensors {need_text} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
+            memory_need_text = f"need at least {size(work.least_memory)}"
+        skip_reason = (
+            f"its tensors {memory_need_text} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
+        )
     elif cache != HOT and not facts.cache_bytes:
         skip_reason = f"cache={cache}: the size of the last-level cache of {facts.key} is unknown; choose cache={HOT}"
     return PlannedCase(case, support, work, skip_reason)
@@ -394,7 +398,7 @@ def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
         return 0
     runnable_indices = [index for index, planned in enumerate(cases) if planned.runs]
     native_indices = [index for index in runnable_indices if cases[index].support.is_native]
-    rank_by_index = {
+    precision_rank_by_index = {
         index: precisions.get(cases[index].case.precision).rank for index in native_indices or runnable_indices
     }
-    return min(rank_by_index, key=rank_by_index.__getitem__, default=0)
+    return min(precision_rank_by_index, key=precision_rank_by_index.__getitem__, default=0)

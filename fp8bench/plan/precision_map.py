@@ -39,7 +39,7 @@ def describe_backend(mode: str, level: Level, facts: DeviceFacts) -> str:
 
 PrecisionMap = tuple[tuple[str, str], ...]
 # An error lists at most this many names as examples.
-_MAX_EXAMPLES = 4
+_MAX_EXAMPLE_NAMES = 4
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str) -> None:
@@ -51,7 +51,7 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str)
     for key, precision in precision_map:
         if key not in keys:
             kinds = ", ".join(dict.fromkeys(chain.from_iterable(map(kind_keys, layers))))
-            examples = ", ".join(names[:_MAX_EXAMPLES])
+            examples = ", ".join(names[:_MAX_EXAMPLE_NAMES])
             choices_text = f"{kinds}; layers by name ({examples}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {owner}", key, keys, choices_text if layers else "")
         # Some precisions need a product or earlier casts, which elementwise operations do not have.
@@ -178,7 +178,7 @@ def _check_source(rule: StaticScales, cases: Iterable[Case]) -> None:
 
 
 def _list_examples(names: set[str]) -> str:
-    return ", ".join(sorted(names)[:_MAX_EXAMPLES])
+    return ", ".join(sorted(names)[:_MAX_EXAMPLE_NAMES])
 
 
 def _with_static_scales(planned: PlannedCase, rule: StaticScales) -> PlannedCase:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
+_KINETO_LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
 
 
 @contextmanager
@@ -20,13 +20,13 @@ def silence_kineto() -> Iterator[None]:
     """Keeps Kineto, the library inside torch's profiler, from writing to stderr. It works only before the first
     profile of a process.
     """
-    level = os.environ.get(_LOG_LEVEL_VARIABLE)
-    os.environ[_LOG_LEVEL_VARIABLE] = level or "6"
+    level = os.environ.get(_KINETO_LOG_LEVEL_VARIABLE)
+    os.environ[_KINETO_LOG_LEVEL_VARIABLE] = level or "6"
     try:
         yield
     finally:
         if level is None:
-            del os.environ[_LOG_LEVEL_VARIABLE]
+            del os.environ[_KINETO_LOG_LEVEL_VARIABLE]
 
 
 def record_events(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:

@@ -202,7 +202,7 @@ class _DevicePeakMemoryFinder:
             # A block that was released without an event is missing from the allocator's addresses.
             case LiveAddresses():
                 for address in self._held.keys() - event.addresses:
-                    self._release(self._held.pop(address))
+                    self._release_device_block(self._held.pop(address))
             # Hardware does not need the memory of an emulation. So that memory is counted separately.
             case Emulating():
                 self._emulation_blocks = {}
@@ -219,14 +219,14 @@ class _DevicePeakMemoryFinder:
                 block.num_users += 1
             case Lifted():
                 if event.key in self._layouts:
-                    self._release(self._layouts.pop(event.key))
+                    self._release_device_block(self._layouts.pop(event.key))
         # memory of the emulation is not a part of the device's peak
         if self._has_begun and self._emulation_blocks is None:
             self.peak = max(self._current_bytes, self.peak or 0)
 
     def _apply_change(self, change: MemoryChange) -> None:
         if change.address in self._held:
-            self._release(self._held.pop(change.address))
+            self._release_device_block(self._held.pop(change.address))
         if change.size <= 0:
             return
         block = self._held[change.address] = _DeviceBlock(change.size, self._emulation_blocks is None)
@@ -245,7 +245,7 @@ class _DevicePeakMemoryFinder:
                 self._current_bytes += block.size
         self._emulation_blocks = None
 
-    def _release(self, block: _DeviceBlock) -> None:
+    def _release_device_block(self, block: _DeviceBlock) -> None:
         block.num_users -= 1
         if not block.num_users and block.is_counted:
             self._current_bytes -= block.size

@@ -169,7 +169,7 @@ class AllocatorMeter(StreamMeter):
             # The list of live addresses includes the cuBLAS workspace of autograd's thread, which counts as memory.
             self._stream.note(LiveAddresses(self._list_live_addresses()))
             self._stream.keep_backward_in_thread()
-        self._close_phase()
+        self._store_phase_peaks()
         self._backend.reset_peak_memory_stats(self._index)
         self._phase = phase
         self._stream.note(PhaseStart(phase))
@@ -179,7 +179,7 @@ class AllocatorMeter(StreamMeter):
             # If a step never entered a phase, there is nothing to report.
             if self._phase:
                 self._backend.synchronize(self._index)
-                self._close_phase()
+                self._store_phase_peaks()
                 self._stream.note(_STEP_END_NOTE)
                 self._end_workspaces()  # releases after _STEP_END_NOTE are those of cuBLAS workspaces
         finally:
@@ -203,7 +203,7 @@ class AllocatorMeter(StreamMeter):
         blocks = chain.from_iterable(segment["blocks"] for segment in segments if segment["device"] == self._index)
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
-    def _close_phase(self) -> None:
+    def _store_phase_peaks(self) -> None:
         """Stores the peak since the last change of phase as a peak of the phase that ends now."""
         if not self._phase:
             return

@@ -275,13 +275,13 @@ class WatchedArithmetic(Arithmetic):
         vars(self).update({name: getattr(inner, name) for name in DELEGATED_ATTRIBUTES})
 
     def layer(self, name: str) -> Arithmetic:
-        return self._wrap(self.inner.layer(name))
+        return self._wrap_arithmetic(self.inner.layer(name))
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        return self._wrap(self.inner.scaled_by(book, name))
+        return self._wrap_arithmetic(self.inner.scaled_by(book, name))
 
     def separate(self) -> Arithmetic:
-        return self._wrap(self.inner.separate())
+        return self._wrap_arithmetic(self.inner.separate())
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._report(self.inner.cast(tensor, role), tensor, role)
@@ -309,7 +309,7 @@ class WatchedArithmetic(Arithmetic):
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return self.inner.product(a, b, dtype)
 
-    def _wrap(self, arithmetic: Arithmetic) -> Arithmetic:
+    def _wrap_arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
         return self if arithmetic is self.inner else WatchedArithmetic(arithmetic, self.watch, self.reports_transposed)
 
     def _report(self, operand: Operand, source: Tensor, role: Role, operand_before: Operand | None = None) -> Operand:

@@ -215,20 +215,20 @@ Phases = Markers  # the name under which workloads import this class
 @dataclass(slots=True, eq=False)
 class ReportingMarker:
     """The context manager of a phase. It reports the name of the current phase: of this phase when it starts, and of
-    the phase around it when it ends. `_stack` holds the names of all open phases, after UNATTRIBUTED.
+    the phase around it when it ends. `_open_phases` holds the names of all open phases, after UNATTRIBUTED.
     """
 
-    _name: str
-    _stack: list[str]
+    _phase_name: str
+    _open_phases: list[str]
     _report: Callable[[str], None]
 
     def __enter__(self) -> None:
-        self._stack.append(self._name)
-        self._report(self._name)
+        self._open_phases.append(self._phase_name)
+        self._report(self._phase_name)
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.pop()
-        self._report(self._stack[-1])
+        self._open_phases.pop()
+        self._report(self._open_phases[-1])
 
 
 class SilentPhases(Markers):

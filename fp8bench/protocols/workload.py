@@ -34,14 +34,14 @@ class Layer(NamedTuple):
 
 
 # Aliases for kinds of layers in a precision map.
-_SECOND_KEY_OF_KIND = {"head": "output"}
+_ALIAS_BY_LAYER_KIND = {"head": "output"}
 
 
 def kind_keys(layer: Layer) -> tuple[str, ...]:
     """Returns the keys by which a precision map can name a layer together with similar layers. The key for the fewest
     layers comes first.
     """
-    return tuple(filter(None, (layer.group, layer.kind, _SECOND_KEY_OF_KIND.get(layer.kind, ""))))
+    return tuple(filter(None, (layer.group, layer.kind, _ALIAS_BY_LAYER_KIND.get(layer.kind, ""))))
 
 
 def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:

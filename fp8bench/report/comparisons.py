@@ -249,8 +249,8 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
 
 def comparison_document(compared: ComparedSides) -> dict[str, Any]:
     return {
-        "a": _side_document(compared.before),
-        "b": _side_document(compared.after),
+        "a": _compared_side_document(compared.before),
+        "b": _compared_side_document(compared.after),
         "differing": encode(compared.differing_facts),
         "comparisons": encode(compared.comparisons),
         "only_a": list(compared.only_before),
@@ -258,7 +258,7 @@ def comparison_document(compared: ComparedSides) -> dict[str, Any]:
     }
 
 
-def _side_document(side: Side) -> dict[str, Any]:
+def _compared_side_document(side: Side) -> dict[str, Any]:
     runs = [{"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs]
     return {"name": side.name, "runs": runs}
 

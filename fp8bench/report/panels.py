@@ -31,8 +31,8 @@ _MAX_NAMED_SETTINGS = 3
 K = TypeVar("K")
 V = TypeVar("V")
 # Error metrics by priority. If a workload has several of them, reports show the first one in this list.
-_MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
-_ERROR_SUFFIX = "_error"
+_MAIN_ERROR_METRICS = ("gradient_error", "product_error", "update_error", "output_error")
+_ERROR_METRIC_SUFFIX = "_error"
 # Parameters that are shown without their name, because their values explain themselves.
 _PARAMS_WITHOUT_NAME = frozenset({"size", "make", "part", "operation", "limit", "collective"})
 
@@ -298,8 +298,10 @@ def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
     """
     # Leave parameters that all groups of the panel share out of the setting names, because the heading has them.
     panel_of_groups = Panel(tuple(groups))
-    error_metrics = [metric for metric in panel_of_groups.metrics if metric.endswith(_ERROR_SUFFIX)]
-    main_error_metric = next((metric for metric in (*_MAIN_ERRORS, *error_metrics) if metric in error_metrics), "")
+    error_metrics = [metric for metric in panel_of_groups.metrics if metric.endswith(_ERROR_METRIC_SUFFIX)]
+    main_error_metric = next(
+        (metric for metric in (*_MAIN_ERROR_METRICS, *error_metrics) if metric in error_metrics), ""
+    )
     params_of_groups = [dict(group.case.params) for group in groups]
     varying_param_names = set().union(*params_of_groups) - dict(panel_of_groups.common_params).keys()
     groups_with_setting_names = []

@@ -78,7 +78,7 @@ def find_commit_prefix(path: Path) -> str:
     file_name_match = _RUN_FILE_STEM_PATTERN.fullmatch(path.stem)
     if file_name_match is not None:
         return file_name_match[1]
-    header = _load_header_or_none(path)
+    header = _load_run_header_or_none(path)
     commit = header.environment.get("commit") if header is not None else None
     return str(commit)[:8] if commit else "nocommit"
 
@@ -302,7 +302,7 @@ def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
     candidate_files = [path for path in reversed(runs.all_files) if find_commit_prefix(path).startswith(commit[:8])]
     header_by_path = {}
     for path in candidate_files:
-        header = _load_header_or_none(path) if runs.is_counted(path) else None
+        header = _load_run_header_or_none(path) if runs.is_counted(path) else None
         if header is not None and str(header.environment.get("commit")).startswith(commit):
             header_by_path[path] = header
     matching_commits = sorted({str(header.environment.get("commit")) for header in header_by_path.values()})
@@ -323,7 +323,7 @@ def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
     return ChosenRuns(clean_run_files, notes)
 
 
-def _load_header_or_none(path: Path) -> Run | None:
+def _load_run_header_or_none(path: Path) -> Run | None:
     try:
         return load_header(path)
     except StoreError:
@@ -342,7 +342,7 @@ def _find_newest_runs(store: Path) -> ChosenRuns:
         is_store_folder = (store / "runs").is_dir()
         raise RunNotFound(f"{store} {'has no runs yet' if is_store_folder else 'is not a store: it has no runs'}.")
     newest_file = runs.find_counted_file(runs.newest)
-    header = _load_header_or_none(newest_file)
+    header = _load_run_header_or_none(newest_file)
     commit = (
         header.environment.get("commit") if header is not None and header.environment.get("dirty") is False else None
     )

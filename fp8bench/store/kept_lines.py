@@ -56,10 +56,10 @@ def find_files_by_name(word: str, names: Mapping[Path, Sequence[str]]) -> list[P
     exactly_named_files = [path for path, file_names in names.items() if word in file_names]
     if exactly_named_files or not word:
         return exactly_named_files
-    return [path for path, file_names in names.items() if _has_prefix(word, file_names)]
+    return [path for path, file_names in names.items() if _has_name_with_prefix(word, file_names)]
 
 
-def _has_prefix(word: str, names: Sequence[str]) -> bool:
+def _has_name_with_prefix(word: str, names: Sequence[str]) -> bool:
     return any(name.startswith(word) for name in names)
 
 

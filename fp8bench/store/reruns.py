@@ -43,7 +43,7 @@ _RERUNS_VERSION = 2
 # If two runs differ in one of these facts, the second one measured different code and is not a rerun.
 _CODE_VERSION_KEYS = ("commit", "imports_sha256", "fp8bench")
 # The suffix of the keys of A/A ratios: the time of the control over the time of the reference.
-_AA_SUFFIX = ", A/A"
+_AA_KEY_SUFFIX = ", A/A"
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
             records_with_spread.append(record)
             continue
         # The key ends with the machine's load ('busy' or 'quiet'), followed by the A/A suffix for the reference.
-        key = _rerun_key(record, records, run)
-        is_aa, load_with_suffix = key.endswith(_AA_SUFFIX), key.rpartition("|")[2]
-        runs_of_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
+        key = _make_rerun_key(record, records, run)
+        is_aa, load_with_suffix = key.endswith(_AA_KEY_SUFFIX), key.rpartition("|")[2]
+        runs_of_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_KEY_SUFFIX) == is_aa}
         if record.case.workload != BENCH:
             # A user's callable may be anything, so its spread does not apply to the cases of fp8bench's suites.
             runs_of_kind = {case: runs for case, runs in runs_of_kind.items() if not case.startswith(f"{BENCH}[")}
@@ -156,8 +156,8 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
     """
     log_ratio_by_key = {}
     for record in records:
-        if (log_ratio := _log_of_ratio(record, records)) is not None:
-            log_ratio_by_key[_rerun_key(record, records, run)] = log_ratio
+        if (log_ratio := _compute_log_ratio(record, records)) is not None:
+            log_ratio_by_key[_make_rerun_key(record, records, run)] = log_ratio
     if not log_ratio_by_key:
         return
     path = _reruns_path(records, run, store)
@@ -169,7 +169,7 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
         write_whole(path, f"{format_checksummed_line({'version': _RERUNS_VERSION, 'cases': cases})}\n")
 
 
-def _log_of_ratio(record: Record, records: Sequence[Record]) -> float | None:
+def _compute_log_ratio(record: Record, records: Sequence[Record]) -> float | None:
     """Returns the logarithm of the time ratio from which the verdict of a case is computed. For the reference, this is
     the A/A ratio: the time of its control (identical code) divided by its time. Returns None if the case has no such
     ratio.
@@ -197,7 +197,7 @@ def _find_reference(records: Sequence[Record]) -> Record | None:
     return next((record for record in records if record.is_reference), None)
 
 
-def _rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
+def _make_rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
     """Returns a key under which comparable runs of a case are stored: case, reference, version of the code, and CPU
     load ('busy' or 'quiet').
 
@@ -207,7 +207,7 @@ def _rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
     reference = _find_reference(records) or record
     timings = [timing for timing in (record.timing, reference.timing) if timing is not None]
     load_with_suffix = "busy" if record.case.device.startswith("cpu") and was_machine_busy(*timings) else "quiet"
-    load_with_suffix += _AA_SUFFIX * record.is_reference
+    load_with_suffix += _AA_KEY_SUFFIX * record.is_reference
     code_versions = (str(run.environment.get(key) or "") for key in _CODE_VERSION_KEYS)
     return "|".join([record.case.id, reference.case.mode, *code_versions, load_with_suffix])
 

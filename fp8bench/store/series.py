@@ -62,7 +62,7 @@ def list_parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     axes = {axis.name: axis for axis in checked_axes(workload, _DEVICE_BY_CLASS["cpu"])}
     values_by_name: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
-        values = dict.fromkeys(_to_scalar(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
+        values = dict.fromkeys(_parse_axis_value(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
         if len(values) > 1:
             values_by_name[name] = tuple(values)
     if grid.ranks:
@@ -145,7 +145,7 @@ def fingerprint_grid(name: str) -> str:
 
 def _find_grid_faults(workload: Workload) -> Iterator[str]:
     try:
-        yield from _find_wrong_values(_require_grid(workload))
+        yield from _find_wrong_grid_values(_require_grid(workload))
         yield from _find_wrong_names(workload)
         yield from _find_wrong_axes(workload)
         yield from _find_ambiguous_cells(workload)
@@ -177,7 +177,7 @@ def _find_wrong_axes(workload: Workload) -> Iterator[str]:
         yield "no axis has entirely different values on cpu and gpu, so a machine could mix both in one series"
 
 
-def _find_wrong_values(grid: Grid) -> Iterator[str]:
+def _find_wrong_grid_values(grid: Grid) -> Iterator[str]:
     for phase in grid.phases:
         if phase not in PHASES:
             yield f"{phase!r} is not a phase; the phases are {', '.join(PHASES)}"
@@ -191,7 +191,7 @@ def _find_wrong_values(grid: Grid) -> Iterator[str]:
 def _find_ambiguous_cells(workload: Workload) -> Iterator[str]:
     for kind, facts in _DEVICE_BY_CLASS.items():
         for axis in checked_axes(workload, facts):
-            if axis.name not in _values_by_axis(workload, facts) and len(axis.values(axis.default)) != 1:
+            if axis.name not in _get_grid_axis_values(workload, facts) and len(axis.values(axis.default)) != 1:
                 yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
         cases: set[Params] = set()
         for displayed_values, params in _iterate_cells(workload, facts):
@@ -204,7 +204,7 @@ def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dic
     """Yields a pair for each case of the grid on a class of devices: its values by axis, as graphs show them, and its
     parameters.
     """
-    grid_values = _values_by_axis(workload, facts)
+    grid_values = _get_grid_axis_values(workload, facts)
     axes = checked_axes(workload, facts)
     texts = [grid_values.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
@@ -212,10 +212,10 @@ def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dic
         cases = expand_cases(workload, axes, {axis.name: axis.values((text,))[0] for axis, text in axis_text_pairs})
         if len(cases) != 1:
             raise UsageError(f"{', '.join(combination)} gives {len(cases)} cases, but a cell is one case.")
-        yield {axis.name: _to_scalar(axis, text) for axis, text in axis_text_pairs}, cases[0]
+        yield {axis.name: _parse_axis_value(axis, text) for axis, text in axis_text_pairs}, cases[0]
 
 
-def _to_scalar(axis: Axis, text: str) -> Scalar:
+def _parse_axis_value(axis: Axis, text: str) -> Scalar:
     """Returns an axis value as an integer if it is one, because a graph can use it as a coordinate. Returns other texts
     unchanged.
     """
@@ -224,10 +224,10 @@ def _to_scalar(axis: Axis, text: str) -> Scalar:
 
 
 def _scalar_values(axis: Axis, values: Iterable[str]) -> set[Scalar]:
-    return {_to_scalar(axis, text) for text in values}
+    return {_parse_axis_value(axis, text) for text in values}
 
 
-def _values_by_axis(workload: Workload, facts: DeviceFacts) -> Mapping[str, tuple[str, ...]]:
+def _get_grid_axis_values(workload: Workload, facts: DeviceFacts) -> Mapping[str, tuple[str, ...]]:
     grid = _require_grid(workload)
     return grid.gpu if facts.accelerated else grid.cpu
 

@@ -21,7 +21,7 @@ from fp8bench.store.runs.listing import (
 )
 from fp8bench.store.runs.run_file import file_name, find_incomplete_groups, load_run_with_lines
 
-_INSPECT_REMEDY = "Check whether it is useful, and delete it"
+_FOREIGN_FILE_REMEDY = "Check whether it is useful, and delete it"
 _MAX_SHOWN_TROUBLES = 3
 # After the file's name is removed, an error text that begins with one of these gets "it" as its subject.
 _VERBS_AFTER_FILE_NAME = ("is ", "was ", "cannot ")
@@ -43,7 +43,7 @@ def verify_store(store: Path) -> Verified:
     store_faults: list[Fault] = []
     broken_file_count = unsealed_file_count = 0
     for path in runs.all_files:
-        is_sealed, run_faults = _check_run(path)
+        is_sealed, run_faults = _check_run_file(path)
         run_faults += _check_copies(path, runs)
         broken_file_count += any(fault.broken for fault in run_faults)
         unsealed_file_count += not is_sealed
@@ -67,7 +67,7 @@ def _check_copies(path: Path, runs: Listing) -> Iterator[Fault]:
         yield Fault(str(path), describe_refusal(runs.refused[path]), REFUSAL_REMEDY)
 
 
-def _check_run(path: Path) -> tuple[bool, list[Fault]]:
+def _check_run_file(path: Path) -> tuple[bool, list[Fault]]:
     """Returns whether the lines of a run file have checksums, and the faults of the file. An unreadable file counts as
     a file with checksums.
     """
@@ -76,7 +76,7 @@ def _check_run(path: Path) -> tuple[bool, list[Fault]]:
         is_being_written = is_locked(path)
     except StoreError as error:
         remedy = "Upgrade fp8bench" if "newer" in str(error) else "Restore it from a copy, or move it away"
-        return True, [_to_fault(path, error, remedy)]
+        return True, [_make_store_error_fault(path, error, remedy)]
     except OSError as error:
         return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
     run_file_faults = [_make_line_fault(run, file_lines.lost)] if run.troubles and not is_being_written else []
@@ -156,12 +156,15 @@ def _check_seal(path: Path) -> Iterator[Fault]:
 def _make_foreign_file_fault(path: Path) -> Fault:
     if path.name.endswith(PARTIAL_SUFFIX):
         return Fault(
-            str(path), "it is an unfinished file of a run or a merge that was killed", _INSPECT_REMEDY, broken=False
+            str(path),
+            "it is an unfinished file of a run or a merge that was killed",
+            _FOREIGN_FILE_REMEDY,
+            broken=False,
         )
-    return Fault(str(path), "it is not a run file and is ignored", _INSPECT_REMEDY, broken=False)
+    return Fault(str(path), "it is not a run file and is ignored", _FOREIGN_FILE_REMEDY, broken=False)
 
 
-def _to_fault(path: Path, error: StoreError, remedy: str) -> Fault:
+def _make_store_error_fault(path: Path, error: StoreError, remedy: str) -> Fault:
     """Returns a fault with the problem that an error describes. Path and remedy, which are separate fields of the
     fault, are removed from the error's text.
     """

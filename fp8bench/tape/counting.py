@@ -97,7 +97,7 @@ def count_tensor_bytes(tensor: RecordedTensor) -> int:
     return count_elements(tensor) * tensor.dtype.itemsize
 
 
-def _count_numbers(value: Any) -> int:
+def _count_tensor_elements(value: Any) -> int:
     return sum(math.prod(tensor.shape) for tensor in iterate_tensors(value))
 
 
@@ -106,12 +106,12 @@ def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[
     name is '' if the call reads and writes all arguments completely.
     """
     if name in _EMBEDDING_BAGS:
-        return "weight", _count_numbers(arguments["indices"]) * int(arguments["weight"].shape[-1])
+        return "weight", _count_tensor_elements(arguments["indices"]) * int(arguments["weight"].shape[-1])
     if name in _PARTLY_READ_ARGUMENTS and results:
-        return _PARTLY_READ_ARGUMENTS[name], _count_numbers(results[0])
+        return _PARTLY_READ_ARGUMENTS[name], _count_tensor_elements(results[0])
     if name not in _PARTLY_WRITTEN_COUNTS:
         return "", 0
-    count = _count_numbers(arguments.get(_PARTLY_WRITTEN_COUNTS[name]))
+    count = _count_tensor_elements(arguments.get(_PARTLY_WRITTEN_COUNTS[name]))
     shape = arguments["self"].shape
     if name == "index_fill_":
         count *= math.prod(shape) // max(1, shape[arguments["dim"]])
@@ -245,7 +245,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
         )
         # Count equal calls together. An OperatorCount has no bytes by dtype, so sum those of each phase here.
         calls_by_operator[operator] += 1
-        sums[call.phase] = _add_operator(sums.get(call.phase, PhaseCount(call.phase)), operator, bytes_by_dtype)
+        sums[call.phase] = _add_to_phase_count(sums.get(call.phase, PhaseCount(call.phase)), operator, bytes_by_dtype)
     operators = tuple(replace(operator_count, calls=count) for operator_count, count in calls_by_operator.items())
     return Tape(
         operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), unwritten_memory.count_unwritten
@@ -254,25 +254,25 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
 
 class _UnwrittenMemory:
     def __init__(self) -> None:
-        self._unwritten: set[int] = set()
-        self._read_unwritten = 0
+        self._unwritten_storages: set[int] = set()
+        self._read_unwritten_count = 0
 
     @property
     def count_unwritten(self) -> int:
-        return self._read_unwritten + len(self._unwritten)
+        return self._read_unwritten_count + len(self._unwritten_storages)
 
     def track_call(self, traffic: CallTraffic) -> None:
         new_storages = {tensor.storage for tensor in traffic.new_tensors if 0 not in tensor.shape}
         if traffic.only_allocates:
-            self._unwritten |= new_storages
+            self._unwritten_storages |= new_storages
             return
         written_storages = {tensor.storage for tensor in (*traffic.written, *traffic.overwritten_unread)}
-        read_storages = ({tensor.storage for tensor in traffic.read} - written_storages) & self._unwritten
-        self._read_unwritten += len(read_storages)
-        self._unwritten -= read_storages | new_storages | written_storages
+        read_storages = ({tensor.storage for tensor in traffic.read} - written_storages) & self._unwritten_storages
+        self._read_unwritten_count += len(read_storages)
+        self._unwritten_storages -= read_storages | new_storages | written_storages
 
 
-def _add_operator(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str, int]) -> PhaseCount:
+def _add_to_phase_count(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str, int]) -> PhaseCount:
     flops = operator.flops or 0
     paths = Counter(dict(phase.by_path)) + Counter({operator.path: flops} if flops else {})
     return PhaseCount(

@@ -156,7 +156,7 @@ def measure_coverage(
     if not sums.flops and not sums.other_products:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     # List the weights first. Then list the products without a weight, those with the most FLOPs first.
-    weight_holders = (_build_holder(weight, sums, tape, multiple) for weight in product_weights)
+    weight_holders = (_build_weight_holder(weight, sums, tape, multiple) for weight in product_weights)
     products_without_weight = sorted(sums.other_products.values(), key=lambda product: -(product.flops or 0))
     # Leave out stacks that no product uses: they only look like weights.
     multiplying_weight_holders = (
@@ -164,9 +164,9 @@ def measure_coverage(
     )
     new_parameter_names = [name for name, _ in model.named_parameters() if name not in parameters]
     remarks = (
-        [_LATE_PARAMETERS_REMARK.format(_list_names(new_parameter_names))]
+        [_LATE_PARAMETERS_REMARK.format(_join_first_names(new_parameter_names))]
         if new_parameter_names
-        else _compare_steps(tape, second_step_tape)
+        else _describe_step_differences(tape, second_step_tape)
     )
     return Coverage(
         tuple(multiplying_weight_holders), tuple(products_without_weight), sums.flops, remarks=tuple(remarks)
@@ -182,7 +182,7 @@ def _record_step(
     return tape
 
 
-def _compare_steps(first: _LocatedTape, second: _LocatedTape) -> list[str]:
+def _describe_step_differences(first: _LocatedTape, second: _LocatedTape) -> list[str]:
     """Returns a remark if the two steps call different products or differ in FLOPs, and otherwise nothing."""
     first_flops, first_step_products = _count_products(first)
     second_flops, second_step_products = _count_products(second)
@@ -191,7 +191,7 @@ def _compare_steps(first: _LocatedTape, second: _LocatedTape) -> list[str]:
     if not differing_products and abs(first_flops - second_flops) <= allowed_difference:
         return []
     module_note = (
-        f" ({_list_names(sorted({path or 'outside of layers' for path, _ in differing_products}))})"
+        f" ({_join_first_names(sorted({path or 'outside of layers' for path, _ in differing_products}))})"
         if differing_products
         else ""
     )
@@ -200,7 +200,7 @@ def _compare_steps(first: _LocatedTape, second: _LocatedTape) -> list[str]:
     return [f"steps are not alike: {figures}; the coverage is that of the first step"]
 
 
-def _list_names(names: Sequence[str]) -> str:
+def _join_first_names(names: Sequence[str]) -> str:
     unlisted_names_text = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
     return ", ".join(names[:_MAX_LISTED_NAMES]) + unlisted_names_text
 
@@ -236,11 +236,11 @@ class _CoverageSums:
         }
         # A backward node runs one product for each of two gradients. Only the input gradient's product reads the
         # weight, so use the weight's name for both.
-        self._node_weights = {}
+        self._weight_name_by_node = {}
         for call, node in zip(tape.calls, tape.nodes, strict=True):
             if node is not None:
                 for name in self._find_weights(call):
-                    self._node_weights[node] = name
+                    self._weight_name_by_node[node] = name
 
     def add(self, call: Call, site: _CallSite, node: int | None) -> None:
         # The count is 0 for a call without a matrix product, and None for a product of unknown size.
@@ -252,7 +252,7 @@ class _CoverageSums:
             self.products[id(site.product_weight)] += list_products(call)
             self.flops_by_weight[id(site.product_weight)] += count
             return
-        node_weight_name = "" if node is None else self._node_weights.get(node, "")
+        node_weight_name = "" if node is None else self._weight_name_by_node.get(node, "")
         operator = called_operator(call)
         weight = next(self._find_weights(call), node_weight_name)
         self.used_by_functions.add(weight)
@@ -290,7 +290,9 @@ def _explain_missing_layer(operator: str, count: int | None, weight: str) -> str
     return "a function multiplies tensors, and none of them is the weight of a layer"
 
 
-def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _LocatedTape, multiple: int) -> Holder:
+def _build_weight_holder(
+    product_weight: ProductWeight, sums: _CoverageSums, tape: _LocatedTape, multiple: int
+) -> Holder:
     products = tuple(sums.products[id(product_weight)])
     calls = tape.modules.call_counts[id(product_weight)]
     rule = product_weight.rule

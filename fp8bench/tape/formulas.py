@@ -51,12 +51,12 @@ def _make_matrix_shapes(left_name: str, right_name: str) -> ListProducts:
         a = named[left_name]
         sides = 1, *a.shape
         n = int(named[""].shape[-1]) if len(named[right_name].shape) > 1 else 1
-        return [(sides[-2], n, _count_contraction(a), math.prod(sides[:-2]))]
+        return [(sides[-2], n, _count_summed_numbers(a), math.prod(sides[:-2]))]
 
     return list_products
 
 
-def _count_contraction(a: RecordedTensor) -> int:
+def _count_summed_numbers(a: RecordedTensor) -> int:
     """Counts the numbers along an operand's last dimension. An element of torch's packed E2M1 dtype holds two."""
     packed_fp4_dtype = getattr(torch, "float4_e2m1fn_x2", None)
     return int(a.shape[-1]) * (2 if a.dtype is packed_fp4_dtype else 1)
@@ -69,7 +69,7 @@ def _get_grouped_shapes(named: NamedArguments) -> list[ProductSizes]:
     a = named["self"]
     b = named["mat2"]
     product_count = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
-    return [(a.shape[-2], b.shape[-1], _count_contraction(a), product_count)]
+    return [(a.shape[-2], b.shape[-1], _count_summed_numbers(a), product_count)]
 
 
 def _make_flops_formula(products: ListProducts) -> FlopsFormula:
@@ -256,7 +256,7 @@ def count_flops(call: Call) -> tuple[int | None, str]:
     # The FLOPs of a sparse product depend on its values. A recorded tensor without strides is sparse.
     if multiplies_tensors(call.operator) and any(tensor.stride is None for tensor in iterate_tensors(call.positional)):
         return None, ""
-    entry = _find_formula(called_operator(call))
+    entry = _find_flops_formula(called_operator(call))
     if entry is not None:
         argument, formula = entry
         result = next(iterate_tensors(call.result), None)
@@ -271,12 +271,12 @@ def count_flops(call: Call) -> tuple[int | None, str]:
 def multiplies_tensors(operator: Any) -> bool | None:
     """Returns whether an operator multiplies tensors with each other, or None if that is unknown."""
     name = operator_name(operator)
-    if _find_formula(name) is not None or _find_torch_formula(operator) is not None:
+    if _find_flops_formula(name) is not None or _find_torch_formula(operator) is not None:
         return True
     return False if _multiplies_nothing(operator) else None
 
 
-def _find_formula(name: str) -> tuple[str, FlopsFormula] | None:
+def _find_flops_formula(name: str) -> tuple[str, FlopsFormula] | None:
     return FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
 
 
@@ -331,7 +331,7 @@ def _multiplies_nothing(operator: Any) -> bool:
 
 ACCUMULATION_NODE = "AccumulateGrad"
 # In these phases, all operators have the same kind. In all other phases, each operator's kind depends on the operator.
-_KIND_OF_PHASE = {
+_SHARE_KIND_OF_PHASE = {
     Phase.CAST: ShareKind.CAST,
     Phase.ATTENTION: ShareKind.ATTENTION,
     Phase.ACCUMULATE: ShareKind.ACCUMULATE,
@@ -354,7 +354,7 @@ _UNFUSED_ATTENTION = frozenset(
 _ATTENTION_MODULE = re.compile(r"attn|attention", re.IGNORECASE)
 # These operators are casts if they convert between floating-point dtypes, and copies otherwise.
 COPY_OPERATORS = frozenset(("_to_copy", "copy_", "copy", "_foreach_copy_", "_copy_from"))
-_NAMES_BY_KIND: Mapping[ShareKind, str] = {
+_OPERATOR_NAMES_BY_KIND: Mapping[ShareKind, str] = {
     ShareKind.COPY: """
 clone _foreach_clone cat stack _stack _chunk_cat contiguous repeat repeat_interleave _reshape_copy view_copy
 expand_copy slice_backward select_backward slice_scatter select_scatter diagonal_backward diagonal_scatter
@@ -376,9 +376,9 @@ new_empty_strided resize _resize_output set record_stream is_pinned is_same_size
 unfold
 """,
 }  # fmt: skip
-_KIND_OF_NAME: dict[str, ShareKind] = {}
-for _share_kind, _operator_names in _NAMES_BY_KIND.items():
-    _KIND_OF_NAME |= dict.fromkeys(_operator_names.split(), _share_kind)
+_SHARE_KIND_OF_OPERATOR: dict[str, ShareKind] = {}
+for _share_kind, _operator_names in _OPERATOR_NAMES_BY_KIND.items():
+    _SHARE_KIND_OF_OPERATOR |= dict.fromkeys(_operator_names.split(), _share_kind)
 CONVOLUTION = "conv"
 
 
@@ -413,8 +413,8 @@ def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str
 
 
 def classify_location(location: CallLocation) -> ShareKind | None:
-    if location.phase in _KIND_OF_PHASE:
-        return _KIND_OF_PHASE[Phase(location.phase)]
+    if location.phase in _SHARE_KIND_OF_PHASE:
+        return _SHARE_KIND_OF_PHASE[Phase(location.phase)]
     if location.is_optimizing:
         return ShareKind.OPTIMIZER
     return ShareKind.ACCUMULATE if location.node.endswith(ACCUMULATION_NODE) else None
@@ -435,5 +435,5 @@ def classify_name(name: str, location: CallLocation) -> tuple[ShareKind, str]:
     for prefix, kind in _KINDS_BY_PREFIX:
         if name.startswith(prefix):
             return kind, ""
-    kind = _KIND_OF_NAME.get(base, ShareKind.UNKNOWN)
+    kind = _SHARE_KIND_OF_OPERATOR.get(base, ShareKind.UNKNOWN)
     return kind, name if kind is ShareKind.UNKNOWN else ""

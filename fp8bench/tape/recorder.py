@@ -23,8 +23,8 @@ from fp8bench.protocols import Markers, ReportingMarker
 _SILENT_NAMESPACES = ("prim", "profiler", "_c10d_functional_autograd")
 _COMPOSITE_KEY = "CompositeImplicitAutograd"
 _STRIDED_LAYOUT = torch.strided
-_current_task = torch._C._current_graph_task_id
-_NO_TASK = -1
+_current_autograd_task = torch._C._current_graph_task_id
+_NO_AUTOGRAD_TASK = -1
 
 
 class RecordedTensor:
@@ -161,7 +161,14 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
         result = func(*args, **named)
         self.seconds += perf_counter() - call_begin_seconds
         self.calls.append(
-            Call(func, self._phase, _current_task() != _NO_TASK, inputs, named_inputs, _record_tensors(result))
+            Call(
+                func,
+                self._phase,
+                _current_autograd_task() != _NO_AUTOGRAD_TASK,
+                inputs,
+                named_inputs,
+                _record_tensors(result),
+            )
         )
         return result
 

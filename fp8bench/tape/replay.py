@@ -71,8 +71,8 @@ class ReplayedCall:
         args = self.args
         kwargs = self.kwargs
         if self.has_register_arguments:
-            args = _fill_registers(args, registers)
-            kwargs = {name: _fill_registers(value, registers) for name, value in kwargs.items()}
+            args = _insert_register_tensors(args, registers)
+            kwargs = {name: _insert_register_tensors(value, registers) for name, value in kwargs.items()}
         result = self.operator(*args, **kwargs)
         if self.results:
             tensors = (result,) if isinstance(result, Tensor) else list_tensors(result)
@@ -127,7 +127,9 @@ class Replay:
                 for generator, state in call.check.generators if call.check is not None else ():
                     generator.set_state(state)
                 result = call.execute(register_tensors)
-                written_tensors = [_fill_registers(argument, register_tensors) for argument in call.written_arguments]
+                written_tensors = [
+                    _insert_register_tensors(argument, register_tensors) for argument in call.written_arguments
+                ]
                 if call.check is not None and call.check.bits != compute_checksums(
                     call.operator, result, written_tensors
                 ):
@@ -142,7 +144,7 @@ class Replay:
         """
         for overwritten_input in self.overwritten_inputs:
             for dtype in overwritten_input.floating_dtypes:
-                if _is_finite(overwritten_input.initial_contents, dtype) and not _is_finite(
+                if _is_memory_finite(overwritten_input.initial_contents, dtype) and not _is_memory_finite(
                     overwritten_input.memory, dtype
                 ):
                     return "after many repetitions its written memory is no longer finite"
@@ -179,16 +181,16 @@ def _compute_checksum(tensor: Tensor) -> int:
     return zlib.crc32(values)
 
 
-def _is_finite(memory: Tensor, dtype: torch.dtype) -> bool:
+def _is_memory_finite(memory: Tensor, dtype: torch.dtype) -> bool:
     return bool(memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype).isfinite().all())
 
 
-def _fill_registers(part: Any, registers: list[Tensor | None]) -> Any:
+def _insert_register_tensors(part: Any, registers: list[Tensor | None]) -> Any:
     kind = type(part)
     if kind is Register:
         return registers[part.number]
     if kind is list or kind is tuple:
-        return kind(_fill_registers(inner, registers) for inner in part)
+        return kind(_insert_register_tensors(inner, registers) for inner in part)
     return part
 
 
@@ -204,7 +206,7 @@ class _TensorView(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Memory:
+class _RecordedMemory:
     """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
     `input_contents` has the storage's contents before the phase, or None if a call of the phase allocated it. It is the
@@ -231,7 +233,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _InputTensor:
-    memory: _Memory
+    memory: _RecordedMemory
     spec: _TensorView
 
 
@@ -248,8 +250,8 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._stack = stack
         self._max_bytes = max_bytes
         self._check = check
-        self._memories: dict[int, _Memory] = {}
-        self._input_memories: dict[_Memory, None] = {}
+        self._memories: dict[int, _RecordedMemory] = {}
+        self._input_memories: dict[_RecordedMemory, None] = {}
         self._calls: list[ReplayedCall] = []
         self._register_count = 0
         self._bytes = 0
@@ -261,10 +263,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             self._refusal_reason = "it calls no operator of torch"
         if self._refusal_reason:
             raise CannotReplay(self._refusal_reason)
-        overwritten_inputs = tuple(self._copy_overwritten())
-        calls = [_resolve_call(call) for call in self._calls]
+        overwritten_inputs = tuple(self._copy_overwritten_inputs())
+        calls = [_resolve_call_inputs(call) for call in self._calls]
         return Replay(
-            tuple(_free_registers(calls)),
+            tuple(_add_freed_registers(calls)),
             self._register_count,
             overwritten_inputs,
             tuple(self._generators),
@@ -289,18 +291,18 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _record_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written_tensors = _list_written_tensors(func, args, kwargs)
-        recorded_args = tuple(map(self._record_part, args))
-        recorded_kwargs = {name: self._record_part(value) for name, value in kwargs.items()}
+        recorded_args = tuple(map(self._record_argument_part, args))
+        recorded_kwargs = {name: self._record_argument_part(value) for name, value in kwargs.items()}
         for tensor in written_tensors:
-            memory = self._find_memory(tensor)
+            memory = self._find_recorded_memory(tensor)
             self._count_bytes(memory.copy_input())
             memory.is_overwritten = True
-        drawn_generators = self._find_generators(func, kwargs)
+        drawn_generators = self._find_random_generators(func, kwargs)
         states = tuple((generator, generator.get_state()) for generator in drawn_generators) if self._check else ()
         result = func(*args, **kwargs)
         bits_check = BitsCheck(compute_checksums(func, result, written_tensors), states) if self._check else None
-        result_registers = tuple(self._assign_registers(list_tensors(result)))
-        recorded_written_tensors = tuple(map(self._record_part, written_tensors))
+        result_registers = tuple(self._number_result_tensors(list_tensors(result)))
+        recorded_written_tensors = tuple(map(self._record_argument_part, written_tensors))
         self._calls.append(
             ReplayedCall(
                 func, recorded_args, recorded_kwargs, False, recorded_written_tensors, result_registers, (), bits_check
@@ -308,7 +310,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         )
         return result
 
-    def _find_generators(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
+    def _find_random_generators(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
         """Returns the random generators that an operator draws from. Also adds them to the generators whose states a
         replay restores.
         """
@@ -320,15 +322,15 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._generators.update(dict.fromkeys(random_generators))
         return random_generators
 
-    def _record_part(self, part: Any) -> Any:
+    def _record_argument_part(self, part: Any) -> Any:
         if isinstance(part, Tensor):
             return self._record_tensor(part)
         if isinstance(part, list | tuple) and list_tensors(part):
-            return [self._record_part(inner) for inner in part]
+            return [self._record_argument_part(inner) for inner in part]
         return part
 
     def _record_tensor(self, tensor: Tensor) -> _InputTensor | Register:
-        memory = self._find_memory(tensor)
+        memory = self._find_recorded_memory(tensor)
         view_spec = _describe_view(tensor)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             memory.floating_dtypes.add(tensor.dtype)
@@ -351,24 +353,26 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             self._register_count += 1
         return Register(memory.registers_by_view[view_spec])
 
-    def _assign_registers(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    def _number_result_tensors(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         """Numbers the tensors of a call's result that the phase did not get as input. Yields each tensor's position in
         the result, and its number in the replay (register).
         """
         for position, tensor in enumerate(results):
             storage = tensor.untyped_storage()
             spec = _describe_view(tensor)
-            memory = self._memories.setdefault(storage._cdata, _Memory(_reference_weakly(storage), tensor.device))
+            memory = self._memories.setdefault(
+                storage._cdata, _RecordedMemory(_make_weak_reference(storage), tensor.device)
+            )
             if memory.input_contents is None and spec not in memory.registers_by_view:
                 memory.registers_by_view[spec] = self._register_count
                 yield position, self._register_count
                 self._register_count += 1
 
-    def _find_memory(self, tensor: Tensor) -> _Memory:
+    def _find_recorded_memory(self, tensor: Tensor) -> _RecordedMemory:
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None:
-            memory = _Memory(_reference_weakly(storage), tensor.device, storage)
+            memory = _RecordedMemory(_make_weak_reference(storage), tensor.device, storage)
             self._memories[storage._cdata] = memory
             self._input_memories[memory] = None
             self._count_bytes(storage.nbytes())
@@ -385,7 +389,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._memories = {}
         self._input_memories = {}
 
-    def _copy_overwritten(self) -> Iterator[OverwrittenInput]:
+    def _copy_overwritten_inputs(self) -> Iterator[OverwrittenInput]:
         for memory in self._input_memories:
             if memory.is_overwritten and memory.input_contents is not None:
                 memory_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.input_contents)
@@ -421,7 +425,7 @@ def _describe_view(tensor: Tensor) -> _TensorView:
     return _TensorView(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _reference_weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
+def _make_weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
@@ -429,40 +433,40 @@ def _view_storage(spec: _TensorView, storage: torch.UntypedStorage, device: torc
     return torch.empty(0, dtype=spec.dtype, device=device).set_(storage, spec.offset, spec.size, spec.stride)
 
 
-def _resolve_call(call: ReplayedCall) -> ReplayedCall:
+def _resolve_call_inputs(call: ReplayedCall) -> ReplayedCall:
     """Returns the call with tensors in place of the references to input memory in its arguments."""
-    args = tuple(map(_resolve_part, call.args))
-    kwargs = {name: _resolve_part(kwarg) for name, kwarg in call.kwargs.items()}
-    has_register_arguments = bool(_find_registers((args, list(kwargs.values()))))
+    args = tuple(map(_resolve_argument_part, call.args))
+    kwargs = {name: _resolve_argument_part(kwarg) for name, kwarg in call.kwargs.items()}
+    has_register_arguments = bool(_list_register_numbers((args, list(kwargs.values()))))
     return replace(
         call,
         args=args,
         kwargs=kwargs,
         has_register_arguments=has_register_arguments,
-        written_arguments=tuple(map(_resolve_part, call.written_arguments)),
+        written_arguments=tuple(map(_resolve_argument_part, call.written_arguments)),
     )
 
 
-def _resolve_part(part: Any) -> Any:
+def _resolve_argument_part(part: Any) -> Any:
     if isinstance(part, _InputTensor):
         assert part.memory.input_contents is not None
         return _view_storage(part.spec, part.memory.input_contents, part.memory.device)
-    return [_resolve_part(inner) for inner in part] if type(part) is list else part
+    return [_resolve_argument_part(inner) for inner in part] if type(part) is list else part
 
 
-def _find_registers(part: Any) -> list[int]:
+def _list_register_numbers(part: Any) -> list[int]:
     if isinstance(part, Register):
         return [part.number]
     if isinstance(part, list | tuple):
-        return list(chain.from_iterable(map(_find_registers, part)))
+        return list(chain.from_iterable(map(_list_register_numbers, part)))
     return []
 
 
-def _free_registers(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
+def _add_freed_registers(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
     last_call_by_register: dict[int, int] = {}
     for number, call in enumerate(calls):
         used_registers = [
-            *_find_registers((call.args, list(call.kwargs.values()))),
+            *_list_register_numbers((call.args, list(call.kwargs.values()))),
             *(register for _, register in call.results),
         ]
         last_call_by_register.update(dict.fromkeys(used_registers, number))

@@ -27,11 +27,11 @@ from fp8bench.model.step import Share, ShareKind, Shares, SharesFrom
 from fp8bench.tape.formulas import COPY_OPERATORS, CallLocation, classify_call
 from fp8bench.tape.recorder import PhasedWatch, operator_name
 
-_current_task = torch._C._current_graph_task_id
+_current_autograd_task = torch._C._current_graph_task_id
 _next_node_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
 _FORWARD_TASK_NUMBER = -1  # the task number that torch reports outside of any backward pass
-_LABEL_KEY = "fp8bench.module"
+_NODE_LABEL_KEY = "fp8bench.module"
 # The sequence number of all autograd nodes that accumulate a parameter's gradient. No module creates such nodes.
 _GRADIENT_NODE_NUMBER = 2**64 - 1
 # The type of the labels that the caller assigns to modules.
@@ -98,7 +98,7 @@ class RunningModules(Generic[L]):
         """Returns where a call runs: the label of the module, the autograd node, and whether a backward pass is
         running. The node is None in forward, and also in a module that is recomputed during backward.
         """
-        task = self._track_task()
+        task = self._track_autograd_task()
         is_backward = task != _FORWARD_TASK_NUMBER
         if self._running and self._running[-1].task == task:
             return self._running[-1].label, None, is_backward
@@ -114,16 +114,16 @@ class RunningModules(Generic[L]):
         self._close_range()
         return self._running.pop()
 
-    def _track_task(self) -> int:
-        task = _current_task()
+    def _track_autograd_task(self) -> int:
+        task = _current_autograd_task()
         if task not in self._parent_tasks:
             self._parent_tasks[task] = self._last_task
         self._last_task = task
         return task
 
     def _find_node_label(self, node: Any, task: int) -> L:
-        if _LABEL_KEY in node.metadata:
-            return node.metadata[_LABEL_KEY]
+        if _NODE_LABEL_KEY in node.metadata:
+            return node.metadata[_NODE_LABEL_KEY]
         number = node._sequence_nr()
         # Search the parent task first: it creates the nodes of a recomputed block, whose numbers are larger than those
         # of the forward pass.
@@ -141,13 +141,13 @@ class RunningModules(Generic[L]):
     def _handle_module_end(self, module: nn.Module, inputs: Any, result: Any) -> None:
         # if this module started before `watch`, no module is recorded as running
         if self._running and self._label_of(module) is not None:
-            self._label_nodes(result, self.leave_module())
+            self._label_autograd_nodes(result, self.leave_module())
 
     def _close_range(self) -> tuple[int, int]:
         """Assigns the autograd nodes that were created since the last call to the module that ran. Returns the current
         autograd task and the next node's number.
         """
-        task = self._track_task()
+        task = self._track_autograd_task()
         number = _next_node_number()
         node_ranges = self._ranges_by_task.get(task)
         if node_ranges is None:
@@ -159,7 +159,7 @@ class RunningModules(Generic[L]):
         )
         return task, number
 
-    def _label_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
+    def _label_autograd_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
         """Labels the autograd nodes that a finished module created, as far as the module's result depends on them."""
         nodes_to_visit: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
         node_ranges = self._ranges_by_task[ended.task]
@@ -173,7 +173,7 @@ class RunningModules(Generic[L]):
             number = node._sequence_nr()
             # Nodes that accumulate a gradient are in no range. The first module that reaches such a node labels it.
             label = ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
-            node.metadata.setdefault(_LABEL_KEY, label)
+            node.metadata.setdefault(_NODE_LABEL_KEY, label)
             nodes_to_visit += [next_node for next_node, _ in node.next_functions]
 
 
@@ -186,9 +186,9 @@ class ModulePaths(RunningModules[str]):
         self._names: dict[nn.Module, str] = {}
         for root in roots:
             self._name_modules(root)
-        super().__init__(self._find_path, outside_label="")
+        super().__init__(self._find_module_path, outside_label="")
 
-    def _find_path(self, module: nn.Module) -> str:
+    def _find_module_path(self, module: nn.Module) -> str:
         if module not in self._names:
             self._name_modules(module)
         return self._names[module]
@@ -257,7 +257,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._paths.watch())
             begin_hook = register_optimizer_step_pre_hook(
-                lambda *ignored: setattr(self, "_optimizer_task", _current_task())
+                lambda *ignored: setattr(self, "_optimizer_task", _current_autograd_task())
             )
             stack.callback(begin_hook.remove)
             end_hook = register_optimizer_step_post_hook(lambda *ignored: setattr(self, "_optimizer_task", None))
@@ -273,7 +273,9 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         # An optimizer's step may call the model again. Operators in a module's forward pass do not count as optimizing.
         is_module_forward = bool(module) and not backward
         is_optimizing = (
-            self._optimizer_task is not None and self._optimizer_task == _current_task() and not is_module_forward
+            self._optimizer_task is not None
+            and self._optimizer_task == _current_autograd_task()
+            and not is_module_forward
         )
         source_dtype = _find_source_dtype(func, args) if operator_name(func) in COPY_OPERATORS else None
         with self._open_range(f"{RANGE_PREFIX}{len(self.calls)}"):
@@ -341,7 +343,7 @@ def sum_kernel_seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, f
     the seconds of the kernels that it launched, and from the name of each kernel that no operator launched to its
     seconds.
     """
-    operators = _match_launches(events)
+    operators = _match_launches_to_operators(events)
     operator_seconds: dict[int, float] = defaultdict(float)
     kernel_seconds: dict[str, float] = defaultdict(float)
     for event in events:
@@ -355,7 +357,7 @@ def sum_kernel_seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, f
     return dict(operator_seconds), dict(kernel_seconds)
 
 
-def _match_launches(events: Iterable[Mapping[str, Any]]) -> dict[object, int]:
+def _match_launches_to_operators(events: Iterable[Mapping[str, Any]]) -> dict[object, int]:
     """Maps the correlation id of each kernel launch to the number of the operator that launched it. That is the
     innermost operator around the launch.
     """

@@ -106,13 +106,13 @@ def hash_user_code(names: Iterable[str]) -> str | None:
     import hashlib
 
     digest = hashlib.sha256()
-    code_files = list(chain.from_iterable(map(_list_files, names)))
+    code_files = list(chain.from_iterable(map(_list_code_files, names)))
     for file in code_files:
         digest.update(hashlib.sha256(read_file(file)).digest())
     return digest.hexdigest() if code_files else None
 
 
-def _list_files(name: str) -> list[Path]:
+def _list_code_files(name: str) -> list[Path]:
     module = sys.modules.get(user_module(name))
     # If this process has not imported the name, it may be the path of a file.
     file = getattr(module, "__file__", name)

@@ -117,7 +117,7 @@ _ENVIRONMENT_BYTES: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-
 _WATCHED_VARIABLES = frozenset(map(os.fsencode, TORCH_VARIABLES))
 _LOWERING_VARIABLES = frozenset(PRECISION_LOWERING_VARIABLES)
 # If one of these variables is set, OpenMP binds the thread to processors when its first loop runs.
-_BINDING_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+_THREAD_BINDING_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCK_NAMES = (
     "perf_counter",
     "perf_counter_ns",
@@ -134,7 +134,7 @@ _CLOCK_NAMES = (
 _HANDLED_SIGNALS = tuple(
     signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
 )
-_SPECIAL_HANDLERS = {handler.value: handler for handler in signal.Handlers}
+_SPECIAL_SIGNAL_HANDLERS = {handler.value: handler for handler in signal.Handlers}
 _TIMERS_BY_KIND = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profiling": signal.ITIMER_PROF}
 
 
@@ -164,7 +164,7 @@ def _list_interpreter_switches() -> Iterator[Switch]:
 
 
 def _list_system_switches() -> Iterator[Switch]:
-    thread_binding_variables = _BINDING_VARIABLES & os.environ.keys()
+    thread_binding_variables = _THREAD_BINDING_VARIABLES & os.environ.keys()
     if hasattr(os, "sched_getaffinity") and not thread_binding_variables:
         yield Switch("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
     yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
@@ -199,7 +199,7 @@ def _list_clock_and_signal_switches() -> Iterator[Switch]:
     for number in _HANDLED_SIGNALS:
         yield Switch(
             f"the handler of {number.name}",
-            partial(_get_handler, number),
+            partial(_get_signal_handler, number),
             partial(signal.signal, number),
             set_by_imports=True,
         )
@@ -233,12 +233,12 @@ def _is_replaced_clock(name: str, clock: Any) -> bool:
     return not is_clock or clock.__name__ != name
 
 
-def _get_handler(number: int) -> Any:
+def _get_signal_handler(number: int) -> Any:
     """Returns the handler of a signal, as signal.getsignal does. It is ten times as fast, because it does not convert
     handlers to enumerators first.
     """
     signal_handler = raw_handler(number)
-    return _SPECIAL_HANDLERS[signal_handler] if type(signal_handler) is int else signal_handler
+    return _SPECIAL_SIGNAL_HANDLERS[signal_handler] if type(signal_handler) is int else signal_handler
 
 
 def _is_timer_running(timer: int) -> bool:

@@ -25,15 +25,15 @@ _PRODUCT_SHAPES: dict[str, tuple[Shape, ...]] = {
     ),
 }  # fmt: skip
 # The bytes of an array. The smallest copies fit into the fastest cache that an operator of torch can fill.
-_CACHED_BYTES = {
+_CACHED_ARRAY_BYTES = {
     "cpu": tuple(1 << bits for bits in range(14, 25, 2)),
     "": tuple(1 << bits for bits in range(20, 29, 2)),
 }
-_LOADED_BYTES = tuple(1 << bits for bits in (22, 24, 26, 28))
+_LOADED_ARRAY_BYTES = tuple(1 << bits for bits in (22, 24, 26, 28))
 # The assumed size of the last-level cache in bytes, if a device does not report it. An array takes at most
-# 1/_MEMORY_PER_ARRAY of the memory.
+# 1/_MEMORY_TO_ARRAY_RATIO of the memory.
 _ASSUMED_CACHE_BYTES = 128 << 20
-_MEMORY_PER_ARRAY = 16
+_MEMORY_TO_ARRAY_RATIO = 16
 _ARRAY_COUNT_BY_LIMIT = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
 _ELEMENT_BYTES = 4
 _RANDOM_BLOCK_ELEMENTS = 1 << 20
@@ -48,14 +48,14 @@ def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
     if limit is Limit.LAUNCH:
         return ((1,),)
     if limit is Limit.LOAD:
-        sizes: Sequence[int] = _LOADED_BYTES if facts.accelerated else ()
+        sizes: Sequence[int] = _LOADED_ARRAY_BYTES if facts.accelerated else ()
     elif limit is Limit.CACHED:
-        sizes = _CACHED_BYTES.get(facts.kind, _CACHED_BYTES[""])
+        sizes = _CACHED_ARRAY_BYTES.get(facts.kind, _CACHED_ARRAY_BYTES[""])
     else:
         # Each array is larger than the cache. On a CPU only one size is tried, because new memory is mapped slowly,
         # page by page.
         min_array_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
-        max_array_bytes = facts.memory_bytes / _MEMORY_PER_ARRAY
+        max_array_bytes = facts.memory_bytes / _MEMORY_TO_ARRAY_RATIO
         sizes = [
             size for size in (min_array_bytes, 2 * min_array_bytes)[: 1 + facts.accelerated] if size <= max_array_bytes
         ]
@@ -110,7 +110,7 @@ def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithm
 PRECISION_NAMES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 # Calls are timed in batches of this duration, so that reading the clock and waiting for the device take only a small
 # part of it.
-_BATCH_SECONDS = 0.5e-3
+_CALL_BATCH_SECONDS = 0.5e-3
 # The third fastest batch gives the rate of a shape, so that a jump of the clock does not count as a peak.
 _RATED_BATCH_INDEX = 2
 
@@ -176,17 +176,17 @@ def _find_best_shape(
         call = make_shape_call(shape)
         call()
         # The first call was a warm-up. The time of the second call determines how many calls a batch needs.
-        single_call_seconds = _time_batch(call, 1, wait)
-        calls_per_batch = max(1, int(_BATCH_SECONDS / single_call_seconds))
+        single_call_seconds = _time_call_batch(call, 1, wait)
+        calls_per_batch = max(1, int(_CALL_BATCH_SECONDS / single_call_seconds))
         batch_seconds = [single_call_seconds]
         while time.perf_counter() < deadline:
-            batch_seconds.append(_time_batch(call, calls_per_batch, wait))
+            batch_seconds.append(_time_call_batch(call, calls_per_batch, wait))
         rate = work / sorted(batch_seconds)[: _RATED_BATCH_INDEX + 1][-1]
         best_rate, best_shape = max((best_rate, best_shape), (rate, shape))
     return best_shape, best_rate, tried_shape_count
 
 
-def _time_batch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:
+def _time_call_batch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:
     wait()
     start = time.perf_counter()
     for _ in range(calls):

@@ -32,7 +32,9 @@ def check_errors(returned: object) -> dict[str, float]:
 
 def check_statistics(returned: object) -> tuple[TensorStatistics, ...]:
     return tuple(
-        map(_copy_statistics, _require_iterable(returned, "statistics() returned", "a tuple of TensorStatistics"))
+        map(
+            _copy_tensor_statistics, _require_iterable(returned, "statistics() returned", "a tuple of TensorStatistics")
+        )
     )
 
 
@@ -51,7 +53,7 @@ def check_gradient_error(returned: object) -> float | None:
     return None if returned is None else _require_number(returned, "what gradient_error() returns")
 
 
-def _copy_statistics(returned: object) -> TensorStatistics:
+def _copy_tensor_statistics(returned: object) -> TensorStatistics:
     if not isinstance(returned, TensorStatistics):
         raise TypeError(f"statistics() gave {_describe_value(returned)}; expected a TensorStatistics")
     outside_shares = []

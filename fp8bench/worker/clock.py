@@ -232,11 +232,11 @@ def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list
 
 
 _CALLS_PER_LOOP = 500
-_TIMED_LOOPS = 15
+_TIMED_LOOP_COUNT = 15
 # The device's cost of a stamp can be measured if all stamps are enqueued before the device reaches them. A queue holds
 # about 1,024 launches. When it is full, the host waits, so enqueue only half as many stamps.
-_QUEUED_STAMPS = 512
-_OCCUPIED_SECONDS = 10e-3
+_QUEUED_STAMP_COUNT = 512
+_MIN_DEVICE_BUSY_SECONDS = 10e-3
 
 
 _measured_stamp_costs: dict[tuple[str, int], float] = {}
@@ -273,8 +273,8 @@ def measure_overheads(device: Device, index: int) -> Overheads:
     if device.kind != "cpu":
         start_step()
         # Keep the device busy while events are enqueued. Otherwise the host would determine the time between events.
-        device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED_STAMPS * stamp_seconds))
-        time_stamps = [read_clock() for _ in range(_QUEUED_STAMPS)]
+        device.occupy(index, max(_MIN_DEVICE_BUSY_SECONDS, 2 * _QUEUED_STAMP_COUNT * stamp_seconds))
+        time_stamps = [read_clock() for _ in range(_QUEUED_STAMP_COUNT)]
         intervals_ns = sorted(stamper.intervals_ns(time_stamps))
         event_pair_seconds = intervals_ns[len(intervals_ns) // 2] * 1e-9
     return Overheads(
@@ -288,7 +288,7 @@ def measure_overheads(device: Device, index: int) -> Overheads:
 
 def _time_fastest_loop(prepare: Callable[[], None], body: Callable[[], None]) -> float:
     best_seconds = float("inf")
-    for _ in range(_TIMED_LOOPS):
+    for _ in range(_TIMED_LOOP_COUNT):
         prepare()
         start = time.perf_counter()
         body()

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class _HardwareMemory:
-    _next_keys = itertools.count()
+    _next_memory_keys = itertools.count()
 
     def __init__(self, note: Callable[[DeviceNote], None], size: int, address: int = 0) -> None:
         self._note = note
-        self._key = next(self._next_keys)
+        self._key = next(self._next_memory_keys)
         note(Laid(self._key, size, address))
 
     def __del__(self) -> None:
@@ -47,8 +47,8 @@ class _HardwareTensor(NamedTuple):
 
 # The owner of a tensor's memory, as a number: an index into the newly allocated memory (0 or more), the source tensor
 # (-1), or a tensor of the operand that the call received (-2, -3).
-_SOURCE_OWNER = -1
-_OPERAND_OWNERS = (-2, -3)
+_SOURCE_OWNER_NUMBER = -1
+_OPERAND_OWNER_NUMBERS = (-2, -3)
 
 
 class _CallLayout(NamedTuple):
@@ -294,10 +294,10 @@ class LaidOutArithmetic(Arithmetic):
     ) -> _HardwareMemory:
         if part >= 0:
             return new[part]
-        if part == _SOURCE_OWNER:
+        if part == _SOURCE_OWNER_NUMBER:
             return _HardwareMemory(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
         assert hardware_tensor is not None
-        return hardware_tensor.memories[_OPERAND_OWNERS.index(part)]
+        return hardware_tensor.memories[_OPERAND_OWNER_NUMBERS.index(part)]
 
     def _store_hardware_tensor(self, hardware_tensor: _HardwareTensor, real: Tensor) -> None:
         """Stores what hardware would hold in place of `real`, a tensor of the emulation, until that tensor is freed."""
@@ -336,7 +336,7 @@ class LaidOutArithmetic(Arithmetic):
         inputs = [meta_source] if hardware_tensor is None else [meta_source, *hardware_tensor.operand.tensors]
         owner_number_by_storage = {
             tensor.untyped_storage()._cdata: owner_number
-            for tensor, owner_number in zip(inputs, (_SOURCE_OWNER, *_OPERAND_OWNERS), strict=False)
+            for tensor, owner_number in zip(inputs, (_SOURCE_OWNER_NUMBER, *_OPERAND_OWNER_NUMBERS), strict=False)
             if tensor is not None
         }
         sizes: list[int] = []

@@ -58,9 +58,9 @@ class FiniteState:
         # False if the time was too short to read the whole state. Then a tensor that is not in `_prepared` may have
         # existed since preparation.
         self._has_read_state = True
-        for tensor in self._read_tensors(state):
-            not_finite_mask = _mask_not_finite(tensor)
-            is_mask = not_finite_mask is not None and bool(_mask_negative_infinity(tensor).any())
+        for tensor in self._iterate_float_tensors(state):
+            not_finite_mask = _make_not_finite_mask(tensor)
+            is_mask = not_finite_mask is not None and bool(_make_negative_infinity_mask(tensor).any())
             self._prepared[get_view_key(tensor)] = (
                 None if not_finite_mask is None else _InitiallyNotFinite(not_finite_mask, is_mask)
             )
@@ -73,8 +73,8 @@ class FiniteState:
         """Is called before the first timed step. A tensor with infinity or NaN that now exists, and is not written
         later, counts as an input and not as lost.
         """
-        for tensor in self._read_tensors(state):
-            if (view := get_view_key(tensor)) not in self._prepared and _mask_not_finite(tensor) is not None:
+        for tensor in self._iterate_float_tensors(state):
+            if (view := get_view_key(tensor)) not in self._prepared and _make_not_finite_mask(tensor) is not None:
                 self._made_versions[view] = get_version(tensor)
 
     def find_lost_numbers(self, state: object) -> LostNumbers:
@@ -82,18 +82,18 @@ class FiniteState:
         checked_count = 0
         first_tensor = ""
         had_read_whole_state = self._has_read_state
-        for tensor in self._read_tensors(state):
+        for tensor in self._iterate_float_tensors(state):
             if get_view_key(tensor) not in self._prepared and not had_read_whole_state:
                 continue
             checked_count += tensor.numel()
-            tensor_lost_count = self._count_lost(tensor)
+            tensor_lost_count = self._count_lost_numbers(tensor)
             if tensor_lost_count and not first_tensor:
                 shape_text = " x ".join(map(str, tensor.shape)) or "one number"
                 first_tensor = f"a tensor of {shape_text} ({str(tensor.dtype).removeprefix('torch.')})"
             lost_count += tensor_lost_count
         return LostNumbers(lost_count, checked_count, first_tensor)
 
-    def _read_tensors(self, state: object) -> Iterator[Any]:
+    def _iterate_float_tensors(self, state: object) -> Iterator[Any]:
         import torch
 
         deadline = time.thread_time() + READ_SECONDS
@@ -107,14 +107,14 @@ class FiniteState:
                 yield tensor.detach()
         self._has_read_state = self._has_read_state and time.thread_time() <= deadline
 
-    def _count_lost(self, tensor: Any) -> int:
-        not_finite_mask = _mask_not_finite(tensor)
+    def _count_lost_numbers(self, tensor: Any) -> int:
+        not_finite_mask = _make_not_finite_mask(tensor)
         if not_finite_mask is None:
             return 0
         view_key = get_view_key(tensor)
         if view_key not in self._prepared:
             is_input = self._made_versions.get(view_key) == get_version(tensor)
-            is_infinity_mask = bool((_mask_negative_infinity(tensor) == not_finite_mask).all()) and not bool(
+            is_infinity_mask = bool((_make_negative_infinity_mask(tensor) == not_finite_mask).all()) and not bool(
                 not_finite_mask.all()
             )
             return 0 if is_input or is_infinity_mask else int(not_finite_mask.sum())
@@ -122,7 +122,7 @@ class FiniteState:
         if prepared is not None:
             not_finite_mask = not_finite_mask & ~prepared.not_finite
             if prepared.is_mask:
-                not_finite_mask = not_finite_mask & ~_mask_negative_infinity(tensor)
+                not_finite_mask = not_finite_mask & ~_make_negative_infinity_mask(tensor)
         return int(not_finite_mask.sum())
 
 
@@ -137,7 +137,7 @@ def can_convert(dtype: Any) -> bool:
         return False
 
 
-def _mask_not_finite(tensor: Any) -> Any:
+def _make_not_finite_mask(tensor: Any) -> Any:
     """Returns a mask of the elements that are not finite, or None if all are finite.
 
     It first computes the smallest and the largest element, because this takes only a fiftieth of the time.
@@ -152,7 +152,7 @@ def _mask_not_finite(tensor: Any) -> Any:
     return torch.cat(pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in pieces) else None
 
 
-def _mask_negative_infinity(tensor: Any) -> Any:
+def _make_negative_infinity_mask(tensor: Any) -> Any:
     import torch
 
     return (tensor if tensor.dtype.itemsize > 1 else tensor.to(torch.float32)) == float("-inf")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Before its window a phase is repeated for this many seconds, in several pieces. In this time clocks and power
 # settle, and the duration of the phase is measured.
 WARM_SECONDS = 0.3
-_LOOP_SECONDS = 0.05
+_WARM_UP_LOOP_SECONDS = 0.05
 _NO_LOAD_REASON = "its suite loads data within its step, and has no `load` that only loads data"
 
 
@@ -54,7 +54,7 @@ class HeldPhase:
         phase_repetitions = 1
         seconds = self.loop(1)
         while time.perf_counter() < deadline:
-            phase_repetitions = max(1, round(phase_repetitions * _LOOP_SECONDS / max(seconds, 1e-7)))
+            phase_repetitions = max(1, round(phase_repetitions * _WARM_UP_LOOP_SECONDS / max(seconds, 1e-7)))
             seconds = self.loop(phase_repetitions)
         self.replay.restore()
         return RawReplay(seconds / phase_repetitions, len(self.replay.calls), self.replay.bytes)

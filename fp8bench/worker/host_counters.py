@@ -13,7 +13,7 @@ from fp8bench.model.readings import NoReading, Read, Reading, Readings, try_read
 PROC_FOLDER = Path("/proc")
 _KIB = 1024
 # The index of stolen time in a line of the file: 'cpu', user, nice, system, idle, iowait, irq, softirq, steal.
-_STEAL_INDEX = 8
+_STEAL_FIELD_INDEX = 8
 _MAX_LINE_BYTES = 512
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _RESET_HIGH_WATER = "5"
@@ -34,17 +34,17 @@ def read_counters(proc: Path = PROC_FOLDER) -> Readings:
 
 
 def read_resident_memory(proc: Path = PROC_FOLDER) -> Readings:
-    return {"rss": _read_resident(proc, "VmRSS"), "rss_high_water": _read_resident(proc, "VmHWM")}
+    return {"rss": _read_memory_status(proc, "VmRSS"), "rss_high_water": _read_memory_status(proc, "VmHWM")}
 
 
 def reset_high_water(proc: Path = PROC_FOLDER) -> Read:
     """Resets the highest resident memory that the system has recorded to the present size. Returns the new value, or
     the reason why it could not be reset.
     """
-    return try_reading(lambda: _reset_peak(proc))
+    return try_reading(lambda: _reset_peak_memory(proc))
 
 
-def _reset_peak(proc: Path) -> Reading:
+def _reset_peak_memory(proc: Path) -> Reading:
     path = proc / "self" / "clear_refs"
     old_peak_bytes = _read_status_bytes(proc, "VmHWM")
     try:
@@ -58,7 +58,7 @@ def _reset_peak(proc: Path) -> Reading:
     return Reading(new_peak_bytes, "B", str(path))
 
 
-def _read_resident(proc: Path, name: str) -> Read:
+def _read_memory_status(proc: Path, name: str) -> Read:
     return try_reading(lambda: Reading(_read_status_bytes(proc, name), "B", f"{proc}/self/status {name}"))
 
 
@@ -78,8 +78,8 @@ def _read_status_bytes(proc: Path, name: str) -> int:
 
 def _read_steal_time(proc: Path) -> Reading:
     fields = _split_first_line(path := f"{proc}/stat")
-    if fields[:1] == [b"cpu"] and len(fields) > _STEAL_INDEX and fields[_STEAL_INDEX].isdigit():
-        return Reading(int(fields[_STEAL_INDEX]) / _TICKS_PER_SECOND, "s", path)
+    if fields[:1] == [b"cpu"] and len(fields) > _STEAL_FIELD_INDEX and fields[_STEAL_FIELD_INDEX].isdigit():
+        return Reading(int(fields[_STEAL_FIELD_INDEX]) / _TICKS_PER_SECOND, "s", path)
     raise NoReading(f"{path} does not report stolen time")
 
 

@@ -70,7 +70,7 @@ def make_preparer(
     return make_prepare
 
 
-class _SecondStep(NamedTuple):
+class _MeasuredStep(NamedTuple):
     course: MemoryCourse | None
     prepared: PreparedMemory
     before: StateTensors
@@ -126,7 +126,7 @@ def measure_step_memory(
 
 def _measure_second_step(
     make: MakePrepare, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None
-) -> _SecondStep:
+) -> _MeasuredStep:
     prepare = make(meter.say, ledger)
     gc.collect(0)
     device.empty_cache()  # cached blocks would change how new blocks are allocated
@@ -145,7 +145,7 @@ def _measure_second_step(
             resident_memory_reading = read_resident_memory()["rss_high_water"]
     finally:
         memory_course = meter.stop()
-    return _SecondStep(memory_course, prepared, state_before, resident_memory_reading, seconds)
+    return _MeasuredStep(memory_course, prepared, state_before, resident_memory_reading, seconds)
 
 
 def _summarise_memory(

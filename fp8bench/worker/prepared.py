@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 # The allowed difference between the time of a call and the time between its stamps, because the clock itself takes
 # time: seconds per call plus seconds per mark, or a share of the call's time if that is longer.
-_CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
+_ALLOWED_CALL_SECONDS, _ALLOWED_MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
 # The allowed difference between the time of a slot and the time between its stamps, in seconds or relative to the slot.
 # On an accelerator it is uncertain when the queue begins and ends.
-_SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
+_ALLOWED_SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
 # A step is reported for changing the clock's stamps if the median over this many slots shows it. If these slots take
 # longer than _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
 _ACCUSING_SLOTS, _MIN_ACCUSING_SLOTS, _ACCUSING_SECONDS = 31, 5, 0.5
@@ -145,10 +145,10 @@ class PreparedCase:
     _switch_values: Sequence[Any] | None = None
     _late_slots: LateSlots | None = None
     _between_calls: BetweenCalls | None = None
-    _next_state: Callable[[], State] = field(init=False)
+    _get_next_state: Callable[[], State] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._next_state = partial(next, cycle(self.states))
+        self._get_next_state = partial(next, cycle(self.states))
         if self.device.kind != "cpu":
             self._between_calls = BetweenCalls(self.device.stamper(self.index))
 
@@ -162,7 +162,7 @@ class PreparedCase:
 
     def _make_ready(self) -> Any:
         """Prepares the next step (cache flush, scales, data) outside of the timing. Returns its state."""
-        state = self._next_state() if self._late_slots is None else self.states[0]
+        state = self._get_next_state() if self._late_slots is None else self.states[0]
         if self.flush_cache is not None:
             self.flush_cache()
         if state.scales is not None:
@@ -227,14 +227,14 @@ class PreparedCase:
 
         with precision_scope(self.precision), restore_switches(), silent_step():
             try:
-                replay = self.device.captured(self.index, take_marked_step)
+                run_captured_step = self.device.captured(self.index, take_marked_step)
             except CannotCapture:
                 return None
             replays = []
             for _ in range(_MARKED_REPLAYS):
                 if self.loaded:
                     self.workload.load(self.state)
-                replay()
+                run_captured_step()
                 self.device.synchronise(self.index)
                 replays.append(RawStep(tuple(marks[0]), tuple(stamper.intervals_ns(marks[1]))))
         return min(replays, key=lambda step: step.seconds)
@@ -245,13 +245,13 @@ class PreparedCase:
     def replay_slot(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
         replay = self.replay
-        state_count = len(self.states)
-        slot = self._time_slot(lambda state, phase: replay(), max(1, round(calls / state_count)), discard, filling)
-        if state_count == 1:
+        steps_per_replay = len(self.states)
+        slot = self._time_slot(lambda state, phase: replay(), max(1, round(calls / steps_per_replay)), discard, filling)
+        if steps_per_replay == 1:
             return slot
         # A replay runs several steps without time stamps between them, so each step gets their mean time.
-        steps = tuple(_divide_step(step, state_count) for step in slot.steps)
-        return replace(slot, steps=steps, host_seconds=slot.host_seconds / state_count)
+        steps = tuple(_divide_step(step, steps_per_replay) for step in slot.steps)
+        return replace(slot, steps=steps, host_seconds=slot.host_seconds / steps_per_replay)
 
     def _time_slot(
         self, take_step: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
@@ -274,48 +274,48 @@ class PreparedCase:
             self.meet_ranks()
             retries_before = self.device.retried(self.index)
             # read the host's counters before the discarded calls, because reading leaves the caches cold
-            counters_before = read_counters()
+            host_counters_before = read_counters()
             for _ in range(discard):
                 state = make_ready()
                 begin()
                 keep_answer(take_step(state, clock))
                 end()
             self.device.synchronise(self.index)
-            cpu_start = time.process_time()
-            thread_start = time.thread_time()
-            wall_start = time.perf_counter()
+            cpu_seconds_at_start = time.process_time()
+            thread_seconds_at_start = time.thread_time()
+            wall_seconds_at_start = time.perf_counter()
             for number in range(calls):
                 state = make_ready_on_device(number, filling)
-                call_start = now()
+                call_start_seconds = now()
                 begin()
                 keep_answer(take_step(state, silent_phases if number % steps_per_mark else clock))
                 marks.append(end())
-                call_seconds.append(now() - call_start)
-            host_seconds = time.perf_counter() - wall_start
-            counters_at_end = counters_before if self._between_calls is None else read_counters()
+                call_seconds.append(now() - call_start_seconds)
+            host_seconds = time.perf_counter() - wall_seconds_at_start
+            host_counters_at_end = host_counters_before if self._between_calls is None else read_counters()
             self.device.synchronise(self.index)
-            wall_seconds = time.perf_counter() - wall_start
-            thread_seconds = time.thread_time() - thread_start
-            cpu_seconds = time.process_time() - cpu_start
-            counters_after = read_counters()
-            counter_growth = subtract_counters(counters_before, counters_after)
+            wall_seconds = time.perf_counter() - wall_seconds_at_start
+            thread_cpu_seconds = time.thread_time() - thread_seconds_at_start
+            cpu_seconds = time.process_time() - cpu_seconds_at_start
+            host_counters_after = read_counters()
+            host_counter_growth = subtract_counters(host_counters_before, host_counters_after)
             retries_after = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
-        self._space_marks(steps)
+        self._mark_fewer_steps(steps)
         if late_slots is not None:
             late_slots.add_slot([step.seconds for step in steps], discard)
         if self._between_calls is None:
-            self._unexplained_seconds.append(min(map(_compute_missing_in_call, call_seconds, steps)))
+            self._unexplained_seconds.append(min(map(_compute_unexplained_call_time, call_seconds, steps)))
         else:
             # If the host was waiting for a core when the device finished, the slot seems longer by this wait.
-            late_seconds = _get_number(subtract_counters(counters_at_end, counters_after)["waited"]) or 0.0
+            late_seconds = _get_number(subtract_counters(host_counters_at_end, host_counters_after)["waited"]) or 0.0
             seconds_between_calls = max(0.0, host_seconds - sum(call_seconds)) + self._between_calls.seconds()
             self._unexplained_seconds.append(
-                _compute_missing_in_slot(wall_seconds, seconds_between_calls + late_seconds, steps)
+                _compute_unexplained_slot_time(wall_seconds, seconds_between_calls + late_seconds, steps)
             )
         eager_calls, fused_calls = fusing.count_calls_since(quantiser_calls)
-        preemptions = _get_number(counter_growth["preemptions"])
+        preemptions = _get_number(host_counter_growth["preemptions"])
         return RawSlot(
             steps,
             wall_seconds,
@@ -323,15 +323,15 @@ class PreparedCase:
             min(call_seconds),
             eager_calls,
             sum(fused_calls.values()),
-            thread_seconds,
+            thread_cpu_seconds,
             None if preemptions is None else int(preemptions),
-            _get_number(counter_growth["steal"]),
-            self._limit_waited_seconds(_get_number(counter_growth["waited"]), wall_seconds - thread_seconds),
+            _get_number(host_counter_growth["steal"]),
+            self._limit_waited_seconds(_get_number(host_counter_growth["waited"]), wall_seconds - thread_cpu_seconds),
             tuple(bits for bits in sorted(fused_calls) if bits),
             memory_retries=None if retries_before is None or retries_after is None else retries_after - retries_before,
         )
 
-    def _space_marks(self, steps: Sequence[RawStep]) -> None:
+    def _mark_fewer_steps(self, steps: Sequence[RawStep]) -> None:
         """Marks phases in fewer steps on an accelerator if time stamps take more than MARKS_SHARE of a step. With
         several ranks, phases are marked in all steps, because waiting for other ranks is a phase of every step.
         """
@@ -480,19 +480,19 @@ def _divide_step(step: RawStep, count: int) -> RawStep:
     return replace(step, intervals_ns=tuple(round(interval / count) for interval in step.intervals_ns))
 
 
-def _compute_missing_in_call(call_seconds: float, step: RawStep) -> float:
+def _compute_unexplained_call_time(call_seconds: float, step: RawStep) -> float:
     """Returns by how many seconds, beyond a tolerance, a call's time differs from the time between its stamps."""
-    allowed_seconds = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
+    allowed_seconds = max(_ALLOWED_CALL_SECONDS + _ALLOWED_MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
     return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed_seconds
 
 
-def _compute_missing_in_slot(wall_seconds: float, untimed_seconds: float, steps: Sequence[RawStep]) -> float:
+def _compute_unexplained_slot_time(wall_seconds: float, untimed_seconds: float, steps: Sequence[RawStep]) -> float:
     """Returns by how many seconds, beyond a tolerance, the time stamps of a slot contradict its wall time. Either the
     stamped time is longer than the slot, or stamped and untimed time together are shorter. An accelerator may be late
     or idle for a while, but not for most of a slot.
     """
     stamped_seconds = sum(step.seconds for step in steps)
-    allowed_seconds = max(_SLOT_SECONDS + _CALL_SECONDS * len(steps), _SLOT_SHARE * wall_seconds)
+    allowed_seconds = max(_ALLOWED_SLOT_SECONDS + _ALLOWED_CALL_SECONDS * len(steps), _SLOT_SHARE * wall_seconds)
     return max(stamped_seconds - wall_seconds, wall_seconds - untimed_seconds - stamped_seconds) - allowed_seconds
 
 

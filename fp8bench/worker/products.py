@@ -150,7 +150,7 @@ def _list_multiplying_kernels(run: Callable[[Any], None], facts: DeviceFacts) ->
 
 
 # M, N, K of the product whose numbers are examined, as multiples of every block size.
-_EXAMINED_SHAPE = (128, 256, 512)
+_EXAMINED_PRODUCT_SHAPE = (128, 256, 512)
 _LAYER_NAME = "fingerprint"
 
 
@@ -166,7 +166,7 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
         return ""
     arithmetic = precision.arithmetic(facts)
     generator = torch.Generator(facts.key).manual_seed(0)
-    m, n, k = _EXAMINED_SHAPE
+    m, n, k = _EXAMINED_PRODUCT_SHAPE
     x, weight = (torch.randn(rows, k, generator=generator, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
     emulated_layer = RecipeArithmetic(recipe_on_device(recipe, facts)).layer(_LAYER_NAME)
     promised_operands = emulated_layer.cast(x, Role.INPUT).data, emulated_layer.cast(weight, Role.WEIGHT).data
@@ -230,7 +230,7 @@ class _OperandInspection:
 READ_SECONDS = 0.5
 _PIECE_ELEMENTS = 1 << 20
 # The most input shapes that are reported, largest first. The largest inputs decide how long a step takes.
-_MAX_SHAPES = 32
+_MAX_INPUT_SHAPES = 32
 
 
 class StateInputs:
@@ -241,7 +241,9 @@ class StateInputs:
 
     def __init__(self, state: object) -> None:
         self._deadline = time.thread_time() + READ_SECONDS
-        readable_tensors = [tensor for tensor in iterate_tensors(state, until=self._deadline) if _has_numbers(tensor)]
+        readable_tensors = [
+            tensor for tensor in iterate_tensors(state, until=self._deadline) if _is_readable_float_tensor(tensor)
+        ]
         self._sums_before = [
             (tensor, get_version(tensor), sums) for tensor in readable_tensors if (sums := self._sum_numbers(tensor))
         ]
@@ -264,7 +266,7 @@ class StateInputs:
                 )
         if time.thread_time() > self._deadline:
             return ()
-        return tuple(sorted(input_sums_by_shape.values(), key=lambda tensors: -tensors.elements)[:_MAX_SHAPES])
+        return tuple(sorted(input_sums_by_shape.values(), key=lambda tensors: -tensors.elements)[:_MAX_INPUT_SHAPES])
 
     def _sum_numbers(self, tensor: Any) -> tuple[float, float, int] | None:
         """Returns the sum, the sum of squares and the number of subnormals of a tensor; None if they are not finite or
@@ -283,7 +285,7 @@ class StateInputs:
         return (total, squares, subnormal_count) if squares < float("inf") else None
 
 
-def _has_numbers(tensor: Any) -> bool:
+def _is_readable_float_tensor(tensor: Any) -> bool:
     """Returns whether a tensor has several floating-point numbers, of two bytes or more each. Returns False for a view
     that repeats some of its numbers.
     """

@@ -51,7 +51,7 @@ def state_tensors(state: object) -> StateTensors:
 
     roles: dict[int, MemoryRole | None] = {}
     optimizers: list[torch.optim.Optimizer] = []
-    holders: list[Any] = []
+    role_declarers: list[Any] = []
     for part in _iterate_objects(state):
         if isinstance(part, torch.Tensor):
             is_trained = part.requires_grad and part.is_leaf
@@ -61,11 +61,11 @@ def state_tensors(state: object) -> StateTensors:
         elif isinstance(part, torch.optim.Optimizer):
             optimizers.append(part)
         elif callable(getattr(type(part), "memory_roles", None)):
-            holders.append(part)
+            role_declarers.append(part)
     for optimizer in optimizers:
-        _set_role(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
+        _set_tensor_roles(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
     # `holders` begins with the outermost object. Set its roles last, so that they replace the roles of inner objects.
-    for holder in reversed(holders):
+    for holder in reversed(role_declarers):
         declared_roles = holder.memory_roles()
         if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):
             raise TypeError(
@@ -73,7 +73,7 @@ def state_tensors(state: object) -> StateTensors:
                 "MemoryRole to tensors or what holds them"
             )
         for role, parts in dict(declared_roles).items():
-            _set_role(roles, parts, role)
+            _set_tensor_roles(roles, parts, role)
     return roles
 
 
@@ -90,7 +90,7 @@ def find_models(state: object) -> list[Any]:
     return models
 
 
-def _set_role(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
+def _set_tensor_roles(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
     import torch
 
     for part in _iterate_objects(parts):
@@ -109,14 +109,14 @@ def _iterate_objects(root: object, until: float = math.inf) -> Iterator[Any]:
     not searched.
     """
     objects_to_visit = deque([root])
-    visited = set[int]()
-    kept_objects = []  # keep all objects alive, so that no new object gets the id of a visited one
-    while objects_to_visit and len(visited) < MAX_OBJECTS and time.thread_time() < until:
+    visited_ids = set[int]()
+    visited_objects = []  # keep all objects alive, so that no new object gets the id of a visited one
+    while objects_to_visit and len(visited_ids) < MAX_OBJECTS and time.thread_time() < until:
         part = objects_to_visit.popleft()
-        if isinstance(part, _UNSEARCHED_TYPES) or id(part) in visited:
+        if isinstance(part, _UNSEARCHED_TYPES) or id(part) in visited_ids:
             continue
-        visited.add(id(part))
-        kept_objects.append(part)
+        visited_ids.add(id(part))
+        visited_objects.append(part)
         yield part
         objects_to_visit.extend(_list_referenced_objects(part))
 

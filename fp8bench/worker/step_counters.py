@@ -35,7 +35,7 @@ _DEVICE_COUNTS: Mapping[str, MetricSpec] = {
     "num_alloc_retries": specs.ALLOCATION_RETRIES,
 }
 # Calls of the driver that allocate or free memory. The cuMem calls belong to torch's expandable segments.
-_DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
+_DEVICE_MEMORY_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
 # The measured counts of allocations, and the reasons why some counts are missing.
 AllocationCounts = tuple[tuple[Measurement, ...], tuple[str, ...]]
 
@@ -78,23 +78,23 @@ class PhaseReadings:
     read: Callable[[], Sequence[float]]
     steps: list[dict[str, list[float]]] = field(default_factory=list)
     _phase: str = UNATTRIBUTED
-    _last: Sequence[float] = ()
+    _last_reading: Sequence[float] = ()
 
     def run(self, take_step: Callable[[Phases], object]) -> None:
         phases = make_reporting_phases(self.change_phase)
         self.steps.append({})
         self._phase = UNATTRIBUTED
-        self._last = self.read()
+        self._last_reading = self.read()
         take_step(phases)
         self.change_phase(UNATTRIBUTED)
 
     def change_phase(self, phase: str) -> None:
         reading = self.read()
         phase_counts = self.steps[-1].setdefault(self._phase, [0.0] * len(reading))
-        for index, (present, last) in enumerate(zip(reading, self._last, strict=True)):
+        for index, (present, last) in enumerate(zip(reading, self._last_reading, strict=True)):
             phase_counts[index] += present - last
         self._phase = phase
-        self._last = self.read()
+        self._last_reading = self.read()
 
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
         marked_phases = set().union(*self.steps)
@@ -172,5 +172,6 @@ def sum_device_call_seconds(events: Sequence[Mapping[str, Any]]) -> float:
     return 1e-6 * sum(
         float(event.get("dur", 0.0))
         for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and str(event.get("name", "")).startswith(_DEVICE_CALLS)
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and str(event.get("name", "")).startswith(_DEVICE_MEMORY_CALLS)
     )

@@ -128,8 +128,8 @@ class _StateSteps:
             first_tensor = tensors[0]
             version = max(map(get_version, tensors))
             count = max(tensor.numel() for tensor in tensors)
-            floating = first_tensor.dtype.is_floating_point
-            digests.append(_MemoryContents(address, digest(first_tensor), version, count, floating))
+            is_float_tensor = first_tensor.dtype.is_floating_point
+            digests.append(_MemoryContents(address, digest(first_tensor), version, count, is_float_tensor))
         return digests
 
 
@@ -187,12 +187,12 @@ def _find_step_effect(steps: _StateSteps) -> StepEffect:
         result.floating or result.elements > 1 for result in results
     ):  # a result that is a single truth value may be equal by chance
         return StepEffect(None, "no result of it is stored in its state or returned")
-    floating_addresses = {tensor.address for tensor in inputs if tensor.floating}
-    integer_addresses = {tensor.address for tensor in inputs} - floating_addresses
+    float_tensor_addresses = {tensor.address for tensor in inputs if tensor.floating}
+    other_tensor_addresses = {tensor.address for tensor in inputs} - float_tensor_addresses
     overwritten_addresses = {result.address for result in results if result not in previous_step} & {
         tensor.address for tensor in previous_step
     }
-    replacements = ((floating_addresses, False), (integer_addresses, False), (overwritten_addresses, True))
+    replacements = ((float_tensor_addresses, False), (other_tensor_addresses, False), (overwritten_addresses, True))
     for chosen_addresses, with_results in replacements:
         if chosen_addresses and _changes_result(steps, chosen_addresses, history, with_results):
             return StepEffect(True)  # the step did work, perhaps by code outside of torch
@@ -218,11 +218,11 @@ class _StepHistory:
 
     def is_counter(self, tensor: _MemoryContents) -> bool:
         return tensor.address in self.changed_numbers or (
-            self.has_new_counters and tensor.elements <= 1 and tensor.address not in self._lasting_addresses
+            self.has_new_counters and tensor.elements <= 1 and tensor.address not in self._first_step_addresses
         )
 
     @cached_property
-    def _lasting_addresses(self) -> set[int]:
+    def _first_step_addresses(self) -> set[int]:
         return {tensor.address for tensor in self.history[0]}
 
 
@@ -270,12 +270,12 @@ def _count_digests(
     """Counts equal contents of memory that each step allocates again, by digest. Returns the counts for tensors with
     several elements, and for one-element tensors.
     """
-    tensor_counts = Counter[int]()
-    number_counts = Counter[int]()
+    tensor_count_by_digest = Counter[int]()
+    number_count_by_digest = Counter[int]()
     for memory in memories:
         if memory.address not in lasting_memories:
-            (tensor_counts if memory.elements > 1 else number_counts)[memory.digest] += 1
-    return tensor_counts, number_counts
+            (tensor_count_by_digest if memory.elements > 1 else number_count_by_digest)[memory.digest] += 1
+    return tensor_count_by_digest, number_count_by_digest
 
 
 def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _StepHistory, with_results: bool) -> bool:
@@ -286,21 +286,21 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
     because the step may work in place. It may itself be a result: it may have held an earlier state's results at this
     address before the first step, and torch may not have counted that a step wrote it.
     """
-    memory_before = steps.read_memory()
-    replaced_digests = dict[int, int]()
+    contents_before_step = steps.read_memory()
+    replacement_digest_by_address = dict[int, int]()
     with ExitStack() as stack:
         # Fill each memory from a different seed. Otherwise a result that equals an input could equal it again.
         for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
             if address in chosen_addresses:
                 stack.enter_context(replace_numbers(first, seed))
-                replaced_digests[address] = digest(first)
+                replacement_digest_by_address[address] = digest(first)
         if steps.is_step_failing():
             return True
         memory_after = steps.read_memory()
-    unchanged_addresses = {
-        tensor.address for tensor in memory_after if tensor.digest == replaced_digests.get(tensor.address)
+    addresses_still_replaced = {
+        tensor.address for tensor in memory_after if tensor.digest == replacement_digest_by_address.get(tensor.address)
     }
-    excluded_addresses = set[int]() if with_results else unchanged_addresses
+    excluded_addresses = set[int]() if with_results else addresses_still_replaced
 
     def count_results(memories: Sequence[_MemoryContents]) -> Counter[int]:
         results = (
@@ -308,7 +308,7 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
         )
         return Counter(tensor.digest for tensor in results)
 
-    return count_results(memory_after) not in map(count_results, (*history.history, memory_before))
+    return count_results(memory_after) not in map(count_results, (*history.history, contents_before_step))
 
 
 def _rewrites_memory(steps: _StateSteps, written_once: set[_MemoryContents]) -> bool:
@@ -319,10 +319,10 @@ def _rewrites_memory(steps: _StateSteps, written_once: set[_MemoryContents]) -> 
     addresses = {tensor.address for tensor in written_once}
     for address, (first, *_) in steps.memories().items():
         if address in addresses:
-            old_digest = digest(first)
+            original_digest = digest(first)
             with replace_numbers(first, seed=0):
-                replaced_digest = digest(first)
-                if steps.is_step_failing() or digest(first) not in (old_digest, replaced_digest):
+                replacement_digest = digest(first)
+                if steps.is_step_failing() or digest(first) not in (original_digest, replacement_digest):
                     return True
     return False
 
@@ -352,9 +352,9 @@ _SLOT_ORDER = (True, False, False, True, False, True, True, False)
 # tensor, and differences below _LEAST_CHANGE_SHARE of the largest effect on any tensor.
 _ROUNDING_SHARE, _LEAST_CHANGE_SHARE = 0.05, 1e-3
 # The largest allowed ratio between step times in timed slots and in slots that count operators, in both directions.
-# Counting an operator may cost _COUNTING_SECONDS.
+# Counting an operator may cost _OPERATOR_COUNTING_SECONDS.
 _MAX_SLOWDOWN = 1.5
-_COUNTING_SECONDS = 30e-6
+_OPERATOR_COUNTING_SECONDS = 30e-6
 # The largest state in bytes whose numbers are replaced. For a larger state this takes too long.
 MAX_BYTES = 1 << 26
 
@@ -379,26 +379,26 @@ def make_slot(seconds: Sequence[float], operators: int, sums: Sketches, most: fl
     has the time that each step spent in its `operators` operators. Otherwise `seconds` has the time of each step, and
     `operators` is 0.
     """
-    return SlotSummary(median(seconds), min(seconds) - _COUNTING_SECONDS * operators, sums, most)
+    return SlotSummary(median(seconds), min(seconds) - _OPERATOR_COUNTING_SECONDS * operators, sums, most)
 
 
 def compare_slots() -> Generator[bool, SlotSummary | None, str]:
     """A generator that yields whether the next slot (turn of a case) is timed (True) or has its operators counted
     (False), and receives this slot. It returns how the two kinds differ; '' if they do not, or if this is unknown.
     """
-    timed: list[SlotSummary] = []
-    counted: list[SlotSummary] = []
+    timed_slots: list[SlotSummary] = []
+    counted_slots: list[SlotSummary] = []
     reason = ""
     for is_timed in _SLOT_ORDER:
         if (slot := (yield is_timed)) is None or slot.typical > MAX_STEP_SECONDS:
             return ""
-        (timed if is_timed else counted).append(slot)
-        if counted and not (reason := _describe_difference(timed, counted)):
+        (timed_slots if is_timed else counted_slots).append(slot)
+        if counted_slots and not (reason := _describe_slot_difference(timed_slots, counted_slots)):
             return ""
     return reason
 
 
-def _describe_difference(timed: Sequence[SlotSummary], counted: Sequence[SlotSummary]) -> str:
+def _describe_slot_difference(timed: Sequence[SlotSummary], counted: Sequence[SlotSummary]) -> str:
     slowest_timed = max(slot.typical for slot in timed)
     fastest_counted = min(slot.least for slot in counted)
     if fastest_counted > _MAX_SLOWDOWN * slowest_timed:
@@ -422,16 +422,16 @@ def _describe_difference(timed: Sequence[SlotSummary], counted: Sequence[SlotSum
         timed_sums = tensor_sums[: len(timed)]
         counted_sums = tensor_sums[len(timed) :]
         all_slots_agree = _do_all_agree(timed_sums, least_change) and _do_all_agree(counted_sums, least_change)
-        if all_slots_agree and not _are_same_sums(timed_sums[0], counted_sums[0], least_change):
+        if all_slots_agree and not _are_sketches_close(timed_sums[0], counted_sums[0], least_change):
             return "a step leaves other results when it is timed than when its operators are counted"
     return ""
 
 
 def _do_all_agree(sketches: Sequence[Any], least_change: float) -> bool:
-    return all(_are_same_sums(sketches[0], sums, least_change) for sums in sketches[1:])
+    return all(_are_sketches_close(sketches[0], sums, least_change) for sums in sketches[1:])
 
 
-def _are_same_sums(sums: Any, other_sums: Any, least_change: float) -> bool:
+def _are_sketches_close(sums: Any, other_sums: Any, least_change: float) -> bool:
     if sums is None or other_sums is None:
         return sums is other_sums
     difference = float((sums - other_sums).abs().max())

@@ -22,7 +22,7 @@ from typing import Any
 from fp8bench.worker.clock import PhaseClock
 
 GRACE_SECONDS = 0.5
-_WAIT_PIECES = 20
+_WAIT_PIECE_COUNT = 20
 # Seconds to wait until a process ends. The process may have to wait for a core.
 _EXIT_SECONDS = 2.0
 _POLL_SECONDS = 0.005
@@ -69,11 +69,11 @@ def silent_step() -> Iterator[None]:
     running.
     """
     running_tasks_before = list_running()
-    stdout_bytes_before = _measure_stdout()
+    stdout_bytes_before = _measure_stdout_bytes()
     with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
         yield
     lines = captured_output.getvalue().strip().splitlines()
-    bytes_bypassing_stdout = _measure_stdout() - stdout_bytes_before
+    bytes_bypassing_stdout = _measure_stdout_bytes() - stdout_bytes_before
     if lines or bytes_bypassing_stdout:
         shown_output = repr(lines[0][:60]) if lines else f"{bytes_bypassing_stdout} bytes that bypass sys.stdout"
         further_lines_text = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
@@ -92,7 +92,7 @@ def _describe_running(names: list[str]) -> str:
     return f"{len(names)} running ({', '.join(names[:5])})"
 
 
-def _measure_stdout() -> int:
+def _measure_stdout_bytes() -> int:
     try:
         status = os.fstat(1)
     except OSError:
@@ -100,7 +100,7 @@ def _measure_stdout() -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-_step_processes: list[int] = []
+_step_process_ids: list[int] = []
 
 
 @contextlib.contextmanager
@@ -108,16 +108,16 @@ def _end_forked_children() -> Iterator[None]:
     """If the `with` block forks a child process, ends the child when it leaves the block. Otherwise the child would
     time steps itself, and fork in each step.
     """
-    _step_processes.append(os.getpid())
+    _step_process_ids.append(os.getpid())
     try:
         yield
     finally:
-        if _step_processes.pop() != os.getpid():
+        if _step_process_ids.pop() != os.getpid():
             os._exit(0)
 
 
 def _end_child_after_step() -> None:
-    if _step_processes:
+    if _step_process_ids:
         PhaseClock.end = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
 
 
@@ -165,9 +165,9 @@ def wait_and_name_running(started: RunningTasks, grace_seconds: float = GRACE_SE
     """
     threads = [thread for thread in started.threads if not _is_torch_thread(thread)]
     # wait in several pieces: if the system suspends this process for a while, only one piece is lost
-    for _ in range(_WAIT_PIECES):
+    for _ in range(_WAIT_PIECE_COUNT):
         if threads := [thread for thread in threads if thread.is_alive()]:
-            threads[0].join(grace_seconds / _WAIT_PIECES)
+            threads[0].join(grace_seconds / _WAIT_PIECE_COUNT)
     return [thread.name for thread in threads if thread.is_alive()] + _end_processes(started.processes)
 
 

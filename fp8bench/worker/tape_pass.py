@@ -29,11 +29,11 @@ from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.state_tensors import find_models
 from fp8bench.worker.static_scales import step
 
-_FUSED_NOTE = "torch.compile: operators, bytes and launches are those of the step uncompiled"
+_COMPILED_STEP_NOTE = "torch.compile: operators, bytes and launches are those of the step uncompiled"
 # The most steps that are measured for time shares, and the seconds after which no more steps follow.
 MAX_STEPS = 5
 MAX_SECONDS = 3.0
-_COMPILED_REASON = "a compiled step calls no operator by itself; measure the step uncompiled"
+_COMPILED_STEP_REASON = "a compiled step calls no operator by itself; measure the step uncompiled"
 
 
 def record_tape(workload: Workload, setup: Setup, precision: Precision, stamper: Stamper) -> Tape:
@@ -47,7 +47,7 @@ def record_tape(workload: Workload, setup: Setup, precision: Precision, stamper:
     with without_compiling() as compiled, operator_tape:
         step(workload, state, setup.scales, clock)
     tape = count_tape(operator_tape.calls, precision.float32_products != "highest")
-    return replace(tape, fused=_FUSED_NOTE) if compiled else tape
+    return replace(tape, fused=_COMPILED_STEP_NOTE) if compiled else tape
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def measure_shares(workload: Workload, setup: Setup, device: Device) -> Shares |
     with without_compiling() as compiled:
         shared_steps.time_without_watch()
     if compiled:
-        return _COMPILED_REASON
+        return _COMPILED_STEP_REASON
     return (
         _measure_kernel_shares(shared_steps, state)
         if setup.facts.accelerated

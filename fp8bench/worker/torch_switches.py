@@ -160,7 +160,7 @@ def _list_library_switches() -> Iterator[Switch]:
         torch._C._get_nnpack_enabled,
         torch._C._set_nnpack_enabled,
         usual=True,
-        is_distorting=partial(_differs_from, True),
+        is_distorting=partial(_differs_from_usual, True),
         names=("torch.backends.nnpack.set_flags", "torch.backends.nnpack.flags"),
         correction="torch.backends.nnpack.set_flags(True)",
     )
@@ -359,7 +359,7 @@ def _list_product_switches() -> Iterator[Switch]:
         torch.set_float32_matmul_precision,
         names=("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
         usual="highest",
-        is_distorting=partial(_differs_from, "highest"),
+        is_distorting=partial(_differs_from_usual, "highest"),
         correction='torch.set_float32_matmul_precision("highest")',
     )
     cudnn = torch.backends.cudnn
@@ -431,7 +431,7 @@ def _make_function_switch(
     """
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first_arguments, usual)))
-    is_distorting = None if usual is Unset else partial(_differs_from, usual)
+    is_distorting = None if usual is Unset else partial(_differs_from_usual, usual)
     return Switch(
         name,
         read,
@@ -457,12 +457,12 @@ def _make_flag_switch(name: str, path: str, usual: Any = Unset, is_distorting: b
             attribute_name,
             names=(full_path,),
             usual=usual,
-            is_distorting=partial(_differs_from, usual) if is_distorting else None,
+            is_distorting=partial(_differs_from_usual, usual) if is_distorting else None,
             correction=f"{full_path} = {usual!r}",
         )
 
 
-def _differs_from(usual: Any, value: Any) -> bool:
+def _differs_from_usual(usual: Any, value: Any) -> bool:
     return bool(value != usual)
 
 

@@ -133,17 +133,17 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     intervals_by_thread = defaultdict[object, list[TracedInterval]](list)
     phase_edges_by_thread = defaultdict[object, set[int]](set)
     for event in trace_events:
-        if _is_phase(event):
+        if _is_phase_event(event):
             phase_interval = _make_interval(event)
             phase_edges_by_thread[event.get("tid")] |= {phase_interval.start, phase_interval.end}
-        elif _has_times(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
+        elif _has_start_and_duration(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
             intervals_by_thread[event.get("tid")].append(_make_interval(event))
     open_intervals_by_thread = {
         thread: _find_open_intervals(intervals_by_thread[thread], times)
         for thread, times in phase_edges_by_thread.items()
     }
     return [
-        _cut_phase(event, open_intervals_by_thread[event.get("tid")]) if _is_phase(event) else event
+        _shorten_phase_event(event, open_intervals_by_thread[event.get("tid")]) if _is_phase_event(event) else event
         for event in trace_events
     ]
 
@@ -161,7 +161,7 @@ def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) 
     return open_intervals_by_time
 
 
-def _cut_phase(event: Event, open_intervals: OpenIntervals) -> Event:
+def _shorten_phase_event(event: Event, open_intervals: OpenIntervals) -> Event:
     phase = _make_interval(event)
     start = max(
         (interval.end for interval in open_intervals[phase.start] if interval.end < phase.end), default=phase.start
@@ -172,13 +172,13 @@ def _cut_phase(event: Event, open_intervals: OpenIntervals) -> Event:
     return {**event, "ts": start / 1000, "dur": (end - start) / 1000}
 
 
-def _has_times(event: Event) -> bool:
+def _has_start_and_duration(event: Event) -> bool:
     return event.get("ph") == "X" and all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))
 
 
-def _is_phase(event: Event) -> bool:
+def _is_phase_event(event: Event) -> bool:
     is_phase_name = str(event.get("name")) in _PHASE_RANGE_NAMES
-    return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _has_times(event)
+    return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _has_start_and_duration(event)
 
 
 def _make_interval(event: Event) -> TracedInterval:

@@ -50,32 +50,32 @@ class ScaledBuffer:
     """
 
     _arithmetics: Sequence[Arithmetic]
-    _operands: list[Operand] = field(default_factory=list)
+    _sum_operands: list[Operand] = field(default_factory=list)
 
     def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
         import torch
 
         if first:
             with phase.cast:
-                self._cast_sums(gradients)
+                self._store_cast_sums(gradients)
             return
         with phase.cast:
             sums = self.values()
         with phase.accumulate:
             torch._foreach_add_(sums, gradients)
         with phase.cast:
-            self._cast_sums(sums)
+            self._store_cast_sums(sums)
             del sums  # free the memory here, so that this time counts for the phase
 
     def values(self) -> list[Tensor]:
         import torch
 
-        operand_pairs = zip(self._arithmetics, self._operands, strict=True)
+        operand_pairs = zip(self._arithmetics, self._sum_operands, strict=True)
         return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in operand_pairs]
 
-    def _cast_sums(self, sums: Sequence[Tensor]) -> None:
+    def _store_cast_sums(self, sums: Sequence[Tensor]) -> None:
         pairs = zip(self._arithmetics, sums, strict=True)
-        self._operands = [arithmetic.cast(tensor, Role.GRADIENT) for arithmetic, tensor in pairs]
+        self._sum_operands = [arithmetic.cast(tensor, Role.GRADIENT) for arithmetic, tensor in pairs]
 
 
 @dataclass

@@ -109,7 +109,7 @@ class Attention(LayerWorkload):
             weights = width * inner + width * width
             flops += 2.0 * rows * weights
             least_memory_bytes += 4.0 * weights * (2 if is_training else 1) + 2.0 * rows * width
-        if _has_low_scores(params):
+        if _has_low_precision_scores(params):
             # Scores exist in fp32 before and after rounding. In backward, softmax needs the probabilities and two
             # gradients.
             least_memory_bytes += (3 if is_training else 2) * 4.0 * score_count
@@ -127,7 +127,7 @@ class Attention(LayerWorkload):
         weights = width * inner + width * width if is_layer else 0
         weight_bytes = 4.0 * weights * (2 if is_training else 1)
         score_bytes = 0.0
-        if _has_low_scores(params) or _KERNEL_AXIS.of(params) == "math":
+        if _has_low_precision_scores(params) or _KERNEL_AXIS.of(params) == "math":
             score_copies = (
                 shared.SCORE_COPIES_KEPT_FOR_BACKWARD + shared.SCORE_COPIES_IN_BACKWARD
                 if is_training
@@ -139,7 +139,7 @@ class Attention(LayerWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         kernel = str(_KERNEL_AXIS.of(params))
-        has_low_precision_scores = _has_low_scores(params)
+        has_low_precision_scores = _has_low_precision_scores(params)
         if support.level is Level.REFUSED:
             return support
         # Refuse settings that exclude each other, before asking what the device supports.
@@ -176,7 +176,7 @@ class Attention(LayerWorkload):
 
         params = setup.params
         core: AttentionCore = attention.FusedCore(_is_causal(params), str(_KERNEL_AXIS.of(params)))
-        if _has_low_scores(params):
+        if _has_low_precision_scores(params):
             core = attention.EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _is_causal(params))
         return _build_exercise(setup, choose, carrier, core)
 
@@ -202,7 +202,7 @@ def _is_causal(params: Scalars) -> bool:
     return params["causal"] == "yes"
 
 
-def _has_low_scores(params: Scalars) -> bool:
+def _has_low_precision_scores(params: Scalars) -> bool:
     return params["scores"] != "high"
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE_BYTES = {"fp32": 4, "bf16": 2}
-_parse_side = whole_number(high=1 << 18)
+_parse_tensor_side = whole_number(high=1 << 18)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Cast(Workload):
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import compute_statistics
 
-        return compute_statistics([("source", str(setup.params["role"]), _draw_source(setup))])
+        return compute_statistics([("source", str(setup.params["role"]), _draw_source_tensor(setup))])
 
 
 def parse_shape(text: str) -> str:
@@ -159,7 +159,7 @@ def parse_shape(text: str) -> str:
     sides = text.split("x")
     if len(sides) not in (1, 2) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size or ROWSxCOLUMNS")
-    numbers = [_parse_side(side) for side in sides] * (3 - len(sides))
+    numbers = [_parse_tensor_side(side) for side in sides] * (3 - len(sides))
     return "x".join(str(number) for number in numbers)
 
 
@@ -179,12 +179,12 @@ def _make_cast(setup: Setup) -> Callable[[Tensor], Operand]:
 def _make_timed_source(setup: Setup) -> Tensor:
     from fp8bench.numerics.distributions import apply_layout
 
-    source = _draw_source(setup)
+    source = _draw_source_tensor(setup)
     source = source * setup.loss_scale if setup.params["role"] == Role.GRADIENT else source
     return apply_layout(source, str(LAYOUT.of(setup.params)))
 
 
-def _draw_source(setup: Setup) -> Tensor:
+def _draw_source_tensor(setup: Setup) -> Tensor:
     """Draws the source tensor with the case's distribution of values. Rows of gradients get different magnitudes, as in
     a network.
     """

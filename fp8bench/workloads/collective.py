@@ -30,10 +30,10 @@ _HISTORY_AXES = {"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": 
 # Parameters that only matter for collectives that sum in FP8.
 _FP8_PARAMETERS = ("fp8", "scaling")
 # Each rank's part of the vector has a multiple of this number of elements, so that it consists of whole scaling blocks.
-_PART_MULTIPLE = 32
+_ELEMENTS_PER_RANK_MULTIPLE = 32
 _ELEMENT_BYTES = 4
 # FP8-LM's factor mu starts at 1 and is halved while values saturate. After this many steps it is stable.
-_SETTLING_STEPS = 8
+_MU_SETTLING_STEPS = 8
 
 
 @dataclass
@@ -105,10 +105,10 @@ class Collective(Workload):
             return refused("a collective needs at least 2 ranks, but there is only 1: add --ranks 2")
         if precision.name not in DTYPES:
             return refused(f"collectives do not send {precision.name}: choose one of {', '.join(DTYPES)}")
-        if int(params["elements"]) % (_PART_MULTIPLE * facts.ranks):
+        if int(params["elements"]) % (_ELEMENTS_PER_RANK_MULTIPLE * facts.ranks):
             return refused(
                 f"{params['elements']} elements cannot be divided equally among {facts.ranks} ranks: choose a "
-                f"multiple of {_PART_MULTIPLE * facts.ranks}"
+                f"multiple of {_ELEMENTS_PER_RANK_MULTIPLE * facts.ranks}"
             )
         return precision.support(facts)
 
@@ -131,7 +131,7 @@ class Collective(Workload):
             values = kind.make_payload(values, size)
         else:
             kind = FP8Collective(collective, str(params.get("fp8", "")), str(params.get("scaling", "")))
-        check_mean_of_ones(kind, _PART_MULTIPLE * size, rank, size, setup.facts.key)
+        check_mean_of_ones(kind, _ELEMENTS_PER_RANK_MULTIPLE * size, rank, size, setup.facts.key)
         return CollectiveState(kind, values, rank, size)
 
     def step(self, state: CollectiveState, phase: Phases) -> None:
@@ -234,7 +234,7 @@ def _measure_lost_shares(kind: FP8Collective, state: CollectiveState) -> tuple[A
     from fp8bench.numerics.rank_programs import run_on_this_rank
 
     phase = SilentPhases().communication
-    for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
+    for _ in range(_MU_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
         saturated_share = collectives.compute_saturated_share(
             kind(state.input_values, state.rank, state.size, phase).codes
         )

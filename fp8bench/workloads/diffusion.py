@@ -36,7 +36,7 @@ _PASS_NAMES = ("sampling", "training")
 _DEFAULT_WIDTHS = {"dit": 1152, "unet": 320}
 
 
-class _Product(NamedTuple):
+class _LayerProduct(NamedTuple):
     """A layer, the number of rows that it multiplies in one evaluation of the denoiser, and its weight's numbers of
     inputs and outputs.
     """
@@ -64,7 +64,7 @@ def read_plan(params: Scalars) -> SamplerPlan:
     return SamplerPlan(int(params["steps"]), str(params["guidance"]), first, last)
 
 
-def _list_products(sizes: DenoiserSizes) -> list[_Product]:
+def _list_products(sizes: DenoiserSizes) -> list[_LayerProduct]:
     """Lists all layers of a denoiser that multiply matrices. The first layer, the last layer and the layers of the time
     embedding stay in high precision, unless a precision map names them.
     """
@@ -75,14 +75,14 @@ def _list_products(sizes: DenoiserSizes) -> list[_Product]:
         *(_iterate_dit_shapes(sizes) if sizes.denoiser == "dit" else _iterate_unet_shapes(sizes)),
     ):
         group = "output" if name == "last" else "mlp" if ".mlp." in name else ""
-        products.append(_Product(Layer(name, kind, kind in ("time", "ends"), group=group), *shape))
+        products.append(_LayerProduct(Layer(name, kind, kind in ("time", "ends"), group=group), *shape))
     return products
 
 
-_Shape = tuple[str, str, int, int, int]
+_ProductShape = tuple[str, str, int, int, int]
 
 
-def _iterate_dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
+def _iterate_dit_shapes(sizes: DenoiserSizes) -> Iterator[_ProductShape]:
     _, batch, image, width, layers = sizes
     tokens = batch * (image // PATCH_SIDE) ** 2
     patch = PATCH_SIDE * PATCH_SIDE * LATENT_CHANNELS
@@ -97,7 +97,7 @@ def _iterate_dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield "last", "ends", tokens, width, patch
 
 
-def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
+def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_ProductShape]:
     """Yields the shapes of a UNet's products. A 3x3 convolution counts as a product with one row per pixel and 9
     columns per input channel.
     """
@@ -106,7 +106,7 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     # In the middle of the UNet, an image has half the height and half the width.
     middle_pixel_count = pixels // 4
 
-    def iterate_block_shapes(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
+    def iterate_block_shapes(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_ProductShape]:
         yield f"{name}.conv1", "body", rows, 9 * inputs, outputs
         yield f"{name}.conv2", "body", rows, 9 * outputs, outputs
         yield f"{name}.time", "time", batch, width, outputs

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import ChooseArithmetic
 
-_HELD_EXITS = "held"
-_OWN_EXITS = "own"
+_HELD_EXITS_CHOICE = "held"
+_OWN_EXITS_CHOICE = "own"
 _MAXIMUM_LEAVING_PERCENT = 90
 
 
@@ -59,8 +59,8 @@ class EarlyExits(LayerWorkload):
     layer_kinds = ("up", "down")
     batch_axis = "tokens"
     history = Grid(
-        cpu={"width": ("128",), "exits": (_HELD_EXITS,)},
-        gpu={"width": ("4096",), "exits": (_HELD_EXITS,)},
+        cpu={"width": ("128",), "exits": (_HELD_EXITS_CHOICE,)},
+        gpu={"width": ("4096",), "exits": (_HELD_EXITS_CHOICE,)},
         phases=("cast", "gemm", "elementwise"),
         errors=("output_error",),
         per="tokens",
@@ -84,8 +84,8 @@ class EarlyExits(LayerWorkload):
             Axis.each(
                 "exits",
                 "held: drawn from the seed, the same in every precision; own: by each precision's confidence",
-                _HELD_EXITS,
-                _OWN_EXITS,
+                _HELD_EXITS_CHOICE,
+                _OWN_EXITS_CHOICE,
             ),
             VALUES,
         )
@@ -103,7 +103,7 @@ class EarlyExits(LayerWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
-        if params["exits"] == _OWN_EXITS and shared.explain_missing_errors(params):
+        if params["exits"] == _OWN_EXITS_CHOICE and shared.explain_missing_errors(params):
             return refused(f"values={VALUES.of(params)} make all rows alike, so that all leave at once: exits=held")
         width, hidden = read_integers(params, "width", "hidden")
         return shared.require_fit(support, precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
@@ -129,7 +129,7 @@ class EarlyExits(LayerWorkload):
         exact_dtype = torch.float64
         assert isinstance(state.layer, early_exit.EarlyExit)
         # 2. With exits=held, rows exit by a schedule that ignores their values, so all precisions do the same work.
-        if setup.params["exits"] == _HELD_EXITS:
+        if setup.params["exits"] == _HELD_EXITS_CHOICE:
             state.layer.exit_rule = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
             return state
         # 3. With exits=own, use the confidence thresholds of the exact pass. In low precision a row may leave after

@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from fp8bench.nn.storage import StoredWeight
 
 LARGEST_SIDE = 1 << 18
-_CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
+_CPU_PRODUCT_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
 # A sweep starts at 16, because sizes of native FP8 products are multiples of 16. It ends at four times the base side.
 _SMALLEST_SWEEP_SIDE = 16
 _LARGEST_BASE_MULTIPLE = 4
-_SIDE_NAMES = "mnk"
+_PRODUCT_SIDE_NAMES = "mnk"
 _OPERAND_CHOICES = ("cast", "ready")
 _LAYOUT_SEPARATOR = "/"
-_GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
+_GPU_PRODUCT_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Gemm(Workload):
     single_products = True
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES
+        shapes = _GPU_PRODUCT_SHAPES if facts.accelerated else _CPU_PRODUCT_SHAPES
         tokens = "8192" if facts.accelerated else "512"
         return (
             Axis(
@@ -148,23 +148,25 @@ class Gemm(Workload):
         is_model = _is_model(shape)
         has_many_products = name == "sweep" or is_model
         # By default, a model or a sweep has all three products of training, and a single shape has the forward product.
-        products = _expand_auto(params["product"], tuple(OPERAND_ROLES) if has_many_products else ("forward",))
-        operands = _expand_auto(params["operands"], _OPERAND_CHOICES if name == "sweep" else ("cast",))
+        products = _expand_auto_value(params["product"], tuple(OPERAND_ROLES) if has_many_products else ("forward",))
+        operands = _expand_auto_value(params["operands"], _OPERAND_CHOICES if name == "sweep" else ("cast",))
         if is_model:
             cases = []
             layer_features, tokens = parse_model_products(shape)
             for layer, product, operand_choice in itertools.product(layer_features, products, operands):
                 sides = get_product_sides(product, tokens or int(params["tokens"]), *layer_features[layer])
-                cases.append((("layer", f"{shape}/{layer}"), *_make_params(*sides, product, operand_choice)))
+                cases.append((("layer", f"{shape}/{layer}"), *_make_product_params(*sides, product, operand_choice)))
             return tuple(cases)
         if name == "sweep":
             sizes = tuple(
-                _iterate_sweep(swept_sides or _SIDE_NAMES, _split_sides(str(params["base"])), int(params["factor"]))
+                _iterate_sweep(
+                    swept_sides or _PRODUCT_SIDE_NAMES, _parse_product_sides(str(params["base"])), int(params["factor"])
+                )
             )
         else:
-            sizes = (_split_sides(shape),)
+            sizes = (_parse_product_sides(shape),)
         return tuple(
-            _make_params(*sides, product, operand_choice)
+            _make_product_params(*sides, product, operand_choice)
             for operand_choice, product, sides in itertools.product(operands, products, sizes)
         )
 
@@ -277,7 +279,7 @@ def parse_shape(text: str) -> str:
     if name == "sweep":
         if (
             (colon and not swept_sides)
-            or not set(swept_sides) <= set(_SIDE_NAMES)
+            or not set(swept_sides) <= set(_PRODUCT_SIDE_NAMES)
             or len(set(swept_sides)) < len(swept_sides)
         ):
             raise ValueError("expected sweep, or sweep: and the sides that vary, of m, n and k: sweep:m, sweep:nk")
@@ -307,7 +309,7 @@ def parse_sides(text: str) -> str:
     return "x".join(str(number) for number in numbers)
 
 
-def _split_sides(text: str) -> tuple[int, int, int]:
+def _parse_product_sides(text: str) -> tuple[int, int, int]:
     m, n, k = (int(side) for side in text.split("x"))
     return m, n, k
 
@@ -316,7 +318,7 @@ def _iterate_sweep(swept_sides: str, base: tuple[int, int, int], factor: int) ->
     """Yields product sizes (M, N, K) that differ from `base` in one side, for each of `swept_sides` in turn. This side
     goes from 16 to four times its base size.
     """
-    for swept_index in map(_SIDE_NAMES.index, swept_sides):
+    for swept_index in map(_PRODUCT_SIDE_NAMES.index, swept_sides):
         side = _SMALLEST_SWEEP_SIDE
         while side <= min(_LARGEST_BASE_MULTIPLE * base[swept_index], LARGEST_SIDE):
             m, n, k = (side if index == swept_index else base_side for index, base_side in enumerate(base))
@@ -324,11 +326,11 @@ def _iterate_sweep(swept_sides: str, base: tuple[int, int, int], factor: int) ->
             side *= factor
 
 
-def _expand_auto(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
+def _expand_auto_value(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
     return auto if value == "auto" else (str(value),)
 
 
-def _make_params(m: int, n: int, k: int, product: str, operands: str) -> Params:
+def _make_product_params(m: int, n: int, k: int, product: str, operands: str) -> Params:
     return (("m", m), ("n", n), ("k", k), ("product", product), ("operands", operands))
 
 

@@ -27,8 +27,8 @@ _BATCH_SEQUENCES = 4
 _SEQUENCE_TOKENS = 64
 _LEARNING_RATE = 3e-3
 # The losses of all other precisions are divided by the loss of bf16. The loss of bf16 is divided by the loss of fp32.
-_USUAL_REFERENCE = "bf16"
-_REFERENCE_OF_BF16 = "fp32"
+_USUAL_REFERENCE_PRECISION = "bf16"
+_REFERENCE_PRECISION_OF_BF16 = "fp32"
 
 
 @workloads.register("learning")
@@ -97,7 +97,9 @@ class Learning(shared.TrainingWorkload):
         not finite, the mean loss counts as infinite.
         """
         case = setup.case
-        reference = _REFERENCE_OF_BF16 if case.precision == _USUAL_REFERENCE else _USUAL_REFERENCE
+        reference = (
+            _REFERENCE_PRECISION_OF_BF16 if case.precision == _USUAL_REFERENCE_PRECISION else _USUAL_REFERENCE_PRECISION
+        )
         reference_loss = _train_reference_loss(reference, case.params, setup.facts, setup.seed, setup.corpus)
         return {RELATIVE_LOSS: _train_mean_loss(setup) / reference_loss}
 

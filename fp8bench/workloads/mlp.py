@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.linear import ChooseArithmetic
 
 LARGEST_SIZE = 1 << 18
-_LINEAR = "linear"
+_LINEAR_CUT = "linear"
 NORM_LINEAR = "norm-linear"
 NORM_MLP = "norm-mlp"
 
@@ -57,7 +57,7 @@ class Mlp(LayerWorkload):
                 "cut",
                 "linear: no norm; norm-linear, norm-mlp: an RMS norm first, which a backend may fuse with "
                 "the first product, or with the whole block",
-                _LINEAR,
+                _LINEAR_CUT,
                 NORM_LINEAR,
                 NORM_MLP,
                 quiet=True,  # the default is left out of a case's parameters
@@ -78,8 +78,8 @@ class Mlp(LayerWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         # Unit scaling has constants only for a block without a norm.
-        if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
-            return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
+        if precision.unit_scaled and params.get("cut", _LINEAR_CUT) != _LINEAR_CUT:
+            return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR_CUT}")
         tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
         size_text = f"tokens={tokens}, width={width}, hidden={hidden}"
         return shared.require_fit(support, precision, tokens, (width, hidden), shared.is_training(params), size_text)
@@ -103,8 +103,8 @@ class Mlp(LayerWorkload):
 
         width, hidden = read_integers(params, "width", "hidden")
         is_gated = params["gated"] == "yes"
-        cut = params.get("cut", _LINEAR)
-        if cut == _LINEAR:
+        cut = params.get("cut", _LINEAR_CUT)
+        if cut == _LINEAR_CUT:
             return parts.FeedForward(width, hidden, is_gated, gain=1.0, choose=choose)
         return parts.NormedFeedForward(width, hidden, is_gated, choose, both_products=cut == NORM_MLP)
 

@@ -29,8 +29,8 @@ OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
 # Two runs of a model count as reproducible if they differ at most by this relative difference, or by this share of the
 # measured error.
-_REPRODUCIBLE_DIFFERENCE = 1e-4
-_REPRODUCIBLE_ERROR_SHARE = 0.1
+_MAX_REPRODUCIBLE_DIFFERENCE = 1e-4
+_MAX_DIFFERENCE_ERROR_SHARE = 0.1
 # The results of users' functions in this process, by the function's name and the seed. Every case gets a copy.
 LOADED_MODELS: dict[tuple[str, int], MakeResult] = {}
 # Maps the name of a model's class to a function that returns the model, for models that exist as objects in this
@@ -188,7 +188,7 @@ class Model(Workload):
             # Keep the batch of the first seed. Only the model comes from the other seed.
             other_seed_copy = _copy_model(replace(setup, seed=setup.seed + setup.draw))
             model_copy = model_copy._replace(model=other_seed_copy.model)
-        state = OwnModel(model_copy, setup, _find_native_multiples(setup), converts=_is_converted(setup))
+        state = OwnModel(model_copy, setup, _find_native_multiples(setup), converts=_is_model_converted(setup))
         with seed_generators(setup.seed, setup.facts):
             return state.losses(steps)
 
@@ -208,7 +208,7 @@ class Model(Workload):
         from fp8bench.nn import conversion
         from fp8bench.nn.own_model import OwnModel, make_conversion
 
-        if not _is_converted(setup):
+        if not _is_model_converted(setup):
             return None
         # Coverage counts the products of the unchanged model, and which of them the conversion would replace.
         state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
@@ -234,7 +234,9 @@ def _make_converted_model(setup: Setup, **options: bool) -> OwnModel:
     """Returns a copy of the case's model, converted to the case's precision."""
     from fp8bench.nn.own_model import OwnModel
 
-    return OwnModel(_copy_model(setup), setup, _find_native_multiples(setup), converts=_is_converted(setup), **options)
+    return OwnModel(
+        _copy_model(setup), setup, _find_native_multiples(setup), converts=_is_model_converted(setup), **options
+    )
 
 
 def _is_irreproducible(errors: Mapping[str, float], repeat_difference: Mapping[str, float]) -> bool:
@@ -242,12 +244,12 @@ def _is_irreproducible(errors: Mapping[str, float], repeat_difference: Mapping[s
     an error, and by more than a different order of sums explains.
     """
     return any(
-        difference > max(_REPRODUCIBLE_DIFFERENCE, _REPRODUCIBLE_ERROR_SHARE * errors.get(name, 0.0))
+        difference > max(_MAX_REPRODUCIBLE_DIFFERENCE, _MAX_DIFFERENCE_ERROR_SHARE * errors.get(name, 0.0))
         for name, difference in repeat_difference.items()
     )
 
 
-def _is_converted(setup: Setup) -> bool:
+def _is_model_converted(setup: Setup) -> bool:
     return setup.case.precision != UNTOUCHED
 
 

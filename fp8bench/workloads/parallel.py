@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fp8bench.nn.parallel.step import ParallelState
 
 # The default batch of all ranks together is the model's default batch times this factor.
-_BATCH_FACTOR = 4
+_DEFAULT_BATCH_FACTOR = 4
 # Words for the values of an option: all values that the parallel method supports, or the first of them.
-_ALL_VALUES = "auto"
-_FIRST_VALUE = "usual"
+_ALL_VALUES_WORD = "auto"
+_FIRST_VALUE_WORD = "usual"
 # This option has numbers as values. `usual` stands for the first number that is at least the number of ranks.
 _MICRO_BATCHES_OPTION = "microbatches"
 _MICRO_BATCHES_SUFFIX = " that is at least the number of ranks"
@@ -63,11 +63,11 @@ class Parallel(Workload):
         options = (
             Axis(
                 name,
-                f"{text}; {_ALL_VALUES}: all values that a way allows; {_FIRST_VALUE}: the first of them"
+                f"{text}; {_ALL_VALUES_WORD}: all values that a way allows; {_FIRST_VALUE_WORD}: the first of them"
                 f"{_MICRO_BATCHES_SUFFIX * (name == _MICRO_BATCHES_OPTION)}",
-                (_ALL_VALUES,),
+                (_ALL_VALUES_WORD,),
                 _make_option_parser(name, facts.ranks),
-                quick=(_FIRST_VALUE,),
+                quick=(_FIRST_VALUE_WORD,),
             )
             for name, text in DIVISION_OPTIONS.items()
         )
@@ -85,18 +85,18 @@ class Parallel(Workload):
         """
         config = sizes.SIZES[str(params["size"])]
         division_method = WAYS[str(params["way"])]
-        default_sizes: dict[str, Scalar] = {"batch": config.batch * _BATCH_FACTOR, "sequence": config.sequence}
+        default_sizes: dict[str, Scalar] = {"batch": config.batch * _DEFAULT_BATCH_FACTOR, "sequence": config.sequence}
         params_with_sizes = {
             name: default_sizes.get(name, value) if value == "auto" else value for name, value in params.items()
         }
         single_value_params = {
             name: value
             for name, value in params_with_sizes.items()
-            if name not in DIVISION_OPTIONS or str(value).partition(" ")[0] not in (_ALL_VALUES, _FIRST_VALUE)
+            if name not in DIVISION_OPTIONS or str(value).partition(" ")[0] not in (_ALL_VALUES_WORD, _FIRST_VALUE_WORD)
         }
         names = [name for name in division_method.options if name not in single_value_params]
         values = [
-            map(_make_value_parser(name), _expand_word(division_method.options[name], str(params[name])))
+            map(_make_value_parser(name), _expand_option_word(division_method.options[name], str(params[name])))
             for name in names
         ]
         return tuple(
@@ -148,7 +148,7 @@ class Parallel(Workload):
     def prepare(self, setup: Setup) -> ParallelState:
         import torch.distributed as dist
 
-        return self._make_state(setup, dist.group.WORLD)
+        return self._make_parallel_state(setup, dist.group.WORLD)
 
     def step(self, state: ParallelState, phase: Phases) -> None:
         state.train_step(phase)
@@ -162,7 +162,7 @@ class Parallel(Workload):
         from fp8bench.nn.parallel import step
 
         params = setup.params
-        state = self._make_state(setup, dist.group.WORLD, plain=True)
+        state = self._make_parallel_state(setup, dist.group.WORLD, plain=True)
         single_rank_state = self._make_single_rank_state(setup, plain=True)
         differences = step.compare_with_one_rank(state, single_rank_state, _COMPARED_STEPS)
         modes = map(precisions.get, (setup.case.precision, *dict(setup.case.precision_map).values()))
@@ -191,14 +191,14 @@ class Parallel(Workload):
         full_batch_step = bind_step(self._make_single_rank_state(setup))
         part_batch_step = bind_step(self._make_single_rank_state(setup, parts=size))
         return StepParts(
-            bind_step(self._make_state(setup, make_silent_group())),
+            bind_step(self._make_parallel_state(setup, make_silent_group())),
             step_wire.repeat_exchanges,
             bind_step(state_with_communication),
             step_wire.list_sent_bytes(dist.get_rank()),
             (full_batch_step, part_batch_step),
         )
 
-    def _make_state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
+    def _make_parallel_state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
         from fp8bench.nn.parallel.step import make_parallel_state
 
         assert group is not None
@@ -248,15 +248,17 @@ def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:
     micro-batches, 'usual' becomes 'usual N', where N is the number of ranks.
     """
     parse = _make_value_parser(option)
-    first_value_word = f"{_FIRST_VALUE} {ranks}" if option == _MICRO_BATCHES_OPTION else _FIRST_VALUE
-    return lambda text: text if text == _ALL_VALUES else first_value_word if text == _FIRST_VALUE else parse(text)
+    first_value_word = f"{_FIRST_VALUE_WORD} {ranks}" if option == _MICRO_BATCHES_OPTION else _FIRST_VALUE_WORD
+    return lambda text: (
+        text if text == _ALL_VALUES_WORD else first_value_word if text == _FIRST_VALUE_WORD else parse(text)
+    )
 
 
-def _expand_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
+def _expand_option_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
     """Returns the option values for a word: all values, or a single one. For 'usual', this is the first value. For
     'usual N', it is the first number that is at least N, or the last number if all are smaller.
     """
-    if word == _ALL_VALUES:
+    if word == _ALL_VALUES_WORD:
         return values
     _, _, min_value = word.partition(" ")
     large_enough_values = [value for value in values if not min_value or int(value) >= int(min_value)]

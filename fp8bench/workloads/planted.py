@@ -26,7 +26,7 @@ class PlantedState:
 
 
 # A GPU kernel that sleeps this many clock cycles takes about as long as a tiny call on a CPU.
-_TINY_CYCLES = 100
+_TINY_CALL_CYCLES = 100
 
 
 @workloads.register("_planted")
@@ -74,7 +74,7 @@ class Planted(Workload):
             from torch import cuda
 
             with phase.gemm:  # slow down the GPU itself, because its time does not include the host's work
-                cuda._sleep(call_count * _TINY_CYCLES)  # type: ignore[no-untyped-call]
+                cuda._sleep(call_count * _TINY_CALL_CYCLES)  # type: ignore[no-untyped-call]
         elif call_count:
             with phase.gemm:
                 # A call of `is_contiguous` takes about 50 ns. A single torch operator would add 1 or 2% to a product of

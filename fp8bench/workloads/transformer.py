@@ -46,7 +46,7 @@ DEFAULT_CHOICES = {
 }
 # The FLOPs of the two models that only run forward, relative to those of a trained model. Forward is a third of a
 # training step.
-_FROZEN_MODELS_WORK = 2 / 3
+_FROZEN_MODELS_FLOPS_FACTOR = 2 / 3
 COMPILE_SECONDS = 600.0
 
 
@@ -153,7 +153,7 @@ class Transformer(shared.TrainingWorkload):
         flops = config.step_flops(sequences, length)
         further_models_bytes = 0.0
         if _read_choice(params, "models") == "rlhf":
-            flops *= 2 + _FROZEN_MODELS_WORK
+            flops *= 2 + _FROZEN_MODELS_FLOPS_FACTOR
             further_models_bytes = 16.0 * config.weights + _count_frozen_bytes(params)
         return Work(
             flops,

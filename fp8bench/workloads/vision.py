@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 _MODEL_NAMES = ("resnet", "vit", "two-input")
 # The suite's parameters that each model ignores.
-_UNUSED_PARAMETERS = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
+_UNUSED_PARAMETERS_BY_MODEL = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
 
 
 def read_sizes(params: Scalars) -> VisionSizes:
     model = str(params["model"])
-    names = (name for name in ("image", "width", "layers", "patch", "text") if name not in _UNUSED_PARAMETERS[model])
+    names = (
+        name for name in ("image", "width", "layers", "patch", "text") if name not in _UNUSED_PARAMETERS_BY_MODEL[model]
+    )
     return VisionSizes(model, **{name: int(params[name]) for name in names if name in params})
 
 
@@ -84,7 +86,7 @@ class Vision(shared.TrainingWorkload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model = str(params["model"])
-        model_params = {name: value for name, value in params.items() if name not in _UNUSED_PARAMETERS[model]}
+        model_params = {name: value for name, value in params.items() if name not in _UNUSED_PARAMETERS_BY_MODEL[model]}
         # Refuse sizes that would fail inside a layer, and suggest a change.
         if int(params["width"]) % 16:
             raise UsageError(
@@ -166,7 +168,7 @@ class Vision(shared.TrainingWorkload):
     def prepare(self, setup: Setup) -> TrainingState | InferenceState:
         from fp8bench.nn.around import set_around
 
-        state = _make_state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
+        state = _make_vision_state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
         set_around(state.model, setup.around(self.around(setup.params)))
         return state
 
@@ -185,7 +187,9 @@ class Vision(shared.TrainingWorkload):
 
         exact = PlainArithmetic(torch.float64)
         result, gradients = compute_outcome(self.prepare(setup), setup.settles)
-        exact_result, exact_gradients = compute_outcome(_make_state(setup, lambda name: exact, exact.carrier), False)
+        exact_result, exact_gradients = compute_outcome(
+            _make_vision_state(setup, lambda name: exact, exact.carrier), False
+        )
         if not gradients:
             return {"output_error": norms.relative_frobenius(result, exact_result)}
         return {
@@ -194,7 +198,7 @@ class Vision(shared.TrainingWorkload):
         }
 
 
-def _make_state(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> TrainingState | InferenceState:
+def _make_vision_state(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> TrainingState | InferenceState:
     """Builds the model and the batches of a case from its seed. Initial weights are the same for every arithmetic and
     layout.
     """

@@ -12,7 +12,7 @@ from fp8bench.formats.compiling import compile_kernel
 from fp8bench.nn.rotations import (
     RUN_LENGTH,
     RotationKernel,
-    _make_matrix,
+    _make_hadamard_matrix,
     _view_as_runs,
     rotate,
     rotate_and_find_amaxes,
@@ -93,7 +93,7 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
                 out = torch.empty(memory.shape)
                 peaks = [torch.zeros(columns // RUN_LENGTH if turned else rows) for _ in parts]
                 seen = [_view_as_runs(item, turned) for item in (memory, out)]
-                run(seen[0], _make_matrix(3, torch.device("cpu")), seen[1], *peaks)
+                run(seen[0], _make_hadamard_matrix(3, torch.device("cpu")), seen[1], *peaks)
                 given = [out.t() if turned else out, *peaks]
                 for result, right in zip(
                     given, [expected, *(item.abs().flatten(1).amax(1) for item in parts)], strict=True
@@ -120,7 +120,7 @@ def test_one_pass_looks_at_both(device: str) -> None:
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:
     """Under a meta default device (memory derivation) the matrix is still real; later steps use the cached one."""
-    expected = _make_matrix(12, torch.device("cpu"))
-    _make_matrix.cache_clear()
+    expected = _make_hadamard_matrix(12, torch.device("cpu"))
+    _make_hadamard_matrix.cache_clear()
     with torch.device("meta"):
-        assert torch.equal(_make_matrix(12, torch.device("cpu")), expected)
+        assert torch.equal(_make_hadamard_matrix(12, torch.device("cpu")), expected)

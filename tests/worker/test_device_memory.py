@@ -125,7 +125,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
         with_codes(bench, case)  # one-time allocations of the process exist by then
         figures = []
         for counted in (with_codes, derived):
-            rotations._make_matrix.cache_clear()  # a matrix that a state creates is part of it
+            rotations._make_hadamard_matrix.cache_clear()  # a matrix that a state creates is part of it
             figures.append(counted(bench, case))
         assert figures[0] == figures[1], case
 

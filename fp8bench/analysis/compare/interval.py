@@ -26,9 +26,9 @@ from fp8bench.units import percent
 # The smallest change that a comparison of few runs can show, because those runs were measured at different times.
 MIN_CHANGE_OF_FEW_RUNS = 0.10
 # Limits for evaluating the continued fraction of Student's distribution.
-_SMALLEST_TERM = 1e-300
+_MIN_FRACTION_MAGNITUDE = 1e-300
 _CONVERGENCE_TOLERANCE = 1e-15
-_MAX_TERMS = 1000
+_MAX_FRACTION_ITERATIONS = 1000
 # With at least this many degrees of freedom, the spread between runs counts as known. With fewer, the spread is a
 # guess, and Student's t makes the interval far too wide.
 MIN_DEGREES_OF_FREEDOM = 6
@@ -79,11 +79,15 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
             )
             low, high = min(low, pair_log_ratio - half_width), max(high, pair_log_ratio + half_width)
         return RunDifference(
-            _to_interval(mean_log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new))
+            _to_ratio_interval(mean_log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new))
         )
     # 2. With enough runs, use the spread between them and Student's t. The error is at least the error within runs,
     # because runs may agree by chance.
-    squared_log_deviations = [*_squared_deviations(old), *_squared_deviations(new), *_squared_deviations(extra)]
+    squared_log_deviations = [
+        *_squared_log_deviations(old),
+        *_squared_log_deviations(new),
+        *_squared_log_deviations(extra),
+    ]
     pooled_variance = sum(squared_log_deviations) / degrees_of_freedom
     error_between_runs = math.sqrt(pooled_variance * (1 / len(old) + 1 / len(new)))
     error = max(error_between_runs, error_within_runs)
@@ -94,7 +98,7 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
     half_width = student_quantile(FINAL_LEVEL, degrees_of_freedom) * error
     noise = Noise(error, degrees_of_freedom, len(old), len(new))
     return RunDifference(
-        _to_interval(mean_log_ratio, mean_log_ratio - half_width, mean_log_ratio + half_width),
+        _to_ratio_interval(mean_log_ratio, mean_log_ratio - half_width, mean_log_ratio + half_width),
         p_value(t_statistic, degrees_of_freedom),
         noise,
     )
@@ -112,7 +116,7 @@ def _variance_of_mean(side: Sequence[Estimate]) -> float:
     return sum(estimate.error**2 for estimate in side) / len(side) ** 2
 
 
-def _squared_deviations(side: Sequence[Estimate]) -> list[float]:
+def _squared_log_deviations(side: Sequence[Estimate]) -> list[float]:
     mean = _mean_log(side) if side else 0.0
     return [(estimate.log - mean) ** 2 for estimate in side]
 
@@ -193,7 +197,7 @@ def mean_with_half_width(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), student_quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
-def _to_interval(*logs: float) -> Interval:
+def _to_ratio_interval(*logs: float) -> Interval:
     """Makes an interval from the logarithms of its point, its low end and its high end. They are clipped, because
     math.exp overflows for large numbers.
     """
@@ -237,7 +241,7 @@ def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:
     """Evaluates the fraction 1 / (1 + d1 / (1 + d2 / ...)) of the incomplete beta function by Lentz's method."""
     c, d = 1.0, 1 / _avoid_zero(1 - (a + b) * x / (a + 1))
     value = d
-    for m in range(1, _MAX_TERMS):
+    for m in range(1, _MAX_FRACTION_ITERATIONS):
         even_term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd_term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         for term in (even_term, odd_term):
@@ -250,4 +254,4 @@ def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:
 
 
 def _avoid_zero(value: float) -> float:
-    return value if abs(value) > _SMALLEST_TERM else _SMALLEST_TERM
+    return value if abs(value) > _MIN_FRACTION_MAGNITUDE else _MIN_FRACTION_MAGNITUDE

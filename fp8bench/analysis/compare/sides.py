@@ -110,7 +110,7 @@ def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tu
         if name.startswith(SWITCH_PREFIX) and not (name in old_facts and name in new_facts):
             continue
         old_words, new_words = _describe_values(old_facts.get(name, [])), _describe_values(new_facts.get(name, []))
-        facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))
+        facts.append(DifferingFact(name, old_words, new_words, _may_change_times(name)))
     return tuple(sorted(facts, key=lambda fact: not fact.of_times))
 
 
@@ -146,7 +146,7 @@ def _is_hardware_fact(name: str) -> bool:
     return name in _HARDWARE_FACTS or name.startswith("device ")
 
 
-def _changes_times(name: str) -> bool:
+def _may_change_times(name: str) -> bool:
     # The settings of a device are facts such as 'cuda:0 power_cap'.
     setting = name.rpartition(" ")[2]
     if _is_hardware_fact(name) or name in _FACTS_THAT_CHANGE_TIMES or setting in DEVICE_SETTINGS:
@@ -234,8 +234,8 @@ def match_times(
         sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
         for sighting in (*old, *new, *extra)
     )
-    best_estimates = [_estimate_best(side, rounds, common_call_count, whole_steps) for side in timings]
-    mean_estimates = tuple(_estimate_means(side, rounds) for side in timings)
+    best_estimates = [_estimate_best_cases(side, rounds, common_call_count, whole_steps) for side in timings]
+    mean_estimates = tuple(_estimate_mean_times(side, rounds) for side in timings)
     yield MatchedFigures(
         TIME,
         "s",
@@ -354,7 +354,7 @@ def _list_first_rounds(timing: Timing, rounds: int) -> list[int]:
     return [slot.round for slot in timing.slots[:rounds]]
 
 
-def _estimate_best(side: Sequence[Timing], rounds: int, calls: int, whole_steps: bool) -> tuple[Estimate, ...]:
+def _estimate_best_cases(side: Sequence[Timing], rounds: int, calls: int, whole_steps: bool) -> tuple[Estimate, ...]:
     best_case_estimates = []
     for timing in side:
         # Each row is a round, and each column a cell: a part of the step.
@@ -364,7 +364,7 @@ def _estimate_best(side: Sequence[Timing], rounds: int, calls: int, whole_steps:
     return tuple(best_case_estimates)
 
 
-def _estimate_means(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]:
+def _estimate_mean_times(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]:
     mean_estimates = []
     for timing in side:
         mean = stats.resample_mean(mean_seconds(timing, _list_first_rounds(timing, rounds)))

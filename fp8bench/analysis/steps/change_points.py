@@ -108,7 +108,7 @@ _OUTLIER_LIMIT_IN_DEVIATIONS = 4.0
 # Up to this number divided by sqrt(n), a correlation of neighbours counts as chance. Of 20 series without
 # autocorrelation, one has a larger correlation.
 _CHANCE_CORRELATION_FACTOR = 1.3
-_MAX_CORRELATION = 0.7
+_MAX_NEIGHBOUR_CORRELATION = 0.7
 
 
 def estimate_noise(batch: Batch) -> Floats:
@@ -163,7 +163,7 @@ def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
     neighbour_correlation = float(residuals[1:] @ residuals[:-1]) / residual_sum_of_squares + pieces / len(residuals)
     if neighbour_correlation <= _CHANCE_CORRELATION_FACTOR / math.sqrt(len(residuals)):
         return 1.0
-    neighbour_correlation = min(neighbour_correlation, _MAX_CORRELATION)
+    neighbour_correlation = min(neighbour_correlation, _MAX_NEIGHBOUR_CORRELATION)
     return (1 + neighbour_correlation) / (1 - neighbour_correlation)
 
 
@@ -188,13 +188,13 @@ _FURTHEST_VALUE_SHIFT = 0.42
 # Deviations are multiplied by this factor before they are converted to p-values, because the noise and the place of a
 # step are estimated from the same series. With this factor, the p-values of flat series of 15 to 300 values are
 # correct.
-_DEVIATION_DISCOUNT = 0.8
+_P_VALUE_DEVIATION_FACTOR = 0.8
 # The commit that caused a step is before the reported range of commits with this probability, and after the range with
 # the same probability.
 _TAIL_PROBABILITY = 0.03
 # The confidence interval of a step's ratio: its level, and its half-width in standard errors.
-_INTERVAL_LEVEL = 0.99
-_INTERVAL_DEVIATIONS = 2.576
+_STEP_INTERVAL_LEVEL = 0.99
+_HALF_WIDTH_STANDARD_ERRORS = 2.576
 # The number of series in a batch, chosen so that the tables fit into a processor's cache.
 _BATCH_SIZE = 256
 
@@ -221,9 +221,12 @@ class Step:
     def ratio(self) -> Interval:
         """The new level over the old level, with a 99% interval. Above 1 is worse."""
         log_ratio = math.log(self.after / self.before)
-        half_width = _INTERVAL_DEVIATIONS * self.error
+        half_width = _HALF_WIDTH_STANDARD_ERRORS * self.error
         return Interval(
-            math.exp(log_ratio), math.exp(log_ratio - half_width), math.exp(log_ratio + half_width), _INTERVAL_LEVEL
+            math.exp(log_ratio),
+            math.exp(log_ratio - half_width),
+            math.exp(log_ratio + half_width),
+            _STEP_INTERVAL_LEVEL,
         )
 
 
@@ -296,7 +299,7 @@ def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, floa
     robust_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_value_count - 1) + 1 / old_value_count) + _FURTHEST_VALUE_SHIFT
     # 3. Compute how large a step must be for a small enough p-value.
     squared_gaussian_deviations = (
-        NormalDist().inv_cdf(1 - chance / 2) / _DEVIATION_DISCOUNT
+        NormalDist().inv_cdf(1 - chance / 2) / _P_VALUE_DEVIATION_FACTOR
     ) ** 2 + _LENGTH_PRICE * log_length_term
     significant_step = _to_student_t(math.sqrt(max(squared_gaussian_deviations, 0.0)), level.freedom) * math.sqrt(
         step_variance_factor
@@ -372,7 +375,7 @@ def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
     noise, degrees_of_freedom = _estimate_residual_noise(row, cuts)
     piece_boundaries = [0, *cuts, len(row)]
     for piece_begin, cut, piece_end in zip(piece_boundaries, piece_boundaries[1:], piece_boundaries[2:], strict=False):
-        log_likelihoods = _variance_reductions(row[piece_begin:piece_end]) / noise**2
+        log_likelihoods = _sum_of_squares_reductions(row[piece_begin:piece_end]) / noise**2
         # The cumulative probability of the step's index. Before the data are seen, all indices are equally likely.
         weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
         tail_indices = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
@@ -393,12 +396,12 @@ def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
             max(int(latest_cut), cut),
             math.exp(row[piece_begin:cut].mean()),
             math.exp(row[cut:piece_end].mean()),
-            math.erfc(_DEVIATION_DISCOUNT * math.sqrt(max(squared_deviations, 0.0) / 2)),
+            math.erfc(_P_VALUE_DEVIATION_FACTOR * math.sqrt(max(squared_deviations, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )
 
 
-def _variance_reductions(values: Floats) -> Floats:
+def _sum_of_squares_reductions(values: Floats) -> Floats:
     """Returns by how much each possible cut of a piece reduces its sum of squared deviations from the mean. The first
     cut is before the second value.
     """

@@ -34,12 +34,12 @@ TOO_FEW_SINCE_CHANGE = (
     "show a step after that"
 )
 NEGATIVE_VALUES = "values below 0, which have no meaningful ratio"
-_NOT_FINITE = "a change from or to a number that is not finite has no ratio"
+_NOT_FINITE_REASON = "a change from or to a number that is not finite has no ratio"
 # A zero is replaced by this share of the smallest positive value, because steps are searched in logarithms.
-_ZERO_SHARE = 0.5
+_ZERO_REPLACEMENT_SHARE = 0.5
 
 
-_FASTEST_CALLS: Mapping[str, str] = {MEAN_TIME: TIME, RELATIVE_MEAN_TIME: RELATIVE_TIME}
+_FASTEST_METRIC_BY_MEAN: Mapping[str, str] = {MEAN_TIME: TIME, RELATIVE_MEAN_TIME: RELATIVE_TIME}
 FindSteps = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
@@ -174,7 +174,7 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
     step_changes: list[Change] = []
     for stretch, stretch_steps in zip([*timed_stretches, *counted_stretches], steps, strict=True):
         step_changes += _make_changes(stretch, stretch_steps)
-    changes += _check_against_means(step_changes)
+    changes += _check_changes_against_means(step_changes)
     return FoundChanges(
         tuple(sorted(changes, key=severity_sort_key)), searched_counts[0], skipped_trend_counts, searched_counts[1]
     )
@@ -191,14 +191,14 @@ def _find_exact_steps(values: Floats) -> tuple[Step, ...]:
     )
 
 
-def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
+def _check_changes_against_means(changes: Sequence[Change]) -> Iterator[Change]:
     """Yields the changes, without those of the mean over all calls that repeat a change of the fastest calls.
 
     If mean and fastest calls of a case contradict each other, both changes are yielded and marked.
     """
     repeated_ids = set[int]()
     opposite_changes_by_id: dict[int, Change] = {}
-    mean_time_changes = [change for change in changes if change.trend.series.metric in _FASTEST_CALLS]
+    mean_time_changes = [change for change in changes if change.trend.series.metric in _FASTEST_METRIC_BY_MEAN]
     for mean_change, fastest_change in itertools.product(mean_time_changes, changes):
         if not _is_same_step(mean_change, fastest_change):
             continue
@@ -212,7 +212,7 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
     for change in changes:
         if id(change) not in repeated_ids:
             yield (
-                _mark_uneven(change, opposite_changes_by_id[id(change)])
+                _mark_uneven_change(change, opposite_changes_by_id[id(change)])
                 if id(change) in opposite_changes_by_id
                 else change
             )
@@ -222,7 +222,7 @@ def _is_same_step(mean_change: Change, fastest_change: Change) -> bool:
     """Returns whether a change of the mean and a change of the fastest calls concern the same case and may have the
     same cause: a commit in both ranges.
     """
-    if fastest_change.trend.series.metric != _FASTEST_CALLS[mean_change.trend.series.metric]:
+    if fastest_change.trend.series.metric != _FASTEST_METRIC_BY_MEAN[mean_change.trend.series.metric]:
         return False
     if fastest_change.state is not mean_change.state or _cell_of(mean_change) != _cell_of(fastest_change):
         return False
@@ -237,8 +237,8 @@ def _cell_of(change: Change) -> tuple[object, ...]:
     return change.trend.series.workload, change.trend.cell, change.trend.machine.get("machine"), change.trend.python
 
 
-def _mark_uneven(change: Change, opposite_change: Change) -> Change:
-    is_mean = change.trend.series.metric in _FASTEST_CALLS
+def _mark_uneven_change(change: Change, opposite_change: Change) -> Change:
+    is_mean = change.trend.series.metric in _FASTEST_METRIC_BY_MEAN
     comparison = replace(
         change.comparison,
         labels=(*change.comparison.labels, Label.UNEVEN),
@@ -272,19 +272,23 @@ def _replace_zeros(values: Floats) -> Floats:
     positive_values = values[values > 0]
     if len(positive_values) == len(values):
         return values
-    return np.where(values > 0, values, _ZERO_SHARE * positive_values.min() if len(positive_values) else _ZERO_SHARE)
+    return np.where(
+        values > 0,
+        values,
+        _ZERO_REPLACEMENT_SHARE * positive_values.min() if len(positive_values) else _ZERO_REPLACEMENT_SHARE,
+    )
 
 
 def _make_changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
     if not steps:
         return
-    levels = _compute_levels(stretch.values, steps)
+    levels = _compute_stretch_levels(stretch.values, steps)
     min_log_change = math.log1p(spec_of(stretch.read().series.metric).least_change)
     for step_index, step in enumerate(steps):
         if abs(math.log(step.after / step.before)) < min_log_change:
             continue
         change = _make_change(stretch, step, levels[step_index], levels[step_index + 1])
-        yield replace(change, state=_determine_state(change, levels[:step_index], levels[step_index + 2 :]))
+        yield replace(change, state=_determine_change_state(change, levels[:step_index], levels[step_index + 2 :]))
 
 
 def _find_changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
@@ -295,13 +299,13 @@ def _find_changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
         # A value that is not finite counts as worse than any number.
         level_order = (0.0, 1.0) if is_finite[index - 1] else (1.0, 0.0)
         change = _make_change(stretch, Step(index, index - 1, index, *level_order, 0.0, 0.0), level, new_level)
-        state = _determine_state(change, (), ())
+        state = _determine_change_state(change, (), ())
         if state is ChangeState.OPEN and (is_finite[index:] != is_finite[index]).any():
             state = ChangeState.REVERTED
         yield replace(change, state=state)
 
 
-def _compute_levels(values: Floats, steps: Sequence[Step]) -> list[float]:
+def _compute_stretch_levels(values: Floats, steps: Sequence[Step]) -> list[float]:
     """Returns the level before the first step, and the level after each step."""
     if values.min() > 0:
         return [steps[0].before, *(step.after for step in steps)]
@@ -322,7 +326,7 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
     if are_levels_finite and level > 0 and new_level > 0:
         ratio = replace(step.ratio, level=1.0) if stretch.is_counted else step.ratio
     else:
-        reason = "a change from or to zero has no ratio" if are_levels_finite else _NOT_FINITE
+        reason = "a change from or to zero has no ratio" if are_levels_finite else _NOT_FINITE_REASON
     comparison = Comparison(
         format_case(trend),
         trend.series.workload,
@@ -363,7 +367,9 @@ def format_case(trend: Trend) -> str:
     return f"{trend.series.workload}[{parameters}]@{trend.machine['machine']}/{precision}"
 
 
-def _determine_state(change: Change, earlier_levels: Sequence[float], later_levels: Sequence[float]) -> ChangeState:
+def _determine_change_state(
+    change: Change, earlier_levels: Sequence[float], later_levels: Sequence[float]
+) -> ChangeState:
     """Returns the state of a change before acknowledgements are applied.
 
     The change is REVERTED if a later level is nearer to the level before the change than to the level after it. The
@@ -396,7 +402,7 @@ def severity_sort_key(change: Change) -> tuple[object, ...]:
 _ACK_TOLERANCE = 0.02
 _ACK_TOLERANCE_ERRORS = 3.0
 # A level of zero is replaced by this value, because zero has no logarithm.
-_SMALLEST_LEVEL = 1e-300
+_ZERO_LEVEL_REPLACEMENT = 1e-300
 
 
 def apply_acks(found_changes: FoundChanges, acks: Sequence[Ack]) -> FoundChanges:
@@ -470,4 +476,4 @@ def ack_covers(ack: Ack, change: Change) -> bool:
 
 
 def _log_of_level(level: float) -> float:
-    return math.log(max(level, _SMALLEST_LEVEL))
+    return math.log(max(level, _ZERO_LEVEL_REPLACEMENT))

@@ -15,7 +15,7 @@ from fp8bench.model import Label
 from fp8bench.plan.asked_suites import known_suites, suite_files
 from fp8bench.registry import backends, devices, precisions
 
-_SYNONYMS = {"dtypes": "precisions"}
+_KIND_SYNONYMS = {"dtypes": "precisions"}
 
 
 def _collect_glossaries() -> dict[str, Mapping[str, str]]:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what is None:
         say("".join(f"{kind}: {', '.join(names)}\n" for kind, names in names_by_kind.items()))
         return EXIT_OK
-    arguments.what = _SYNONYMS.get(arguments.what, arguments.what)
+    arguments.what = _KIND_SYNONYMS.get(arguments.what, arguments.what)
     glossaries = _collect_glossaries()
     if arguments.what in glossaries:
         texts = glossaries[arguments.what]

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         # 3. Print another kind of result, which has its own view and no tables.
         kind, path = other_results[0]
-        _refuse_ambiguous(word, other_results, store)
+        _refuse_ambiguous_name(word, other_results, store)
         tables = [table.name for table in selected_tables if table.name != "all"]
         _refuse_options(arguments, repr(word), kind.name, [*tables, *kind.refused])
         with collect_ignored_names() as ignored_names:
@@ -90,7 +90,7 @@ def _refuse_options(arguments: argparse.Namespace, name: str, kind: str, options
             raise UsageError(f"{name:.80} is a {kind}, which has no --{option}. Leave it out, or use --json.")
 
 
-def _refuse_ambiguous(word: str, candidates: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:
+def _refuse_ambiguous_name(word: str, candidates: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:
     kind, path = candidates[0]
     names = kind.names(path)
     if word in names or not any(name.startswith(word) for name in names):

@@ -229,8 +229,8 @@ def _measure_and_store(
             was_measured, run = measure(arguments.store, observer, command_line())
         _explain_resume(run)
     if was_measured:
-        return _print_and_store(run, arguments)
-    return _print_again(run, arguments, why_unmeasured(run))
+        return _print_and_store_run(run, arguments)
+    return _print_run_again(run, arguments, why_unmeasured(run))
 
 
 def _measure_ceilings(request: Request, arguments: argparse.Namespace) -> int:
@@ -242,7 +242,7 @@ def _measure_ceilings(request: Request, arguments: argparse.Namespace) -> int:
         )
     with interrupt_only_once():
         run = run_ceilings(request, arguments.store, command_line())
-    return _print_and_store(run, arguments)
+    return _print_and_store_run(run, arguments)
 
 
 def describe_expected_time(plan: Plan, request: Request) -> str:
@@ -311,7 +311,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     )
 
 
-def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
+def _print_run_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
     """Prints a run that was complete already, and writes the requested files. The report of the run in the store stays
     unchanged.
     """
@@ -346,7 +346,7 @@ def _explain_resume(run: Run) -> None:
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume_command}")
 
 
-def _print_and_store(run: Run, arguments: argparse.Namespace) -> int:
+def _print_and_store_run(run: Run, arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import after_run
 
     exit_code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED

@@ -49,7 +49,7 @@ NAMED_OPTIONS = {
     "static-kv": ("static", "yes", "no"),
 }
 # If the useful FLOPs of the products of two steps differ by more than this share, the steps do different work.
-_WORK_TOLERANCE = 0.05
+_WORK_TOLERANCE_SHARE = 0.05
 _ERROR_METRICS = ("gradient_error", "output_error", "relative_error")
 
 
@@ -144,7 +144,7 @@ def plan_arms(
     request: Request, options: Sequence[AblatedOption], facts: Sequence[DeviceFacts], corpus: str | None
 ) -> dict[tuple[str, ...], PlannedCase]:
     """Plans one case for each arm. If an arm is refused, its case holds the reason."""
-    arms: dict[tuple[str, ...], PlannedCase] = {}
+    planned_case_by_arm: dict[tuple[str, ...], PlannedCase] = {}
     option_by_name = {option.name: option for option in options}
     default_axis_values = {option.axis: (option.off,) for option in options if option.off}
     # Set the axis of each option that the arm leaves out, because the suite's default may turn that option on.
@@ -159,13 +159,13 @@ def plan_arms(
         if len(plan.groups) > 1:
             raise UsageError(
                 f"suite {request.suite} has {len(plan.groups)} cases, but an ablation measures one. "
-                f"Choose one, as in --set {_find_first_difference(plan)}."
+                f"Choose one, as in --set {_find_differing_parameter(plan)}."
             )
-        arms[names] = plan.groups[0].cases[0]
-    return arms
+        planned_case_by_arm[names] = plan.groups[0].cases[0]
+    return planned_case_by_arm
 
 
-def _find_first_difference(plan: Plan) -> str:
+def _find_differing_parameter(plan: Plan) -> str:
     """Returns the first parameter that is not equal in all cases of a plan, as AXIS=VALUE of the first case."""
     first, *remaining = [group.cases[0].case for group in plan]
     for name, value in first.params:
@@ -181,22 +181,22 @@ def _build_ablation(
     records: Sequence[Record],
     environment: Environment,
 ) -> Ablation:
-    first = records[0]
+    first_record = records[0]
     paired_records = [record for record in records if record.paired and record.paired_with is None]
     native_timings = [record.timing for record in paired_records if record.timing and record.support.is_native]
-    timings = [*native_timings, *([first.control] if first.control else [])]
+    timings = [*native_timings, *([first_record.control] if first_record.control else [])]
     shared_rounds = frozenset(find_common_rounds(timings)) if timings else frozenset()
-    error_metric = next((name for name in _ERROR_METRICS if first.measurement(name)), "")
+    error_metric = next((name for name in _ERROR_METRICS if first_record.measurement(name)), "")
     arms = []
     for names, record in zip(planned_arms, records, strict=True):
-        token_ratio = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
+        token_ratio = first_record.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in paired_records
         # `find` assumes that all of its records do the same work, so call it for one record at a time.
         (finding,) = find([record], {})
         reason = record.reason
         if not reason and not paired:
             reason = "memory has no room for it next to the other arms, so it could not share their rounds"
-        reason = reason or describe_other_work(record, first, token_ratio)
+        reason = reason or describe_other_work(record, first_record, token_ratio)
         reason = reason or ", ".join(label.value for label in finding.hard)
         arms.append(
             AblatedArm(
@@ -204,7 +204,7 @@ def _build_ablation(
                 record.case.id,
                 record.support.level,
                 reason,
-                _list_round_seconds(record, shared_rounds, token_ratio) if paired else (),
+                _list_scaled_step_seconds(record, shared_rounds, token_ratio) if paired else (),
                 median_value(record.measurement(PEAK_METRIC)),
                 median_value(record.measurement(error_metric)) if error_metric else None,
                 None if energy is None else token_ratio * energy.gross.middle,
@@ -212,15 +212,15 @@ def _build_ablation(
             )
         )
     return Ablation(
-        first.case.workload,
-        first.case.params,
+        first_record.case.workload,
+        first_record.case.params,
         device.key,
         device.name,
-        first.case.precision,
+        first_record.case.precision,
         options,
         tuple(arms),
         error_metric,
-        _list_round_seconds(replace(first, timing=first.control), shared_rounds, 1.0),
+        _list_scaled_step_seconds(replace(first_record, timing=first_record.control), shared_rounds, 1.0),
         started=now(),
         environment=environment.facts,
     )
@@ -233,18 +233,20 @@ def describe_other_work(record: Record, first: Record, token_ratio: float) -> st
     tape, first_tape = record.tape, first.tape
     if tape is None or first_tape is None or not (tape.complete and first_tape.complete):
         return ""
-    first_work: float = product_work(first_tape).useful_flops
-    arm_work: float = product_work(tape, first_tape).useful_flops
+    first_useful_flops: float = product_work(first_tape).useful_flops
+    arm_useful_flops: float = product_work(tape, first_tape).useful_flops
     if token_ratio != 1:
         # With another batch size, extra work may be padding or recomputation, so only less work counts.
-        arm_work = min(first_work, token_ratio * product_work(tape).useful_flops)
-    if abs(arm_work - first_work) <= _WORK_TOLERANCE * max(arm_work, first_work):
+        arm_useful_flops = min(first_useful_flops, token_ratio * product_work(tape).useful_flops)
+    if abs(arm_useful_flops - first_useful_flops) <= _WORK_TOLERANCE_SHARE * max(arm_useful_flops, first_useful_flops):
         return ""
-    arm_flops, first_flops = (units.count(flops, "FLOP") for flops in (arm_work, first_work))
-    return f"different work: for the same tokens, its products do {arm_flops}, those of the first arm {first_flops}"
+    arm_flops_text, first_flops = (units.count(flops, "FLOP") for flops in (arm_useful_flops, first_useful_flops))
+    return (
+        f"different work: for the same tokens, its products do {arm_flops_text}, those of the first arm {first_flops}"
+    )
 
 
-def _list_round_seconds(record: Record, rounds: Collection[int], token_ratio: float) -> tuple[float, ...]:
+def _list_scaled_step_seconds(record: Record, rounds: Collection[int], token_ratio: float) -> tuple[float, ...]:
     """Returns the seconds of complete steps in these rounds, multiplied by `token_ratio`. For an emulated arm, returns
     all of its few rounds.
     """

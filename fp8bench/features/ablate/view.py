@@ -46,24 +46,24 @@ class Savings:
         index = names.index(name)
         earlier, later = names[:index], names[index + 1 :]
         return {
-            "alone": self._sum_arms({(): 1, (name,): -1}),
-            "cumulative": self._sum_arms({earlier: 1, (*earlier, name): -1}),
-            "left_out": self._sum_arms({(*earlier, *later): 1, names: -1}),
+            "alone": self._sum_arm_seconds({(): 1, (name,): -1}),
+            "cumulative": self._sum_arm_seconds({earlier: 1, (*earlier, name): -1}),
+            "left_out": self._sum_arm_seconds({(*earlier, *later): 1, names: -1}),
         }
 
     def measure_interaction(self) -> Interval | None:
         """Returns how much more all options together save than the sum of what each saves alone."""
         names = self.ablation.names
-        factors: dict[tuple[str, ...], int] = {(name,): 1 for name in names}
-        return self._sum_arms(factors | {names: -1, (): 1 - len(names)})
+        weight_by_arm: dict[tuple[str, ...], int] = {(name,): 1 for name in names}
+        return self._sum_arm_seconds(weight_by_arm | {names: -1, (): 1 - len(names)})
 
     def measure_speedup(self, arm: AblatedArm) -> Interval | None:
-        first = self.ablation.arms[0]
-        if not arm.is_timed or not first.is_timed or arm is first:
+        first_arm = self.ablation.arms[0]
+        if not arm.is_timed or not first_arm.is_timed or arm is first_arm:
             return None
-        return _resample_ratio(first.rounds, arm.rounds)
+        return _resample_ratio(first_arm.rounds, arm.rounds)
 
-    def _sum_arms(self, factors: Mapping[tuple[str, ...], int]) -> Interval | None:
+    def _sum_arm_seconds(self, factors: Mapping[tuple[str, ...], int]) -> Interval | None:
         """Returns the weighted sum of the seconds of arms, or None if any arm is not timed. `factors` has the weight of
         each arm by its options.
         """
@@ -82,10 +82,10 @@ class Savings:
     @property
     def floor(self) -> float | None:
         """The share of a step by which times may differ in these rounds, even if the code is identical."""
-        first = self.ablation.arms[0]
-        if not self.ablation.control or not first.is_timed:
+        first_arm = self.ablation.arms[0]
+        if not self.ablation.control or not first_arm.is_timed:
             return None
-        return _resample_ratio(self.ablation.control, first.rounds).reach
+        return _resample_ratio(self.ablation.control, first_arm.rounds).reach
 
 
 def measure_arm_seconds(arm: AblatedArm) -> float | None:
@@ -168,8 +168,8 @@ def describe_results(ablation: Ablation) -> Iterator[str]:
     # 3. Describe how the options interact.
     yield from _describe_interaction(ablation)
     if savings.floor is not None:
-        too_few = f"; [low, high]: range of {len(full_arm.rounds)} rounds, too few for an interval"
-        yield f"noise floor (A/A): +-{units.percent(savings.floor)}{too_few * (not speedup.level)}"
+        too_few_text = f"; [low, high]: range of {len(full_arm.rounds)} rounds, too few for an interval"
+        yield f"noise floor (A/A): +-{units.percent(savings.floor)}{too_few_text * (not speedup.level)}"
 
 
 def _describe_interaction(ablation: Ablation) -> Iterator[str]:
@@ -192,12 +192,12 @@ def _describe_interaction(ablation: Ablation) -> Iterator[str]:
 
 
 def _make_option_table(ablation: Ablation) -> Element:
-    savings = {name: Savings(ablation).compute_savings(name) for name in ablation.names}
+    savings_by_option = {name: Savings(ablation).compute_savings(name) for name in ablation.names}
     columns: list[Col[str]] = [
         Col("option", str),
-        Col("alone saves", lambda name: _format_saving(savings[name]["alone"]), number=True),
-        Col("then saves", lambda name: _format_saving(savings[name]["cumulative"]), number=True),
-        Col("left out loses", lambda name: _format_saving(savings[name]["left_out"]), number=True),
+        Col("alone saves", lambda name: _format_saving(savings_by_option[name]["alone"]), number=True),
+        Col("then saves", lambda name: _format_saving(savings_by_option[name]["cumulative"]), number=True),
+        Col("left out loses", lambda name: _format_saving(savings_by_option[name]["left_out"]), number=True),
     ]
     return table("options", "", columns, ablation.names)
 

@@ -116,7 +116,7 @@ class ComparedCase:
             return None
         timed_share = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
         # Prefer timed phases to those of an untimed profile.
-        profiled_share = _profiled_share(self.reference, phases)
+        profiled_share = _sum_profiled_shares(self.reference, phases)
         return (
             Interval(profiled_share, profiled_share, profiled_share, 0.0)
             if timed_share is None and profiled_share
@@ -151,14 +151,16 @@ class ComparedCase:
         timed_ratio = part_ratio(self.record.timing, phases, base, reference_phases) if base is not None else None
         if timed_ratio is not None:
             return scale_to_report(timed_ratio, (self.finding, phases), (self.reference_finding, reference_phases))
-        return self._ratio_by_shares(phases, reference_phases) if self.is_estimated else None
+        return self._estimate_ratio_by_shares(phases, reference_phases) if self.is_estimated else None
 
-    def _ratio_by_shares(self, case_phases: Collection[str], reference_phases: Collection[str]) -> Interval | None:
+    def _estimate_ratio_by_shares(
+        self, case_phases: Collection[str], reference_phases: Collection[str]
+    ) -> Interval | None:
         """Returns the ratio as `ratio_to_reference` does, but estimated and without an interval. Each of the two
         times is a share from an untimed profile, multiplied by the median seconds of that step.
         """
         seconds = [
-            _profiled_share(record, phases) * (finding.median_seconds or 0.0)
+            _sum_profiled_shares(record, phases) * (finding.median_seconds or 0.0)
             for record, finding, phases in (
                 (self.record, self.finding, case_phases),
                 (self.reference, self.reference_finding, reference_phases),
@@ -206,7 +208,7 @@ def describe_doubts(pair: ComparedCase) -> str:
 _SHARE_KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
 
 
-def _profiled_share(record: Record, phases: Collection[str]) -> float:
+def _sum_profiled_shares(record: Record, phases: Collection[str]) -> float:
     """Returns the share of a step that these phases take in an untimed profile; 0 without a profile."""
     share_by_kind = record.shares.by_kind if record.shares is not None else {}
     return sum(share_by_kind.get(kind, 0.0) for phase, kind in _SHARE_KINDS.items() if phase in phases)
@@ -242,7 +244,7 @@ def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[st
     """Scales the ratio of two parts of steps, so that it equals the quotient of the seconds that reports show for these
     parts.
     """
-    seconds, base = (_reported_seconds(*part) for part in parts)
+    seconds, base = (_sum_reported_seconds(*part) for part in parts)
     if not (seconds > 0 and base > 0 and math.isfinite(seconds / base)):
         return ratio
     # Scale the ratio and both bounds by the same factor, so that the ratio is the quotient of the seconds that reports
@@ -251,7 +253,7 @@ def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[st
     return map_interval(ratio, lambda value: value * correction_factor)
 
 
-def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float:
+def _sum_reported_seconds(finding: Finding | None, phases: Collection[str]) -> float:
     seconds_by_phase = finding.phases if finding is not None else ()
     return sum(seconds for phase, seconds in seconds_by_phase if phase in phases)
 

@@ -30,7 +30,7 @@ AnswersByRule = Mapping[str, RuleAnswer]
 # Rules whose "no" is an objection to a precision, in the order in which objections are listed.
 _OBJECTING_RULES = ("learns", "errors", "amdahl", "casts", "coverage")
 # A "no" to one of these rules excludes a precision, however fast it is. The texts describe this "no".
-_DECISIVE_OBJECTIONS = {"learns": "it does not learn as well", "errors": "its errors are too large"}
+_OBJECTION_TEXT_BY_RULE = {"learns": "it does not learn as well", "errors": "its errors are too large"}
 _KIND_ORDER = list(AdviceKind)
 # If a step is faster by this factor than Amdahl's law allows, the step and its reference did different work.
 _BOUND_TOLERANCE = 1.02
@@ -113,7 +113,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     # 3. Adopt the precision: its step is certainly faster by a worthwhile gain, and no rule objects.
     is_faster = pair.finding.verdict is Verdict.FASTER
     decisive_objections_text = " and ".join(
-        _DECISIVE_OBJECTIONS[answer.rule] for answer in objections if answer.rule in _DECISIVE_OBJECTIONS
+        _OBJECTION_TEXT_BY_RULE[answer.rule] for answer in objections if answer.rule in _OBJECTION_TEXT_BY_RULE
     )
     if (
         is_faster

@@ -49,7 +49,7 @@ def _judge_native(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     )
 
 
-def _untimed_reason(pair: ComparedCase) -> str:
+def _explain_missing_time(pair: ComparedCase) -> str:
     if pair.is_emulated:
         return EMULATED if pair.record.support.is_emulated else "the reference is emulated here"
     if not pair.record.is_ok:
@@ -60,7 +60,7 @@ def _untimed_reason(pair: ComparedCase) -> str:
 
 
 def _judge_step(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
-    if reason := _untimed_reason(pair):
+    if reason := _explain_missing_time(pair):
         return reason
     assert pair.finding is not None and pair.speed is not None
     verdict = pair.finding.verdict
@@ -107,7 +107,9 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
             (Interval(gain.max_speedup, gain.max_speedup, gain.max_speedup, 0.0), "with products at their ceiling")
         )
         grounds.append(AdviceGround(pair.row, f"{units.speed_up(gain.max_speedup)} at most by measured ceilings"))
-    product_time_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
+    product_time_ratio = (
+        None if _explain_missing_time(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
+    )
     if product_time_ratio is not None and product_time_ratio.high < 1:
         low = amdahl(product_share.low, product_time_ratio.high)
         high = amdahl(product_share.high, product_time_ratio.low)
@@ -131,7 +133,7 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
 
 
 def _judge_casts(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
-    if reason := _untimed_reason(pair):
+    if reason := _explain_missing_time(pair):
         return reason
     product_time_ratio = pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     product_and_cast_ratio = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
@@ -154,7 +156,7 @@ def _judge_casts(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | No
 
 
 # If less than this share of a step's product FLOPs is converted, the step gains little.
-_MIN_COVERAGE = 0.5
+_MIN_CONVERTED_SHARE = 0.5
 
 
 def _judge_coverage(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | None:
@@ -176,14 +178,14 @@ def _judge_coverage(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | None:
         largest_unconverted_weight = max(unconverted_weights, key=lambda weight_holder: weight_holder.flops)
         figure_text += f"; {largest_unconverted_weight.name} is not: {largest_unconverted_weight.reason}"
     return RuleReply(
-        RuleOutcome.YES if coverage.share >= _MIN_COVERAGE else RuleOutcome.NO,
+        RuleOutcome.YES if coverage.share >= _MIN_CONVERTED_SHARE else RuleOutcome.NO,
         figure_text,
         (AdviceGround(pair.row, figure_text),),
     )
 
 
 # A smaller saving of memory counts as none.
-_MIN_SAVING = 0.01
+_MIN_MEMORY_SAVING = 0.01
 
 
 def _judge_memory(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
@@ -201,7 +203,7 @@ def _judge_memory(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
         size = roles.get(role, 0)
         reference_size = reference_roles.get(role, 0)
         change = "unchanged" if size == reference_size else "smaller" if size < reference_size else "larger"
-        if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:
+        if max(size, reference_size) >= _MIN_MEMORY_SAVING * reference.memory.peak:
             previous_size_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
             texts_by_change[change].append(f"{MEMORY_WORDS[role]} ({units.size(size)}{previous_size_text})")
     change_texts = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
@@ -210,7 +212,9 @@ def _judge_memory(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
         AdviceGround(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
         AdviceGround(reference.case.id, f"peak {units.size(reference.memory.peak)}"),
     )
-    return RuleReply(RuleOutcome.YES if peak_memory_ratio <= 1 - _MIN_SAVING else RuleOutcome.NO, figure_text, grounds)
+    return RuleReply(
+        RuleOutcome.YES if peak_memory_ratio <= 1 - _MIN_MEMORY_SAVING else RuleOutcome.NO, figure_text, grounds
+    )
 
 
 _ANSWERS_BY_DEMAND = {Demand.LESS: RuleOutcome.YES, Demand.MORE: RuleOutcome.NO, Demand.UNCLEAR: RuleOutcome.UNCLEAR}

@@ -22,10 +22,10 @@ def _make_advice(answer: ServingAnswer, kind: AdviceKind, mode: str, sentence: s
     question = answer.question
     setting = f"{question.size} on {answer.device}, batch {question.batch}"
     ground = AdviceGround(f"runs {', '.join(answer.runs)} of infer", sentence)
-    return Advice("context", kind, mode, _name_reference(answer), sentence, (setting,), recipe, grounds=(ground,))
+    return Advice("context", kind, mode, _format_reference_arm(answer), sentence, (setting,), recipe, grounds=(ground,))
 
 
-def _name_reference(answer: ServingAnswer) -> str:
+def _format_reference_arm(answer: ServingAnswer) -> str:
     return format_arm(answer.question.arms[0])
 
 
@@ -61,7 +61,7 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
 
 
 def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
-    reference = _name_reference(answer)
+    reference = _format_reference_arm(answer)
     crossing = times.crossing
     low = answer.question.contexts[0]
     high = answer.question.contexts[-1]

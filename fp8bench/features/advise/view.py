@@ -129,12 +129,12 @@ def _group_answers(advised: AdviceResult, question: AdviceQuestion) -> Rows:
     def name_row(answer: RuleAnswer) -> tuple[str, ...]:
         # In an emulated case, all rules lack an answer for the same reason, so one row suffices.
         row = answer.figure if _is_emulated(answer) else answer.rule
-        return _suite_and_device(answer), answer.mode, row
+        return _format_suite_and_device(answer), answer.mode, row
 
     return list(together((name_row(answer), answer) for answer in advised.answers if answer.topic is question).values())
 
 
-def _suite_and_device(answer: RuleAnswer) -> str:
+def _format_suite_and_device(answer: RuleAnswer) -> str:
     """Converts 'gemm[m=64]@cpu' to 'gemm on cpu'."""
     return f"{answer.setting.partition('[')[0]} on {answer.setting.rpartition('@')[2]}"
 
@@ -171,11 +171,11 @@ def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]
     and the first case with this answer.
     """
     shorten_name = make_name_shortener(advised)
-    suites_and_devices = {_suite_and_device(answer) for answer in advised.answers}
+    suites_and_devices = {_format_suite_and_device(answer) for answer in advised.answers}
 
     def precision(answers: Sequence[RuleAnswer]) -> str:
         answer = answers[0]
-        return f"{answer.mode} in {_suite_and_device(answer)}" if len(suites_and_devices) > 1 else answer.mode
+        return f"{answer.mode} in {_format_suite_and_device(answer)}" if len(suites_and_devices) > 1 else answer.mode
 
     def find_most_frequent(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         # Measured answers count, however few. Missing answers count only if all are missing.

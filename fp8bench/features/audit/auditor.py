@@ -274,7 +274,7 @@ def _sample_product(
 
 # The search for mistakes is slow, so for each result name it stops after this many results with remarks. Failed results
 # are always searched.
-_SEARCH_LIMIT = 4
+_MAX_SEARCHED_REMARKS = 4
 NORMAL_DATA = "normal"
 # Failures after which no other check can judge the results, so the audit ends.
 _UNUSABLE_CODES = ("raises", "shape", "dtype", "lazy-result")
@@ -365,7 +365,7 @@ class Auditor:
         for name, result in results.items():
             self.tried += 1
             verdicts[name] = expected_results[name].judge(
-                result, search_mistakes and self._searches[name] < _SEARCH_LIMIT
+                result, search_mistakes and self._searches[name] < _MAX_SEARCHED_REMARKS
             )
             if search_mistakes and verdicts[name].has_failed:
                 verdicts[name] = expected_results[name].judge(result)

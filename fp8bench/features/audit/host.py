@@ -51,7 +51,7 @@ _WATCHED_FUNCTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-def _watched_functions() -> dict[str, Any]:
+def _find_watched_functions() -> dict[str, Any]:
     """Returns the function that each name in `_WATCHED_FUNCTIONS` refers to now. It is None if this version of torch
     lacks the name.
     """
@@ -62,7 +62,7 @@ def _watched_functions() -> dict[str, Any]:
     return functions_by_path
 
 
-_ORIGINAL_FUNCTIONS = _watched_functions()
+_ORIGINAL_FUNCTIONS = _find_watched_functions()
 
 
 class KernelRaised(Fp8benchError):
@@ -101,7 +101,9 @@ def raise_deception(error: BaseException) -> None:
 
 def find_replaced_functions() -> tuple[str, ...]:
     """Returns the names of the functions of time and torch that were replaced after this module was imported."""
-    return tuple(name for name, function in _watched_functions().items() if function is not _ORIGINAL_FUNCTIONS[name])
+    return tuple(
+        name for name, function in _find_watched_functions().items() if function is not _ORIGINAL_FUNCTIONS[name]
+    )
 
 
 def pack_tensor(tensor: Tensor) -> PackedTensor:
@@ -177,12 +179,12 @@ def count_operators(call: Callable[[], object]) -> dict[str, int]:
 # in float16 and float8, and as 3e38 in bfloat16 and float32.
 _FILL_OPTION, _FILL = -6, 0x80
 # How many blocks of NaN of each size are freed before a call, so that the device's allocator reuses them.
-_PRIMED_BLOCKS = 2
+_NAN_BLOCKS_PER_SIZE = 2
 # The number of GPU cycles for which a stream is kept busy: tens of milliseconds. A kernel that ignores its caller's
 # stream then reads its inputs before they are written.
 _BUSY_CYCLES = 100_000_000
 # How many distinct results at most are returned for calls with the same arguments.
-_RESULT_LIMIT = 256
+_MAX_DISTINCT_RESULTS = 256
 
 
 @contextmanager
@@ -245,8 +247,8 @@ class KernelHost:
         after the call.
         """
         with filled_memory():
-            self._prime_allocator(slot)
-            self._latest = self._call_raw(slot)
+            self._free_nan_blocks(slot)
+            self._latest = self._compute_results(slot)
         return pack_results(self._latest), self.digest_arguments([slot])
 
     def keep_results(self) -> PackedResults:
@@ -295,8 +297,8 @@ class KernelHost:
         while number < calls and _CLOCK() < end:
             slot = slots[number % len(slots)]
             number += 1
-            results = pack_results(self._call_raw(slot))
-            if (slot, results) not in distinct_results and len(distinct_results) < _RESULT_LIMIT:
+            results = pack_results(self._compute_results(slot))
+            if (slot, results) not in distinct_results and len(distinct_results) < _MAX_DISTINCT_RESULTS:
                 distinct_results.add((slot, results))
                 numbered_results.append((number, slot, results))
         return number, numbered_results
@@ -312,7 +314,7 @@ class KernelHost:
             self._synchronize()
             wall_time_at_start = _CLOCK()
             process_time_at_start = _PROCESS_CLOCK()
-            self._timed.append({name: _copy_tensor(tensor) for name, tensor in self._call_raw(slot).items()})
+            self._timed.append({name: _copy_tensor(tensor) for name, tensor in self._compute_results(slot).items()})
             self._synchronize()
             seconds.append((_CLOCK() - wall_time_at_start, _PROCESS_CLOCK() - process_time_at_start))
         return seconds
@@ -332,12 +334,12 @@ class KernelHost:
         self._timed = []
 
     def count_work(self, slot: int) -> dict[str, int]:
-        return count_operators(partial(self._call_raw, slot))
+        return count_operators(partial(self._compute_results, slot))
 
     def find_replaced(self) -> tuple[str, ...]:
         return find_replaced_functions()
 
-    def _call_raw(self, slot: int) -> dict[str, Tensor]:
+    def _compute_results(self, slot: int) -> dict[str, Tensor]:
         """Calls the kernel and returns its results by name, as tensors on the device."""
         output = self._call_forward(slot)
         return self._call_backward(slot, output) if self._kind is AuditKind.LINEAR else {self._kind.value: output}
@@ -376,7 +378,7 @@ class KernelHost:
         for tensor, source in zip(self._slots[slot], tensors, strict=True):
             _view_bytes(tensor).copy_(_view_bytes(source))
 
-    def _prime_allocator(self, slot: int) -> None:
+    def _free_nan_blocks(self, slot: int) -> None:
         """Allocates and frees blocks of NaN with the sizes of arguments and results. If a kernel does not write all
         of its output, the rest of the output is then NaN.
         """
@@ -385,7 +387,7 @@ class KernelHost:
         for size, dtype in sizes_and_dtypes:
             if dtype.is_floating_point:
                 nan_blocks += [
-                    torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_PRIMED_BLOCKS)
+                    torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_NAN_BLOCKS_PER_SIZE)
                 ]
 
     def _synchronize(self) -> None:

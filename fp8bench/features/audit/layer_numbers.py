@@ -35,12 +35,12 @@ UNCAST, UNKNOWN_PRECISION, WEIGHTS_ONLY = "not cast", "not known", "weights alon
 WIDE_DTYPES = {UNCAST: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The largest relative error of a result that was rounded to bfloat16 twice: after the product, and after adding the
 # bias.
-_OUTPUT_ROUNDING = 2.0**-7
+_OUTPUT_ROUNDING_ERROR = 2.0**-7
 # A correct cast may round differently from the emulation. Then its error, divided by the emulation's error, is within
 # this band. Its mean gain differs from the emulation's by less than _MIN_GAIN.
 _ERROR_BAND, _MIN_GAIN = (0.8, 1.25), 0.01
 # A layer must add its bias once. It fails if the factor by which the bias was added differs from 1 by more than this.
-_BIAS_CHANGE = 0.5
+_BIAS_FACTOR_TOLERANCE = 0.5
 # The error of one row or column may be at most _LINE_FACTOR times the overall error, plus _LINE_SLACK.
 _LINE_FACTOR, _LINE_SLACK = 2.5, 0.05
 # The largest relative error of gradients: e5m2 has 0.07, and stochastic rounding to four bits 0.3.
@@ -49,7 +49,7 @@ _IN_TRAINING_MODE = ", although it is in training mode and has a weight or bias 
 # The number of rows of a random input if the model never called the layer.
 _DEFAULT_ROWS = 32
 # The names that libraries give to the scales of a weight that is stored as codes.
-_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+_WEIGHT_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 
 class LayerVerdict(NamedTuple):
@@ -125,7 +125,9 @@ class LayerNumbers:
         weight = self.weight.detach()
         if hasattr(weight, "__tensor_flatten__"):
             return weight.dequantize().cpu().float()
-        scales = [scale for name in _SCALE_NAMES if isinstance(scale := getattr(self.module, name, None), Tensor)]
+        scales = [
+            scale for name in _WEIGHT_SCALE_NAMES if isinstance(scale := getattr(self.module, name, None), Tensor)
+        ]
         if weight.dtype.itemsize > 1 or not scales:
             return weight.cpu().float()
         scale = scales[0].detach().cpu().float()
@@ -145,7 +147,7 @@ class LayerNumbers:
         # 2. Subtract the bias, because promises are about products. Tolerate the rounding that adding it caused.
         bias = None if self._layer_bias is None else self._layer_bias.detach().cpu().float()
         product_result = result if bias is None else result - bias
-        rounding_slack = _OUTPUT_ROUNDING * torch.maximum(result.abs(), product_result.abs())
+        rounding_slack = _OUTPUT_ROUNDING_ERROR * torch.maximum(result.abs(), product_result.abs())
 
         def compare_with_output(expected_output: Tensor) -> RelativeDifferences:
             return measure_differences(
@@ -217,7 +219,7 @@ class LayerNumbers:
         return draw_random_like(x, (*batch_sides, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
     def _check_on_random_inputs(self, x: Tensor, likely_precisions: Sequence[str]) -> LayerVerdict:
-        with restore_training(self.module), random_parameters(self._find_trainable(), x):
+        with restore_training(self.module), random_parameters(self._find_trainable_parameters(), x):
             product = self._make_product(x)
             first_verdict = LayerVerdict()
             for mode in (self.module.training, not self.module.training):
@@ -238,7 +240,7 @@ class LayerNumbers:
             gradient_fault = self._check_backward(x, product, first_verdict.runs)
         return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
 
-    def _find_trainable(self) -> dict[str, Tensor]:
+    def _find_trainable_parameters(self) -> dict[str, Tensor]:
         parameters = {"weight": self.weight, "bias": self._layer_bias}
         return {
             name: tensor
@@ -262,7 +264,7 @@ class LayerNumbers:
         """Returns a description of the first wrong gradient, or '' if all are right. Layers that are not trained may
         have no gradients."""
         # 1. Backpropagate a random gradient, the same in every audit.
-        differentiated_tensors = {"input": x.detach().requires_grad_(), **self._find_trainable()}
+        differentiated_tensors = {"input": x.detach().requires_grad_(), **self._find_trainable_parameters()}
         is_trained = len(differentiated_tensors) > 1 and self.module.training
         with torch.enable_grad():
             output = self._call_layer(differentiated_tensors["input"])
@@ -348,7 +350,7 @@ def _describe_wrong_gradient(
     has_right_gain = min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
     if residual_level <= error_limit and not has_right_gain:
         return f"is {gain:.2f} times the exact gradient"
-    difference_beyond_rounding = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0)
+    difference_beyond_rounding = ((gradient - exact).abs() - _OUTPUT_ROUNDING_ERROR * exact.abs()).clamp(min=0)
     differences = measure_differences(difference_beyond_rounding, size)
     worst_difference = differences.worst
     if differences.level <= error_limit and worst_difference <= _LINE_FACTOR * differences.level + _LINE_SLACK:
@@ -375,8 +377,8 @@ def _describe_fault(
     if bias is not None:
         expanded_bias = bias.expand_as(product_result)
         bias_factor = fit_gain(product_result - exact_result, expanded_bias)
-        if abs(bias_factor) > _BIAS_CHANGE and is_near(exact_result + bias_factor * expanded_bias):
-            if abs(1 + bias_factor) < _BIAS_CHANGE:
+        if abs(bias_factor) > _BIAS_FACTOR_TOLERANCE and is_near(exact_result + bias_factor * expanded_bias):
+            if abs(1 + bias_factor) < _BIAS_FACTOR_TOLERANCE:
                 return "its bias is not added"
             return f"its bias is added {1 + bias_factor:.2g} times"
     # 2. Look for one factor in all results, which shows that a scale was lost or applied twice.

@@ -36,14 +36,14 @@ from fp8bench.user_code.named import make_signature
 _LOW_PRECISION_NAMES = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
 _CONVERTER_PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
 # FP8 products need both sides of a weight to be multiples of this number.
-_REQUIRED_MULTIPLE = 16
+_REQUIRED_SIDE_MULTIPLE = 16
 # Further layers are checked until the checked weights have this many elements in total.
 _CHECKED_ELEMENTS = 1 << 26
 # Codes of verdicts on a layer's numbers that are remarks, not failures.
 _REMARK_CODES = ("other-rounding", "sampled")
 # Reasons for an unconverted layer that are faults of the converter.
 _CONVERTER_FAULTS = ("stopped", "shared")
-_SHOWN_NAMES = 4
+_MAX_SHOWN_NAMES = 4
 
 
 @dataclass(eq=False)
@@ -112,8 +112,8 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
             return "shared", f"it shares its weight with {converted_name}, and only that layer was converted"
         if not isinstance(layer.module, nn.Linear):
             return "class", f"converters only replace torch's Linear, and this is {layer.row.what}"
-        if unaligned_sides := [side for side in sides if side % _REQUIRED_MULTIPLE]:
-            return "shape", f"{unaligned_sides[0]} is not a multiple of {_REQUIRED_MULTIPLE}"
+        if unaligned_sides := [side for side in sides if side % _REQUIRED_SIDE_MULTIPLE]:
+            return "shape", f"{unaligned_sides[0]} is not a multiple of {_REQUIRED_SIDE_MULTIPLE}"
         if name in unaligned_layer_by_name:
             unaligned_layer = unaligned_layer_by_name[name]
             return "stopped", f"it comes after {unaligned_layer}: Accelerate stops at a layer whose sides do not fit"
@@ -133,7 +133,7 @@ def _find_layers_after_stop(model: nn.Module, path: str = "") -> Iterator[tuple[
             yield from (
                 (f"{child_path}.{inner_path}".rstrip("."), unaligned_layer) for inner_path, _ in child.named_modules()
             )
-        elif type(child) is nn.Linear and any(side % _REQUIRED_MULTIPLE for side in child.weight.shape):
+        elif type(child) is nn.Linear and any(side % _REQUIRED_SIDE_MULTIPLE for side in child.weight.shape):
             unaligned_layer = child_path
         else:
             yield from _find_layers_after_stop(child, child_path)
@@ -222,7 +222,7 @@ class ModelCheck:
         arguments: tuple[Any, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> None:
-        likely_precisions = self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
+        likely_precisions = self.precision, self._precision_by_class.get(_get_class_and_shape(layer), "")
         layer_numbers = LayerNumbers(layer.module, layer.weight, self.guesses, likely_precisions, arguments, options)
         self._is_checking = True
         try:
@@ -235,7 +235,7 @@ class ModelCheck:
             self._is_checking = False
         layer.verdict = verdict
         if verdict.runs:
-            self._precision_by_class.setdefault(_class_and_shape(layer), verdict.runs)
+            self._precision_by_class.setdefault(_get_class_and_shape(layer), verdict.runs)
 
     def write_verdicts(self) -> None:
         """Checks the layers that the model never called, and writes all verdicts into the rows of the report."""
@@ -252,12 +252,12 @@ class ModelCheck:
                 layer.row = replace(layer.row, code="sampled", wrong=reason)
 
 
-def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
+def _get_class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
     return type(layer.module), type(layer.weight), layer.row.weight
 
 
 def _choose_layers(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
-    groups = together((_class_and_shape(layer), layer) for layer in layers).values()
+    groups = together((_get_class_and_shape(layer), layer) for layer in layers).values()
     chosen_layers = set()
     for group in groups:
         chosen_layers |= {group[0], group[-1]}
@@ -332,8 +332,8 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
 
 
 def _name_layers(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFinding:
-    count_suffix = f" and {len(rows) - _SHOWN_NAMES} more" if len(rows) > _SHOWN_NAMES else ""
-    return replace(finding, input=", ".join(row.name for row in rows[:_SHOWN_NAMES]) + count_suffix)
+    count_suffix = f" and {len(rows) - _MAX_SHOWN_NAMES} more" if len(rows) > _MAX_SHOWN_NAMES else ""
+    return replace(finding, input=", ".join(row.name for row in rows[:_MAX_SHOWN_NAMES]) + count_suffix)
 
 
 def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:

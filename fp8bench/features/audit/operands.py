@@ -54,7 +54,7 @@ def _draw_tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return x
 
 
-def _add_outliers(x: Tensor) -> Tensor:
+def _make_outlier_rows(x: Tensor) -> Tensor:
     x[:: max(len(x) // 4, 1)] *= 64
     return x
 
@@ -83,10 +83,12 @@ DATA_KINDS: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
         _draw_normal(m, k, random) * _draw_powers_of_two(m, 8, random)[:, None]
     ),
     "blocks of different sizes": _draw_blocks,
-    "outliers across the contraction": lambda rows, columns, random: _add_outliers(
+    "outliers across the contraction": lambda rows, columns, random: _make_outlier_rows(
         _draw_normal(rows, columns, random).t()
     ).t(),
-    "outliers along the contraction": lambda rows, columns, random: _add_outliers(_draw_normal(rows, columns, random)),
+    "outliers along the contraction": lambda rows, columns, random: _make_outlier_rows(
+        _draw_normal(rows, columns, random)
+    ),
     "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).float(),
     "one-hot rows": (_draw_one_hot, _draw_normal),
     "many octaves": _draw_many_octaves,
@@ -194,7 +196,7 @@ def choose_rows(x: Tensor, treatment: Treatment | None, count: int, rng: Random)
 
 
 # How far a scale may be off, as a share, if it was computed with a reciprocal or an approximate division.
-_SCALE_ERROR = 2.0**-20
+_MAX_SCALE_ERROR = 2.0**-20
 
 
 def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
@@ -206,7 +208,7 @@ def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
     if source is None or treatment is None:
         return low, high
     float_source = source.float()
-    error_factors = (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
+    error_factors = (1 - _MAX_SCALE_ERROR, 1 + _MAX_SCALE_ERROR)
     for scale_error_factor in error_factors:
         element_scales = round_operand(float_source * scale_error_factor, treatment).element_scales
         for quotient_error_factor in error_factors:
@@ -273,7 +275,7 @@ _MISTAKEN_PRECISIONS = (
     "fp16",
 )
 _FNUZ_FORMATS = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
-_TRUNCATION_BITS = 8
+_MAX_BITS_FOR_TRUNCATION = 8
 _TAIL_LENGTHS = (8, 16, 32, 64, 128)
 
 
@@ -309,7 +311,7 @@ def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised_treatmen
     for description, treatment in _iterate_other_treatments(promised_treatment):
         yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.
-    if promised_treatment.fmt.bits <= _TRUNCATION_BITS:
+    if promised_treatment.fmt.bits <= _MAX_BITS_FOR_TRUNCATION:
         truncated_values = (
             _truncate_to_format(x / operand.element_scales, promised_treatment.fmt) * operand.element_scales
         )

@@ -49,11 +49,11 @@ _DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
 _NEARER_FACTOR, _NEARER_FACTOR_IN_ATTENTION = 4.0, 16.0
 # The tolerated relative difference of values whose float32 scales were computed differently. In attention, it also
 # covers float32 exponentials and the order of summation.
-_LAST_BITS = 2.0**-18
+_LAST_BITS_TOLERANCE = 2.0**-18
 # If a scale was rounded differently, a value may be off by this many steps of the format's grid.
 _GRID_STEPS = 2.0
 # Rounding errors count as random: a sum may be off by this many standard errors.
-_STANDARD_ERRORS = 6.0
+_TOLERATED_STANDARD_ERRORS = 6.0
 # With fewer results than this, no mistake is named and no error is judged.
 _MIN_RESULTS = 64
 # A mean gain (results too large or small on average) is reported above _MIN_GAIN and _GAIN_STANDARD_ERRORS standard
@@ -65,10 +65,10 @@ _MIN_TERMS = 8.0
 # fail: Hopper's FP8 products have 14. With fewer than _MIN_SUM_BITS, it is not a sum of products of the operands.
 _SHORT_SUM_BITS, _MIN_SUM_BITS = 13, 6
 # At most this many terms of sums in Hopper's units are simulated, one by one, which takes about a second.
-_SIMULATED_TERMS = 1 << 25
+_MAX_SIMULATED_TERMS = 1 << 25
 ROUNDING_REASON = "casts round differently: scales differ in their last bits, or ties are rounded the other way"
 # Values above this share of the dtype's largest number may become infinite.
-_NEAR_LARGEST = 0.9
+_SAFE_SHARE_OF_LARGEST = 0.9
 # Codes of failures that one input proves, and of numerical errors that a second input must confirm, because they may be
 # chance.
 CERTAIN_CODES = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
@@ -120,14 +120,14 @@ class ExpectedProduct:
         result = result.float() if result.dtype is torch.float64 else result
         sums = self._make_sums(result.dtype)
         likely_result = sums.product.to(result.dtype) if self.emulated_result is None else self.emulated_result
-        if not (likely_result.double().abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all():
+        if not (likely_result.double().abs() < _SAFE_SHARE_OF_LARGEST * torch.finfo(result.dtype).max).all():
             return self._judge_overflow(result, sums, likely_result)
         if failure := _find_nonfinite_result(result):
             return failure
         error = self._measure_error(result)
         expected_error = self._measure_error(likely_result)
         if self.emulated_result is None or (error is None and expected_error is None):
-            finding = self._compare_sums(result, sums, search_mistakes, error, expected_error)
+            finding = self._judge_product_sums(result, sums, search_mistakes, error, expected_error)
             return replace(finding, error=error, expected=expected_error)
         finding = judge_error(error, expected_error, slack=_FEW_ROWS_FACTOR if self._is_error_random(shape) else 1.0)
         return finding if finding.has_failed else AuditFinding(error=error, expected=expected_error)
@@ -160,7 +160,7 @@ class ExpectedProduct:
         )
         return judge_error(error, expected_error)
 
-    def _compare_sums(
+    def _judge_product_sums(
         self, result: Tensor, sums: ConformitySums, search_mistakes: bool, error: float | None, expected: float | None
     ) -> AuditFinding:
         # 1. Accept results that equal a sum of the promised operands, in any order.
@@ -211,10 +211,10 @@ class ExpectedProduct:
             return False
         if not sums.is_near(result.double(), sums.product, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude):
             return False
-        codes, codes_of_b = (side.elements for side in operands)
-        scales, scales_of_b = (side.element_scales.expand_as(side.elements) for side in operands)
-        row_step = max(1, -(-result.numel() * codes.shape[1] // _SIMULATED_TERMS))
-        codes_and_scales = (codes[::row_step], codes_of_b), (scales[::row_step], scales_of_b)
+        elements_of_a, elements_of_b = (side.elements for side in operands)
+        scales_of_a, scales_of_b = (side.element_scales.expand_as(side.elements) for side in operands)
+        row_step = max(1, -(-result.numel() * elements_of_a.shape[1] // _MAX_SIMULATED_TERMS))
+        codes_and_scales = (elements_of_a[::row_step], elements_of_b), (scales_of_a[::row_step], scales_of_b)
         return any(matches_hopper_units(result[::row_step], *codes_and_scales, promoted) for promoted in (True, False))
 
     @property
@@ -240,10 +240,10 @@ class ExpectedProduct:
     ) -> Tensor:
         """Marks results that are not a rounded sum of products, even if every operand element may be off by up to its
         `slack`. With `at_random`, these errors are random and partly cancel in a sum."""
-        x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
-        operand_slack = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
+        a_magnitudes, y, a_slack, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
+        operand_slack = ((a_magnitudes + a_slack) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if at_random:
-            random_slack = _STANDARD_ERRORS * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt()
+            random_slack = _TOLERATED_STANDARD_ERRORS * (a_slack**2 @ (y**2).t() + a_magnitudes**2 @ (b**2).t()).sqrt()
             operand_slack = torch.minimum(operand_slack, random_slack)
         low, high = ((sums.product + side * (sums.bound + operand_slack)).to(sums.dtype).double() for side in (-1, 1))
         return ~((float64_result >= low) & (float64_result <= high))
@@ -257,8 +257,8 @@ class ExpectedProduct:
         if bits >= FLOAT32_BITS and self._is_lossless:
             relative_square = float(differences.square().mean() / sums.product.square().mean().clamp(min=1e-300))
             bits = round(-math.log2(12 * relative_square) / 2) if relative_square else FLOAT32_BITS
-        limit = 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.product)
-        explains_all = (differences.abs() <= limit).all()
+        explained_difference = 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.product)
+        explains_all = (differences.abs() <= explained_difference).all()
         return bits if explains_all and _MIN_SUM_BITS <= bits < FLOAT32_BITS else 0
 
     def _describe_gain(self, float64_result: Tensor, sums: ConformitySums) -> str:
@@ -269,33 +269,33 @@ class ExpectedProduct:
         effective_terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
         if float(effective_terms.median()) < _MIN_TERMS:  # rounding errors of few terms do not average to zero
             return ""
-        explanations = [sums.product]
+        regressor_products = [sums.product]
         operand_values = (self.a.values, self.b.values)
         for place, ((low, high), values) in enumerate(zip(self._value_ranges, operand_values, strict=True)):
-            is_ambiguous = (high - low) > _LAST_BITS * values.abs()
+            is_ambiguous = (high - low) > _LAST_BITS_TOLERANCE * values.abs()
             if is_ambiguous.any():
                 range_ends = (
                     torch.where(values < 0, tensor, opposite) for tensor, opposite in ((low, high), (high, low))
                 )
                 value_changes = (torch.where(is_ambiguous, end - values, 0.0).double() for end in range_ends)
-                explanations += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
-        regressors = torch.stack([(column / sums.magnitude).flatten() for column in explanations], 1)
+                regressor_products += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
+        regressors = torch.stack([(column / sums.magnitude).flatten() for column in regressor_products], 1)
         differences = ((float64_result - sums.product.to(sums.dtype).double()) / sums.magnitude).flatten()
         gram_matrix = regressors.t() @ regressors
         inverse = torch.linalg.pinv(gram_matrix, hermitian=True, rtol=1e-10)
         coefficients = inverse @ (regressors.t() @ differences)
         unexplained_square = (differences - regressors @ coefficients).square().mean()
         standard_error = math.sqrt(max(float(unexplained_square * inverse[0, 0]), 0.0))
-        gain = float(coefficients[0])
+        mean_gain = float(coefficients[0])
         variance_inflation = float(inverse[0, 0] * gram_matrix[0, 0])
         is_gain_certain = (
             len(differences) >= _MIN_RESULTS
             and variance_inflation <= 1 / _INDEPENDENT_SHARE
-            and abs(gain) > max(_MIN_GAIN, _GAIN_STANDARD_ERRORS * standard_error)
+            and abs(mean_gain) > max(_MIN_GAIN, _GAIN_STANDARD_ERRORS * standard_error)
         )
         if not is_gain_certain:
             return ""
-        return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} on average"
+        return f"results are {abs(mean_gain):.2%} too {'large' if mean_gain > 0 else 'small'} on average"
 
     def _make_sums(self, dtype: torch.dtype) -> ConformitySums:
         return ConformitySums(self.a.values.double(), self.b.values.double(), dtype)
@@ -303,19 +303,19 @@ class ExpectedProduct:
     def _measure_error(self, result: Tensor, mask: Tensor | bool = True) -> float | None:
         if self.a.unrounded is None or self.b.unrounded is None:
             return None
-        exact = self.a.unrounded.double() @ self.b.unrounded.double().t()
-        exact = exact * mask
-        return relative_frobenius(result, exact) if exact.any() else None
+        exact_product = self.a.unrounded.double() @ self.b.unrounded.double().t()
+        exact_product = exact_product * mask
+        return relative_frobenius(result, exact_product) if exact_product.any() else None
 
     def _explain_difference(self, float64_result: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
         """Returns the code and description of the first mistake that explains every element. Without one, describes how
         the elements differ, or names the nearest mistake if it is much nearer than the expected result."""
         nearest = (math.inf, "", "")
-        for mistake_code, description, a, b in self._iterate_guesses():
-            guessed_sums = ConformitySums(a.double(), b.double(), result.dtype)
-            if guessed_sums.is_within_bound(float64_result):
+        for mistake_code, description, a, b in self._iterate_mistaken_operands():
+            sums_with_mistake = ConformitySums(a.double(), b.double(), result.dtype)
+            if sums_with_mistake.is_within_bound(float64_result):
                 return mistake_code, description
-            square_distance = _mean_square_distance(float64_result, guessed_sums.product)
+            square_distance = _mean_square_distance(float64_result, sums_with_mistake.product)
             if square_distance < nearest[0]:
                 nearest = (square_distance, mistake_code, description)
         difference, reason = explain_product(result, sums)
@@ -328,7 +328,7 @@ class ExpectedProduct:
             return mistake_code, f"the nearest mistake is: {description}"
         return "", reason
 
-    def _iterate_guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    def _iterate_mistaken_operands(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         first_mistakes = list(iterate_mistakes(self.a))
         second_mistakes = list(iterate_mistakes(self.b))
         # Pair each cast of the first operand with the first cast of the second one.
@@ -358,18 +358,18 @@ class ExpectedAttention:
             return failure
         if sample is not None:
             result = result.flatten(0, 1)[sample.rows][None][:, :, sample.columns]
-        exact = self._compute_exact()
+        exact_result = self._compute_exact_result()
         promised_result = self._compute_attention()
-        error = relative_frobenius(result, exact)
+        error = relative_frobenius(result, exact_result)
         attention_variants = (
             promised_result,
             self._compute_attention(casts_weights=True),
             self._compute_attention(casts_weights=True, stores_scores=True),
         )
-        expected_errors = [relative_frobenius(variant.to(result.dtype), exact) for variant in attention_variants]
-        is_lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
-        low = _EQUAL_RATIO * min(expected_errors) * is_lossy
-        high = max(*expected_errors, _LAST_BITS) / _EQUAL_RATIO
+        expected_errors = [relative_frobenius(variant.to(result.dtype), exact_result) for variant in attention_variants]
+        has_low_bit_cast = self.treatment is not None and self.treatment.fmt.bits <= 8
+        low = _EQUAL_RATIO * min(expected_errors) * has_low_bit_cast
+        high = max(*expected_errors, _LAST_BITS_TOLERANCE) / _EQUAL_RATIO
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         if sample is None:
@@ -381,7 +381,7 @@ class ExpectedAttention:
                 return make_failure(mistake_code, description, error, high)
         return judge_error(error, high if error > high else low)
 
-    def _compute_exact(self) -> Tensor:
+    def _compute_exact_result(self) -> Tensor:
         q, k, v = (tensor.double() for tensor in self.uncast_operands)
         return self._softmax(_compute_scores(self._sample_queries(q), k)) @ v
 
@@ -389,14 +389,14 @@ class ExpectedAttention:
         """Returns the expected result. `casts_weights` casts the weights of the softmax, and `stores_scores` rounds the
         scores to the dtype of the inputs, as unfused operators do. Other intermediate values are in float64."""
         q, k, v = self._cast_operands
-        carrier = self.uncast_operands[0].dtype
+        input_dtype = self.uncast_operands[0].dtype
         scores = _compute_scores(q, k)
         if stores_scores:  # round the scores before and after scaling them
-            root_size = math.sqrt(q.shape[-1])
-            scores = ((scores * root_size).to(carrier).double() / root_size).to(carrier).double()
+            head_size_root = math.sqrt(q.shape[-1])
+            scores = ((scores * head_size_root).to(input_dtype).double() / head_size_root).to(input_dtype).double()
         weights = self._softmax(scores)
         if casts_weights:
-            weights = _cast_last_dimension(weights.to(carrier), self.treatment)
+            weights = _cast_last_dimension(weights.to(input_dtype), self.treatment)
         return weights @ v
 
     @cached_property
@@ -416,14 +416,14 @@ class ExpectedAttention:
     def _iterate_mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
         q, k, v = self._cast_operands
         scores = _compute_scores(q, k)
-        root_size = math.sqrt(q.shape[-1])
+        head_size_root = math.sqrt(q.shape[-1])
         if self.treatment is not None:
-            yield "not-cast", "queries, keys and values are not cast", self._compute_exact()
+            yield "not-cast", "queries, keys and values are not cast", self._compute_exact_result()
             values_not_cast = self._softmax(scores) @ self.uncast_operands[2].double()
             yield "not-cast", "queries and keys are cast, but values are not", values_not_cast
-        unscaled_result = self._softmax(scores * root_size) @ v
+        unscaled_result = self._softmax(scores * head_size_root) @ v
         yield "scale", "its scores are not divided by the square root of the size", unscaled_result
-        yield "scale", "its scores are divided by the size", self._softmax(scores / root_size) @ v
+        yield "scale", "its scores are divided by the size", self._softmax(scores / head_size_root) @ v
         yield "mask", f"it is {'not ' * self.causal}causal", _softmax(scores, not self.causal) @ v
 
 
@@ -450,7 +450,7 @@ def _cast_last_dimension(x: Tensor, treatment: Treatment | None) -> Tensor:
 
 def _measure_slack(operand: RoundedOperand, value_range: Matrices) -> Tensor:
     low, high = value_range
-    return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS * operand.values.abs()
+    return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS_TOLERANCE * operand.values.abs()
 
 
 def _measure_grid_steps(operand: RoundedOperand) -> Tensor:
@@ -458,8 +458,8 @@ def _measure_grid_steps(operand: RoundedOperand) -> Tensor:
     if operand.treatment is None or operand.unrounded is None:
         return torch.zeros_like(operand.elements)
     fmt = operand.treatment.fmt
-    magnitudes = operand.elements.abs().clamp(min=fmt.smallest_normal)
-    return torch.exp2(magnitudes.log2().floor() - fmt.mantissa_bits) * operand.element_scales
+    element_magnitudes = operand.elements.abs().clamp(min=fmt.smallest_normal)
+    return torch.exp2(element_magnitudes.log2().floor() - fmt.mantissa_bits) * operand.element_scales
 
 
 def _mean_square_distance(result: Tensor, expected: Tensor) -> float:

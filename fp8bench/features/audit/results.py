@@ -51,7 +51,7 @@ def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 InputChange = Callable[..., Matrices]
-_INPUT_CHANGES: dict[AuditKind, dict[str, InputChange]] = {
+_INPUT_CHANGES_BY_KIND: dict[AuditKind, dict[str, InputChange]] = {
     AuditKind.PRODUCT: {
         "the first operand doubled": lambda a, b: (a * 2, b),
         "the first operand negated": lambda a, b: (-a, b),
@@ -80,7 +80,7 @@ def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
         audit_input = AuditInput(BLOCK_DATA, auditor.round_up_shape(audit_input.shape._replace(k=2 * BLOCK_SIDE)))
     seeds = auditor.seed, auditor.seed + SECOND_SEED_OFFSET
     two_inputs = [subject.draw_operands(audit_input.data, audit_input.shape, seed) for seed in seeds]
-    for description, change in _INPUT_CHANGES[subject.kind].items():
+    for description, change in _INPUT_CHANGES_BY_KIND[subject.kind].items():
         auditor.current = audit_input._replace(how=description)
         changed_inputs = (change(*matrices) for matrices in two_inputs)
         if all(auditor.find_failure(changed, auditor.compute_results(changed)) for changed in changed_inputs):
@@ -95,7 +95,7 @@ _CALLS, _REPEAT_SECONDS = 110, 2.0
 _SMALL_CALLS, _SMALL_SECONDS = 1200, 4.0
 _POISONED_CALLS = 4
 # If results differ from call to call, this many are judged: the results furthest from the first one.
-_JUDGED_RESULTS = 8
+_MAX_JUDGED_RESULTS = 8
 # The slot of the kernel's process for a second set of arguments.
 _SECOND_SLOT = 1
 
@@ -103,15 +103,15 @@ _SECOND_SLOT = 1
 def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel repeatedly at old and new addresses. Finds stale and overwritten results."""
     auditor.current = auditor.first_input
-    host = auditor.subject.host
-    auditor.call_kernel(auditor.subject.make_arguments(_draw_data(auditor, NORMAL_DATA)))
-    first_results = host.keep_results()
-    other_arguments = auditor.subject.make_arguments(_draw_data(auditor, "rows of different sizes"))
-    auditor.call_kernel(other_arguments, at_new_address=False)
-    if host.reread_kept_results() != first_results:
+    kernel_host = auditor.subject.host
+    auditor.call_kernel(auditor.subject.make_arguments(_draw_matrices_of_kind(auditor, NORMAL_DATA)))
+    first_call_results = kernel_host.keep_results()
+    later_call_arguments = auditor.subject.make_arguments(_draw_matrices_of_kind(auditor, "rows of different sizes"))
+    auditor.call_kernel(later_call_arguments, at_new_address=False)
+    if kernel_host.reread_kept_results() != first_call_results:
         yield make_failure("overwritten", "a later call overwrites the result of an earlier call")
     if auditor.has_right_numbers:
-        yield from _first_of_each_code(
+        yield from _drop_repeated_codes(
             make_failure(failure_code, reason)
             for failure_code, reason, matrices, results in _iterate_repeated_calls(auditor)
             if auditor.find_failure(matrices, results, search_mistakes=True)
@@ -119,7 +119,7 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
         yield from _check_calls_on_small_matrices(auditor)
 
 
-def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
+def _drop_repeated_codes(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
     reported_codes = set()
     for finding in findings:
         if finding.code not in reported_codes:
@@ -131,15 +131,15 @@ def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matric
     """Calls the kernel repeatedly, with changes that reveal cached results. For each call, yields the failure to report
     if the results are wrong (code and description), then the call's matrices and its results.
     """
-    host = auditor.subject.host
+    kernel_host = auditor.subject.host
 
     def call_at_old_address(new_matrices: Matrices) -> tuple[Matrices, ResultsByName]:
         return new_matrices, auditor.call_kernel(auditor.subject.make_arguments(new_matrices), at_new_address=False)
 
     reason = "new values at the same addresses: the result does not belong to them"
-    yield "stale", reason, *call_at_old_address(_draw_data(auditor, _UNIFORM_DATA))
-    base, _ = call_at_old_address(_draw_data(auditor, NORMAL_DATA))
-    new_matrices = _draw_data(auditor, _UNIFORM_DATA)
+    yield "stale", reason, *call_at_old_address(_draw_matrices_of_kind(auditor, _UNIFORM_DATA))
+    base, _ = call_at_old_address(_draw_matrices_of_kind(auditor, NORMAL_DATA))
+    new_matrices = _draw_matrices_of_kind(auditor, _UNIFORM_DATA)
     for tensor, old in zip(new_matrices, base, strict=True):
         rows, old_rows = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
         rows[0], rows[:, 0], rows[-1], rows[:, -1] = old_rows[0], old_rows[:, 0], old_rows[-1], old_rows[:, -1]
@@ -151,19 +151,19 @@ def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matric
         yield "keyed", reason, *call_at_old_address(changed)
     new_matrices, _ = call_at_old_address(base)
     for _ in range(_POISONED_CALLS):  # the allocator may give the memory of old results to new ones
-        host.overwrite_results()
+        kernel_host.overwrite_results()
         reason = "after earlier results were filled with NaN, the next result is wrong"
-        yield "uninitialised", reason, new_matrices, unpack_results(host.call_kernel(0)[0])
-    calls, _ = host.repeat_calls([0], _CALLS, _REPEAT_SECONDS)
+        yield "uninitialised", reason, new_matrices, unpack_results(kernel_host.call_kernel(0)[0])
+    calls, _ = kernel_host.repeat_calls([0], _CALLS, _REPEAT_SECONDS)
     reason = f"after {calls} calls with the same arguments, results are wrong"
-    yield "late", reason, *call_at_old_address(_draw_data(auditor, "outliers along the contraction"))
+    yield "late", reason, *call_at_old_address(_draw_matrices_of_kind(auditor, "outliers along the contraction"))
     call_at_old_address(base)
     yield "address", "the same values at other addresses: the result is wrong", base, auditor.compute_results(base)
     # On a GPU, write the inputs late on a separate stream, and call the kernel on that stream.
-    new_matrices = _draw_data(auditor, _UNIFORM_DATA)
+    new_matrices = _draw_matrices_of_kind(auditor, _UNIFORM_DATA)
     auditor.send_arguments(auditor.subject.make_arguments(new_matrices), _SECOND_SLOT)
     auditor.send_arguments(auditor.subject.make_arguments(base))
-    stream_results = host.call_on_busy_stream(0, _SECOND_SLOT)
+    stream_results = kernel_host.call_on_busy_stream(0, _SECOND_SLOT)
     if stream_results is not None:
         reason = "it does not wait for earlier work on its caller's stream"
         yield "stream", reason, new_matrices, unpack_results(stream_results)
@@ -194,7 +194,7 @@ def _check_calls_on_small_matrices(auditor: Auditor) -> Iterator[AuditFinding]:
     must be right.
     """
     subject = auditor.subject
-    host = subject.host
+    kernel_host = subject.host
     shape = auditor.round_up_shape(subject.small_shape)
     matrices_by_slot = {}
     try:
@@ -207,10 +207,10 @@ def _check_calls_on_small_matrices(auditor: Auditor) -> Iterator[AuditFinding]:
         shape = auditor.first_input.shape
         auditor.send_arguments(subject.make_arguments(matrices_by_slot[0]))
     auditor.current = AuditInput(NORMAL_DATA, shape)
-    calls, changed_results = host.repeat_calls(list(matrices_by_slot), _SMALL_CALLS, _SMALL_SECONDS)
+    calls, changed_results = kernel_host.repeat_calls(list(matrices_by_slot), _SMALL_CALLS, _SMALL_SECONDS)
     first_results = {slot: unpack_results(results) for _, slot, results in reversed(changed_results)}
     changed_results.sort(key=lambda row: _sum_differences(first_results[row[1]], unpack_results(row[2])), reverse=True)
-    for call_number, slot, packed_results in changed_results[:_JUDGED_RESULTS]:
+    for call_number, slot, packed_results in changed_results[:_MAX_JUDGED_RESULTS]:
         if failure := auditor.find_failure(matrices_by_slot[slot], unpack_results(packed_results)):
             yield make_failure("differs", f"call {call_number} of {calls} on the same arguments: {failure.why}")
             return
@@ -225,13 +225,13 @@ def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
     """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to their input."""
     subject = auditor.subject
     auditor.current = auditor.first_input
-    two_inputs = [auditor.draw_matrices(auditor.first_input), _draw_data(auditor, _UNIFORM_DATA)]
-    for order in ((0, 1), (1, 0)):
+    two_inputs = [auditor.draw_matrices(auditor.first_input), _draw_matrices_of_kind(auditor, _UNIFORM_DATA)]
+    for backward_order in ((0, 1), (1, 0)):
         for slot, matrices in enumerate(two_inputs):
             auditor.send_arguments(subject.make_arguments(matrices), slot)
-        for matrices, results in zip(two_inputs, subject.host.call_pair((0, 1), order), strict=True):
+        for matrices, results in zip(two_inputs, subject.host.call_pair((0, 1), backward_order), strict=True):
             if failure := auditor.find_failure(matrices, unpack_results(results)):
-                order_text = "the first" if order[0] == 0 else "the last"
+                order_text = "the first" if backward_order[0] == 0 else "the last"
                 yield make_failure(
                     "backward", f"two forward calls, then backward starting with {order_text} call: {failure.why}"
                 )
@@ -258,7 +258,7 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
     inputs = []
     for shape in sorted(map(auditor.round_up_shape, shapes), key=math.prod):
         inputs.append(AuditInput(data, shape))
-        if shape.m <= _DECODING_ROWS and shape.k >= _LONG_CONTRACTION and _SIGN_DATA in subject.data_kinds:
+        if shape.m <= _MAX_DECODING_ROWS and shape.k >= _LONG_CONTRACTION and _SIGN_DATA in subject.data_kinds:
             inputs.append(AuditInput(_SIGN_DATA, shape))
 
     def judge_input(audit_input: AuditInput) -> AuditFinding | None:
@@ -269,7 +269,7 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 # The largest number of rows in a decoding step.
-_DECODING_ROWS = 8
+_MAX_DECODING_ROWS = 8
 
 
 def _draw_shape(subject: AuditSubject, rng: Random) -> Shape:
@@ -277,12 +277,12 @@ def _draw_shape(subject: AuditSubject, rng: Random) -> Shape:
     return Shape(*(round(side ** rng.uniform(0.3, 1.0)) for side in largest_shape))
 
 
-def _draw_data(auditor: Auditor, data: str) -> Matrices:
+def _draw_matrices_of_kind(auditor: Auditor, data: str) -> Matrices:
     return auditor.draw_matrices(auditor.first_input._replace(data=data))
 
 
 def _check_special_values(auditor: Auditor) -> Iterator[AuditFinding]:
-    yield from _first_of_each_code(_iterate_special_failures(auditor))
+    yield from _drop_repeated_codes(_iterate_special_failures(auditor))
 
 
 def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
@@ -306,29 +306,29 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
 
     zeroed_index = subject.zeroed_operand
     results = call_with("zeros", _replace_operand(matrices, zeroed_index, torch.zeros_like(matrices[zeroed_index])))
-    if results and _get_first(results).any():
+    if results and _get_first_result(results).any():
         yield make_failure("zeros", "an input of zeros gave results that are not zero")
     subnormal_matrix = matrices[0] * torch.finfo(matrices[0].dtype).smallest_normal / 4
     results = call_with("subnormal numbers", _replace_operand(matrices, 0, subnormal_matrix))
-    if results and not _get_first(results).isfinite().all():
+    if results and not _get_first_result(results).isfinite().all():
         yield make_failure("subnormal", "an input of subnormal numbers gave NaN or infinity")
     for operand, matrix in enumerate(matrices):
         last_index = matrix.numel() - 1
         for index in (0, (last_index - matrix.shape[-1]) // 2, last_index):
             row, column = divmod(index, matrix.shape[-1])
             location = f"in the {_ARGUMENT_ORDINALS[operand]} argument's row {row}, column {column}"
-            nan, infinity, zero = (
+            matrices_with_nan, matrices_with_infinity, matrices_with_zero = (
                 _set_element(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0)
             )
-            results = call_with(f"a NaN {location}", nan)
+            results = call_with(f"a NaN {location}", matrices_with_nan)
             if results and not _select_results_of_row(subject, results, operand, row).isnan().any():
                 yield make_failure("nan-lost", f"a NaN {location}: the results that depend on it have no NaN")
             if subject.kind is AuditKind.ATTENTION:
                 continue
             # An infinity may become the largest number or NaN, but must not count as zero.
-            results = call_with(f"an infinity {location}", infinity)
+            results = call_with(f"an infinity {location}", matrices_with_infinity)
             if results and _select_results_of_row(subject, results, operand, row).isfinite().all():
-                expected = subject.expected_results(zero)
+                expected = subject.expected_results(matrices_with_zero)
                 verdicts = [expected[name].judge(result, search_mistakes=False) for name, result in results.items()]
                 if not any(verdict.has_failed for verdict in verdicts):
                     reason = f"an infinity {location}: results are those of a zero in its place"
@@ -336,14 +336,14 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
     yield from refusals
 
 
-def _get_first(results: ResultsByName) -> Tensor:
+def _get_first_result(results: ResultsByName) -> Tensor:
     """Returns the only result, or the forward result of a linear layer."""
     return next(iter(results.values()))
 
 
 def _select_results_of_row(subject: AuditSubject, results: ResultsByName, operand: int, row: int) -> Tensor:
     """Returns the part of the results that depends on this row of an operand."""
-    result = _get_first(results)
+    result = _get_first_result(results)
     if subject.kind is AuditKind.LINEAR and operand == 2:  # operand 2 is the gradient of the output
         result = results["input gradient"]
     result = result.reshape(-1, result.shape[-1])
@@ -380,8 +380,8 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
     # Multiply operands by large and small powers of two, which fp16 or casts without scales cannot represent. In
     # attention, multiply only the values, because larger queries and keys change the softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
-    is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised_casts.treatments)
-    for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
+    casts_have_scales = all(cast is None or cast.scaling is not None for cast in subject.promised_casts.treatments)
+    for operand in operands if matrices[0].dtype is not torch.float16 and casts_have_scales else ():
         for power in (40, -40):
             yield (
                 first_input._replace(how=f"the {_ARGUMENT_ORDINALS[operand]} argument times 2^{power}"),
@@ -436,9 +436,9 @@ def _check_inputs(
 def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with matrices that are slices of larger ones, or transposed in memory."""
     subject = auditor.subject
-    odd_input = AuditInput(NORMAL_DATA, auditor.round_up_shape(subject.odd_shapes[1]))
+    odd_shape_input = AuditInput(NORMAL_DATA, auditor.round_up_shape(subject.odd_shapes[1]))
     strided_calls = {}
-    for audit_input in (auditor.first_input, odd_input):
+    for audit_input in (auditor.first_input, odd_shape_input):
         matrices = auditor.draw_matrices(audit_input)
         for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
             strided_input = audit_input._replace(how=f"the {_ARGUMENT_ORDINALS[operand]} argument {description}")
@@ -488,7 +488,7 @@ def _check_odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
 # The checks of results, in the order in which they run.
 VALUE_CHECKS = (
     AuditCheck("numbers", _check_numbers, judges_numbers=True),
-    AuditCheck("relations", _check_relations, frozenset(_INPUT_CHANGES), needs_right_numbers=True),
+    AuditCheck("relations", _check_relations, frozenset(_INPUT_CHANGES_BY_KIND), needs_right_numbers=True),
     AuditCheck("memory", _check_memory),
     AuditCheck("backward", _check_backward, frozenset({AuditKind.LINEAR}), needs_right_numbers=True),
     AuditCheck("special values", _check_special_values),

@@ -64,7 +64,7 @@ _MAX_ROUNDS, _MIN_ROUNDS, _TIMING_SECONDS = 7, 2, 1.0
 # process. A narrower dtype and a rising clock can explain smaller factors.
 _CEILING_MARGIN, _TORCH_MARGIN = 2.5, 8.0
 # The margin above a ceiling of a GPU. The search for the ceiling may have missed the fastest shape by this factor.
-_GPU_MARGIN = 1.25
+_GPU_CEILING_MARGIN = 1.25
 
 
 def measure_fastest(call: Callable[[], object], device: str) -> float:
@@ -103,7 +103,7 @@ def iterate_shortest_times(
     for count, operation, measure_here, limits in comparisons:
         ceiling_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
         speed_margin = (
-            _TORCH_MARGIN if not ceiling_rates else _CEILING_MARGIN if device.startswith("cpu") else _GPU_MARGIN
+            _TORCH_MARGIN if not ceiling_rates else _CEILING_MARGIN if device.startswith("cpu") else _GPU_CEILING_MARGIN
         )
         reference = (
             f"the fastest {operation} that was measured on this device"
@@ -141,7 +141,7 @@ _CONFIRMING_REPETITIONS = 4
 # (torch's scaled product on a CPU). A kernel that skips the product takes a twentieth.
 _SHORTCUT_SPEEDUP = 4.0
 # If half of each operand's rows are zeros, a kernel that skips blocks of zeros takes at most this share of the time.
-_HALF_ZEROS_TIME = 0.8
+_HALF_ZEROS_TIME_SHARE = 0.8
 
 # The kernel's process reports how long each round took. The judge's process measures the same round. The report must be
 # at least _REPORTED_SHARE of that measurement, less _ROUND_TRIP_SECONDS for communication. If no round satisfies this,
@@ -341,7 +341,7 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
 def _saves_time_on_zeros(auditor: Auditor, shape: Shape) -> bool:
     """Returns whether the kernel is faster on data in which some blocks are all zeros."""
     seconds = _time_calls(auditor, shape, (HALF_ZEROS_DATA, NORMAL_DATA), judged_calls=0).comparable_seconds
-    return seconds[HALF_ZEROS_DATA] < _HALF_ZEROS_TIME * seconds[NORMAL_DATA]
+    return seconds[HALF_ZEROS_DATA] < _HALF_ZEROS_TIME_SHARE * seconds[NORMAL_DATA]
 
 
 def _measure_seconds(auditor: Auditor, shape: Shape) -> float:

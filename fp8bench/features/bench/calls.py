@@ -25,9 +25,9 @@ from fp8bench.workloads.model import is_exhausted
 # A relative change of inputs that float64 can represent and float32 cannot.
 _FLOAT64_CHANGE = 2.0**-30
 # Rounding never causes a larger relative difference of a result than this.
-_LARGEST_ROUNDING = 0.5
+_MAX_ROUNDING_DIFFERENCE = 0.5
 # The error of a column with fewer rows may be due to chance.
-_MIN_ROWS = 16
+_MIN_COLUMN_ROWS = 16
 
 
 class CallInputs(NamedTuple):
@@ -191,8 +191,8 @@ def exceeds_rounding(result: Tensor, expected_result: Tensor) -> bool:
     """
     if not (result.is_floating_point() or result.is_complex()):
         return False
-    has_rows = result.dim() > 0 and result.numel() >= _MIN_ROWS * result.shape[-1]
-    exceeds_limit = _measure_one_difference(result, expected_result) > _LARGEST_ROUNDING
+    has_rows = result.dim() > 0 and result.numel() >= _MIN_COLUMN_ROWS * result.shape[-1]
+    exceeds_limit = _measure_one_difference(result, expected_result) > _MAX_ROUNDING_DIFFERENCE
     return exceeds_limit or (has_rows and find_wrong_column(result, expected_result) is not None)
 
 
@@ -220,7 +220,7 @@ def find_wrong_column(result: Tensor, expected_result: Tensor) -> tuple[int, flo
     )
     column = int(squared_difference_sums.argmax())
     size = max(float(sizes[column]), float(sizes.mean()))
-    is_wrong = float(squared_difference_sums[column]) > _LARGEST_ROUNDING**2 * size
+    is_wrong = float(squared_difference_sums[column]) > _MAX_ROUNDING_DIFFERENCE**2 * size
     return (column, float(squared_difference_sums[column] / squared_difference_sums.sum())) if is_wrong else None
 
 

@@ -31,7 +31,7 @@ from fp8bench.worker.state_tensors import get_address, is_foreign
 # of summation changes results by less.
 _STALE_DIFFERENCE = 0.01
 # A column is reported if it has more than this share of the squared difference.
-_MAIN_SHARE = 0.9
+_MAIN_COLUMN_SHARE = 0.9
 # The error at another shape may be at most _ERROR_LIMIT, or _ERROR_FACTOR times the error at the first shape if that is
 # larger.
 _ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
@@ -136,7 +136,7 @@ def _remark_on_wrong_column(
         if not (result.dim() and exceeds_rounding(result, correct)):
             continue
         column, difference_share = find_wrong_column(result, correct) or (0, 0.0)
-        if difference_share > _MAIN_SHARE:
+        if difference_share > _MAIN_COLUMN_SHARE:
             last_column_text = ", the last" if column == result.shape[-1] - 1 else ""
             yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last_column_text})"
 
@@ -150,7 +150,7 @@ def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error:
     half_shapes = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
     inputs = draw_inputs(half_shapes, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
     location = f"at {format_shapes(half_shapes)}"
-    expected_results, results = _call_both(inputs, against, target)
+    expected_results, results = _call_reference_and_target(inputs, against, target)
     if isinstance(results, str):
         yield f"{location} {against} works, but {results}"
     elif _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected_results):
@@ -169,7 +169,9 @@ def _halve_even_sides(shape: Sequence[int]) -> list[int]:
     return [side // 2 if side % 2 == 0 else side for side in shape]
 
 
-def _call_both(inputs: CallInputs, against: str, target: str) -> tuple[list[Tensor], list[Tensor] | str]:
+def _call_reference_and_target(
+    inputs: CallInputs, against: str, target: str
+) -> tuple[list[Tensor], list[Tensor] | str]:
     """Returns the results of the reference, and those of the callable. If the callable raises an exception, returns
     its message in their place. If the reference raises one, returns two empty lists.
     """
@@ -191,7 +193,7 @@ def _remark_on_hidden_nan(setup: Setup, target: str, against: str) -> Iterator[s
     float_tensors = [tensor.detach() for tensor in inputs.tensors if tensor.is_floating_point() and tensor.numel()]
     for first_tensor in float_tensors[:1]:
         first_tensor[(0,) * first_tensor.dim()] = math.nan
-    expected_results, results = _call_both(inputs, against, target)
+    expected_results, results = _call_reference_and_target(inputs, against, target)
     if isinstance(results, str):
         yield f"with a NaN in its input {results}"
     elif any(map(_has_nan, expected_results)) and not any(map(_has_nan, results)):

@@ -17,16 +17,16 @@ from fp8bench.units import describe
 
 # A function that returns the run of a measured claim, or raises CannotDecide.
 GetRun = Callable[[Claim], StoredRun]
-_PUBLISHED_ANSWERS = {0: Answer.WITHIN_RANGE, 1: Answer.ABOVE_RANGE, -1: Answer.BELOW_RANGE}
+_PUBLISHED_ANSWER_BY_SIDE = {0: Answer.WITHIN_RANGE, 1: Answer.ABOVE_RANGE, -1: Answer.BELOW_RANGE}
 
 # Power limits whose ratio differs from 1 by less than this count as equal.
-_EQUAL_POWER = 0.02
+_POWER_RATIO_TOLERANCE = 0.02
 
 
 def answer_claim(claim: Claim, claims: Mapping[str, Claim], get_run: GetRun) -> ClaimAnswer:
     """Answers one claim. `claims` holds all claims of the file by id, because a claim may consist of others."""
     if claim.kind is ClaimKind.ALL_OF:
-        return _answer_all_of(claim, [answer_claim(claims[part], claims, get_run) for part in claim.parts])
+        return _answer_composed_claim(claim, [answer_claim(claims[part], claims, get_run) for part in claim.parts])
     if claim.kind is ClaimKind.ARITHMETIC:
         return _answer_arithmetic(claim)
     # 1. A claimed rate above the device's peak, or a claimed time below the shortest possible one, is refuted without
@@ -50,7 +50,7 @@ def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
     )
 
 
-def _answer_all_of(claim: Claim, parts: list[ClaimAnswer]) -> ClaimAnswer:
+def _answer_composed_claim(claim: Claim, parts: list[ClaimAnswer]) -> ClaimAnswer:
     runs = tuple(dict.fromkeys(run for part in parts for run in part.runs))
     for answer in (Answer.REFUTED, Answer.CANNOT_TELL):
         if deciding := [part for part in parts if part.answer is answer]:
@@ -99,7 +99,7 @@ def _compare_published(measured_answer: ClaimAnswer, run: StoredRun) -> ClaimAns
     only if the card and its power limit are the same."""
     claim = measured_answer.claim
     assert measured_answer.value is not None
-    answer = _PUBLISHED_ANSWERS[claim.find_side(measured_answer.value)]
+    answer = _PUBLISHED_ANSWER_BY_SIDE[claim.find_side(measured_answer.value)]
     differences = list(_describe_differences(claim, run))
     if differences and answer is not Answer.WITHIN_RANGE:
         answer = Answer.OTHER_CONDITIONS
@@ -119,7 +119,9 @@ def _describe_differences(claim: Claim, run: StoredRun) -> Iterator[str]:
         yield f"card {card_name}, published {claim.card}"
     power_cap = _get_environment(run).get(f"{device.key} power_cap")
     power = power_cap if isinstance(power_cap, int | float) else None
-    is_same_power = power is not None and claim.power is not None and abs(power / claim.power - 1) <= _EQUAL_POWER
+    is_same_power = (
+        power is not None and claim.power is not None and abs(power / claim.power - 1) <= _POWER_RATIO_TOLERANCE
+    )
     if device.accelerated and not is_same_power:
         yield f"power limit {_format_watts(power)}, published {_format_watts(claim.power)}"
 

@@ -67,26 +67,26 @@ def _evaluate_node(node: ast.expr, citations: dict[str, str]) -> float:
             return _FUNCTIONS[node.func.id](_evaluate_node(node.args[0], citations))
         raise UnknownName("function", node.func.id, _FUNCTIONS)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return _find_fact(node.value.id, node.attr, citations)
+        return _find_fact_value(node.value.id, node.attr, citations)
     node_text = ast.unparse(node)[:40]
     raise UsageError(f"{node_text!r} is not arithmetic. Write numbers, facts such as e4m3.largest, and + - * / **.")
 
 
-def _find_fact(owner_name: str, name: str, citations: dict[str, str]) -> float:
+def _find_fact_value(owner_name: str, name: str, citations: dict[str, str]) -> float:
     owner_name = _SHORT_NAMES.get(owner_name, owner_name)
     if owner_name in FORMATS:
-        return _find_value(owner_name, name, list_format_facts(FORMATS[owner_name]))
+        return _get_named_fact(owner_name, name, list_format_facts(FORMATS[owner_name]))
     datasheet_by_name = {make_device_name(datasheet): datasheet for datasheet in load_datasheets()}
     if owner_name not in datasheet_by_name:
         raise UnknownName("format or device", owner_name, (*FORMATS, *datasheet_by_name))
     datasheet = datasheet_by_name[owner_name]
-    value = _find_value(owner_name, name, list_device_facts(datasheet))
+    value = _get_named_fact(owner_name, name, list_device_facts(datasheet))
     field = "dense" if name in datasheet.dense else name
     citations[f"{datasheet.name}: {datasheet.cite(field)}, {datasheet.date}, {datasheet.source}"] = datasheet.name
     return value
 
 
-def _find_value(owner_name: str, name: str, facts: Mapping[str, float]) -> float:
+def _get_named_fact(owner_name: str, name: str, facts: Mapping[str, float]) -> float:
     if name not in facts:
         raise UnknownName(f"fact of {owner_name}", name, facts)
     return facts[name]

@@ -34,8 +34,8 @@ from fp8bench.store.runs.run_file import load_run
 _CLAIMS_FILE, _ANSWERS_FILE, _RUNS_FOLDER = "claims.toml", "answers.json", "runs"
 _SCHEMA_VERSION = 1
 # Larger files are refused: fp8bench does not write them, and reading them takes too long.
-_LARGEST_ANSWERS = 64 << 20
-_LARGEST_RUN = 256 << 20
+_MAX_ANSWERS_BYTES = 64 << 20
+_MAX_RUN_BYTES = 256 << 20
 
 
 def refuse_existing_answers(folder: Path) -> None:
@@ -123,7 +123,7 @@ def read_answers(folder: Path) -> StoredAnswers:
     """Reads answers.json. Raises StoreError if the file changed after it was written."""
     path = folder / _ANSWERS_FILE
     try:
-        content = parse_json(read_file(path, _LARGEST_ANSWERS))
+        content = parse_json(read_file(path, _MAX_ANSWERS_BYTES))
         if content["schema"] != _SCHEMA_VERSION:
             raise StoreError(f"{path} was written by another version of fp8bench. Check it with that version.")
         unsealed_content = remove_checksum(content)
@@ -240,11 +240,11 @@ def _find_troubles(run_id: str, path: Path) -> Iterator[str]:
 def load_stored_run(path: Path) -> StoredRun:
     """Reads a file that holds a run or a training."""
     try:
-        first_line = read_file(path, _LARGEST_RUN).partition(b"\n")[0]
+        first_line = read_file(path, _MAX_RUN_BYTES).partition(b"\n")[0]
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
     return load_training(path) if b'"training":' in first_line else load_run(path)
 
 
 def _compute_digest(path: Path) -> str:
-    return sha256(read_file(path, _LARGEST_RUN)).hexdigest()
+    return sha256(read_file(path, _MAX_RUN_BYTES)).hexdigest()

@@ -21,7 +21,13 @@ from fp8bench.registry import precisions
 
 # Figures of an emulated case that would be the same on a device with the format. All other costs are those of the
 # emulation.
-_DEVICE_FIGURES = ("device_peak_memory", "device_max_batch", "useful_flops", "wire_bytes", "logical_bytes")
+_FIGURES_SAME_UNDER_EMULATION = (
+    "device_peak_memory",
+    "device_max_batch",
+    "useful_flops",
+    "wire_bytes",
+    "logical_bytes",
+)
 _TOO_FEW_ROUNDS = "too few rounds for an interval"
 # Costs of a training arm, which differ under emulation.
 _ARM_COST_FIGURES = ("tokens_per_second", "peak_memory", "joules_per_step")
@@ -81,7 +87,9 @@ def _read_case(claim: Claim, run: Run, record: Record) -> FigureReading:
         metric_names = ", ".join(metrics)
         raise UsageError(f"{claim.id}: the run {run.id} has no figure {name} of {mode}. It has {metric_names}.")
     # 2. Refuse costs of emulated cases, because they are not the costs of the precision.
-    if metric.cost or (record.support.is_emulated and not metric.spec.of_workload and name not in _DEVICE_FIGURES):
+    if metric.cost or (
+        record.support.is_emulated and not metric.spec.of_workload and name not in _FIGURES_SAME_UNDER_EMULATION
+    ):
         raise _refuse_emulation(claim, mode, metric.name)
     # 3. A throttled or shared device gives no time, rate or energy.
     if metric.noisy and finding is not None and finding.hard:
@@ -153,7 +161,7 @@ def _read_ratio(
     """
     name = claim.metric
     reference = _find_reference(record, run)
-    is_cost = not metric.spec.of_workload and name not in _DEVICE_FIGURES
+    is_cost = not metric.spec.of_workload and name not in _FIGURES_SAME_UNDER_EMULATION
     if reference is not None and reference.support.is_emulated and is_cost:
         raise _refuse_emulation(claim, f"the reference {reference.case.mode}", name)
     if metric.interval is None:

@@ -36,9 +36,9 @@ TRAINING_FIGURES = (
     "wire_bytes",
     "joules_per_step",
 )
-_SPEED_WORDS = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
+_SPEED_WORD_PATTERN = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
 # Words for times. A claim about a time needs a measurement. A peak speed is a figure of a datasheet, not a time.
-_TIME_WORDS = rf"(?<!peak )(?:{_SPEED_WORDS}|time|duration|seconds)"
+_TIME_WORD_PATTERN = rf"(?<!peak )(?:{_SPEED_WORD_PATTERN}|time|duration|seconds)"
 # Each rule: a pattern of words in a claim's sentence, a pattern of the figures that measure what such words promise,
 # and a remedy for a claim with a different figure.
 _CLAIM_WORDING_RULES = (
@@ -46,7 +46,7 @@ _CLAIM_WORDING_RULES = (
     (r"converge\w*|loss(?:es)?", r"loss|gap|held_out", "measure `gap` of a training"),
     (r"energy|joules|power (?:draw|consumption)", r"energy|joules|power", "measure `energy ratio`"),
     (r"memory|footprint", r"memory|bytes|batch", "measure `device_peak_memory ratio`"),
-    (_SPEED_WORDS, r"time|speedup|per_second|ceiling_rate", "measure `speedup`"),
+    (_SPEED_WORD_PATTERN, r"time|speedup|per_second|ceiling_rate", "measure `speedup`"),
 )
 # Units of metrics whose sum over cases has a meaning.
 _ADDITIVE_UNITS = ("s", "J", "B", "FLOP", "count")
@@ -193,7 +193,7 @@ def _check_bound(claim: Claim) -> None:
 
 
 def _check_arithmetic(claim: Claim) -> None:
-    if time_word := _find_word(_TIME_WORDS, claim.sentence):
+    if time_word := _find_word(_TIME_WORD_PATTERN, claim.sentence):
         raise UsageError(
             f"{time_word!r} is about times, but arithmetic cannot bound a ratio of two times. Measure it, or reword "
             "the sentence to be about peaks, as in 'peak speed'."
@@ -279,7 +279,7 @@ def _find_metric_spec(claim: Claim) -> MetricSpec | None:
     return spec
 
 
-_TRAINING_RESOLUTION = {"loss": 0.001, "held_out": 0.001, "tokens_per_second": 0.01, "joules_per_step": 0.01}
+_RESOLUTION_BY_TRAINING_FIGURE = {"loss": 0.001, "held_out": 0.001, "tokens_per_second": 0.01, "joules_per_step": 0.01}
 
 
 def find_resolution(claim: Claim, spec: MetricSpec | None) -> float:
@@ -289,5 +289,5 @@ def find_resolution(claim: Claim, spec: MetricSpec | None) -> float:
     if claim.figure in SPEEDUPS:
         return 0.01
     if spec is None:
-        return _TRAINING_RESOLUTION.get(claim.metric, 0.0)
+        return _RESOLUTION_BY_TRAINING_FIGURE.get(claim.metric, 0.0)
     return 0.0 if spec.counted or spec.unit in ("B", "count") else spec.least_change

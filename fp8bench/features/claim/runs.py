@@ -34,7 +34,7 @@ from fp8bench.units import clock
 
 _MAX_RUN_AGE = timedelta(days=7)
 # The workers of a run start within this time.
-_START_SECONDS = 10.0
+_WORKER_START_SECONDS = 10.0
 RunRequest = Request | TrainingRequest
 StoredRun = Run | KeptTraining
 RUN_ORIGIN = "claim"
@@ -61,7 +61,7 @@ class RunSource:
         request = self._make_request(claim)
         if request not in self._run_by_request:
             finished_run, unfinished_path = find_stored_run(request, self.store)
-            self._run_by_request[request] = finished_run or self._measure(request, unfinished_path)
+            self._run_by_request[request] = finished_run or self._measure_run(request, unfinished_path)
         self.runs_by_claim[claim.id] = self._run_by_request[request]
         return self._run_by_request[request]
 
@@ -78,7 +78,7 @@ class RunSource:
                     seconds_by_request[request] = max(claim.seconds, seconds_by_request.get(request, 0.0))
         if seconds_by_request:
             limit_seconds = [
-                seconds or self._estimate_longest(request) for request, seconds in seconds_by_request.items()
+                seconds or self._estimate_longest_seconds(request) for request, seconds in seconds_by_request.items()
             ]
             estimate_word = "about" if all(seconds_by_request.values()) else "up to"
             duration_text = (
@@ -93,12 +93,12 @@ class RunSource:
                 "finished runs, and the same command continues."
             )
 
-    def _estimate_longest(self, request: RunRequest) -> float:
+    def _estimate_longest_seconds(self, request: RunRequest) -> float:
         """Returns how many seconds a run of usual steps takes at most. Returns 0 for a training, which has no limit."""
         if not isinstance(request, Request):
             return 0.0
         plan, _ = plan_only(request, self.store)
-        return _START_SECONDS + 2 * BUDGET_SECONDS * len(plan.groups)
+        return _WORKER_START_SECONDS + 2 * BUDGET_SECONDS * len(plan.groups)
 
     def _make_request(self, claim: Claim) -> RunRequest:
         device = self._choose_device(claim)
@@ -127,7 +127,7 @@ class RunSource:
         with claim_process(True), ProcessWorker(Settings(1)) as worker:
             return worker.probe()
 
-    def _measure(self, request: RunRequest, unfinished: Path | None) -> StoredRun:
+    def _measure_run(self, request: RunRequest, unfinished: Path | None) -> StoredRun:
         """Measures a run, or resumes an unfinished one. Raises KeyboardInterrupt if the user interrupted it."""
         store = self.store
         command = command_line()

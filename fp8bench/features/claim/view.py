@@ -25,7 +25,7 @@ _STANDING_TONES = {
 }
 # Units that are shown with a prefix, such as TFLOP/s.
 _PREFIXED_UNITS = ("FLOP/s", "B", "B/s", "s", "J", "tok/s")
-_RELATION_TEXTS = {"<": "less than ", "<=": "at most ", ">": "more than ", ">=": "at least "}
+_TEXT_BY_RELATION = {"<": "less than ", "<=": "at most ", ">": "more than ", ">=": "at least "}
 
 
 def format_figure(value: float, unit: str) -> str:
@@ -44,7 +44,7 @@ def describe_claimed(claim: Claim) -> str:
     if claim.tolerance:
         accepted_range = " to ".join(format_figure(end, claim.unit) for end in claim.range)
         return f"about {bounds_text}: {accepted_range}"
-    return f"{_RELATION_TEXTS.get(claim.relation, '')}{bounds_text}"
+    return f"{_TEXT_BY_RELATION.get(claim.relation, '')}{bounds_text}"
 
 
 def format_answer_figure(answer: ClaimAnswer) -> str:

@@ -19,7 +19,7 @@ from fp8bench.model.file_names import format_start_time
 from fp8bench.store.kept_lines import LineContent, UnknownKind, process_lines, read_file_lines, read_header
 from fp8bench.store.runs.run_file import explain_invalid_record
 
-_NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
+_FIELDS_NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
 
 
 @dataclass
@@ -38,7 +38,9 @@ class DuelWriter(LineWriter):
 def start_duel(duel: Duel, store: Path) -> DuelWriter:
     path = store / "duels" / f"{format_start_time(duel.started)}-{duel.id}.jsonl"
     header = {
-        field.name: encode(getattr(duel, field.name)) for field in fields(duel) if field.name not in _NOT_IN_HEADER
+        field.name: encode(getattr(duel, field.name))
+        for field in fields(duel)
+        if field.name not in _FIELDS_NOT_IN_HEADER
     }
     return DuelWriter.start(path, {"schema": SCHEMA, "duel": header})
 

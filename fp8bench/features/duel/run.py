@@ -48,7 +48,7 @@ from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import user_module
 
 SESSIONS, _QUICK_SESSIONS = 4, 1
-_SESSION_SECONDS = 2.5
+_DEFAULT_SESSION_SECONDS = 2.5
 _MIN_SESSION_ROUNDS = 10
 # A note for a duel whose sides run the same code. It is stored in the duel, and readers of stored duels recognize the
 # note by this text.
@@ -85,13 +85,15 @@ class SessionArms:
         start_seconds = time.monotonic()
         self._prepare_states(order_generator, tell)
         tell("measuring")
-        stop_reason = self._run(RoundOrders(order_generator), rule, start_seconds if rule.whole else time.monotonic())
+        stop_reason = self._run_rounds(
+            RoundOrders(order_generator), rule, start_seconds if rule.whole else time.monotonic()
+        )
         for entry in self.entries:
             with raise_as_arm_failure(entry.arm):
                 entry.arm.check_states(entry.worker)
-        return Session(self._timings_of_side(BEFORE), self._timings_of_side(AFTER), stop_reason)
+        return Session(self._list_side_timings(BEFORE), self._list_side_timings(AFTER), stop_reason)
 
-    def _timings_of_side(self, side: str) -> tuple[Timing, ...]:
+    def _list_side_timings(self, side: str) -> tuple[Timing, ...]:
         return tuple(entry.arm.timing() for entry in self.entries if entry.side == side)
 
     def find_entry(self, arm: MeasuredArm) -> DuelEntry:
@@ -126,7 +128,7 @@ class SessionArms:
             # Discard the first call of short steps.
             arm.discard_count = 1 if arm.step_seconds < DISCARD_BELOW_SECONDS else 0
 
-    def _run(self, orders: RoundOrders[DuelEntry], rule: StoppingRule, start: float) -> str:
+    def _run_rounds(self, orders: RoundOrders[DuelEntry], rule: StoppingRule, start: float) -> str:
         rounds = 0
         end_reason = ""
         while not end_reason:
@@ -420,7 +422,7 @@ def _choose_stopping_rule(request: Request, session_seconds: float | None) -> St
         return StoppingRule(fixed=QUICK_ROUNDS, ceiling=min(session_limit_seconds, CEILING_SECONDS), whole=True)
     if session_seconds is not None:
         return StoppingRule(least=MIN_ROUNDS, budget=session_seconds, ceiling=session_seconds, whole=True)
-    return StoppingRule(least=_MIN_SESSION_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)
+    return StoppingRule(least=_MIN_SESSION_ROUNDS, budget=_DEFAULT_SESSION_SECONDS, ceiling=CEILING_SECONDS)
 
 
 def _describe_side(side: SideWorkers, request: Request) -> DuelSide:

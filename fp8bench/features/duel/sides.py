@@ -88,7 +88,7 @@ def link_package(folder: Path, package: Path) -> Path:
     return folder
 
 
-_GIT_SECONDS = 600.0
+_GIT_LIMIT_SECONDS = 600.0
 # A git hook sets these variables to its own repository, so git would ignore the current folder.
 _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
@@ -157,14 +157,14 @@ def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_GIT_SECONDS,
+            timeout=_GIT_LIMIT_SECONDS,
             check=False,
             stdin=subprocess.DEVNULL,
         )
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", f"git cannot be run ({error.strerror})")
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"git did not answer within {_GIT_SECONDS:g} s")
+        return subprocess.CompletedProcess(command, 124, "", f"git did not answer within {_GIT_LIMIT_SECONDS:g} s")
 
 
 def _read_git_error(result: subprocess.CompletedProcess[str]) -> str:

@@ -107,19 +107,19 @@ def judge_sessions(
     sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME_BAND
 ) -> DuelVerdict | None:
     """Judges all sessions of a case. Returns None if no round of any session has all processes."""
-    shared_sessions = [session for session in sessions if _list_rounds(session)]
+    shared_sessions = [session for session in sessions if _list_common_rounds(session)]
     if not shared_sessions:
         return None
     # Compare complete steps if parts of a step compensate for each other by more than processes differ.
     uses_whole_steps = 2 * sum(map(_do_parts_compensate, shared_sessions)) >= len(shared_sessions)
     # 1. For each process, compute the logarithms of its fastest time and of its mean time.
-    session_logs = [_compute_logs(session, uses_whole_steps) for session in shared_sessions]
+    session_logs = [_compute_log_seconds(session, uses_whole_steps) for session in shared_sessions]
     logs, mean_logs = np.concatenate(session_logs, axis=1)
     sizes = [(len(session.before), len(session.after)) for session in shared_sessions]
     is_process_after = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
     # 2. Run a permutation test: assign processes to sides at random, and count how often the sides differ as much.
     assignments = _NameAssignments(logs, is_process_after, sizes)
-    rounds = min(len(_list_rounds(session)) for session in shared_sessions)
+    rounds = min(len(_list_common_rounds(session)) for session in shared_sessions)
     logs_a = logs[~is_process_after]
     logs_b = logs[is_process_after]
     ratio = assignments.interval(level)
@@ -170,13 +170,13 @@ def explain_unsure(times: DuelVerdict) -> str:
     return "processes of one side differ too much; use more of them (--sessions), or a quieter machine"
 
 
-def _list_rounds(session: Session) -> list[int]:
+def _list_common_rounds(session: Session) -> list[int]:
     return verdicts.find_common_rounds([*session.before, *session.after]) if session.before and session.after else []
 
 
-def _compute_logs(session: Session, whole_steps: bool) -> NDArray[np.float64]:
+def _compute_log_seconds(session: Session, whole_steps: bool) -> NDArray[np.float64]:
     timings = [*session.before, *session.after]
-    rounds = _list_rounds(session)
+    rounds = _list_common_rounds(session)
     mean_seconds = [float(verdicts.mean_seconds(timing, rounds).mean()) for timing in timings]
     return np.log([_list_best_seconds(timings, rounds, whole_steps), mean_seconds])
 
@@ -188,7 +188,7 @@ def _list_best_seconds(timings: Sequence[Timing], rounds: Sequence[int], whole_s
 
 
 def _do_parts_compensate(session: Session) -> bool:
-    rounds = _list_rounds(session)
+    rounds = _list_common_rounds(session)
 
     def measure_spread(whole_steps: bool) -> float:
         return max(
@@ -253,13 +253,13 @@ class _NameAssignments:
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
         self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(b_process_masks))
         # Store the indices of the processes on side B and side A. Every assignment has equally many on each side.
-        self._after, self._before = (
+        self._after_indices, self._before_indices = (
             np.nonzero(names)[1].reshape(len(b_process_masks), -1) for names in (b_process_masks, ~b_process_masks)
         )
 
     @property
     def log_ratio(self) -> float:
-        return self._measure_distances(0.0)[1]
+        return self._measure_side_distances(0.0)[1]
 
     def interval(self, level: float) -> Interval:
         """Returns the ratio of B to A with its interval at a confidence level. The interval is unbounded if the sides
@@ -279,7 +279,7 @@ class _NameAssignments:
 
     def compute_p_value(self, log_shift: float) -> float:
         # Allow for rounding: the actual assignment must count, but is summed in a different order.
-        distances, observed_distance = self._measure_distances(log_shift)
+        distances, observed_distance = self._measure_side_distances(log_shift)
         return float((np.abs(distances) >= abs(observed_distance) - 1e-12).mean())
 
     def _find_bound(self, log_ratio: float, outer_offset: float, p_limit: float) -> float:
@@ -300,19 +300,19 @@ class _NameAssignments:
 
     @cached_property
     def error(self) -> float:
-        return float(np.std(self._measure_distances(self.log_ratio)[0]))
+        return float(np.std(self._measure_side_distances(self.log_ratio)[0]))
 
     @property
     def standardized_distance(self) -> float:
         log_size = abs(self.log_ratio)
         return log_size / self.error if self.error else math.inf if log_size else 0.0
 
-    def _measure_distances(self, log_shift: float) -> tuple[NDArray[np.float64], float]:
+    def _measure_side_distances(self, log_shift: float) -> tuple[NDArray[np.float64], float]:
         logs = self._logs - log_shift * self._is_after
         # the median of a session does not depend on the assignment of processes to sides
         for process_indices in self._sessions:
             logs[process_indices] -= np.median(logs[process_indices])
-        assigned_distances = _mean_of_fastest(logs[self._after]) - _mean_of_fastest(logs[self._before])
+        assigned_distances = _mean_of_fastest(logs[self._after_indices]) - _mean_of_fastest(logs[self._before_indices])
         observed_distance = _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
         return assigned_distances, float(observed_distance)
 

@@ -65,8 +65,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     work_parser.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
     add_common(work_parser, "--explain")
-    submit_codes = exit_codes.replace("0 every", "0 workers are submitted, or with --wait every")
-    submit_parser = command("submit", "start workers in Slurm or in a Ray cluster", submit_codes)
+    submit_exit_codes = exit_codes.replace("0 every", "0 workers are submitted, or with --wait every")
+    submit_parser = command("submit", "start workers in Slurm or in a Ray cluster", submit_exit_codes)
     _add_submit(submit_parser)
     status = command("status", "list the cells that are done, running, failed (with the reason) or waiting")
     add_common(status, "--explain")
@@ -169,9 +169,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _show_status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     if arguments.store.exists() and not arguments.store.is_dir():
         raise UsageError(f"the store {arguments.store} is a file, expected a folder. Give another --store DIR.")
-    states = compute_cell_states(plan, arguments.store)
-    tell(arguments, partial(view.status_page, plan, states), lambda: {"plan": encode(plan), "cells": encode(states)})
-    return _choose_exit_code(states)
+    cell_states = compute_cell_states(plan, arguments.store)
+    tell(
+        arguments,
+        partial(view.status_page, plan, cell_states),
+        lambda: {"plan": encode(plan), "cells": encode(cell_states)},
+    )
+    return _choose_exit_code(cell_states)
 
 
 def _run_worker(plan: FleetPlan, arguments: argparse.Namespace) -> int:
@@ -228,15 +232,19 @@ def _collect_runs(arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet.collect import collect_runs  # this import is slow
 
     out = arguments.store
-    collected = collect_runs(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
-    for sentence in collected.failures:
+    collection_counts = collect_runs(
+        read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out
+    )
+    for sentence in collection_counts.failures:
         complain(sentence)
-    copied_counts_text = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken_by_machine.items()))
-    lines = [f"taken: {copied_counts_text or 'nothing new'}", f"copied before: {collected.same_count}"]
-    lines += [f"left out: {count} {reason}" for reason, count in sorted((+collected.left_by_reason).items())]
-    lines += [f"refused: {len(collected.failures)}"] if collected.failures else []
+    copied_counts_text = ", ".join(
+        f"{count} of {name}" for name, count in sorted(collection_counts.taken_by_machine.items())
+    )
+    lines = [f"taken: {copied_counts_text or 'nothing new'}", f"copied before: {collection_counts.same_count}"]
+    lines += [f"left out: {count} {reason}" for reason, count in sorted((+collection_counts.left_by_reason).items())]
+    lines += [f"refused: {len(collection_counts.failures)}"] if collection_counts.failures else []
     say("\n".join([*lines, f"in {out}", ""]))
-    return EXIT_FAILED if collected.failures else EXIT_OK
+    return EXIT_FAILED if collection_counts.failures else EXIT_OK
 
 
 def _show_report(arguments: argparse.Namespace) -> int:

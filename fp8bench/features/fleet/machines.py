@@ -138,7 +138,7 @@ _SOFTWARE_FACTS = (
     "cgroup_cpu_max",
     "imports_sha256",
 )
-_DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig", "clock_limit")
+_DEVICE_SETTING_NAMES = ("driver", "power_cap", "ecc", "mig", "clock_limit")
 _REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data", "ranks", "sustained")
 _CAPABILITY_PREFIX = "CPU capability usage: "
 
@@ -174,7 +174,7 @@ def summarize_run(run: Run) -> MachineRun:
     failure_reasons: dict[str, str] = {}
     for record in run.records:
         if record.is_ok and record.timing:
-            times[_name_case_with_version(record)] = _median_call(record.timing)
+            times[_name_case_with_version(record)] = _compute_median_call_seconds(record.timing)
         if record.status is Status.FAILED:
             failure_reasons[_name_case_with_version(record)] = record.reason
     return MachineRun(
@@ -189,7 +189,7 @@ def summarize_run(run: Run) -> MachineRun:
     )
 
 
-def _median_call(timing: Timing) -> float:
+def _compute_median_call_seconds(timing: Timing) -> float:
     """Returns the median seconds of all calls. A few disturbed calls hardly change the median, and it does not depend
     on the number of calls.
     """
@@ -221,7 +221,7 @@ def _software_fields(run: Run) -> Iterator[tuple[str, str]]:
     for device in _find_devices(run):
         if device.accelerated:
             yield f"cuda of {device.key}", _describe_value(device.cuda or device.hip)
-            for name in _DEVICE_SETTINGS:
+            for name in _DEVICE_SETTING_NAMES:
                 yield f"{name} of {device.key}", _describe_value(facts.get(f"{device.key} {name}"))
     for name in _REQUEST_FIELDS:
         yield f"asked: {name}", _describe_value(getattr(run.request, name))

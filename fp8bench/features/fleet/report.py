@@ -105,7 +105,7 @@ def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _StoreReading:
             store_reading.skipped[_STILL_RUNNING] += 1
         else:
             finished.append((summarize_run(run), path, _digest_times(run)))
-    _drop_copies(finished, store_reading)
+    _add_runs_without_copies(finished, store_reading)
     return store_reading
 
 
@@ -115,7 +115,9 @@ def _digest_times(run: Run) -> int | None:
     return hash(times) if times else None
 
 
-def _drop_copies(finished_runs: Sequence[tuple[MachineRun, Path, int | None]], store_reading: _StoreReading) -> None:
+def _add_runs_without_copies(
+    finished_runs: Sequence[tuple[MachineRun, Path, int | None]], store_reading: _StoreReading
+) -> None:
     """Adds the finished runs to `store_reading`, except copies. Runs of different machines are copies if their times
     are equal to the nanosecond. Only one machine can have measured these times, and it is unknown which one. So none of
     these runs counts.
@@ -142,12 +144,12 @@ def _describe_failed_cells(store: Path, plans: Sequence[FleetPlan]) -> Iterator[
     """
     for plan in plans:
         for state in compute_cell_states(plan, store):
-            cell = f"cell {state.number} of plan {plan.id}"
+            cell_text = f"cell {state.number} of plan {plan.id}"
             if state.status is CellStatus.FAILED:
                 host_text = f" on {state.attempts[-1].host}" if state.attempts else ""
-                yield f"{cell} failed{host_text}: {state.why}"
+                yield f"{cell_text} failed{host_text}: {state.why}"
             for sentence in state.damage:
-                yield f"{cell} is damaged: {sentence}"
+                yield f"{cell_text} is damaged: {sentence}"
 
 
 def build_report(
@@ -190,10 +192,10 @@ def build_report(
     ]
     oddity_order = list(Oddity)
     alarms.sort(key=lambda alarm: (alarm.machine, oddity_order.index(alarm.what)))
-    why_not = {}
+    differences_by_kind = {}
     for kind in kinds[1:]:
         if kind.software != kinds[0].software:
-            why_not[kind.name] = "; ".join(describe_differences(kind.software, kinds[0].software))
+            differences_by_kind[kind.name] = "; ".join(describe_differences(kind.software, kinds[0].software))
     return FleetReport(
         machines=tuple(_summarize_machines(runs, kinds)),
         kinds=tuple(kinds),
@@ -202,7 +204,7 @@ def build_report(
         settings=len(settings),
         lacking=tuple(setting for setting in settings if setting not in complete_settings),
         excluded=tuple(exclusion_reasons),
-        why_not=why_not,
+        why_not=differences_by_kind,
     )
 
 
@@ -271,12 +273,12 @@ def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
     for kind in kinds:
         for machine, deviation in kind.deviations.items():
             if deviation.odd:
-                oddity = Oddity.TOO_SLOW if deviation.score > 0 else Oddity.TOO_FAST
+                machine_oddity = Oddity.TOO_SLOW if deviation.score > 0 else Oddity.TOO_FAST
                 times = f"{ratio(deviation.ratio)} the median time of its kind, in its median case"
                 distance = (
                     f"{abs(deviation.score):.0f} median absolute deviations away, the limit is {OUTLIER_DEVIATIONS:.0f}"
                 )
-                yield MachineAlarm(machine, oddity, f"{times} ({distance})")
+                yield MachineAlarm(machine, machine_oddity, f"{times} ({distance})")
 
 
 def find_missing_measurements(runs: Sequence[MachineRun], expected_machines: Collection[str]) -> Iterator[MachineAlarm]:

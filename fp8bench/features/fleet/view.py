@@ -114,7 +114,7 @@ def _cases_table(report: FleetReport) -> Table:
     return table("cases", "", cols, figures, main=True)
 
 
-def _coverage_texts(report: FleetReport) -> Iterator[Element]:
+def _yield_coverage_elements(report: FleetReport) -> Iterator[Element]:
     complete_cell_count = report.settings - len(report.lacking)
     yield Text(f"{complete_cell_count} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
@@ -187,6 +187,6 @@ def report_page(report: FleetReport, name: str) -> Page:
         Part("machines", "Machines", (_machines_table(report),)),
         Part("kinds", "Kinds of machines", (_kinds_table(report),)),
         Part("cases", "Cases side by side", (_cases_table(report),)),
-        Part("coverage", "Coverage and exclusions", tuple(_coverage_texts(report))),
+        Part("coverage", "Coverage and exclusions", tuple(_yield_coverage_elements(report))),
     ]
     return Page(f"fleet report: {name}", "", tuple(parts), LEGEND)

@@ -233,7 +233,7 @@ _THRESHOLDS_SYNTAX = (
 )
 _NUMBER_WITH_UNIT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
 _UNIT_FACTORS = units.list_typed_units()
-_MAX_RELATIVE = 100.0
+_MAX_RELATIVE_THRESHOLD = 100.0
 
 
 def read_rules(file: Path) -> ThresholdRules:
@@ -280,7 +280,11 @@ def _parse_relative_threshold(location: str, value: Any) -> float:
     """
     number, unit = _parse_number(location, value, "a share, like 5% or 0.05")
     relative_threshold = number / 100 if unit == "%" else number
-    if unit not in ("", "%") or not 0 <= relative_threshold <= _MAX_RELATIVE or (not unit and relative_threshold >= 1):
+    if (
+        unit not in ("", "%")
+        or not 0 <= relative_threshold <= _MAX_RELATIVE_THRESHOLD
+        or (not unit and relative_threshold >= 1)
+    ):
         percent_hint = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
         raise UsageError(
             f"{location}: relative: expected a non-negative share, like 5% or 0.05, got {value!r}.{percent_hint}"

@@ -71,7 +71,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         )
     # 2. Find change points in series, and cases that fail now but did not fail at the commit before.
     history = read_history(store, observer)
-    series_states = tuple(_current_series_states(history, newest_run))
+    series_states = tuple(_yield_current_series_states(history, newest_run))
     found_changes = find_all_changes(history, store, observer)
     current_runs, previous_runs = _load_two_newest_commits(newest_run, store)
     failures = (
@@ -190,7 +190,7 @@ def _select_judged_changes(found_steps: FoundChanges, newest_run: Run, history: 
     }
 
 
-def _current_series_states(history: History, newest_run: Run) -> Iterator[SeriesState]:
+def _yield_current_series_states(history: History, newest_run: Run) -> Iterator[SeriesState]:
     trends_and_pieces = ((line.trend, line.comparable) for line in _select_newest_series(history, newest_run))
     values_since_step = [
         (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in trends_and_pieces if parts

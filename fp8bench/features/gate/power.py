@@ -35,7 +35,7 @@ from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of
 
 # The largest slow-down that is considered: a factor of 1000.
-_MAX_LOG = math.log(1000.0)
+_MAX_LOG_RATIO = math.log(1000.0)
 _STANDARD_NORMAL = NormalDist()
 
 
@@ -52,7 +52,7 @@ class _LookRequirement(NamedTuple):
     deviation of the measured logarithm.
     """
 
-    min_log: float
+    min_log_ratio: float
     error: float
 
 
@@ -69,12 +69,12 @@ def _make_requirement(fixed_log: float, evidence_log: float, error: float, freed
 
 def detection_limits(judged: Sequence[JudgedFigure], remeasurement: Remeasurement) -> tuple[DetectionLimit, ...]:
     """Returns the detection limits of all figures that have noise, the least sensitive figure first."""
-    p_value_limit = _p_value_limit(judged)
+    p_value_limit = _compute_p_value_limit(judged)
     noisy_figures = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
-    return _sort_limits(_detection_limit(figure, p_value_limit, remeasurement) for figure in noisy_figures)
+    return _sort_limits(_compute_detection_limit(figure, p_value_limit, remeasurement) for figure in noisy_figures)
 
 
-def _p_value_limit(judged: Sequence[JudgedFigure]) -> float:
+def _compute_p_value_limit(judged: Sequence[JudgedFigure]) -> float:
     p_values = [
         p_value for figure in judged if _is_tested(figure) and (p_value := probability_by_chance(figure)) is not None
     ]
@@ -94,7 +94,7 @@ def _sort_limits(limits: Iterable[DetectionLimit]) -> tuple[DetectionLimit, ...]
     return tuple(sorted(limits, key=sort_key))
 
 
-def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> DetectionLimit:
+def _compute_detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> DetectionLimit:
     change = figure.comparison
     infinite_limit = DetectionLimit(
         change.case, change.metric, _smallest_failing_share(figure.threshold, change.before), math.inf
@@ -109,7 +109,7 @@ def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeas
         )
     return replace(
         infinite_limit,
-        smallest=_smallest_detectable(_make_requirements(figure, p_limit, remeasurement)),
+        smallest=_compute_smallest_detectable_change(_make_requirements(figure, p_limit, remeasurement)),
         unknown=unknown_reason,
     )
 
@@ -118,15 +118,15 @@ def _smallest_failing_share(threshold: Threshold, baseline: float | None) -> flo
     return max(threshold.relative, threshold.smallest / baseline if baseline else 0.0)
 
 
-def _smallest_detectable(requirements: Sequence[_LookRequirement]) -> float:
+def _compute_smallest_detectable_change(requirements: Sequence[_LookRequirement]) -> float:
     """Returns the smallest slow-down that all measurements detect with the probability `DETECTION_PROBABILITY`. The
     allowed probability of missing it is divided equally among the noisy measurements, which is valid even if they are
     correlated.
     """
     noisy_look_count = sum(requirement.error > 0 for requirement in requirements)
     deviations = _STANDARD_NORMAL.inv_cdf(1 - (1 - DETECTION_PROBABILITY) / max(1, noisy_look_count))
-    smallest_log_ratio = max(requirement.min_log + deviations * requirement.error for requirement in requirements)
-    return math.expm1(max(smallest_log_ratio, 0.0)) if smallest_log_ratio < _MAX_LOG else math.inf
+    smallest_log_ratio = max(requirement.min_log_ratio + deviations * requirement.error for requirement in requirements)
+    return math.expm1(max(smallest_log_ratio, 0.0)) if smallest_log_ratio < _MAX_LOG_RATIO else math.inf
 
 
 def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> list[_LookRequirement]:
@@ -135,10 +135,10 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
     if change.evidence is Evidence.PAIRED:
         # The second duel starts fresh processes on both sides, so it has as much noise as the first duel.
         error = change.noise.error
-        min_evidence = math.log1p(verdicts.VERDICT_BAND) + _half_width_of_log(change)
+        min_evidence = math.log1p(verdicts.VERDICT_BAND) + _compute_log_half_width(change)
         evidence = max(min_evidence, error * student_quantile(1 - p_limit, change.noise.freedom))
         min_logs = (evidence, min_evidence) if remeasurement is Remeasurement.DUEL else (evidence,)
-        return [_make_requirement(0.0, min_log, error, change.noise.freedom) for min_log in min_logs]
+        return [_make_requirement(0.0, min_log_ratio, error, change.noise.freedom) for min_log_ratio in min_logs]
     first_evidence, second_evidence, error, second_error = (
         _compute_few_runs_limits(figure, p_limit)
         if is_from_few_runs(change)
@@ -166,7 +166,7 @@ def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[floa
     change = figure.comparison
     case_spread = figure.spread
     assert change.noise is not None
-    half_width = _half_width_of_log(change)
+    half_width = _compute_log_half_width(change)
     if case_spread is None:
         return half_width, half_width, change.noise.error, _second_look_error(change.noise.error, change.noise)
     first_evidence = case_spread.shift + case_spread.deviation * _STANDARD_NORMAL.inv_cdf(1 - p_limit / 2)
@@ -201,7 +201,7 @@ def _second_look_error(error: float, noise: Noise) -> float:
     return error * math.sqrt(first_side_share + (1 - first_side_share) * noise.after)
 
 
-def _half_width_of_log(change: Comparison) -> float:
+def _compute_log_half_width(change: Comparison) -> float:
     assert change.ratio is not None
     return math.log(change.ratio.point / change.ratio.low)
 
@@ -242,15 +242,17 @@ def history_detection_limits(
         requirements = _make_step_requirements(
             level, p_value_limit, remeasurement, spec_of(comparison.metric).least_change
         )
-        limits.append(replace(infinite_limit, smallest=_smallest_detectable(requirements), nights=level.length))
+        limits.append(
+            replace(infinite_limit, smallest=_compute_smallest_detectable_change(requirements), nights=level.length)
+        )
     return _sort_limits(limits)
 
 
 def _make_step_requirements(
     level: PieceLevel, p_limit: float, remeasurement: Remeasurement, band: float
 ) -> list[_LookRequirement]:
-    min_log, error = smallest_visible_step(level, p_limit)
-    requirements = [_make_requirement(math.log1p(band), min_log, error, level.freedom)]
+    min_log_ratio, error = smallest_visible_step(level, p_limit)
+    requirements = [_make_requirement(math.log1p(band), min_log_ratio, error, level.freedom)]
     if remeasurement is Remeasurement.MEASURED_AGAIN:
         # The new value must be beyond the midpoint of the old and the new level, only half of the change away. So its
         # noise counts twice.

@@ -54,8 +54,8 @@ def render_junit(verdict: GateVerdict) -> str:
         _add_test_suite(document, name, judged, limits)
     if verdict.problem:
         suite = ET.SubElement(document, "testsuite", name="gate")
-        test_element = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
-        ET.SubElement(test_element, "error", message=verdict.headline, type="problem").text = verdict.problem
+        testcase_element = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
+        ET.SubElement(testcase_element, "error", message=verdict.headline, type="problem").text = verdict.problem
     # XML does not allow control characters.
     for element in document.iter():
         element.text = _remove_control_characters(element.text or "")
@@ -74,19 +74,19 @@ def _add_test_suite(
 ) -> None:
     suite = ET.SubElement(root, "testsuite", name=name)
     for figure in judged:
-        test_element = ET.SubElement(suite, "testcase", classname=name, name=_figure_title(figure), time="0")
+        testcase_element = ET.SubElement(suite, "testcase", classname=name, name=_figure_title(figure), time="0")
         if figure.key in limits:
-            properties = ET.SubElement(test_element, "properties")
-            ET.SubElement(properties, "property", name=_SMALLEST_LABEL, value=limits[figure.key].smallest_text)
+            properties_element = ET.SubElement(testcase_element, "properties")
+            ET.SubElement(properties_element, "property", name=_SMALLEST_LABEL, value=limits[figure.key].smallest_text)
         outcome_tag = _JUNIT_TAGS.get(figure.outcome)
         summary = _summarize_figure(figure)
         details = "\n".join(_describe_looks(figure))
         if outcome_tag == "skipped":
-            ET.SubElement(test_element, outcome_tag, message=figure.why or figure.outcome.value)
+            ET.SubElement(testcase_element, outcome_tag, message=figure.why or figure.outcome.value)
         elif outcome_tag is not None:
-            ET.SubElement(test_element, outcome_tag, message=summary, type=figure.outcome.value).text = details
+            ET.SubElement(testcase_element, outcome_tag, message=summary, type=figure.outcome.value).text = details
         elif figure.outcome is not GateOutcome.WITHIN_THRESHOLD:
-            ET.SubElement(test_element, "system-out").text = f"{summary}\n{details}"
+            ET.SubElement(testcase_element, "system-out").text = f"{summary}\n{details}"
 
 
 def _figure_title(figure: JudgedFigure) -> str:
@@ -161,18 +161,18 @@ def render_page(verdict: GateVerdict) -> Page:
     # 2. Explain only the terms that the page shows.
     listed = verdict.of(*_PART_TITLES)
     second_looks = [figure.again for figure in listed if figure.again is not None]
-    footer = [_AGAIN_LEGEND] if second_looks else []
+    footer_texts = [_AGAIN_LEGEND] if second_looks else []
     if listed:
-        footer += [_WORSE_LEGEND, *explain_labels([*(figure.comparison for figure in listed), *second_looks])]
+        footer_texts += [_WORSE_LEGEND, *explain_labels([*(figure.comparison for figure in listed), *second_looks])]
     facts = [("judged", verdict.counts)] if verdict.judged else []
     # 3. State the smallest detectable slow-down: without it, a pass means little.
     if verdict.sights:
         facts.append((_SMALLEST_LABEL, summarize_limits(verdict.sights)))
         detection_share_text = f"{100 * DETECTION_PROBABILITY:.3g} of 100 builds"
-        footer.append(
+        footer_texts.append(
             f"{_SMALLEST_LABEL}: in {detection_share_text}, both measurements would have found one of this size"
         )
-    return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
+    return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer_texts, tuple(facts))
 
 
 def _show_value_before(figure: JudgedFigure) -> str:
@@ -211,8 +211,8 @@ def summarize_limits(limits: Sequence[DetectionLimit]) -> str:
     """Returns the worst detection limit, for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
     worst_limit = limits[0]
     count = len(limits)
-    worst_name = f"{worst_limit.case} {worst_limit.metric}, threshold {units.change(1 + worst_limit.threshold)}"
-    return f"{worst_limit.smallest_text} ({f'worst of {count} figures: ' if count > 1 else ''}{worst_name})"
+    worst_figure_text = f"{worst_limit.case} {worst_limit.metric}, threshold {units.change(1 + worst_limit.threshold)}"
+    return f"{worst_limit.smallest_text} ({f'worst of {count} figures: ' if count > 1 else ''}{worst_figure_text})"
 
 
 def show_threshold(figure: JudgedFigure) -> str:
@@ -282,10 +282,10 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
     # 2. A worse numerical result is a problem of quality, and has a different status than a worse time.
     quality_causes: list[str] = []
     for figure in verdict.of(GateOutcome.REGRESSION):
-        is_numeric = spec_of(figure.comparison.metric).of_workload
-        status = ReviewStatus.QUALITY_BLOCKED if is_numeric else ReviewStatus.REGRESSION
+        is_numerical_result = spec_of(figure.comparison.metric).of_workload
+        status = ReviewStatus.QUALITY_BLOCKED if is_numerical_result else ReviewStatus.REGRESSION
         reasons_by_status[status].append(_summarize_change(figure))
-        if is_numeric and not quality_causes:
+        if is_numerical_result and not quality_causes:
             quality_causes.append("numbers became worse")
     if ReviewStatus.QUALITY_BLOCKED in unequal_status.values():
         quality_causes.append("a case fails on head alone")
@@ -313,9 +313,9 @@ def _show_largest_threshold(verdict: GateVerdict) -> str:
     """Returns the largest threshold of the noisy figures (such as times), as a percentage. The gate may pass smaller
     slow-downs. Without noisy figures, returns the largest threshold of all tested figures.
     """
-    noisy_shares = [limit.threshold for limit in verdict.sights]
-    all_shares = [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
-    return f"{100 * max(noisy_shares or all_shares, default=0.0):.3g}%"
+    noisy_thresholds = [limit.threshold for limit in verdict.sights]
+    tested_thresholds = [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
+    return f"{100 * max(noisy_thresholds or tested_thresholds, default=0.0):.3g}%"
 
 
 def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
@@ -347,8 +347,8 @@ def render_comment(review: DuelReview, verdict: GateVerdict | None, duel: Duel |
         elements.append(Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.sights)}"))
     further_reasons = Items(tuple(map(Text, reasons[1:])))
     if duel is not None and verdict is not None:
-        ending = Text(f"{verdict.counts}. {_describe_sides(duel)}")
-        elements += [_figures_table(verdict), further_reasons, ending]
+        counts_and_sides = Text(f"{verdict.counts}. {_describe_sides(duel)}")
+        elements += [_figures_table(verdict), further_reasons, counts_and_sides]
     else:
         elements.append(further_reasons)
     elements.append(Code(command))

@@ -28,7 +28,7 @@ _GRID_CONTEXTS = 256
 # If an arm reads whole pages, its time jumps at page boundaries, away from a line. Intervals are widened by this many
 # times the range of these distances. In simulated sweeps with any page size, the widened intervals contained every
 # context at which the faster arm changes in 9 of 10 cases. With powers of two, they did so in all cases.
-_STEP_MARGIN = 2.0
+_STEP_RANGE_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     shortest, longest = int(measured_contexts[0]), int(measured_contexts[-1])
     grid = np.geomspace(shortest, longest, _GRID_CONTEXTS)
     step_seconds = _estimate_step_seconds(arm, reference, measured_contexts, grid)
-    line_speed_signs = _certain_signs(arm.at(grid) - reference.at(grid), step_seconds)
-    measured_speed_signs = _certain_signs(arm.resampled_seconds - reference.resampled_seconds, 0.0)
+    line_speed_signs = _compute_certain_speed_signs(arm.at(grid) - reference.at(grid), step_seconds)
+    measured_speed_signs = _compute_certain_speed_signs(arm.resampled_seconds - reference.resampled_seconds, 0.0)
     first, last = (
         bool(line_speed_signs[end] > 0)
         if line_speed_signs[end] and measured_speed_signs[end] != -line_speed_signs[end]
@@ -144,7 +144,7 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     )
 
 
-def _certain_signs(differences: Floats, margin: Floats | float) -> Any:
+def _compute_certain_speed_signs(differences: Floats, margin: Floats | float) -> Any:
     """Returns for each context 1 if the arm is certainly faster by more than the margin, -1 if it is certainly slower
     by more than the margin, else 0.
 
@@ -164,7 +164,7 @@ def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured_contex
     # The time is assumed to jump as much at short contexts as at long ones.
     reference_seconds = np.maximum(seconds_at_largest_distance, reference.point[0] + reference.point[1] * grid)
     # The margin is needed because few contexts seldom hit the times just before and after a jump.
-    measured_step_seconds: Floats = _STEP_MARGIN * np.ptp(relative_line_distances) * reference_seconds
+    measured_step_seconds: Floats = _STEP_RANGE_FACTOR * np.ptp(relative_line_distances) * reference_seconds
     # If all measured contexts are multiples of a number, jumps at shorter distances could not be measured.
     hidden_step_seconds = (math.gcd(*map(int, measured_contexts)) - 1) * float(
         max(arm.point[1], reference.point[1], 0.0)

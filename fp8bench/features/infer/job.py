@@ -63,7 +63,7 @@ SHIPPED, SHIPPED_WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.
 # Modules of the standard library that the shipped model was not trained on (suites/inference_fixture.py of commit
 # ecade0ae trained it). WINDOW_TOKENS is the number of positions of this model.
 HELD_OUT_MODULES, WINDOW_TOKENS = ("argparse.py", "statistics.py", "textwrap.py"), 128
-_WORKER_SECONDS = 1800.0
+_WORKER_TIMEOUT_SECONDS = 1800.0
 # The default contexts, without and with --quick.
 _DEFAULT_CONTEXTS = {False: (256, 1024, 1025, 2048, 4096), True: (128, 512, 513, 1024, 2048)}
 
@@ -119,7 +119,7 @@ def answer_question(
 
 def _ask_worker(worker: Worker, name: str, *arguments: Any) -> Any:
     try:
-        return getattr(cast(Any, worker.within(_WORKER_SECONDS)), name)(*arguments)
+        return getattr(cast(Any, worker.within(_WORKER_TIMEOUT_SECONDS)), name)(*arguments)
     except WorkerFault as fault:
         raise to_original_error(fault) from None
 
@@ -224,7 +224,7 @@ def _measure_times(
             runs.append(measure_suite("prefill", answer.prompt))
     # 3. Fit a line to each arm's times, or store the reason why it has none.
     finished = len(runs) == 2 and runs[-1].finished
-    measured_contexts = tuple(sorted({_context_length(record) for record in decode_run.records}))
+    measured_contexts = tuple(sorted({_read_context_length(record) for record in decode_run.records}))
     if measured_contexts and not finished:
         question = replace(question, contexts=measured_contexts)
     times = [
@@ -253,7 +253,7 @@ def mean_experts_read(decode: Run, question: ServingQuestion) -> float | None:
         experts_measurement = record.measurement("distinct_experts")
         if (
             record.is_reference
-            and _context_length(record) == question.contexts[-1]
+            and _read_context_length(record) == question.contexts[-1]
             and experts_measurement
             and experts_measurement.samples
         ):
@@ -261,7 +261,7 @@ def mean_experts_read(decode: Run, question: ServingQuestion) -> float | None:
     return None
 
 
-def _context_length(record: Record) -> int:
+def _read_context_length(record: Record) -> int:
     return int(record.case.param("context"))
 
 
@@ -274,7 +274,7 @@ def collect_arm_times(
     for arm in native_arms:
         # 1. Collect the arm's times at each context, why the first untimed context has none, and the labels that
         # prevent a verdict.
-        records = sorted((_context_length(record), record) for record in decode.records if is_of_arm(record, arm))
+        records = sorted((_read_context_length(record), record) for record in decode.records if is_of_arm(record, arm))
         rounds, reason, doubts = {}, "", dict[str, None]()
         for context, record in records:
             doubts |= dict.fromkeys(label.value for label in case_findings[record.case.id].hard)

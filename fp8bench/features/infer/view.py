@@ -226,13 +226,13 @@ def _format_scientific(value: float, digits: int) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
 
-def _half_width(value: Interval) -> float:
+def _compute_half_width(value: Interval) -> float:
     """Returns the distance from the point of an interval to its farther bound."""
     return max(value.high - value.point, value.point - value.low)
 
 
 def _format_interval(value: Interval, template: str, factor: float = 1.0) -> str:
-    half_width = template.replace("+", "").format(factor * _half_width(value))
+    half_width = template.replace("+", "").format(factor * _compute_half_width(value))
     return f"{template.format(factor * value.point)} +-{half_width}"
 
 
@@ -241,7 +241,7 @@ def _format_joules(joules: float | None) -> str:
 
 
 def _format_seconds(value: Interval, factor: int) -> str:
-    return f"{units.seconds(value.point * factor)} +-{units.seconds(_half_width(value) * factor, 2)}"
+    return f"{units.seconds(value.point * factor)} +-{units.seconds(_compute_half_width(value) * factor, 2)}"
 
 
 def encode_answer(answer: ServingAnswer) -> dict[str, Any]:

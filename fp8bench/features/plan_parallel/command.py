@@ -266,7 +266,7 @@ _TOPOLOGY_SYNTAX = "six lines: node, memory, inside, between, bf16 and fp8, like
 _UNIT_FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 _UNIT_NAMES = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
 # Less memory than this means that the user forgot the unit.
-_MIN_MEMORY = 1 << 30
+_MIN_GPU_MEMORY_BYTES = 1 << 30
 _TOPOLOGY_KEYS = ("node", "memory", *_UNIT_FACTORS)
 
 
@@ -302,7 +302,7 @@ def _parse_value(file: Path, name: str, raw_value: Any) -> float:
     text = raw_value.strip() if isinstance(raw_value, str) else ""
     try:
         if name == "memory":
-            if (size := float(units.parse_size(text))) >= _MIN_MEMORY:
+            if (size := float(units.parse_size(text))) >= _MIN_GPU_MEMORY_BYTES:
                 return size
             raise ValueError(text)
         value = float(text.removesuffix(_UNIT_NAMES.get(name, "")))

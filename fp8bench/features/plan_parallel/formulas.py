@@ -330,7 +330,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     token_layers = tokens * -(-model.layers // layout.pipeline)
     stage_weights = model.stage_weights(layout.pipeline) / layout.tensor
     micro_batches, has_pipeline = load.micro_batches, layout.pipeline > 1
-    forward, backward = _product_seconds(model, layout, load, topology, tokens)
+    forward, backward = _compute_product_seconds(model, layout, load, topology, tokens)
 
     # 1. TP: a layer takes four gathers and four sums of all activations, or six of each if forward is recomputed.
     transfers_per_layer = 12 if load.checkpointing is Checkpointing.FULL else 8
@@ -391,7 +391,7 @@ def tokens_per_second(layout: ParallelLayout, load: StepLoad, pace: StepPace) ->
     return load.local * load.sequence / pace.step / layout.gpus_per_sequence
 
 
-def _product_seconds(
+def _compute_product_seconds(
     model: DecoderModel, layout: ParallelLayout, load: StepLoad, topology: Topology, tokens: float
 ) -> tuple[float, float]:
     """Returns the seconds of products in a step's forward passes, and in its backward passes with recomputation."""

@@ -33,7 +33,7 @@ from fp8bench.features.plan_parallel.formulas import (
 )
 
 # Products narrower than this utilize a GPU less than its rates suggest.
-_NARROW_WIDTH = 1024
+_NARROW_PRODUCT_WIDTH = 1024
 # The FLOP rate of whole trainings in FP8, with casts, as a multiple of the rate in bf16: the median over published
 # machines.
 FP8_RATE_RATIOS = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
@@ -51,7 +51,7 @@ class LayoutKind(StrEnum):
 
 
 def layout_kind(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
-    if layout.tensor > 1 and model.width / layout.tensor < _NARROW_WIDTH:
+    if layout.tensor > 1 and model.width / layout.tensor < _NARROW_PRODUCT_WIDTH:
         return LayoutKind.NARROW_PRODUCTS
     if layout.context > 1:
         return LayoutKind.CONTEXT_PARALLEL

@@ -77,7 +77,7 @@ def _list_remarks(question: ParallelQuestion, plans: Sequence[PlannedLayout]) ->
     yield from _remark_on_rates(question)
     yield from _remark_on_memory(question, best_plan)
     # Print how long the messages of scales take, which the formulas leave out.
-    if count := _scale_traffic(question, best_plan).messages:
+    if count := _count_scale_traffic(question, best_plan).messages:
         yield (
             f"Scales: with one scale per tensor, a step of the first layout waits for {count} messages of 4 bytes: "
             f"the largest magnitude over {best_plan.layout.tensor} GPUs before each cast of a tensor that TP divides. "
@@ -127,7 +127,7 @@ def _remark_on_memory(question: ParallelQuestion, plan: PlannedLayout) -> Iterat
         )
 
 
-def _scale_traffic(question: ParallelQuestion, plan: PlannedLayout) -> ScaleTraffic:
+def _count_scale_traffic(question: ParallelQuestion, plan: PlannedLayout) -> ScaleTraffic:
     """Returns the traffic of scales per GPU and step. Only FP8 with one scale per tensor has any, because the GPUs that
     share a tensor have to agree on its scale.
     """
@@ -230,11 +230,11 @@ def encode_counts(answers: Sequence[Answer]) -> dict[str, object]:
 def table_rows(answers: Sequence[Answer]) -> Rows:
     rows: list[dict[str, object]] = []
     for question, plans in answers:
-        rows += (_table_row(question, plan) for plan in plans)
+        rows += (_make_table_row(question, plan) for plan in plans)
     return tuple(rows[0]), rows
 
 
-def _table_row(question: ParallelQuestion, plan: PlannedLayout) -> dict[str, object]:
+def _make_table_row(question: ParallelQuestion, plan: PlannedLayout) -> dict[str, object]:
     pace = asdict(plan.pace)
     return {
         "gpus": question.gpus,
@@ -249,7 +249,7 @@ def _table_row(question: ParallelQuestion, plan: PlannedLayout) -> dict[str, obj
         "step_seconds": plan.pace.step,
         "bubble": pace.pop("bubble"),
         **{f"{name}_seconds": seconds for name, seconds in pace.items()},
-        **{f"scale_{name}": number for name, number in _scale_traffic(question, plan)._asdict().items()},
+        **{f"scale_{name}": number for name, number in _count_scale_traffic(question, plan)._asdict().items()},
         "memory_band": memory_band(plan.layout),
         "pace_band": _find_pace_band(question, plan),
     }

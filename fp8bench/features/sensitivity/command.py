@@ -309,11 +309,11 @@ def table_rows(study: Study) -> Rows:
     trials_by_part = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
     rows: list[dict[str, object]] = []
     for part, trials in trials_by_part.items():
-        rows += [_table_row(study, part, trial) for trial in trials]
+        rows += [_make_table_row(study, part, trial) for trial in trials]
     return tuple(rows[0]), rows
 
 
-def _table_row(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
+def _make_table_row(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
     return {
         "part": part,
         "name": trial.name,

@@ -17,7 +17,7 @@ from fp8bench.model import Environment, Params
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, find_map_key
 
-_AVERAGED_FRACTION = 5
+_AVERAGED_STEPS_DIVISOR = 5
 # Losses with the same initial weights differ by less than this on devices that sum in a different order.
 _EQUAL_LOSSES = 1e-6
 
@@ -206,7 +206,7 @@ class Study:
 
 
 def averaged_steps(steps: int) -> int:
-    return max(1, steps // _AVERAGED_FRACTION)
+    return max(1, steps // _AVERAGED_STEPS_DIVISOR)
 
 
 PrecisionMap = tuple[tuple[str, str], ...]

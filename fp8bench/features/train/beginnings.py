@@ -108,7 +108,7 @@ def _read_source(data: str | None) -> _SourceText:
         return _SourceText.divide(name, text)
     folder = Path(data)
     if (folder / "state.json").is_file():
-        return _SourceText.divide(name_user_text(data), _dataset_text(folder))
+        return _SourceText.divide(name_user_text(data), _read_dataset_text(folder))
     notes = folder / "dataset_dict.json"
     split_names = _read_json(notes).get("splits", []) if notes.is_file() else []
     if "train" not in split_names:
@@ -116,11 +116,11 @@ def _read_source(data: str | None) -> _SourceText:
             f"--data {data} is a folder without train.bin, and not a saved dataset with a part 'train'. Give a text "
             "file, a .bin, or what save_to_disk of Hugging Face's datasets wrote."
         )
-    text = _dataset_text(folder / "train")
+    text = _read_dataset_text(folder / "train")
     held_out_split = next((split for split in _HELD_OUT_SPLITS if split in split_names), None)
     if held_out_split is None:
         return _SourceText.divide(name_user_text(data), text)
-    return _SourceText(name_user_text(data), text, _dataset_text(folder / held_out_split), is_one_text=False)
+    return _SourceText(name_user_text(data), text, _read_dataset_text(folder / held_out_split), is_one_text=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _dataset_text(folder: Path) -> bytes:
+def _read_dataset_text(folder: Path) -> bytes:
     """Returns at most the first 128 MiB of a saved dataset: its documents, each followed by a line break."""
     documents = []
     total = 0

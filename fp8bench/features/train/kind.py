@@ -59,10 +59,10 @@ from fp8bench.store.kept_lines import (
 )
 
 STREAM_FILE = "steps.jsonl"
-_PLACES_FILE = "places.json"
+_RESUME_POINTS_FILE = "places.json"
 _CHECKPOINTS_FOLDER = "checkpoints"
 _CHECKPOINT_COUNT = 2
-_DISK_ADVICE = "It holds the lines stored until now. Make room, or choose a different --store DIR."
+_FULL_DISK_ADVICE = "It holds the lines stored until now. Make room, or choose a different --store DIR."
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class TrainingWriter(LineWriter):
     def make_checkpoint_folder(self, number: int, step: int) -> Path:
         """Returns a path for a checkpoint before a step. Nothing exists at this path."""
         folder = _checkpoints_folder(self.path) / f"{number}-{step}"
-        with convert_write_errors(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _FULL_DISK_ADVICE):
             folder.parent.mkdir(exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         return folder
@@ -117,15 +117,15 @@ class TrainingWriter(LineWriter):
         earlier_resume_points = [old for old in self.points if old.number == number and old.step < step]
         first_resume_points = earlier_resume_points[:1]
         checkpoints = earlier_resume_points[1:][1 - _CHECKPOINT_COUNT :]
-        with convert_write_errors(self.path.parent, _DISK_ADVICE):
-            self._write_points((*first_resume_points, *checkpoints, point))
+        with convert_write_errors(self.path.parent, _FULL_DISK_ADVICE):
+            self._write_resume_points((*first_resume_points, *checkpoints, point))
 
     def go_back(self, point: ResumePoint) -> None:
         """Truncates the stream at a resume point. Keeps later events about the training itself, such as 'resumed'."""
         points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
-        with convert_write_errors(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _FULL_DISK_ADVICE):
             if points != self.points:  # drop the resume points after `point`
-                self._write_points(points)
+                self._write_resume_points(points)
             cut_lines = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
@@ -134,8 +134,10 @@ class TrainingWriter(LineWriter):
         events = [content for _, content in cut_lines if content.get("event", {}).get("kind") in _STAYING_EVENTS]
         self._append_numbered_lines(events)
 
-    def _write_points(self, places: tuple[ResumePoint, ...]) -> None:
-        write_whole(self.path.with_name(_PLACES_FILE), format_compact_json(add_checksum({"places": encode(places)})))
+    def _write_resume_points(self, places: tuple[ResumePoint, ...]) -> None:
+        write_whole(
+            self.path.with_name(_RESUME_POINTS_FILE), format_compact_json(add_checksum({"places": encode(places)}))
+        )
         self.points = places
         remove_old_checkpoints(self.path.parent, places)
 
@@ -163,7 +165,7 @@ def reopen_training(path: Path) -> TrainingWriter:
     file.seek(0, os.SEEK_END)
     writer = TrainingWriter(path, file)
     try:
-        writer.points = _read_points(path)
+        writer.points = _read_resume_points(path)
     except StoreError:
         writer.close()
         raise
@@ -171,11 +173,11 @@ def reopen_training(path: Path) -> TrainingWriter:
     return writer
 
 
-def _read_points(path: Path) -> tuple[ResumePoint, ...]:
+def _read_resume_points(path: Path) -> tuple[ResumePoint, ...]:
     """Returns the resume points of a training before which the stream is unchanged. If there are none, returns a point
     before the first step of the first seed.
     """
-    file = path.with_name(_PLACES_FILE)
+    file = path.with_name(_RESUME_POINTS_FILE)
     try:
         points = decode(tuple[ResumePoint, ...], remove_checksum(parse_json(read_file(file)))["places"])
     except FileNotFoundError:
@@ -197,7 +199,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePoint] | None:
     """Returns the folder of the newest checkpoint, and its resume point. Returns None if there is no checkpoint."""
-    point = _read_points(path)[-1]
+    point = _read_resume_points(path)[-1]
     return (_checkpoints_folder(path) / point.folder, point) if point.folder else None
 
 
@@ -319,7 +321,9 @@ class TrainingKind(Kind[KeptTraining]):
                     else "which was cut off: `train --resume` would start at its first step"
                 )
                 description = f"checkpoints of the training {self.names(path)[0]}, {state}"
-                yield SparePart([path.with_name(_PLACES_FILE), path.parent / _CHECKPOINTS_FOLDER], description, path)
+                yield SparePart(
+                    [path.with_name(_RESUME_POINTS_FILE), path.parent / _CHECKPOINTS_FOLDER], description, path
+                )
 
     def report(self, stored: KeptTraining) -> View:
         from fp8bench.features.train.data import list_csv_rows

@@ -52,16 +52,16 @@ from fp8bench.report.panels import together
 from fp8bench.report.words.legend import MEMORY_WORDS
 from fp8bench.report.words.naming import join_words, many
 
-_MAX_EVENTS = 300
+_MAX_PAGE_EVENTS = 300
 
 
 def render_page(judged: JudgedTraining) -> Page:
     """Returns the page that a terminal shows, with charts after its tables."""
     stored = judged.kept
     training = judged.training
-    text = view.render_all(judged, _MAX_EVENTS)
+    text = view.render_all(judged, _MAX_PAGE_EVENTS)
     end_steps = choose_ends(judged.request.steps)
-    losses = (_draw_gaps(judged, end_steps), _draw_losses(judged, end_steps), _draw_held_out(stored))
+    losses = (_chart_gaps(judged, end_steps), _chart_losses(judged, end_steps), _chart_held_out_losses(stored))
     parts = []
     for part in (
         *text.parts,
@@ -151,7 +151,7 @@ def draw_tensors(stored: KeptTraining) -> Iterator[Element]:
     readings = together((reading.arm, reading) for reading in stored.select_lines(LayerReading) if reading.seed == seed)
     drawn_arms = [arm.name for arm in stored.training.arms_with_casts if arm.name in readings]
     for number, name in enumerate(drawn_arms[:_MAX_DRAWN_ARMS], 1):
-        yield from _draw_magnitudes(f"tensors-{number}", name, readings[name])
+        yield from _chart_magnitudes(f"tensors-{number}", name, readings[name])
     if drawn_arms[_MAX_DRAWN_ARMS:]:
         yield Text(
             f"{join_words(drawn_arms[_MAX_DRAWN_ARMS:])} are not drawn: "
@@ -159,7 +159,7 @@ def draw_tensors(stored: KeptTraining) -> Iterator[Element]:
         )
 
 
-def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> Iterator[Lines]:
+def _chart_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> Iterator[Lines]:
     """Yields a chart for each role of tensors, with a line for each of the layers that change most."""
     # Thirty points are enough to show a drift. The CSV has every reading.
     steps = sorted({reading.step for reading in readings})
@@ -213,15 +213,17 @@ def choose_ends(steps: int) -> tuple[int, ...]:
     return tuple(sorted({1, *range(point_stride, steps, point_stride), steps}))
 
 
-def _draw_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
+def _chart_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     request = judged.request
     series = []
     for arm in judged.training.arms:
         if not arm.is_chance_arm:
             # Compute the mean of each seed's window, and then the mean over seeds.
-            seeds = [_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
+            seeds = [_compute_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_seed_band = arm.role is ArmRole.REFERENCE
-            series.append((arm.name, tuple(_mark_losses(losses, has_seed_band) for losses in zip(*seeds, strict=True))))
+            series.append(
+                (arm.name, tuple(_make_loss_mark(losses, has_seed_band) for losses in zip(*seeds, strict=True)))
+            )
     window = f"the last {many(count_tail_steps(request.steps), 'step')}"
     caption = f"Means over {window}. Alarms are at their steps."
     if request.seeds > 1:
@@ -230,10 +232,12 @@ def _draw_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
             "any seed are at their steps."
         )
     flagged_series = _flag_alarms(judged.kept, series, ends)
-    return Lines("loss", "Training loss over steps", caption, _format_steps(ends), _loss_axis(request), flagged_series)
+    return Lines(
+        "loss", "Training loss over steps", caption, _format_steps(ends), _make_loss_axis(request), flagged_series
+    )
 
 
-def _draw_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
+def _chart_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     reference = judged.verdicts.reference
     reference_curves = select_curves(judged.curves, reference)
     series = []
@@ -244,7 +248,7 @@ def _draw_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
                 for seed, curve in select_curves(judged.curves, arm.name).items()
                 if seed in reference_curves
             ]
-            series.append((arm.name, tuple(map(_mark_gaps, zip(*seeds, strict=True)))))
+            series.append((arm.name, tuple(map(_make_gap_mark, zip(*seeds, strict=True)))))
     margin = 100 * judged.request.margin
     margin_text = units.percent(judged.request.margin)
     caption = (
@@ -287,7 +291,7 @@ def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Seque
     return _drop_empty_series(flagged_series)
 
 
-def _draw_held_out(training: KeptTraining) -> Lines:
+def _chart_held_out_losses(training: KeptTraining) -> Lines:
     losses = together(
         ((validation.arm, validation.step), validation.loss)
         for validation in training.select_lines(Validation)
@@ -297,10 +301,10 @@ def _draw_held_out(training: KeptTraining) -> Lines:
     series = []
     for arm in training.training.arms:
         if not arm.is_chance_arm:
-            loss_marks = tuple(_mark_losses(losses.get((arm.name, step), ()), has_band=False) for step in steps)
+            loss_marks = tuple(_make_loss_mark(losses.get((arm.name, step), ()), has_band=False) for step in steps)
             series.append((arm.name, loss_marks))
     caption = "Text that was never trained on; means over seeds."
-    axis = _loss_axis(training.request)
+    axis = _make_loss_axis(training.request)
     return Lines("held-out", "Loss on held-out text", caption, _format_steps(steps), axis, _drop_empty_series(series))
 
 
@@ -351,7 +355,7 @@ def _capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
+def _compute_window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     """Returns the mean loss before each of the `ends`, over as many steps as the final loss. A mean is NaN if the curve
     ends earlier, or if one of these losses is not finite.
     """
@@ -365,7 +369,7 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     return window_means
 
 
-def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
+def _make_loss_mark(losses: Sequence[float], has_band: bool) -> Mark | None:
     """Returns a point of a chart of losses: the mean over seeds and, with `has_band`, the range over seeds."""
     finite_losses = [loss for loss in losses if math.isfinite(loss)]
     if not finite_losses:
@@ -376,7 +380,7 @@ def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
     return Mark("", mean)
 
 
-def _mark_gaps(gaps: Sequence[float]) -> Mark | None:
+def _make_gap_mark(gaps: Sequence[float]) -> Mark | None:
     """Returns a mark for the chart of loss gaps: the mean over seeds in percent, with an interval if there are several
     seeds. Returns None without finite gaps.
     """
@@ -396,5 +400,5 @@ def _drop_empty_series(series: Iterable[ArmMarks]) -> tuple[ArmMarks, ...]:
     return tuple((name, marks) for name, marks in series if any(marks))
 
 
-def _loss_axis(request: TrainingRequest) -> ChartAxis:
+def _make_loss_axis(request: TrainingRequest) -> ChartAxis:
     return ChartAxis(f"{'loss' if request.settings.make else 'loss in nats a token'}, by steps done")

@@ -102,13 +102,13 @@ class _ProgressObserver(TrainingObserver):
     def _describe_position(self, number: int, step: int) -> str:
         """Returns a text such as 'seed 2/5, step 120/300, about 40 s left'."""
         request = self._training.request
-        done_share = (number + step / request.steps) / request.seeds
+        done_training_share = (number + step / request.steps) / request.seeds
         if self._done_at_start is None:
             # Start the clock only now, so that the estimate does not include the start of the worker.
-            self._done_at_start, self._start = done_share, self._clock()
+            self._done_at_start, self._start = done_training_share, self._clock()
         time_left_words = ""
-        if done_share < 1:
-            time_share = (done_share - self._done_at_start) / (1 - self._done_at_start)
+        if done_training_share < 1:
+            time_share = (done_training_share - self._done_at_start) / (1 - self._done_at_start)
             time_left_words = describe_time_left(self._clock() - self._start, time_share)
         return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{time_left_words}"
 
@@ -132,9 +132,9 @@ class TrainingLines(_ProgressObserver):
             if not arm_progress.ended
         )
         self._has_validated |= any(isinstance(line, Validation) and line.step for line in lines)
-        is_due = self._has_validated or self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
-        is_new_position = step == self._common_steps and self._last_printed != (number, step)
-        if losses and is_new_position and is_due:
+        is_line_due = self._has_validated or self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
+        is_new_common_step = step == self._common_steps and self._last_printed != (number, step)
+        if losses and is_new_common_step and is_line_due:
             self._last_printed, self._printed_at, self._has_validated = (number, step), self._clock(), False
             self._print_line(f"{position}: {losses}")
 
@@ -249,7 +249,7 @@ def on_terminal() -> Iterator[TrainingObserver]:
 
 # The page is written at most every 10 seconds, and writing it takes at most 2% of the time.
 PAGE_INTERVAL_SECONDS = 10.0
-_PAGE_TIME_SHARE = 0.02
+_PAGE_WRITING_TIME_SHARE = 0.02
 PrintLine = Callable[[str], None]
 
 
@@ -266,17 +266,17 @@ def with_outputs(
     the stream of a recorded loop.
     """
     # A failure of one output does not affect the training or the other outputs.
-    observers: list[_OutputObserver] = []
+    output_observers: list[_OutputObserver] = []
     if live is not None:
-        observers.append(LivePage(live, store_or_stream, inner.note))
+        output_observers.append(LivePage(live, store_or_stream, inner.note))
     if log:
-        observers.append(LiveLog(log, store_or_stream, inner.note))
+        output_observers.append(LiveLog(log, store_or_stream, inner.note))
     if on_alarm:
-        observers.append(AlarmCommand(on_alarm, store_or_stream, inner.note))
+        output_observers.append(AlarmCommand(on_alarm, store_or_stream, inner.note))
     with ExitStack() as stack:
-        for observer in observers:
+        for observer in output_observers:
             stack.callback(observer.close)
-        yield _ForwardingObserver(inner, observers) if observers else inner
+        yield _ForwardingObserver(inner, output_observers) if output_observers else inner
 
 
 class _OutputObserver(TrainingObserver):
@@ -352,7 +352,9 @@ class LivePage(_OutputObserver):
             f"Written during the training, in {position}, at {write_time}: figures cover what was stored until then."
         )
         # A page of a long training takes seconds to write, so it is written less often.
-        self._next_write = self._clock() + max(PAGE_INTERVAL_SECONDS, (self._clock() - start) / _PAGE_TIME_SHARE)
+        self._next_write = self._clock() + max(
+            PAGE_INTERVAL_SECONDS, (self._clock() - start) / _PAGE_WRITING_TIME_SHARE
+        )
 
     def close(self) -> None:
         self._write_page("")
@@ -365,8 +367,8 @@ class LivePage(_OutputObserver):
             # While the training runs, the page must not call it interrupted.
             page = render_page(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
-                head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
-                page = replace(page, parts=(head, *page.parts), refresh=round(3 * PAGE_INTERVAL_SECONDS))
+                state_part = Part("live", "In progress", (Text(state, Tone.DOUBT),))
+                page = replace(page, parts=(state_part, *page.parts), refresh=round(3 * PAGE_INTERVAL_SECONDS))
             write_whole(self._file, html.render(page), sync=False)
         except Exception as error:  # noqa: BLE001 - a broken page must not end a training of days
             reason = f"--live {self._file} was not written ({error}); the training goes on"
@@ -424,10 +426,10 @@ class AlarmCommand(_OutputObserver):
             self._report_exit_code(process)
 
     def close(self) -> None:
-        deadline = time.monotonic() + _COMMAND_WAIT_SECONDS
+        command_deadline = time.monotonic() + _COMMAND_WAIT_SECONDS
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, command_deadline - time.monotonic()))
                 self._report_exit_code(process)
 
     def _run_command(self, alarm: TrainingEvent) -> None:

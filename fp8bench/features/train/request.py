@@ -49,9 +49,9 @@ UNSUPPORTED_OPTIMIZERS = {
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
 # `warmup` is the share of steps in which the learning rate rises. `floor` is the final learning rate as a share of the
 # largest; the schedule `constant` has none.
-_SCHEDULE_KEYS: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
+_SCHEDULE_KEY_DEFAULTS: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
 # The allowed range of each key of --optimizer and --schedule.
-_KEY_BOUNDS = {
+_BOUNDS_BY_KEY = {
     "betas": (0, 0.999999),
     "momentum": (0, 0.999999),
     "eps": (0, 1),
@@ -101,7 +101,7 @@ def parse_clip(clip: float | str) -> tuple[float, str]:
     return parse_number(max_norm), group
 
 
-def _is_clip(value: object) -> bool:
+def _is_clip_value(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return False
     max_norm, group = parse_clip(value)
@@ -115,12 +115,12 @@ def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
     target, _, keys = tail.partition(":")
     # In 'NAME:KEY=VALUE', the text after the colon has an equals sign. In 'FILE.py:CLASS' it has none.
     if name not in OPTIMIZERS and target and "=" not in target:
-        return f"{name}:{target}", {key: parse_number(value) for key, value in _split_into_pairs(keys)}
+        return f"{name}:{target}", {key: parse_number(value) for key, value in _split_into_key_value_pairs(keys)}
     expected_text = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for your torch optimizer"
     if name not in OPTIMIZERS:
         reason = UNSUPPORTED_OPTIMIZERS.get(name.lower())
         raise UsageError(f"{expected_text}, got {name!r:.80}{f': {reason}' if reason else ''}.")
-    return name, _parse_keys("optimizer", name, tail, OPTIMIZERS[name])
+    return name, _parse_key_values("optimizer", name, tail, OPTIMIZERS[name])
 
 
 def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
@@ -129,25 +129,25 @@ def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
     name, _, keys = word.partition(":")
     if name not in SCHEDULES:
         raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}.")
-    defaults = {"warmup": 0.1} if name == "constant" else _SCHEDULE_KEYS
-    return name, _parse_keys("schedule", name, keys, defaults)
+    defaults = {"warmup": 0.1} if name == "constant" else _SCHEDULE_KEY_DEFAULTS
+    return name, _parse_key_values("schedule", name, keys, defaults)
 
 
-def _split_into_pairs(keys: str) -> list[tuple[str, str]]:
+def _split_into_key_value_pairs(keys: str) -> list[tuple[str, str]]:
     pairs = [pair.partition("=") for pair in keys.split(":") if pair]
     return [(key, value) for key, _, value in pairs]
 
 
-def _parse_keys(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_key_values(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of an option's keys: those in `keys`, and the defaults of all others. Raises UsageError for
     unknown keys or values out of bounds."""
     values = dict(defaults)
-    for key, text in _split_into_pairs(keys):
+    for key, text in _split_into_key_value_pairs(keys):
         if key not in defaults:
             raise UsageError(f"{option} must be {name} with only the keys {', '.join(defaults)}, got {key!r:.80}.")
         default = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
         numbers = tuple(parse_number(part) for part in text.split(","))
-        low, high = _KEY_BOUNDS[key]
+        low, high = _BOUNDS_BY_KEY[key]
         if len(numbers) != len(default) or not all(low <= number <= high for number in numbers):
             expected = "two numbers" if len(default) > 1 else "a number"
             default_text = ",".join(map(str, default))
@@ -291,7 +291,7 @@ class TrainerSettings:
     )
     clip: float | str = option(
         1.0,
-        Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(CLIP_GROUPS)})", _is_clip),
+        Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(CLIP_GROUPS)})", _is_clip_value),
         "norm of all gradients above which they are clipped; 0: never; 1.0/kind, 1.0/block or 1.0/tensor: norm of each "
         "kind (attn, mlp, embedding, norm, head), block or tensor; default {default}",
         "NUMBER[/GROUP]",

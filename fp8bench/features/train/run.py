@@ -60,7 +60,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     fails, raises NotKept with the part that was stored. Raises WorkerError if the reference cannot continue.
     """
     request = resolve_beginnings(request, store)
-    with _prepare(request, store) as (worker, text):
+    with _prepare_worker_and_text(request, store) as (worker, text):
         training = _plan_arms(request, worker, text, command)
         # A user's model is tested first, so that a model that fails leaves no stored training.
         coverage_events = _examine_own_model(training, worker)
@@ -87,7 +87,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     title = f"the training {training.id}"
     # Relative paths belong to the working directory of the original command, which may be a different one.
     check_files_exist(title, request.imports, request.data)
-    with _prepare(request, store) as (worker, text):
+    with _prepare_worker_and_text(request, store) as (worker, text):
         for difference in _list_differences(training, _plan_arms(request, worker, text)):
             raise make_resume_error(title, difference, "The two parts would not form one training; start a new one.")
         writer = reopen_training(path)
@@ -103,7 +103,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
     """Returns a training that has not started, and the initial state of its reference."""
     request = resolve_beginnings(request, store)
-    with _prepare(request, store) as (worker, text):
+    with _prepare_worker_and_text(request, store) as (worker, text):
         training = _plan_arms(request, worker, text)
         _examine_own_model(training, worker)
         return training, _build_reference(training, worker)
@@ -122,7 +122,7 @@ def _list_differences(training: Training, today: Training) -> Iterator[str]:
 
 
 @contextmanager
-def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
+def _prepare_worker_and_text(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
     """Checks a request, then yields a worker for the training and the text that it reads."""
     # Modules of the user may register precisions that the request names.
     import_user_modules(request.imports)
@@ -216,7 +216,7 @@ class _CompleteRun(TrainingRun):
             self._train_seeds()
             # Measuring energy trains the arms further, so it begins when all losses are stored.
             self._measure_energy()
-            self._find_own_batches()
+            self._find_largest_batches()
             self.writer.finish("finished")
         except KeyboardInterrupt:
             with (
@@ -280,7 +280,7 @@ class _CompleteRun(TrainingRun):
         if unmeasured_arms and self.training.device.accelerated:
             self.worker.restart()  # A process that has recorded a GPU's memory is slower. So it must not time steps.
 
-    def _find_own_batches(self) -> None:
+    def _find_largest_batches(self) -> None:
         """Finds the largest batch of each native arm. Other arms are left out, because the speed of emulation is
         meaningless.
         """
@@ -312,7 +312,7 @@ class _CompleteRun(TrainingRun):
                 meter = meters.of(self.training.device)
                 has_source = meter.kind is not SourceKind.NONE
                 energy_by_arm = (
-                    self._measure_in_windows(unmeasured_arms, meter)
+                    self._measure_energy_in_windows(unmeasured_arms, meter)
                     if has_source
                     else explain_missing_energy(meter.why)
                 )
@@ -320,7 +320,7 @@ class _CompleteRun(TrainingRun):
             *(ArmCost(name, request.seed, request.steps, energy=use) for name, use in energy_by_arm.items())
         )
 
-    def _measure_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
+    def _measure_energy_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
         energy_by_arm: dict[str, EnergyUse] = {}
         measured_arms = []
         facts = self.training.device

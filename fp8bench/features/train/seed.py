@@ -42,7 +42,7 @@ STEPS_PER_TURN = 5
 FIRST_CALL_SECONDS = 1800.0
 _MAX_FAILURES = 2
 # A driver's utilization is an average over about this many seconds.
-_UTILIZATION_SECONDS = 1.0
+_UTILIZATION_WINDOW_SECONDS = 1.0
 
 
 @dataclass
@@ -91,7 +91,7 @@ class SeedRun(TrainingRun):
     pace: SeedPace
     excluded: dict[str, str]
     device: DeviceReader | None = None
-    _last_reading_time: float = -math.inf
+    _last_device_reading_time: float = -math.inf
     _failures_by_arm: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)
 
@@ -112,7 +112,7 @@ class SeedRun(TrainingRun):
         return self.training.request.seed + self.number
 
     @property
-    def _seed_arms(self) -> tuple[Arm, ...]:
+    def _arms_of_seed(self) -> tuple[Arm, ...]:
         return select_arms_of_seed(self.training.arms, self.number)
 
     @property
@@ -122,7 +122,7 @@ class SeedRun(TrainingRun):
         """
         excluded_at_start = dict(self.writer.points[0].out)
         return self.training.make_task(
-            tuple(arm for arm in self._seed_arms if arm.name not in excluded_at_start), self.number
+            tuple(arm for arm in self._arms_of_seed if arm.name not in excluded_at_start), self.number
         )
 
     @property
@@ -138,7 +138,7 @@ class SeedRun(TrainingRun):
             lab.validate(self.task.arms[0].name)
         point = self._restore_checkpoint(lab)
         self.writer.go_back(point)
-        self._health = Health(self._seed_arms, self.training.request.settings)
+        self._health = Health(self._arms_of_seed, self.training.request.settings)
         # Health rules need the earlier lines of the seed too, so replay the stored lines.
         self._health.find_alarms(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not point.step:
@@ -194,9 +194,9 @@ class SeedRun(TrainingRun):
         """Yields the utilization figures that the driver reports. They are averages over about the last second, and
         belong to no arm.
         """
-        if self.device is None or time.monotonic() - self._last_reading_time < _UTILIZATION_SECONDS:
+        if self.device is None or time.monotonic() - self._last_device_reading_time < _UTILIZATION_WINDOW_SECONDS:
             return
-        self._last_reading_time = time.monotonic()
+        self._last_device_reading_time = time.monotonic()
         for name, reading in self.device.state().items():
             if name in ("use", "memory_use") and isinstance(reading, Reading):
                 yield StepFigure("", self.seed, step - 1, f"device_{name}", float(reading.number))

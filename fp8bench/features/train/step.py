@@ -106,7 +106,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     seconds = time.perf_counter() - start
 
     # 7. Yield the row, then the readings of tensors. A watched step takes longer than others, so its row has no time.
-    row = _make_row(trainer, figures, rate, scale, 0.0 if watched else seconds)
+    row = _make_step_row(trainer, figures, rate, scale, 0.0 if watched else seconds)
     yield row
     if readings is not None:
         yield from trainer.watch.make_lines(trainer.step, readings)
@@ -174,7 +174,7 @@ def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> Faul
     return tensor_finder.faulty_tensor
 
 
-def _make_row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:
+def _make_step_row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:
     loss, gradient_norm, clip_factor, change_norm, parameter_norm = figures
     is_finite = math.isfinite(loss + gradient_norm)
     clipped_share = 1 - 1 / clip_factor if is_finite else 0.0

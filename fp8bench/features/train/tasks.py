@@ -25,17 +25,17 @@ DIGITS = b"0123456789"
 QUESTION_COUNT = 128
 # The smallest --sequence, in tokens, that has room for a question of a task.
 MIN_SEQUENCE = 16
-_CLOZE_CHOICES = 4
+_CLOZE_CHOICE_COUNT = 4
 # The largest length of a cloze question in bytes, including the hidden word.
-_PASSAGE_BYTES = 48
+_MAX_CLOZE_BYTES = 48
 CHANCE_SCORES: Mapping[str, float] = {
-    "cloze": 1 / _CLOZE_CHOICES,
+    "cloze": 1 / _CLOZE_CHOICE_COUNT,
     "copy": 1 / len(LETTERS),
     "retrieval": 1 / len(DIGITS),
 }
 _WORD_PATTERN = re.compile(rb"[A-Za-z]{4,12}")
 # The length of a training text made of tasks, in bytes.
-_TEXT_BYTES = 1 << 20
+_TASK_TEXT_BYTES = 1 << 20
 # The smallest number of documents in a training text made of tasks.
 _MIN_DOCUMENTS = 256
 
@@ -104,17 +104,17 @@ def make_documents(tasks: Sequence[str], sequence: int, seed: str, count: int) -
 
 
 def make_task_text(data_word: str, sequence: int) -> tuple[str, bytes, bytes]:
-    tasks = tuple(data_word.removeprefix(TASK_TEXT_PREFIX).split(","))
-    for task in tasks:
+    task_names = tuple(data_word.removeprefix(TASK_TEXT_PREFIX).split(","))
+    for task in task_names:
         if task not in ("copy", "retrieval"):
             raise UnknownName("task of --data", task, ("copy", "retrieval"), "copy and retrieval have texts")
     check_sequence(f"--data {data_word}", sequence)
-    document_count = max(_MIN_DOCUMENTS, _TEXT_BYTES // sequence)
+    document_count = max(_MIN_DOCUMENTS, _TASK_TEXT_BYTES // sequence)
     texts = [
-        make_documents(tasks, sequence, part, size)
+        make_documents(task_names, sequence, part, size)
         for part, size in (("train", document_count), ("held-out", document_count // 9))
     ]
-    return "+".join(tasks), texts[0], texts[1]
+    return "+".join(task_names), texts[0], texts[1]
 
 
 def check_sequence(option: str, sequence: int) -> None:
@@ -132,33 +132,33 @@ def make_items(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str,
     if task == "retrieval":
         for length in list_retrieval_lengths(sequence):
             texts = [_make_retrieval_text(generator, length) for _ in range(QUESTION_COUNT)]
-            yield f"retrieval@{length}", [_make_item(text, (length - 1,), DIGITS) for text in texts]
+            yield f"retrieval@{length}", [_make_task_item(text, (length - 1,), DIGITS) for text in texts]
     elif task == "copy":
         letter_count = (sequence - 1) // 2
         texts = [_make_copy_text(generator, sequence) for _ in range(QUESTION_COUNT)]
         yield (
             "copy",
-            [_make_item(text, tuple(range(letter_count + 1, 2 * letter_count + 1)), LETTERS) for text in texts],
+            [_make_task_item(text, tuple(range(letter_count + 1, 2 * letter_count + 1)), LETTERS) for text in texts],
         )
     else:
-        yield "cloze", list(_make_clozes(generator, sequence, held_out))
+        yield "cloze", list(_make_cloze_items(generator, sequence, held_out))
 
 
-def _make_item(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
+def _make_task_item(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
     return TaskItem((text,), tuple(choices.index(text[place]) for place in places), places, choices)
 
 
-def _make_clozes(generator: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
+def _make_cloze_items(generator: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
     """Yields questions whose text ends in a hidden word, which has to be chosen among four words of equal length.
     Raises UsageError for a text with too few words.
     """
     # Choices are as long as the hidden word, so that the length does not show the answer.
-    length = min(sequence, _PASSAGE_BYTES)
+    length = min(sequence, _MAX_CLOZE_BYTES)
     matches = [match for match in _WORD_PATTERN.finditer(text) if match.end() > length]
     words_by_length = defaultdict(list)
     for match in matches:
         words_by_length[len(match[0])].append(match[0])
-    lengths = {length for length, words in words_by_length.items() if len(set(words)) >= _CLOZE_CHOICES}
+    lengths = {length for length, words in words_by_length.items() if len(set(words)) >= _CLOZE_CHOICE_COUNT}
     # Hide only words for which the text has at least three alternatives of the same length.
     suitable_matches = [match for match in matches if len(match[0]) in lengths]
     if len(suitable_matches) < QUESTION_COUNT:
@@ -169,8 +169,8 @@ def _make_clozes(generator: random.Random, sequence: int, text: bytes) -> Iterat
     for match in generator.sample(suitable_matches, QUESTION_COUNT):
         drawn_words = {match[0]}
         right_word = match[0]
-        while len(drawn_words) < _CLOZE_CHOICES:
+        while len(drawn_words) < _CLOZE_CHOICE_COUNT:
             drawn_words.add(generator.choice(words_by_length[len(right_word)]))
-        candidates = generator.sample(sorted(drawn_words), _CLOZE_CHOICES)
+        candidates = generator.sample(sorted(drawn_words), _CLOZE_CHOICE_COUNT)
         passage = text[match.end() - length : match.start()]
         yield TaskItem(tuple(passage + word for word in candidates), (candidates.index(right_word),))

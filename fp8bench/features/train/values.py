@@ -60,7 +60,7 @@ class ArmRole(StrEnum):
 
 
 # Settings that only candidates can change. All other arms have these values.
-_CANDIDATE_SETTINGS: dict[str, Any] = {
+_CANDIDATE_ONLY_DEFAULTS: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
     "refresh_scales": None,
@@ -92,12 +92,12 @@ class Arm:
         """Returns the arm as it is after its change of precision. All layers then have the given precision, with scales
         computed from each tensor.
         """
-        return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_SETTINGS.items()))
+        return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_ONLY_DEFAULTS.items()))
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
         """Returns the settings of the training with the values that this arm overrides."""
         arm_settings: dict[str, Any] = dict(self.settings)
-        defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_SETTINGS
+        defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_ONLY_DEFAULTS
         return replace(settings, **defaults, **arm_settings)
 
 

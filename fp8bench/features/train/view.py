@@ -42,9 +42,9 @@ from fp8bench.report.topics.answers import remove_option
 from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
-_MAX_EVENTS = 12
+_MAX_SHOWN_EVENTS = 12
 # Columns of the complete page that the short answer leaves out.
-_LONG_COLUMNS = ("how", "B/param", "on a device", "events", "to the same loss")
+_COMPLETE_PAGE_ONLY_COLUMNS = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION_PREFIX = "position:"
 _VALIDATION_TITLE = "After the last step, on text that was never trained on"
 
@@ -56,7 +56,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     verdicts = judged.verdicts
     # Arms that repeat the reference have no verdict, so the short answer leaves them out.
     rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
-    arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
+    arms = replace(render_arms(rows, _COMPLETE_PAGE_ONLY_COLUMNS), caption="")
     store = _format_store_option(stored)
     training_length_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
@@ -75,7 +75,7 @@ def render_answer(judged: JudgedTraining) -> Page:
         ),
         closing_facts=(("More", f"fp8bench show {training.id}{store} --all"),),
     )
-    return Page("", "", (answer_part,), _list_hints(arms))
+    return Page("", "", (answer_part,), _list_column_hints(arms))
 
 
 def _format_store_option(stored: KeptTraining) -> str:
@@ -151,7 +151,7 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     return f"train {seeds} seeds{duration_words}, probably enough for a verdict: {command}"
 
 
-def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
+def render_all(judged: JudgedTraining, most_events: int = _MAX_SHOWN_EVENTS) -> Page:
     training = judged.training
     stored = judged.kept
     verdicts = judged.verdicts
@@ -172,12 +172,12 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
         *render_last_figures(judged),
         *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
         Part("health", "What happened", tuple(_render_events(stored, most_events))),
-        Part("ending", "", tuple(map(Text, _list_ending(stored)))),
+        Part("ending", "", tuple(map(Text, _list_closing_lines(stored)))),
     )
-    return Page(make_title(training), "", parts, _list_hints(arms), tuple(list_facts(training)))
+    return Page(make_title(training), "", parts, _list_column_hints(arms), tuple(list_facts(training)))
 
 
-def _list_hints(arms: Table) -> tuple[str, ...]:
+def _list_column_hints(arms: Table) -> tuple[str, ...]:
     return tuple(f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
 
 
@@ -452,7 +452,7 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
         yield Text(f"and {len(events) - most} more: the CSV has them")
 
 
-def _list_ending(stored: KeptTraining) -> Iterator[str]:
+def _list_closing_lines(stored: KeptTraining) -> Iterator[str]:
     if stored.training.is_watched:
         yield "curves, tensors by layer and alarms: fp8bench report STREAM"
     else:

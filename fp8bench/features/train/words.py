@@ -98,7 +98,7 @@ def _bounds_in_percent(interval: Interval) -> tuple[float, float]:
     measured.
     """
     scale = 10 ** _count_decimals(interval)
-    low, high = (round(100 * end * scale, 6) for end in (interval.low, interval.high))
+    low, high = (round(100 * bound * scale, 6) for bound in (interval.low, interval.high))
     if not math.isfinite(low + high):
         return low, high
     return math.floor(low) / scale, math.ceil(high) / scale
@@ -157,7 +157,7 @@ def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -
             yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
-_VOID_ADVICE = {
+_ADVICE_BY_VOID_REASON = {
     VoidReason.NEARLY_ZERO: ", and more seeds would not change that; train fewer --steps, on more --data, or with a "
     "loss that stays above 0",
     VoidReason.OTHER_TOKENS: ", and more seeds would not change that",
@@ -165,7 +165,7 @@ _VOID_ADVICE = {
 
 
 def describe_inconclusive(judged: JudgedArm) -> str:
-    seed_words = (
+    further_seeds_words = (
         f"{judged.more_seeds} more would do" if judged.more_seeds else "the number of seeds that would do is unknown"
     )
     if judged.why in (InconclusiveReason.SAME_BITS, InconclusiveReason.FALLBACK, InconclusiveReason.OTHER_RATE):
@@ -174,34 +174,34 @@ def describe_inconclusive(judged: JudgedArm) -> str:
         pairs = judged.gap.pairs if judged.gap else 0
         pair_words = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {MIN_PAIRS}"
         if judged.void:
-            return f"{pair_words}: {judged.void}{_VOID_ADVICE.get(judged.void, '')}"
-        return f"{pair_words}; {seed_words}"
+            return f"{pair_words}: {judged.void}{_ADVICE_BY_VOID_REASON.get(judged.void, '')}"
+        return f"{pair_words}; {further_seeds_words}"
     if judged.why is InconclusiveReason.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
         bound = describe_bound_above(judged.gap.decides)
         interval_text = _format_interval(judged.gap.decides)
-        return f"{bound}, as {interval_text} is too wide to tell; {seed_words} in four of five cases"
+        return f"{bound}, as {interval_text} is too wide to tell; {further_seeds_words} in four of five cases"
     if judged.why is InconclusiveReason.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
-    training_change = units.change(1 + judged.gap.point)
-    return f"{training_change} on training text, but {units.change(1 + judged.held_out.point)} on held-out text"
+    training_change_words = units.change(1 + judged.gap.point)
+    return f"{training_change_words} on training text, but {units.change(1 + judged.held_out.point)} on held-out text"
 
 
 def describe_missing_fall(verdicts: TrainingVerdicts) -> str:
     required_fall = units.percent(verdicts.least_fall)
-    smallest_fall = min(verdicts.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
-    fall_words = (
+    smallest_loss_fall = min(verdicts.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
+    loss_fall_words = (
         "its loss was not a number in the end"
-        if math.isnan(smallest_fall)
-        else f"its loss fell by {units.percent(smallest_fall)}"
+        if math.isnan(smallest_loss_fall)
+        else f"its loss fell by {units.percent(smallest_loss_fall)}"
     )
-    return f"in one seed {fall_words}; every seed needs at least {required_fall}"
+    return f"in one seed {loss_fall_words}; every seed needs at least {required_fall}"
 
 
 def list_void_seeds(arm: ArmVerdict) -> Iterator[str]:
     """Yields a sentence for each reason why seeds of an arm do not count. The sentence lists these seeds."""
-    reasons = together((void.value, seed) for seed, void in arm.voids if seed not in arm.diverged_in)
+    reasons = together((void_reason.value, seed) for seed, void_reason in arm.voids if seed not in arm.diverged_in)
     for reason, seeds in reasons.items():
         yield f"{arm.arm.name}: {_format_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
@@ -231,12 +231,14 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
     """Returns a sentence on the smallest gap that would have been visible in all arms: that of the arm with the widest
     interval.
     """
-    gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
-    visible_gaps = [compute_smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
-    most_pairs = max((gap.pairs for gap in gaps), default=0)
+    arm_gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
+    visible_gaps = [compute_smallest_effect(gap) for gap in arm_gaps if gap.pairs >= MIN_PAIRS]
+    largest_pair_count = max((gap.pairs for gap in arm_gaps), default=0)
     if visible_gaps:
         return f"a gap of {100 * max(visible_gaps):.2g}% or more would have shown in about three of four such trainings"
-    return f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
+    return (
+        f"fewer than {MIN_PAIRS} seeds count ({largest_pair_count}), so that it is unknown which gap would have shown"
+    )
 
 
 SIZE_ADVICE = "these verdicts hold for this size of model only: train the size that you will use"
@@ -254,13 +256,15 @@ def format_speed(speed: AdjustedSpeed | None) -> str | None:
     """Returns a text such as '1.42x [1.35x, 1.49x] (1.50x by steps)'."""
     if speed is None:
         return None
-    raw_words = f"({units.ratio(speed.raw.point)} by steps)"
+    step_speed_words = f"({units.ratio(speed.raw.point)} by steps)"
     interval = speed.adjusted
     if interval is None:
-        return f"unknown, as the loss no longer surely falls {raw_words}"
+        return f"unknown, as the loss no longer surely falls {step_speed_words}"
     if speed.bounded:
-        return f"at most {units.ratio(interval.point)} {raw_words}"
-    return f"{units.ratio(interval.point)} [{units.ratio(interval.low)}, {units.ratio(interval.high)}] {raw_words}"
+        return f"at most {units.ratio(interval.point)} {step_speed_words}"
+    return (
+        f"{units.ratio(interval.point)} [{units.ratio(interval.low)}, {units.ratio(interval.high)}] {step_speed_words}"
+    )
 
 
 def format_joules(joules: Range | None) -> str | None:
@@ -278,11 +282,11 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
         first = curve.rows[0]
         last = curve.rows[-1]
         alarms = [alarm for alarm in judged.kept.alarms if (alarm.arm, alarm.seed) == (name, seed)]
-        alarm_words = "".join(f", the first in step {alarm.step}: {alarm.words}" for alarm in alarms[:1])
+        first_alarm_words = "".join(f", the first in step {alarm.step}: {alarm.words}" for alarm in alarms[:1])
         verb, tone = ("fell", Tone.PLAIN) if last.loss < first.loss else ("rose", Tone.BAD if alarms else Tone.PLAIN)
         yield Text(
             f"{name}: the loss {verb} from {first.loss:.4g} in step {first.step} to {last.loss:.4g} in step "
-            f"{last.step}; {many(len(alarms), 'alarm')}{alarm_words}",
+            f"{last.step}; {many(len(alarms), 'alarm')}{first_alarm_words}",
             tone,
         )
     casts = [line for line in judged.kept.select_lines(LayerReading) if line.signal_to_noise is not None]

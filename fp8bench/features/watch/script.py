@@ -49,7 +49,7 @@ def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
     script_watch = _ScriptWatch(script, say if script.is_writer else lambda _: None)
     ending_signals: list[signal.Signals] = []
     # This handler is registered first, so that it runs after all exit handlers of the script.
-    atexit.register(_repeat_signal, ending_signals)
+    atexit.register(_end_by_signal, ending_signals)
     script_watch.start()
     exit_code: Any = None
     try:
@@ -91,7 +91,7 @@ def _skip_outer_frames(traceback: TracebackType | None, path: str) -> TracebackT
     return traceback
 
 
-def _repeat_signal(signals: list[signal.Signals]) -> None:
+def _end_by_signal(signals: list[signal.Signals]) -> None:
     """Ends this process by the signal that ended the script, so that the parent process sees the signal."""
     for number in signals:
         for stream in (sys.stdout, sys.stderr):

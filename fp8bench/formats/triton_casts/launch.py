@@ -26,7 +26,7 @@ _VECTORIZED_ARGUMENTS = ("x", "codes", "turned")
 # Without a GPU, launches are planned for this number of multiprocessors.
 _PROCESSORS_WITHOUT_GPU = 4
 # The counter of programs for each device and stream.
-_COUNTERS: dict[tuple[int | None, int], Tensor] = {}
+_PROGRAM_COUNTERS: dict[tuple[int | None, int], Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TritonKernels(Definition):
         process from then on.
         """
         try:
-            with _use_device(torch.device(self.device)):
+            with _make_device_current(torch.device(self.device)):
                 for launch in self.launches:
                     launch.compile()
         except Exception as error:
@@ -120,14 +120,14 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     """Launches plans through Triton, and returns the compiled kernels."""
     device = tensors[0].device
     compiled_kernels = []
-    with _use_device(device):
-        counter, zeros = _allocate(_find_required_scratch(plans), device, _get_current_stream(device))
+    with _make_device_current(device):
+        counter, zeros = _allocate_scratch(_find_required_scratch(plans), device, _get_current_stream(device))
         # Triton compiles a kernel when it is first launched. `Repeat` launches the compiled kernels again.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
             # Replace each reference to a tensor by the tensor of this call.
             for name, argument in plan.arguments.items():
-                values[name] = _resolve(argument, tensors, counter, zeros)
+                values[name] = _resolve_argument(argument, tensors, counter, zeros)
             compiled_kernels.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
     return compiled_kernels
 
@@ -164,10 +164,10 @@ class Repeat:
                 return False
         device = self._device
         if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
-            with _use_device(device):
+            with _make_device_current(device):
                 return self(addresses)
         stream = _get_current_stream(device)
-        operands = (*addresses, *_allocate(self._scratch, device, stream))
+        operands = (*addresses, *_allocate_scratch(self._scratch, device, stream))
         # Call the compiled function directly. Triton's launcher would also read its settings here and make two
         # functions for each launch. Without hooks it does nothing else.
         for run, programs, function, metadata, values, pointer_positions in self._launches:
@@ -185,7 +185,9 @@ def _list_vector_tensors(plans: Sequence[Plan]) -> set[int]:
     return {argument.index for argument in vector_pointers if isinstance(argument, Pointer)}
 
 
-def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | None, zeros: Tensor | None) -> object:
+def _resolve_argument(
+    argument: Argument, tensors: Sequence[Tensor], counter: Tensor | None, zeros: Tensor | None
+) -> object:
     match argument:
         case Pointer(index=index):
             return tensors[index]
@@ -202,7 +204,9 @@ def _find_required_scratch(plans: Sequence[Plan]) -> tuple[bool, int]:
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 
 
-def _allocate(scratch: tuple[bool, int], device: torch.device, stream: int) -> tuple[Tensor | None, Tensor | None]:
+def _allocate_scratch(
+    scratch: tuple[bool, int], device: torch.device, stream: int
+) -> tuple[Tensor | None, Tensor | None]:
     counts, zeros = scratch
     memory = torch.zeros(zeros, dtype=torch.int32, device=device) if zeros else None
     return _get_program_counter(device, stream) if counts else None, memory
@@ -215,9 +219,9 @@ def _get_program_counter(device: torch.device, stream: int) -> Tensor:
     """
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    program_counter = _COUNTERS.get((device.index, stream))
+    program_counter = _PROGRAM_COUNTERS.get((device.index, stream))
     if program_counter is None:
-        program_counter = _COUNTERS[device.index, stream] = torch.zeros(2, dtype=torch.int32, device=device)
+        program_counter = _PROGRAM_COUNTERS[device.index, stream] = torch.zeros(2, dtype=torch.int32, device=device)
     return program_counter
 
 
@@ -228,6 +232,6 @@ def _get_current_stream(device: torch.device) -> int:
     return stream_handle
 
 
-def _use_device(device: torch.device) -> Any:
+def _make_device_current(device: torch.device) -> Any:
     """Makes a device the current one, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

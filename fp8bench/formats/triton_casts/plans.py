@@ -32,14 +32,14 @@ BLOCK_SIDE = 128
 MOST_ELEMENTS = (1 << 31) - (1 << 26)
 # The longest row that fits into the registers of one program. If the program also finds the maxima of columns, the
 # limit is lower.
-_LONGEST_ROW = 16384
-_LONGEST_ROW_WITH_PEAKS = 8192
+_LONGEST_REGISTER_ROW = 16384
+_LONGEST_REGISTER_ROW_WITH_PEAKS = 8192
 _ELEMENTS_PER_PROGRAM = 8192
 _TILE_SIDES = (64, 128)
 _ROWS_PER_PROGRAM = 32
 # The number of warps for tiles that are also reduced down their columns. With fewer, a thread would need more than 64
 # registers.
-_MOST_WARPS = 32
+_TRANSPOSING_WARPS = 32
 _BYTE_BITS = 8
 
 
@@ -92,37 +92,37 @@ def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int
         return []
     match kernel:
         case CodesKernel():
-            return _plan_codes(kernel, tensors, processors)
+            return _plan_codes_kernel(kernel, tensors, processors)
         case CurrentCodesKernel():
-            return _plan_current(kernel, tensors, processors)
+            return _plan_current_codes(kernel, tensors, processors)
         case DelayedCodesKernel():
-            return _plan_delayed_scale(kernel, tensors, processors)
+            return _plan_delayed_codes(kernel, tensors, processors)
         case SquareCodesKernel():
-            return _plan_squares(kernel, tensors)
+            return _plan_square_codes(kernel, tensors)
         case RowCodesKernel() | TiledCodesKernel():
-            return _plan_orientations([(kernel, 0)], tensors)
+            return _plan_oriented_casts([(kernel, 0)], tensors)
         # Two casts of one matrix become one launch, which reads the matrix once.
         case PairKernel(first=first, second=second):
             second_argument_index = len(first.free())
             if tensors[0].data_ptr() == tensors[second_argument_index].data_ptr():
-                return _plan_orientations([(first, 0), (second, second_argument_index)], tensors)
-            return _plan_orientations([(first, 0)], tensors) + _plan_orientations(
+                return _plan_oriented_casts([(first, 0), (second, second_argument_index)], tensors)
+            return _plan_oriented_casts([(first, 0)], tensors) + _plan_oriented_casts(
                 [(second, second_argument_index)], tensors
             )
     return []
 
 
-def _plan_codes(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
+def _plan_codes_kernel(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     if kernel.by_square:
         return []
     down, side, across, _ = tensors[0].shape
     largest = None if kernel.fmt is None else kernel.fmt.largest
-    straight, turned, scale = _number_pointers(1, kernel.straight, kernel.turned, kernel.scaled)
+    straight, turned, scale = _assign_pointer_indices(1, kernel.straight, kernel.turned, kernel.scaled)
     arguments: Arguments = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": scale}
-    return [_plan_cast(arguments, down * side, across * side, largest, processors)]
+    return [_plan_cast_launch(arguments, down * side, across * side, largest, processors)]
 
 
-def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
+def _plan_current_codes(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     rows, columns = tensors[0].shape
     size = rows * columns
     # There are two launches, because no program can use the scale before all programs have read the tensor.
@@ -133,14 +133,14 @@ def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], process
         {"x": Pointer(0), "scale": Pointer(1), "inverse": Pointer(2), "state": Counter(), "size": size},
         {**_make_scale_constants(kernel.fmt, kernel.rounding), "BLOCK": _ELEMENTS_PER_PROGRAM},
     )
-    straight, turned = _number_pointers(3, kernel.straight, kernel.turned)
+    straight, turned = _assign_pointer_indices(3, kernel.straight, kernel.turned)
     arguments: Arguments = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": Pointer(1)}
-    return [find_scale, _plan_cast(arguments, rows, columns, kernel.fmt.largest, processors)]
+    return [find_scale, _plan_cast_launch(arguments, rows, columns, kernel.fmt.largest, processors)]
 
 
-def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
+def _plan_delayed_codes(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     delayed = kernel.delayed
-    straight, turned = _number_pointers(6, kernel.straight, kernel.turned)
+    straight, turned = _assign_pointer_indices(6, kernel.straight, kernel.turned)
     # `Pointer(i)` is argument i of DelayedCodesKernel (code_kernels.py).
     arguments: Arguments = {
         "x": Pointer(0),
@@ -160,14 +160,14 @@ def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], p
         "INTERVAL": delayed.interval,
     }
     rows, columns = tensors[0].shape
-    return [_plan_cast(arguments, rows, columns, kernel.fmt.largest, processors, delay_constants)]
+    return [_plan_cast_launch(arguments, rows, columns, kernel.fmt.largest, processors, delay_constants)]
 
 
 _ARGUMENTS_WITHOUT_HISTORY = dict.fromkeys(("state", "history", "casts", "used", "inverse"))
 _CONSTANTS_WITHOUT_DELAY: Constants = {"HISTORY": 1, "MOST_RECENT": False, "SHRINK": 1.0, "INTERVAL": 1}
 
 
-def _plan_cast(
+def _plan_cast_launch(
     arguments: Arguments,
     rows: int,
     columns: int,
@@ -202,9 +202,9 @@ def _plan_cast(
     )
 
 
-def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[Plan]:
+def _plan_square_codes(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[Plan]:
     x, inverse, turned_inverse, *_ = tensors
-    straight, turned = _number_pointers(3, kernel.straight, kernel.turned)
+    straight, turned = _assign_pointer_indices(3, kernel.straight, kernel.turned)
     arguments: Arguments = {
         "codes": straight,
         "inverse": Pointer(1),
@@ -214,10 +214,12 @@ def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[
         "turned_stride": turned_inverse.stride(0),
     }
     rows, columns = x.shape
-    return [_plan_blocks(arguments, rows, columns, _make_scale_constants(kernel.fmt, kernel.rounding), square=True)]
+    return [
+        _plan_block_launch(arguments, rows, columns, _make_scale_constants(kernel.fmt, kernel.rounding), square=True)
+    ]
 
 
-def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Constants, square: bool) -> Plan:
+def _plan_block_launch(arguments: Arguments, rows: int, columns: int, constants: Constants, square: bool) -> Plan:
     across = count_blocks(columns, BLOCK_SIDE)
     layout_constants = {
         "SQUARE": square,
@@ -227,7 +229,7 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
     }
     # Squares and parts of rows differ only in their scales. The other arguments are the same.
     arguments = {"x": Pointer(0), **arguments, "rows": rows, "columns": columns, "across": across}
-    warp_count = _MOST_WARPS if layout_constants["TURNED"] and not square else 16
+    warp_count = _TRANSPOSING_WARPS if layout_constants["TURNED"] and not square else 16
     return Plan(
         "cast_blocks", count_blocks(rows, BLOCK_SIDE) * across, warp_count, arguments, {**constants, **layout_constants}
     )
@@ -238,7 +240,7 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
 Oriented = Sequence[tuple[Kernel, int]]
 
 
-def _plan_orientations(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
+def _plan_oriented_casts(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     first, first_argument = kernels[0]
     # Triton kernels exist only for blocks of this length.
     if isinstance(first, RowCodesKernel) and first.block not in (0, BLOCK_SIDE):
@@ -248,15 +250,15 @@ def _plan_orientations(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Pla
         # The input is a view by view_stretches. Compute the height and width of the matrix from the view's dimensions.
         operand = down * side, stretches * length * width
         rows, columns = operand[::-1] if first.turned else operand
-        outputs = {_is_turned(kernel): number for kernel, number in kernels}
-        plan = _plan_row_blocks if first.block else _plan_rows
+        outputs = {_is_transposing_kernel(kernel): number for kernel, number in kernels}
+        plan = _plan_row_blocks if first.block else _plan_whole_rows
         return plan(first, outputs, first_argument, rows, columns)
     if isinstance(first, TiledCodesKernel):
-        return _plan_mx(kernels, tensors)
+        return _plan_mx_cast(kernels, tensors)
     return []
 
 
-def _is_turned(kernel: Kernel) -> bool:
+def _is_transposing_kernel(kernel: Kernel) -> bool:
     assert isinstance(kernel, RowCodesKernel | TiledCodesKernel)
     return kernel.turned if isinstance(kernel, RowCodesKernel) else kernel.places.turned
 
@@ -277,10 +279,12 @@ def _plan_row_blocks(
         "stride": rows,
         "turned_stride": columns,
     }
-    return [_plan_blocks(arguments, rows, columns, _make_scale_constants(kernel.fmt, kernel.rounding), square=False)]
+    return [
+        _plan_block_launch(arguments, rows, columns, _make_scale_constants(kernel.fmt, kernel.rounding), square=False)
+    ]
 
 
-def _plan_rows(
+def _plan_whole_rows(
     kernel: RowCodesKernel, outputs: dict[bool, int], first_argument: int, rows: int, columns: int
 ) -> list[Plan]:
     scale_constants = _make_scale_constants(kernel.fmt, kernel.rounding)
@@ -293,8 +297,8 @@ def _plan_rows(
     width = max(1 << (columns - 1).bit_length(), 16)
     plans = []
     # One pass can find codes and maxima of columns only if a row fits into registers.
-    is_one_pass_enough = straight and turned and width <= _LONGEST_ROW_WITH_PEAKS
-    if straight and width > _LONGEST_ROW:
+    is_one_pass_enough = straight and turned and width <= _LONGEST_REGISTER_ROW_WITH_PEAKS
+    if straight and width > _LONGEST_REGISTER_ROW:
         plans.append(Plan("cast_long_rows", rows, 8, arguments, {**scale_constants, "WIDTH": _ELEMENTS_PER_PROGRAM}))
     # A program handles several short rows, because otherwise most of its threads would be idle.
     elif straight:
@@ -330,7 +334,7 @@ def _plan_rows(
     return plans
 
 
-def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
+def _plan_mx_cast(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     kernel, first_argument = kernels[0]
     assert isinstance(kernel, TiledCodesKernel)
     scaling = kernel.places.scaling
@@ -372,7 +376,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "ACROSS": BLOCK_SIDE,
     }
     # Writing transposed codes needs more warps.
-    warp_count = _MOST_WARPS if True in outputs else 16
+    warp_count = _TRANSPOSING_WARPS if True in outputs else 16
     return [
         Plan(
             "cast_mx",
@@ -388,7 +392,7 @@ def _make_scale_constants(fmt: Format, rounding: ScaleRounding) -> Constants:
     return {"LARGEST": fmt.largest, "POWER_OF_TWO": rounding is ScaleRounding.POWER_OF_TWO}
 
 
-def _number_pointers(first_argument: int, *present: bool) -> list[Pointer | None]:
+def _assign_pointer_indices(first_argument: int, *present: bool) -> list[Pointer | None]:
     """Returns a Pointer for each argument that is present, and None for the others. Pointers have consecutive indices
     from `first_argument` on.
     """

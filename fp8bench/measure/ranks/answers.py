@@ -30,8 +30,8 @@ def merge_answers(name: str, answers: Sequence[Any], more_merges: MergeFunctions
 
     `more_merges` has the merge functions of requests that only a special bench answers.
     """
-    merges = {**_MERGE_FUNCTIONS, **more_merges}
-    return merges[name](answers) if name in merges else answers[0]
+    merge_functions = {**_MERGE_FUNCTIONS, **more_merges}
+    return merge_functions[name](answers) if name in merge_functions else answers[0]
 
 
 def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
@@ -43,7 +43,7 @@ def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
     """
     steps_of_ranks = [slot.steps for slot in slots]
     calls = tuple(max(steps, key=_sum_step_ns) for steps in zip(*steps_of_ranks, strict=True))
-    slowest_slot = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
+    slowest_rank_slot = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
     calls_by_rank = tuple(
         RankCalls(rank, tuple(map(_sum_step_ns, slot.steps)), tuple(map(_sum_communication_ns, slot.steps)))
         for rank, slot in enumerate(slots)
@@ -51,7 +51,7 @@ def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
     retry_counts = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
     wall_seconds = max(slot.wall_seconds for slot in slots)
     return replace(
-        slowest_slot,
+        slowest_rank_slot,
         steps=calls,
         wall_seconds=wall_seconds,
         ranks=calls_by_rank,
@@ -141,20 +141,23 @@ def _merge_step_parts(
     if len(measured_answers) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
     messages, ranks = zip(*measured_answers, strict=True)
-    sent = tuple(chain.from_iterable(messages))
-    part_seconds = {}
+    sent_messages = tuple(chain.from_iterable(messages))
+    slowest_part_seconds = {}
     for name in ranks[0]:
-        rank_seconds = [rank[name] for rank in ranks]
-        part_seconds[name] = tuple(map(max, zip(*rank_seconds, strict=True)))
+        part_seconds_by_rank = [rank[name] for rank in ranks]
+        slowest_part_seconds[name] = tuple(map(max, zip(*part_seconds_by_rank, strict=True)))
     scaling = (
-        RankScaling(part_seconds["whole"], part_seconds["share"], part_seconds["both"])
-        if "whole" in part_seconds
+        RankScaling(slowest_part_seconds["whole"], slowest_part_seconds["share"], slowest_part_seconds["both"])
+        if "whole" in slowest_part_seconds
         else None
     )
-    overlap = Overlap(
-        part_seconds["compute"], part_seconds["communication"], part_seconds["both"], part_seconds["in_turn"]
+    step_overlap = Overlap(
+        slowest_part_seconds["compute"],
+        slowest_part_seconds["communication"],
+        slowest_part_seconds["both"],
+        slowest_part_seconds["in_turn"],
     )
-    return sent, overlap, scaling
+    return sent_messages, step_overlap, scaling
 
 
 _MERGE_FUNCTIONS: MergeFunctions = {
@@ -178,7 +181,7 @@ _MERGE_FUNCTIONS: MergeFunctions = {
 
 # The exit statuses of ranks that are not to blame: they waited for other ranks in vain, or were ended because others
 # failed.
-_VICTIM_STATUSES = (-signal.SIGABRT, -signal.SIGTERM)
+_VICTIM_EXIT_STATUSES = (-signal.SIGABRT, -signal.SIGTERM)
 # Errors that gloo and NCCL raise in a rank because another rank failed. A suite may raise such errors as well.
 _ERRORS_OF_OTHER_RANKS = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
 
@@ -225,31 +228,33 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
     """Returns the rank that failed first: its process ended without being a victim of other ranks, or it raised an
     error that no other rank causes. Otherwise returns the rank that is furthest behind.
     """
-    rank_behind = find_rank_behind(states)
+    rank_furthest_behind = find_rank_behind(states)
     ended_ranks = [state for state in states if state.ended]
-    failed_processes = [state for state in ended_ranks if state.status not in _VICTIM_STATUSES]
+    failed_processes = [state for state in ended_ranks if state.status not in _VICTIM_EXIT_STATUSES]
     if failed_processes:
         return failed_processes[0]
     if failed_ranks := [state for state in states if state.raised_first_error]:
         return find_rank_behind(failed_ranks)
-    if ended_ranks and rank_behind.heartbeat.sequence >= min(state.heartbeat.sequence for state in ended_ranks):
+    if ended_ranks and rank_furthest_behind.heartbeat.sequence >= min(
+        state.heartbeat.sequence for state in ended_ranks
+    ):
         return next((state for state in ended_ranks if state.status != -signal.SIGTERM), ended_ranks[0])
-    return rank_behind
+    return rank_furthest_behind
 
 
 def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
     """Returns the rank that failed. If this is unclear, returns all ranks with the same phase and heartbeat as the most
     likely one: each of them may have waited for the others, even if it raised the first error.
     """
-    first_suspect = find_culprit(states)
-    if first_suspect.ended or first_suspect.raised_first_error:
-        return (first_suspect,)
-    suspect_progress = first_suspect.heartbeat.sequence, first_suspect.heartbeat.phase
+    likeliest_culprit = find_culprit(states)
+    if likeliest_culprit.ended or likeliest_culprit.raised_first_error:
+        return (likeliest_culprit,)
+    suspect_progress = likeliest_culprit.heartbeat.sequence, likeliest_culprit.heartbeat.phase
     waiting_ranks = [state for state in states if not state.has_finished_request] or states
-    equal_ranks = [
+    equal_progress_ranks = [
         state for state in waiting_ranks if (state.heartbeat.sequence, state.heartbeat.phase) == suspect_progress
     ]
-    return tuple(sorted(equal_ranks, key=lambda state: state.rank))
+    return tuple(sorted(equal_progress_ranks, key=lambda state: state.rank))
 
 
 def make_failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
@@ -257,19 +262,19 @@ def make_failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
 
 
 def describe_failure(states: Sequence[RankState], now: float) -> str:
-    named_ranks = find_suspects(states)
-    return _describe_suspects(named_ranks, len(states), now) + "".join(
-        f"; rank {state.rank} said: {_shorten(state.fault[0])}"
+    suspect_ranks = find_suspects(states)
+    return _describe_suspect_ranks(suspect_ranks, len(states), now) + "".join(
+        f"; rank {state.rank} said: {_shorten_fault_text(state.fault[0])}"
         for state in states
-        if state.fault[0] and (len(named_ranks) > 1 or state is not named_ranks[0])
+        if state.fault[0] and (len(suspect_ranks) > 1 or state is not suspect_ranks[0])
     )
 
 
 def describe_delay(states: Sequence[RankState], now: float) -> str:
-    return f": {_describe_suspects(find_suspects(states), len(states), now)}"
+    return f": {_describe_suspect_ranks(find_suspects(states), len(states), now)}"
 
 
-def _describe_suspects(named_ranks: Sequence[RankState], ranks: int, now: float) -> str:
+def _describe_suspect_ranks(named_ranks: Sequence[RankState], ranks: int, now: float) -> str:
     first_rank = named_ranks[0]
     if len(named_ranks) == 1:
         return (
@@ -291,6 +296,6 @@ def _describe_problem(state: RankState, now: float) -> str:
     return f"hangs: its last heartbeat, number {state.heartbeat.sequence}, is {now - state.heartbeat.seconds:.1f} s old"
 
 
-def _shorten(text: str, max_length: int = 200) -> str:
+def _shorten_fault_text(text: str, max_length: int = 200) -> str:
     line = " ".join(text.split())
     return line if len(line) <= max_length else f"{line[:max_length]}..."

@@ -131,13 +131,13 @@ class RanksProcess(WorkerProcess):
         deadline = time.monotonic() + limit
         while any(rank.reply is None for rank in self._ranks):
             self._receive_replies(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-            if self._has_failed:
-                self._wait_for_others()
-                if self._has_ended or self._popen.poll() is not None:
+            if self._has_failed_rank:
+                self._wait_for_other_ranks()
+                if self._has_ended_rank or self._popen.poll() is not None:
                     raise EOFError
                 return True
             if self._popen.poll() is not None:
-                self._wait_for_others()
+                self._wait_for_other_ranks()
                 raise EOFError
             if time.monotonic() >= deadline:
                 return not any(rank.reply is None for rank in self._ranks)
@@ -145,10 +145,10 @@ class RanksProcess(WorkerProcess):
 
     def receive_answer(self) -> Any:
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
-        faults = [reply for _, reply in replies if reply[0] == "fault"]
+        rank_faults = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
         # 1. If all ranks have answered this request, merge their answers.
-        if not faults and {reply_number for reply_number, _ in replies} == {number}:
+        if not rank_faults and {reply_number for reply_number, _ in replies} == {number}:
             try:
                 return number, (
                     "ok",
@@ -157,14 +157,14 @@ class RanksProcess(WorkerProcess):
             except RanksDisagree as error:
                 return number, ("fault", "the ranks disagree", str(error), "", False)
         # 2. If all ranks have the same fault, none of them waits for another one. So the worker can go on.
-        if len(faults) == len(self._ranks) and len({fault[1] for fault in faults}) == 1:
-            kind, text, trace, _ = faults[0][1:]
+        if len(rank_faults) == len(self._ranks) and len({fault[1] for fault in rank_faults}) == 1:
+            kind, text, trace, _ = rank_faults[0][1:]
             return number, (
                 "fault",
                 kind,
-                f"{text} (on all {len(faults)} ranks)",
+                f"{text} (on all {len(rank_faults)} ranks)",
                 trace,
-                all(fault[4] for fault in faults),
+                all(fault[4] for fault in rank_faults),
             )
         # 3. If only some ranks failed, the other ranks may wait for them forever. So no rank gets more requests.
         self.is_broken = True
@@ -177,12 +177,12 @@ class RanksProcess(WorkerProcess):
 
     @property
     def was_killed(self) -> bool:
-        return "SIGKILL" in find_culprit(self._collect_states()).ended
+        return "SIGKILL" in find_culprit(self._collect_rank_states()).ended
 
     def describe_end(self) -> str:
         states = self._store_failed_rank()
         status = self._popen.poll()
-        if status is not None and (status != 0 or not self._has_ended):
+        if status is not None and (status != 0 or not self._has_ended_rank):
             rank_behind = find_rank_behind(states)  # the launcher ended, which ended all ranks in an arbitrary order
             self.failed = make_failed_rank(rank_behind.heartbeat, len(states), time.monotonic())
             location = f"with rank {rank_behind.rank} in {rank_behind.heartbeat.doing}{describe_last_line(self._log)}"
@@ -218,45 +218,47 @@ class RanksProcess(WorkerProcess):
         return not lifeline_poll.poll(0)  # `poll` reports POLLERR even though no event is requested
 
     @property
-    def _has_failed(self) -> bool:
-        return self._has_ended or any(rank.reply is not None and rank.reply[1][0] == "fault" for rank in self._ranks)
+    def _has_failed_rank(self) -> bool:
+        return self._has_ended_rank or any(
+            rank.reply is not None and rank.reply[1][0] == "fault" for rank in self._ranks
+        )
 
     @property
-    def _has_ended(self) -> bool:
+    def _has_ended_rank(self) -> bool:
         return any(rank.ended_at is not None for rank in self._ranks)
 
     def _receive_replies(self, seconds: float) -> None:
-        waiting = {
+        waiting_rank_by_connection = {
             rank.requests: rank
             for rank in self._ranks
             if rank.requests is not None and rank.reply is None and rank.ended_at is None
         }
-        for connection in wait(list(waiting), seconds) if waiting else ():
-            rank = waiting[connection]  # type: ignore[index]
+        for connection in wait(list(waiting_rank_by_connection), seconds) if waiting_rank_by_connection else ():
+            rank = waiting_rank_by_connection[connection]  # type: ignore[index]
             try:
                 rank.reply = unpickle_answer(rank.requests.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, OSError):
                 rank.ended_at = time.monotonic()
 
-    def _wait_for_others(self) -> None:
+    def _wait_for_other_ranks(self) -> None:
         deadline = time.monotonic() + _OTHER_RANKS_SECONDS
         while time.monotonic() < deadline and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
             self._receive_replies(0.05)
 
     def _store_failed_rank(self) -> list[RankState]:
         """Returns the states of all ranks, and stores which rank failed. The caller ends all ranks right afterwards."""
-        states = self._collect_states()
+        states = self._collect_rank_states()
         suspects = find_suspects(states)
         self.undecided = len(suspects) > 1
         self.failed = None if self.undecided else make_failed_rank(suspects[0].heartbeat, len(states), time.monotonic())
         return states
 
-    def _collect_states(self) -> list[RankState]:
+    def _collect_rank_states(self) -> list[RankState]:
         statuses = self._find_statuses()
         ordered_ranks = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
-        return [self._make_state(rank, statuses) for rank in ordered_ranks]
+        return [self._make_rank_state(rank, statuses) for rank in ordered_ranks]
 
-    def _make_state(self, rank: _RankConnections, statuses: Mapping[int, int] | None) -> RankState:
+    def _make_rank_state(self, rank: _RankConnections, statuses: Mapping[int, int] | None) -> RankState:
         heartbeat = parse_heartbeat(rank.number, self._read_rank_file(heartbeat_file(rank.number)))
         if not heartbeat.sequence:
             heartbeat = replace(heartbeat, seconds=self._started_at)
@@ -289,7 +291,7 @@ class RanksProcess(WorkerProcess):
         If a rank exits with status 0 while others run, the launcher reports nothing. So all ranks are ended first,
         after which it always reports. A rank that is missing in its report exited with 0.
         """
-        if not self._has_ended:
+        if not self._has_ended_rank:
             return None
         if not hasattr(self, "_exit_statuses"):
             self._end_ranks()
@@ -322,7 +324,7 @@ class RanksProcess(WorkerProcess):
             elif time.monotonic() > deadline:
                 # If one rank is missing, it is to blame. Several missing ranks may have waited for each other.
                 numbers = {rank.number for rank in missing_ranks}
-                missing_states = [state for state in self._collect_states() if state.rank in numbers]
+                missing_states = [state for state in self._collect_rank_states() if state.rank in numbers]
                 self.undecided = len(missing_states) > 1
                 if not self.undecided:
                     self.failed = make_failed_rank(missing_states[0].heartbeat, len(self._ranks), time.monotonic())

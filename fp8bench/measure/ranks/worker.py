@@ -31,7 +31,7 @@ class RanksWorker(ProcessWorker):
     with the error of that rank. Later cases get new ranks.
     """
 
-    _start_error: WorkerError | None = None
+    _rank_start_error: WorkerError | None = None
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class RanksWorker(ProcessWorker):
         self._single_worker = ProcessWorker(settings)
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        if self._start_error is None:
+        if self._rank_start_error is None:
             try:
                 return super().ask(limit, name, *arguments)
             except WorkerError as error:
@@ -55,13 +55,13 @@ class RanksWorker(ProcessWorker):
                 if is_culprit_unknown or name not in _PLANNING_REQUESTS:
                     raise
                 self.restart()
-                self._start_error = error
+                self._rank_start_error = error
         if name in _PLANNING_REQUESTS:
             answer = self._single_worker.ask(limit, name, *arguments)
             if name == "probe":  # list each kind of device once, because a rank uses one device
                 return tuple(replace(facts, ranks=self._launch.ranks) for facts in answer if facts.index == 0)
             return answer
-        start_error, self._start_error = self._start_error, None
+        start_error, self._rank_start_error = self._rank_start_error, None
         raise start_error
 
     def close(self) -> None:

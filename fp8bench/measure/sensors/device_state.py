@@ -18,7 +18,7 @@ from fp8bench.model.consumed import list_throttle_reasons
 from fp8bench.model.readings import NoReading, Reading, Unavailable, describe_missing_readings
 
 # The facts from the driver that are stored in the environment. The device's name is stored elsewhere.
-_STORED_FACTS = (
+_STORED_FACT_NAMES = (
     "driver",
     "cuda_driver",
     "uuid",
@@ -34,7 +34,7 @@ _STORED_FACTS = (
 )
 
 # For each line of `fp8bench doctor`: the driver's values in this line, and a template for the text of each value.
-_DOCTOR_LINES = {
+_DOCTOR_LINE_TEMPLATES = {
     "driver": {"driver": "{}", "cuda_driver": "CUDA up to {}", "uuid": "{}", "pci": "PCI {}"},
     "settings": {
         "power_cap": "power cap {}",
@@ -74,11 +74,11 @@ def read_device_settings(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar |
     """Returns a device's settings and energy source. A processor without a driver has only an energy source."""
     state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
-        stored_facts = {name: fact for name, fact in meter.device.facts().items() if name in _STORED_FACTS}
+        stored_facts = {name: fact for name, fact in meter.device.facts().items() if name in _STORED_FACT_NAMES}
         state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in stored_facts.items()}
         state["unknown"] = "; ".join(describe_missing_readings(stored_facts)) or None
     state["energy_source"] = meter.kind.value
-    state["energy_period"] = _counter_period(meter)
+    state["energy_period"] = _find_counter_period(meter)
     state["energy_why"] = meter.why or None
     return {f"{facts.key} {name}": value for name, value in state.items()}
 
@@ -88,7 +88,7 @@ def format_device_lines(meter: Meter) -> Iterator[str]:
     if not isinstance(meter.device, AbsentDevice):
         facts, state = meter.device.facts(), meter.device.state()
         readings = {name: read for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
-        for title, templates in _DOCTOR_LINES.items():
+        for title, templates in _DOCTOR_LINE_TEMPLATES.items():
             value_texts = [
                 template.format(_format_reading(name, readings))
                 for name, template in templates.items()
@@ -116,12 +116,12 @@ def describe_energy_source(meter: Meter) -> str:
     """Describes the energy source, for example 'counter, changes every 100 ms', or why it is missing."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
-    counter_period = _counter_period(meter)
+    counter_period = _find_counter_period(meter)
     source_phrases = [meter.kind.value + (f", changes every {units.seconds(counter_period)}" if counter_period else "")]
     source_phrases += [f"no better source: {meter.why}"] if meter.why else []
     return "; ".join(source_phrases)
 
 
-def _counter_period(meter: Meter) -> float | None:
+def _find_counter_period(meter: Meter) -> float | None:
     source = meter.source
     return source.rhythm.period if source is not None and source.rhythm is not None else None

@@ -145,10 +145,10 @@ class Source:
 
 THREAD_NAME = "fp8bench-sampler"
 # Seconds between two readings of the device's state.
-_STATE_READING_SECONDS = 0.2
+_STATE_READING_INTERVAL_SECONDS = 0.2
 # Seconds between two checks of the CPU time of sampling and of the precision of the energy.
-_PRECISION_CHECK_SECONDS = 0.05
-_TICK_AGE_MARGIN = 1.5
+_PRECISION_CHECK_INTERVAL_SECONDS = 0.05
+_TICK_AGE_FACTOR = 1.5
 
 
 class Sampler:
@@ -183,7 +183,7 @@ class Sampler:
         self._every_tick = every_tick
         self._polling = Polling(source.is_counter, source.rhythm, every_tick)
         # The largest age of the counter's value: its longest interval, with a margin.
-        self._max_age = _TICK_AGE_MARGIN * source.rhythm.longest if source.rhythm else math.inf
+        self._max_age = _TICK_AGE_FACTOR * source.rhythm.longest if source.rhythm else math.inf
         self._state_due = self._check_due = 0.0
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -209,9 +209,9 @@ class Sampler:
         self._state_due = self.begun
         try:
             if self._energy_source.is_counter:
-                self._sample_counter()
+                self._sample_energy_counter()
             else:
-                self._sample_sensor()
+                self._sample_power_sensor()
             self.ended = True
         except NoReading as failure:
             self.failure = failure.reason
@@ -219,7 +219,7 @@ class Sampler:
         finally:
             self.is_enough = True
 
-    def _sample_counter(self) -> None:
+    def _sample_energy_counter(self) -> None:
         clock, read = self._clock, self._energy_source.read
         read_start_time = clock.now()
         last_joules, tick = read(), None
@@ -248,9 +248,9 @@ class Sampler:
                     self.ticks.append(tick)
                     # Read the device's state right after a tick, when no other tick can be missed.
                     self._read_state_if_due(read_end_time)
-            self._check_if_due(read_end_time)
+            self._check_sampling_if_due(read_end_time)
 
-    def _sample_sensor(self) -> None:
+    def _sample_power_sensor(self) -> None:
         clock, read = self._clock, self._energy_source.read
         while not clock.sleep(self._polling.next(clock.now(), None, 0), self._stop):
             read_start_time = clock.now()
@@ -260,16 +260,16 @@ class Sampler:
             # call.
             self.samples.append(PowerSample((read_start_time + read_end_time) / 2, watts))
             self._read_state_if_due(read_end_time)
-            self._check_if_due(read_end_time)
+            self._check_sampling_if_due(read_end_time)
 
     def _read_state_if_due(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
-            self._state_due = now + _STATE_READING_SECONDS
+            self._state_due = now + _STATE_READING_INTERVAL_SECONDS
             self.looks.append(self._look())
 
-    def _check_if_due(self, now: float) -> None:
+    def _check_sampling_if_due(self, now: float) -> None:
         if now >= self._check_due:
-            self._check_due = now + _PRECISION_CHECK_SECONDS
+            self._check_due = now + _PRECISION_CHECK_INTERVAL_SECONDS
             self._polling.limit_cost(self._clock.cpu() - self._cpu_at_start, now - self.begun)
             self.is_enough = self.is_enough or self._has_enough(self)
 
@@ -324,7 +324,7 @@ class Energy:
         return self.watts * self.seconds
 
 
-_NOT_ENDED = Unavailable("the window has not ended yet")
+_WINDOW_NOT_ENDED = Unavailable("the window has not ended yet")
 
 
 @dataclass
@@ -336,15 +336,15 @@ class Window:
     _sampler: Sampler
     _energy_source: Source
     _clock: Clock
-    _max_seconds: float
+    _max_window_seconds: float
     _stop_sampler: Callable[[Sampler], None]
     _started_at: float = 0.0
-    energy: Energy | Unavailable = _NOT_ENDED
+    energy: Energy | Unavailable = _WINDOW_NOT_ENDED
 
     @property
     def is_enough(self) -> bool:
         """Whether the window can end: its energy is precise enough, or its longest duration is over."""
-        return self._sampler.is_enough or self._clock.now() >= self._started_at + self._max_seconds
+        return self._sampler.is_enough or self._clock.now() >= self._started_at + self._max_window_seconds
 
     @property
     def has_failed(self) -> bool:
@@ -360,12 +360,15 @@ class Window:
         try:
             self._stop_sampler(self._sampler)
             self.energy = Energy(
-                self._energy_source.kind, self._measure_stretch(), seconds, summarise_readings(self._sampler.looks)
+                self._energy_source.kind,
+                self._measure_power_stretch(),
+                seconds,
+                summarise_readings(self._sampler.looks),
             )
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 
-    def _measure_stretch(self) -> PowerStretch:
+    def _measure_power_stretch(self) -> PowerStretch:
         if self._energy_source.is_counter:
             return measure_tick_power(self._sampler.ticks)
         return measure_mean_power(self._sampler.samples)

@@ -65,7 +65,7 @@ class Meter(AbstractContextManager["Meter"]):
         self.read_power_limits()  # the power limit at the beginning of the run
         for source in sources:
             try:
-                self.source = self._try_source(source)
+                self.source = self._try_energy_source(source)
                 break
             except NoReading as failure:
                 self.refused = (*self.refused, (source.kind, failure.reason))
@@ -94,8 +94,8 @@ class Meter(AbstractContextManager["Meter"]):
     def measure_idle(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:
         """Measures the energy while the caller does nothing. The device keeps the contexts that are open on it."""
         with self.window() as window:
-            idle_until = self._clock.now() + seconds
-            self._clock.wait(lambda: window.has_failed or self._clock.now() >= idle_until)
+            idle_end_time = self._clock.now() + seconds
+            self._clock.wait(lambda: window.has_failed or self._clock.now() >= idle_end_time)
         return window.energy
 
     def measure_idle_once(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:
@@ -132,7 +132,7 @@ class Meter(AbstractContextManager["Meter"]):
             self._hung(failure.reason)
             raise
 
-    def _try_source(self, source: Source) -> Source:
+    def _try_energy_source(self, source: Source) -> Source:
         clock = self._clock
         sampler = Sampler(
             source,
@@ -144,10 +144,10 @@ class Meter(AbstractContextManager["Meter"]):
         deadline = clock.now() + _CALIBRATION_SECONDS
         clock.wait(lambda: sampler.is_enough or clock.now() >= deadline)
         self._stop_sampler(sampler)
-        return _add_rhythm(source, sampler) if source.is_counter else source
+        return _add_counter_rhythm(source, sampler) if source.is_counter else source
 
 
-def _add_rhythm(source: Source, sampler: Sampler) -> Source:
+def _add_counter_rhythm(source: Source, sampler: Sampler) -> Source:
     if len(sampler.ticks) < _MIN_TICKS:
         raise NoReading(f"the counter changed only {len(sampler.ticks)} time(s) in {_CALIBRATION_SECONDS:g} s")
     measured_rhythm = measure_rhythm(sampler.ticks)
@@ -214,10 +214,10 @@ def open_rapl_meter(root: Path = rapl.RAPL_FOLDER, clock: Clock = HOST_CLOCK, en
     if not energy:
         return Meter((), device, _NO_ENERGY_REASON, clock)
     try:
-        counter = rapl.EnergyCounter(rapl.list_domains(root), clock.now)
+        energy_counter = rapl.EnergyCounter(rapl.list_domains(root), clock.now)
     except NoReading as failure:
         return Meter((), device, failure.reason, clock)
-    return Meter((Source(SourceKind.RAPL, counter.read),), device, "", clock)
+    return Meter((Source(SourceKind.RAPL, energy_counter.read),), device, "", clock)
 
 
 class Meters(ExitStack):

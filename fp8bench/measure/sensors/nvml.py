@@ -151,8 +151,8 @@ _MEGA = 1e6
 _MILLI = 1e-3
 _NANO = 1e-9
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
-_CHIP_SENSOR = 0
-_POWER_INSTANT = 186
+_CHIP_TEMPERATURE_SENSOR = 0
+_INSTANT_POWER_FIELD = 186
 _MEMORY_STRUCTURE_V2 = 0x02000028
 
 
@@ -260,7 +260,9 @@ READ_AVERAGE_POWER = _make_positive_reader("nvmlDeviceGetPowerUsage", _MILLI, "W
 
 
 def instant_power(ask: AskLibrary) -> Reading:
-    return require_positive(read_field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
+    return require_positive(
+        read_field(ask, _INSTANT_POWER_FIELD) * _MILLI, "W", f"field {_INSTANT_POWER_FIELD} (instant)"
+    )
 
 
 # Values that are read within a window. Power is not among them, because the energy is measured.
@@ -268,8 +270,8 @@ CHANGING_QUERIES: tuple[DeviceQuery, ...] = (
     DeviceQuery("sm_clock", _make_positive_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
     # The chip's temperature. Older drivers have only the second function; current drivers deprecate it.
     DeviceQuery("temperature", _make_fallback_reader(
-        _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_SENSOR),
-        _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_SENSOR),
+        _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_TEMPERATURE_SENSOR),
+        _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_TEMPERATURE_SENSOR),
     )),
     # A bit mask of throttle reasons; 0 if the clocks are not throttled.
     DeviceQuery("throttle", _make_fallback_reader(
@@ -368,12 +370,12 @@ class NvmlDevice(DeviceReader):
         self._identity, self._library = identity, library
         library.open()
         try:
-            self._handle, self._part = library.within_timeout(self._find_handles)
+            self._handle, self._part = library.within_timeout(self._find_nvml_handles)
         except NoReading:
             library.close()
             raise
 
-    def _find_handles(self) -> tuple[Any, Any]:
+    def _find_nvml_handles(self) -> tuple[Any, Any]:
         """Returns the NVML handles of the device and of its MIG instance in use. Without MIG, both are the handle of
         the device.
         """
@@ -391,12 +393,12 @@ class NvmlDevice(DeviceReader):
         self._library.close()
 
     def read_in_this_thread(self) -> Readings:
-        return {query.name: self._try_query(query) for query in CHANGING_QUERIES}
+        return {query.name: self._try_device_query(query) for query in CHANGING_QUERIES}
 
     def ask(self, function: str, *arguments: Any) -> Any:
         return self._library.call(function, self._handle, *arguments)
 
-    def _try_query(self, query: DeviceQuery) -> Read:
+    def _try_device_query(self, query: DeviceQuery) -> Read:
         handles_by_subject = {
             QuerySubject.DRIVER: (),
             QuerySubject.DEVICE: (self._handle,),
@@ -412,7 +414,7 @@ class NvmlDevice(DeviceReader):
 
         def run_all_queries() -> None:
             for query in queries:
-                reads_by_name[query.name] = self._try_query(query)
+                reads_by_name[query.name] = self._try_device_query(query)
 
         try:
             self._library.within_timeout(run_all_queries)

@@ -42,17 +42,19 @@ def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[En
     contains the packages, and intel-rapl-mmio repeats them.
     """
     if not root.is_dir():
-        raise NoReading(f"there is no {root}: {_explain_absence(cpuinfo)}")
+        raise NoReading(f"there is no {root}: {_explain_rapl_absence(cpuinfo)}")
     energy_domains = []
     for package in sorted(root.glob("intel-rapl:*")):
         name = read_text(package / "name")
         if package.name.count(":") != 1 or not name.startswith("package"):
             continue
         parts = sorted(root.glob(f"{package.name}:*"))
-        energy_domains += [_make_domain(name, package)]
-        energy_domains += [_make_domain(f"{name}/dram", part) for part in parts if read_text(part / "name") == "dram"]
+        energy_domains += [_make_energy_domain(name, package)]
+        energy_domains += [
+            _make_energy_domain(f"{name}/dram", part) for part in parts if read_text(part / "name") == "dram"
+        ]
     if not energy_domains:
-        raise NoReading(f"{root} has no RAPL package: {_explain_absence(cpuinfo)}")
+        raise NoReading(f"{root} has no RAPL package: {_explain_rapl_absence(cpuinfo)}")
     for domain in energy_domains:
         _read_energy_uj(domain)
     return tuple(energy_domains)
@@ -74,12 +76,12 @@ class EnergyCounter:
         last_energies, elapsed = self._last_energies, now - self._read_at
         if last_energies is not None:
             for part, old, new in zip(self._parts, last_energies, energies, strict=True):
-                self._total_uj += _measure_growth_uj(part, old, new, elapsed)
+                self._total_uj += _measure_energy_growth_uj(part, old, new, elapsed)
         self._last_energies, self._read_at = energies, now
         return self._total_uj * _MICRO
 
 
-def _measure_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -> int:
+def _measure_energy_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -> int:
     if new >= old:
         return new - old
     wrapped_growth_uj = new - old + (part.range_uj or 0)
@@ -88,7 +90,7 @@ def _measure_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -
     return wrapped_growth_uj
 
 
-def _make_domain(name: str, path: Path) -> EnergyDomain:
+def _make_energy_domain(name: str, path: Path) -> EnergyDomain:
     counter_range_uj = None
     with suppress(NoReading, ValueError):
         # The counter wraps around after the value in this file.
@@ -115,7 +117,7 @@ def read_text(path: Path) -> str:
         raise NoReading(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _explain_absence(cpuinfo: Path) -> str:
+def _explain_rapl_absence(cpuinfo: Path) -> str:
     with suppress(OSError):
         text = cpuinfo.read_text(errors="replace")
         if any(line.startswith("flags") and "hypervisor" in line.split() for line in text.splitlines()):
@@ -137,7 +139,7 @@ class HostDevice(AbsentDevice):
 
     def __init__(self, reason: str, root: Path = SYSTEM_FOLDER) -> None:
         super().__init__(reason)
-        self._clocks, self._heats = sorted(root.glob(_CLOCK_FILES_PATTERN)), sorted(_list_sensors(root))
+        self._clocks, self._heats = sorted(root.glob(_CLOCK_FILES_PATTERN)), sorted(_list_temperature_sensors(root))
 
     @property
     def has_sensors(self) -> bool:
@@ -145,8 +147,8 @@ class HostDevice(AbsentDevice):
 
     def read_changing_state(self) -> Readings:
         state = {
-            CPU_CLOCK: _read_highest(self._clocks, 1e3, "Hz"),
-            "temperature": _read_highest(self._heats, 1e-3, "degC"),
+            CPU_CLOCK: _read_highest_value(self._clocks, 1e3, "Hz"),
+            "temperature": _read_highest_value(self._heats, 1e-3, "degC"),
         }
         return {**super().read_changing_state(), **state}
 
@@ -154,7 +156,7 @@ class HostDevice(AbsentDevice):
         return self.read_changing_state()
 
 
-def _list_sensors(root: Path) -> Iterator[Path]:
+def _list_temperature_sensors(root: Path) -> Iterator[Path]:
     for name in root.glob("class/hwmon/hwmon*/name"):
         try:
             is_processor = name.read_text().strip() in _PROCESSOR_CHIPS
@@ -163,7 +165,7 @@ def _list_sensors(root: Path) -> Iterator[Path]:
         yield from name.parent.glob("temp*_input") if is_processor else ()
 
 
-def _read_highest(files: list[Path], factor: float, unit: str) -> Read:
+def _read_highest_value(files: list[Path], factor: float, unit: str) -> Read:
     def read() -> Reading:
         values: list[float] = []
         for file in files:

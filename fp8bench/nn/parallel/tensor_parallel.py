@@ -96,11 +96,11 @@ class TensorCut(Division):
 
     def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        for name, share, cut in zip(self.names, self._list_shares(), self._cuts, strict=True):
+        for name, share, cut in zip(self.names, self._list_weight_shares(), self._cuts, strict=True):
             weights[name] = share if cut is None else cut.join(self._shared_group.gather_from_ranks(share))
         return weights
 
-    def _list_shares(self) -> list[Tensor]:
+    def _list_weight_shares(self) -> list[Tensor]:
         return self.weights
 
 

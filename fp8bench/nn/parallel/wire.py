@@ -19,7 +19,7 @@ from fp8bench.numerics.operands import OperatorWatch
 
 # Maps an operation to a function of the number n of ranks. It returns the bytes that a rank sends if the ranks form a
 # ring, divided by the bytes of the rank's input.
-_RING_FACTORS: dict[str, Callable[[int], float]] = {
+_RING_BYTE_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: float(n - 1),
     "send": lambda n: 1.0,
@@ -51,7 +51,7 @@ _OPERATIONS = {
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
 _RECEIVE_PREFIX = "c10d::recv_"
-_POINT_TO_POINT = {"c10d::send", _RECEIVE_PREFIX}
+_POINT_TO_POINT_OPERATIONS = {"c10d::send", _RECEIVE_PREFIX}
 _OPERATIONS_WITHOUT_DATA = {
     "c10d::barrier",
     "_c10d_functional::wait_tensor",
@@ -84,7 +84,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         # The operations of DTensor call operators of these namespaces too.
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]
-            self._count(name, args)
+            self._count_sent_bytes(name, args)
             if self._is_repeatable and name not in _OPERATIONS_WITHOUT_DATA:
                 self._recorded_calls.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
@@ -102,19 +102,19 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
             result_leaves = tree_leaves(func(*args))
             operations: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
             operations = operations or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
-            if func.name().partition(".")[0] in _POINT_TO_POINT:
+            if func.name().partition(".")[0] in _POINT_TO_POINT_OPERATIONS:
                 pending_transfers += operations
             else:
                 _wait_for_operations(operations)
         _wait_for_operations(pending_transfers)
 
-    def _count(self, name: str, args: Sequence[Any]) -> None:
+    def _count_sent_bytes(self, name: str, args: Sequence[Any]) -> None:
         if name in _OPERATIONS_WITHOUT_DATA or name == _RECEIVE_PREFIX:
             return
         if name not in _OPERATIONS:
             raise NotCounted(f"the bytes of {name} cannot be counted: add it to _OPERATIONS in nn/parallel/wire.py")
         operation, position = _OPERATIONS[name]
-        sent_byte_ratio = _RING_FACTORS[operation](_count_ranks(args))
+        sent_byte_ratio = _RING_BYTE_FACTORS[operation](_count_ranks(args))
         if name == "c10d::alltoall_base_" and args[4]:  # rows that a rank keeps are not sent
             sent_byte_ratio = 1 - args[4][self._rank] / max(1, sum(args[4]))
         for tensor in tree_leaves(args[position]):

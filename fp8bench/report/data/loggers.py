@@ -85,7 +85,7 @@ class TensorBoardSink:
 
         series, _, tag = name.partition("/")
         if series not in self._writers:
-            self._writers[series] = self._open_writer(series, step)
+            self._writers[series] = self._open_event_writer(series, step)
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
         event = Event(wall_time=self._source.begun, step=step, summary=summary)
         self._writers[series].write(event.SerializeToString())
@@ -94,7 +94,7 @@ class TensorBoardSink:
         for writer in self._writers.values():
             writer.close()
 
-    def _open_writer(self, series: str, step: int) -> Any:
+    def _open_event_writer(self, series: str, step: int) -> Any:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -125,15 +125,15 @@ class WandbSink:
 
     def log(self, name: str, step: int, value: float) -> None:
         if self._row.get("step", step) != step:
-            self._send_row()
+            self._send_pending_row()
         self._row["step"] = step
         self._row[name] = value
 
     def close(self) -> None:
-        self._send_row()
+        self._send_pending_row()
         self._run.finish()
 
-    def _send_row(self) -> None:
+    def _send_pending_row(self) -> None:
         if self._row:
             self._run.log(self._row)
         self._row = {}
@@ -221,7 +221,7 @@ def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedSca
         metrics = metrics_of(record, findings.get(record.case.id), references.get(record.case.setting))
         for metric in metrics:
             if metric.rank is Rank.MAIN:
-                for figure, value in _named_values(metric):
+                for figure, value in _named_metric_values(metric):
                     if value is not None:
                         yield LoggedScalar(_scalar_name(record, figure), step, value)
 
@@ -237,7 +237,7 @@ def _scalar_name(record: Record, figure: str) -> str:
     return f"{make_safe(case.mode)}/{case.workload}{version_suffix}/{figure} {params}@{case.device}"
 
 
-def _named_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
+def _named_metric_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
     # Times of emulations must not share a chart with times that show a speed.
     prefix = "emulation_" if metric.cost else ""
     unit = _UNIT_WORDS.get(metric.unit, "")

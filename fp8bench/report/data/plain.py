@@ -29,8 +29,8 @@ def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_safe_cells(columns))
-    writer.writerows(_safe_cells(row if isinstance(row, tuple) else map(row.get, columns)) for row in rows)
+    writer.writerow(_spreadsheet_safe_cells(columns))
+    writer.writerows(_spreadsheet_safe_cells(row if isinstance(row, tuple) else map(row.get, columns)) for row in rows)
     return text.getvalue()
 
 
@@ -41,7 +41,7 @@ def results_frame(rows: Rows) -> pd.DataFrame:
     return pd.read_csv(io.StringIO(csv_text(*rows)), low_memory=False)
 
 
-def _safe_cells(values: Iterable[Any]) -> list[Any]:
+def _spreadsheet_safe_cells(values: Iterable[Any]) -> list[Any]:
     return [_escape_formula(value) if isinstance(value, str) else value for value in values]
 
 

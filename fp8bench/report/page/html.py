@@ -90,9 +90,9 @@ def load_template() -> jinja2.Template:
         keep_trailing_newline=True,
     )
     jinja_filters: dict[str, Callable[..., str]] = {
-        "sort_value": _sort_value,
+        "sort_value": _field_sort_key,
         "kind": lambda element: type(element).__name__,
-        "marked": _mark_code,
+        "marked": _sentence_html,
     }
     environment.filters |= jinja_filters
     return environment.from_string(_read_asset("page.html.j2"))
@@ -120,16 +120,16 @@ class _UniqueIds:
     """Makes the HTML ids of a page unique."""
 
     def __init__(self) -> None:
-        self._taken = {"content", "contents", "tip"}
+        self._taken_ids = {"content", "contents", "tip"}
 
     def make_unique(self, name: str) -> str:
         base_id = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
         candidate_html_id = base_id
         suffix = 1
-        while candidate_html_id in self._taken:
+        while candidate_html_id in self._taken_ids:
             suffix += 1
             candidate_html_id = f"{base_id}-{suffix}"
-        self._taken.add(candidate_html_id)
+        self._taken_ids.add(candidate_html_id)
         return candidate_html_id
 
 
@@ -156,12 +156,12 @@ def _make_html_table(table: Table, anchor: str) -> _HtmlTable:
     return _HtmlTable(anchor, table, tuple(columns))
 
 
-def _mark_code(text: str) -> str:
+def _sentence_html(text: str) -> str:
     """Escapes a sentence, and turns text `between backticks` into HTML code elements."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
-def _sort_value(field: Field) -> str:
+def _field_sort_key(field: Field) -> str:
     """Returns the number by which the page's script sorts a field, in JavaScript syntax. Returns '' if the script
     sorts by the text.
     """
@@ -182,7 +182,7 @@ MAX_REPORTS = 500
 _MAX_ANSWERS = 12
 _MAX_ANSWER_LENGTH = 240
 _REPORT_CARD_TAG = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
-_TIME_IN_FOLDER_PATTERN = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
+_FOLDER_TIME_STAMP_PATTERN = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def read_card(page_start: str) -> Card | None:
 
 
 def show_folder_time(folder: str) -> str:
-    match = _TIME_IN_FOLDER_PATTERN.match(folder)
+    match = _FOLDER_TIME_STAMP_PATTERN.match(folder)
     return "{}-{}-{} {}:{}".format(*match.groups()) if match else ""
 
 

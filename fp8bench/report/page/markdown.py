@@ -30,10 +30,10 @@ from fp8bench.report.page.charts import numbers_table
 # the folded part.
 _MAX_VISIBLE_LINES = 25
 _MIN_LINES_OF_CUT_BLOCK = 5
-_DETAILS_START = "<details><summary>The rest of the report</summary>"
+_DETAILS_START_HTML = "<details><summary>The rest of the report</summary>"
 # The table of a chart's numbers has at most this many rows.
 _MAX_CHART_ROWS = 25
-_TONE_SIGNS = {
+_SIGN_BY_TONE = {
     Tone.GOOD: "\N{BLACK UP-POINTING TRIANGLE} ",
     Tone.BAD: "\N{BLACK DOWN-POINTING TRIANGLE} ",
     Tone.DOUBT: "\N{WHITE CIRCLE} ",
@@ -58,8 +58,8 @@ def render(page: Page) -> str:
     if page.footer:
         blocks += ["---", *map(_paragraph_markdown, page.footer)]
     if _count_lines(blocks) > _MAX_VISIBLE_LINES:
-        visible_blocks, hidden_blocks = _split_at_fold(blocks)
-        blocks = [*visible_blocks, _DETAILS_START, *hidden_blocks, "</details>"]
+        visible_blocks, hidden_blocks = _split_blocks_at_fold(blocks)
+        blocks = [*visible_blocks, _DETAILS_START_HTML, *hidden_blocks, "</details>"]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -67,7 +67,7 @@ def _count_lines(blocks: Sequence[str]) -> int:
     return "\n\n".join(blocks).count("\n") + 1
 
 
-def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def _split_blocks_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Splits the blocks of a page into visible blocks and blocks that a click unfolds. The split may be within the
     first part of the page, but not within a later part.
     """
@@ -145,7 +145,7 @@ def _table_markdown(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) 
         return "No rows."
     lines = [_row_markdown([_escape_line(column.title) for column in columns])]
     lines += [_row_markdown(["---:" if column.number else "---" for column in columns])]
-    lines += [_row_markdown([_add_sign(_escape_line(field.text), field.tone) for field in row]) for row in rows]
+    lines += [_row_markdown([_add_tone_sign(_escape_line(field.text), field.tone) for field in row]) for row in rows]
     return "\n".join(lines)
 
 
@@ -165,16 +165,16 @@ def _paragraph_markdown(text: str, tone: Tone = Tone.PLAIN) -> str:
         # Escape '#' as '\#', but '1.' as '1\.', because the dot makes it a list item.
         markup_end_index = markup.end()
         line = f"{line[:markup_end_index]}\\{line[markup_end_index:]}" if line[0].isdigit() else f"\\{line}"
-    return _add_sign(line, tone)
+    return _add_tone_sign(line, tone)
 
 
-def _add_sign(text: str, tone: Tone) -> str:
+def _add_tone_sign(text: str, tone: Tone) -> str:
     """Puts the sign of a tone, such as a triangle for GOOD, before a text. Makes a text with the tone STRONG bold."""
     if not text:
         return text
     if tone is Tone.STRONG:
         return f"**{text}**"
-    return f"{_TONE_SIGNS.get(tone, '')}{text}"
+    return f"{_SIGN_BY_TONE.get(tone, '')}{text}"
 
 
 def _escape_line(text: str) -> str:

@@ -69,7 +69,7 @@ class Section:
         return Part(self.name, self.title, elements, lead_paragraph)
 
 
-_sections: dict[str, Section] = {}
+_section_by_name: dict[str, Section] = {}
 
 
 def section(
@@ -79,7 +79,7 @@ def section(
 
     def register(elements: BuildElements) -> BuildElements:
         section_lead = lead or " ".join((elements.__doc__ or "").split())
-        _sections[name] = Section(name, title, rank, elements, section_lead, repeats)
+        _section_by_name[name] = Section(name, title, rank, elements, section_lead, repeats)
         return elements
 
     return register
@@ -90,7 +90,7 @@ def load_sections() -> dict[str, Section]:
         importlib.import_module(f"{topics.__name__}.{module.name}")
     # Importing the section modules of features registers their sections.
     list(import_feature_modules("section"))
-    return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
+    return {section.name: section for section in sorted(_section_by_name.values(), key=lambda section: section.rank)}
 
 
 # A column with the precision and setting of a case, as 'fp8 (emulated), m=256 n=256'.
@@ -128,13 +128,13 @@ def build_parts(material: Material) -> tuple[Part, ...]:
     parts = []
     for section in load_sections().values():
         part = section.build_part(material)
-        elements = tuple(_simplify_elements(part, section.repeats)) if part else ()
+        elements = tuple(_simplify_part_elements(part, section.repeats)) if part else ()
         if part and elements:
             parts.append(replace(part, elements=elements))
     return tuple(parts)
 
 
-def _simplify_elements(part: Part, repeats_table: bool) -> Elements:
+def _simplify_part_elements(part: Part, repeats_table: bool) -> Elements:
     """Yields the elements of a part in a simpler form. A chart of few values becomes a table, or is dropped if the main
     table has its numbers (`repeats_table`). Long tables are folded.
     """

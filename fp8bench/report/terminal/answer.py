@@ -61,7 +61,7 @@ def answer_parts(entry: LabelledRun, width: int, page_path: str = "", store_opti
 
     `page_path` is the path of the HTML page. `store_options` are the options with which other commands find the run.
     """
-    *parts, last_part = _parts_without_links(entry, width)
+    *parts, last_part = _answer_parts_without_links(entry, width)
     yield from parts
     run_links = [("Page", page_path)] if page_path else []
     if entry.run.path:
@@ -70,7 +70,7 @@ def answer_parts(entry: LabelledRun, width: int, page_path: str = "", store_opti
     yield replace(last_part, elements=(*last_part.elements, last_element))
 
 
-def _parts_without_links(entry: LabelledRun, width: int) -> Iterator[Part]:
+def _answer_parts_without_links(entry: LabelledRun, width: int) -> Iterator[Part]:
     # 1. Report failures and missing cases.
     if failure_texts := tuple(report_failures(entry)):
         yield Part("losses", "", failure_texts)
@@ -81,7 +81,7 @@ def _parts_without_links(entry: LabelledRun, width: int) -> Iterator[Part]:
     else:
         for panel in entry.timed_panels:
             yield _answer_panels([panel], entry)
-            yield from _requested_tables(panel)
+            yield from _requested_table_parts(panel)
     # 3. Print the answers of suites that measure errors of tensors instead of times.
     for panel in entry.panels:
         if not panel.is_timed:
@@ -212,7 +212,7 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
         yield Text("; ".join(facts), Tone.BAD if is_power_cap_lowered else tone_without_cap)
 
 
-def _requested_tables(panel: Panel) -> Iterator[Part]:
+def _requested_table_parts(panel: Panel) -> Iterator[Part]:
     tables = [
         *sustained_table(panel),
         *phase_energy_table(panel),

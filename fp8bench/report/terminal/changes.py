@@ -58,7 +58,7 @@ def changes_page(search_result: FoundChanges, store: str, with_closed: bool = Fa
     # Name the machine only if the history has several machines.
     machines = {(change.trend.machine.get("machine"), change.trend.python) for change in search_result.changes}
     parts = []
-    groups = _group_changes(search_result)
+    groups = _group_changes_by_title(search_result)
     for title in _SECTION_TITLES if with_closed else _SECTION_TITLES[:4]:
         # List changes between the same two commits next to each other.
         changes_by_commits = together(
@@ -74,7 +74,7 @@ def changes_page(search_result: FoundChanges, store: str, with_closed: bool = Fa
     # Print commands for the first change with an alarm only. Readers can adapt them to other changes.
     first_alarming_change = next((change for change in search_result.changes if change.alarms), None)
     if first_alarming_change is not None:
-        parts.append(Part("summary", "", tuple(_next_steps(first_alarming_change, store_options))))
+        parts.append(Part("summary", "", tuple(_next_step_elements(first_alarming_change, store_options))))
     return Page(
         f"{store}: {_summarize_search(search_result)}", "", tuple(parts), _legend_lines(search_result, with_closed)
     )
@@ -96,7 +96,7 @@ def _describe_commits(change: Change, with_machine: bool) -> str:
     return f"{commit_range_text}, {describe_machine(change.trend)}" if with_machine else commit_range_text
 
 
-def _next_steps(change: Change, store_options: str) -> Elements:
+def _next_step_elements(change: Change, store_options: str) -> Elements:
     series_name = shlex.quote(change.trend.name)
     comparison = change.comparison
     yield Text("show the first of these changes, commit by commit")
@@ -143,7 +143,7 @@ def _summarize_search(search_result: FoundChanges) -> str:
     num_series = search_result.searched_count + search_result.exact_count_trends
     if not num_series:
         return "no series was long enough to look for changes"
-    groups = _group_changes(search_result)
+    groups = _group_changes_by_title(search_result)
     count_texts = [
         many(len(groups[_REGRESSIONS_TITLE]), "regression"),
         many(len(groups[_IMPROVEMENTS_TITLE]), "improvement"),
@@ -176,7 +176,7 @@ _SECTION_TITLES = (
 )
 
 
-def _group_changes(search_result: FoundChanges) -> dict[str, list[Change]]:
+def _group_changes_by_title(search_result: FoundChanges) -> dict[str, list[Change]]:
     """Groups changes by the title of the report section that lists them. An open change is in the section for its
     direction, any other change in the section for its state.
     """

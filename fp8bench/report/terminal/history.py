@@ -31,13 +31,13 @@ _SIGN_OF_ROUGH_FIGURE = "~"
 _MAX_REASONS = 20
 # The significant digits of a median next to its interval. With three digits, the median and the ends of the interval
 # would often look equal.
-_MEDIAN_DIGITS = 4
+_SIGNIFICANT_MEDIAN_DIGITS = 4
 
 # The page of all series begins with the number of series whose median changed by more than this.
-_COUNTED_CHANGE = 0.02
+_MIN_COUNTED_CHANGE = 0.02
 _CHANGE_LEGEND = "change: against the commit before, without a verdict; less is better"
 _ROUGH_LEGEND = f"{_SIGN_OF_ROUGH_FIGURE}: from a --quick run or a few rounds: only a rough number"
-_LIST_LEGEND = (
+_SERIES_LIST_LEGEND = (
     "median: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
     _CHANGE_LEGEND,
     "new version, new source: the work, the method or the source of joules changed, so earlier numbers do not compare",
@@ -74,7 +74,7 @@ def trends_page(
         Col("points", "points", show=str),
         Col("last", lambda ending: ending.last.commit[:8]),
         Col("median", lambda ending: _show_figure(ending.trend, ending.last), number=True),
-        Col("change", lambda ending: _show_change(ending.last, ending.before), number=True),
+        Col("change", lambda ending: _show_figure_change(ending.last, ending.before), number=True),
     ]
     page_title = f"{store}: {counts_text}"
     if not endings:
@@ -85,7 +85,7 @@ def trends_page(
     # Quote the name of the series, because a shell would expand its brackets.
     name = shlex.quote(endings[0].trend.name)
     parts.append(_next_command("show one series, commit by commit", f"fp8bench history show {name}{store_options}"))
-    return Page(page_title, "", (*parts, *_list_skipped_runs(skipped)), _LIST_LEGEND)
+    return Page(page_title, "", (*parts, *_list_skipped_runs(skipped)), _SERIES_LIST_LEGEND)
 
 
 def _summarize_changes(endings: Sequence[Ending]) -> str:
@@ -97,12 +97,12 @@ def _summarize_changes(endings: Sequence[Ending]) -> str:
     # Several machines may have a series of the same name, so do not count distinct names.
     changes = []
     for ending in endings:
-        ratio = _change_ratio(ending.last, ending.before)
+        ratio = _ratio_to_previous_figure(ending.last, ending.before)
         if ratio is not None:
             changes.append((abs(math.log(ratio)), ending.trend.name, units.change(ratio)))
-    num_changed_series = sum(size > math.log1p(_COUNTED_CHANGE) for size, _, _ in changes)
+    num_changed_series = sum(size > math.log1p(_MIN_COUNTED_CHANGE) for size, _, _ in changes)
     series = f"{count_series(len(changes))} with an earlier commit"
-    summary = f"{num_changed_series} of {series} changed by more than {units.percent(_COUNTED_CHANGE, 0)}"
+    summary = f"{num_changed_series} of {series} changed by more than {units.percent(_MIN_COUNTED_CHANGE, 0)}"
     if not num_changed_series:
         return summary
     _, largest_name, change = max(changes, key=itemgetter(0))
@@ -236,19 +236,19 @@ def _show_figure(trend: Trend, figure: Figure, digits: int = 3) -> str:
     return _SIGN_OF_ROUGH_FIGURE * figure.hasty + show_trend_value(trend, figure.value, digits)
 
 
-def _show_change(figure: Figure, previous: Figure | None) -> str:
+def _show_figure_change(figure: Figure, previous: Figure | None) -> str:
     if previous is None or figure.value is None or previous.value is None:
         return units.NONE
     if figure.version != previous.version:
         return "new version"
     if figure.source != previous.source:
         return "new source"
-    ratio = _change_ratio(figure, previous)
+    ratio = _ratio_to_previous_figure(figure, previous)
     is_rough_change = ratio is not None and (figure.hasty or previous.hasty)
     return _SIGN_OF_ROUGH_FIGURE * is_rough_change + units.change(ratio)
 
 
-def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:
+def _ratio_to_previous_figure(figure: Figure, previous: Figure | None) -> float | None:
     """Returns the value of a figure divided by that of the previous figure. Returns None if the two are not comparable,
     or if the ratio is not a positive number.
     """
@@ -287,34 +287,36 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
             changed_conditions.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
         version = figure.version
         if previous_figure is not None and figure.value is not None:
-            changed_conditions += _new_conditions(dict(previous_figure.under), dict(figure.under))
+            changed_conditions += _describe_changed_conditions(dict(previous_figure.under), dict(figure.under))
         conditions = "; ".join(changed_conditions) or conditions
         # 2. Print the figure, and its change if the previous figure measured the same work.
         change_text = units.NONE
         if previous_figure is not None and _is_same_work(figure, previous_figure):
-            change_text = _show_change(figure, previous_figure)
+            change_text = _show_figure_change(figure, previous_figure)
         interval = None
         if figure.low is not None:
-            bound_texts = (show_trend_value(trend, bound, _MEDIAN_DIGITS) for bound in (figure.low, figure.high))
+            bound_texts = (
+                show_trend_value(trend, bound, _SIGNIFICANT_MEDIAN_DIGITS) for bound in (figure.low, figure.high)
+            )
             interval = f"[{', '.join(bound_texts)}]"
-        median = _show_figure(trend, figure, _MEDIAN_DIGITS)
+        median = _show_figure(trend, figure, _SIGNIFICANT_MEDIAN_DIGITS)
         reason = f"{median}: {figure.reason}" if figure.value is None and figure.reason else ""
         yield _FigureRow(figure, conditions, median, interval, change_text, reason)
         if figure.value is not None:
             previous_figure = figure
 
 
-def _new_conditions(previous: Mapping[str, object], current: Mapping[str, object]) -> Iterator[str]:
+def _describe_changed_conditions(previous: Mapping[str, object], current: Mapping[str, object]) -> Iterator[str]:
     changed_condition_names = [name for name in {**previous, **current} if previous.get(name) != current.get(name)]
     for name in changed_condition_names:
         # If the version of torch changed, torch's git hash changed as well and adds nothing.
         if name != "torch_git" or "torch" not in changed_condition_names:
-            previous_value = _show_condition(previous.get(name))
-            current_value = _show_condition(current.get(name))
+            previous_value = _show_measuring_condition(previous.get(name))
+            current_value = _show_measuring_condition(current.get(name))
             yield f"{name} {previous_value:.28} -> {current_value:.28}"
 
 
-def _show_condition(value: object) -> str:
+def _show_measuring_condition(value: object) -> str:
     return "none" if value is None else " ".join(str(value).split())
 
 

@@ -164,9 +164,11 @@ def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
         widths = [max(column_width, len(field.text)) for column_width, field in zip(widths, fields, strict=True)]
         rows.append(fields)
     num_grid_columns = len(columns)
-    while num_grid_columns > 1 and _width_for_name(widths[:num_grid_columns], width) < min(widths[0], _MIN_NAME_WIDTH):
+    while num_grid_columns > 1 and _name_column_width(widths[:num_grid_columns], width) < min(
+        widths[0], _MIN_NAME_WIDTH
+    ):
         num_grid_columns -= 1
-    name_column_width = _width_for_name(widths[:num_grid_columns], width)
+    name_column_width = _name_column_width(widths[:num_grid_columns], width)
     name_lengths = [len(fields[0].text) for fields in rows]
     widths[0] = max(
         [
@@ -187,7 +189,7 @@ def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
             lines += wrap(shared_text, width, hang=INDENT)
         previous_shared_text = shared_text
         lines += _row_lines(fields[:num_grid_columns], columns, widths, width, paint)
-        lines += _fold_columns(columns[num_grid_columns:], fields[num_grid_columns:], width)
+        lines += _folded_field_lines(columns[num_grid_columns:], fields[num_grid_columns:], width)
         for column, field in zip(element.columns, row, strict=True):
             if column.below and field.text:
                 for text in field.text.split("\n"):
@@ -200,7 +202,7 @@ def _join_shared_fields(columns: Sequence[Column], row: Sequence[Field]) -> str:
     return "  ".join(filter(None, texts))
 
 
-def _fold_columns(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
+def _folded_field_lines(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
     pairs = []
     for column, field in zip(columns, fields, strict=True):
         if field.text not in ("", units.NONE):
@@ -209,7 +211,7 @@ def _fold_columns(columns: Sequence[Column], fields: Sequence[Field], width: int
     return wrap("; ".join(pairs), width, INDENT * 3, INDENT) if pairs else []
 
 
-def _width_for_name(widths: Sequence[int], width: int) -> int:
+def _name_column_width(widths: Sequence[int], width: int) -> int:
     return width - len(INDENT) - sum(len(GAP) + column_width for column_width in widths[1:])
 
 

@@ -108,19 +108,19 @@ def _detail_parts(detail: str, panel: Panel, run: Run, width: int) -> Iterator[P
         if coverage := tuple(coverage_elements(panel)):
             yield Part("coverage", "coverage", coverage)
         if panel.is_timed:
-            yield from _timed_parts(panel, run)
+            yield from _timed_panel_parts(panel, run)
         else:
             yield from _panel_part(panel, run, [*tensor_tables(panel, width), *data_table(panel)])
     if detail in ("notes", "all"):
         yield from make_list_part("notes", "notes", merge_notes(_panel_notes(panel, run), len(panel.groups)))
     elif detail == "data" or panel.is_timed:
         elements: list[Element] = []
-        for list_elements in _ELEMENTS_OF_DETAIL[detail]:
+        for list_elements in _ELEMENT_MAKERS_BY_DETAIL[detail]:
             elements += list_elements(panel)
         yield from _panel_part(panel, run, elements)
 
 
-def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
+def _timed_panel_parts(panel: Panel, run: Run) -> Iterator[Part]:
     elements: list[Element] = [*describe_device_state(panel, run), cases_table(panel), *phases_table(panel)]
     elements += [*sustained_table(panel), *energy_table(panel), *phase_energy_table(panel), *memory_table(panel)]
     elements += [*figure_tables(panel), *break_even_table(panel)]
@@ -150,14 +150,14 @@ def _list_other_measurements(panel: Panel) -> list[Element]:
     of sampling steps follows if the model is sampled by diffusion.
     """
     pairs: list[tuple[str, str]] = []
-    metrics_elsewhere = _metrics_in_other_tables(panel)
+    metrics_of_other_tables = _metrics_in_other_tables(panel)
     for group in panel.groups:
         texts: dict[str, list[str]] = {}
         for result in group.results:
             for measurement in result.record.measurements:
                 metric = measurement.metric
                 is_in_main_table = metric == panel.error_metric and not measurement.phase
-                if metric in metrics_elsewhere or is_in_main_table or is_sampler_step_error(metric):
+                if metric in metrics_of_other_tables or is_in_main_table or is_sampler_step_error(metric):
                     continue
                 # The memory of an emulated case is that of the emulation, not of the precision.
                 is_emulation_cost = measurement.unit == "B" and result.is_emulated
@@ -170,7 +170,7 @@ def _list_other_measurements(panel: Panel) -> list[Element]:
     return []
 
 
-_ELEMENTS_OF_DETAIL: dict[str, Sequence[Callable[[Panel], Iterable[Element]]]] = {
+_ELEMENT_MAKERS_BY_DETAIL: dict[str, Sequence[Callable[[Panel], Iterable[Element]]]] = {
     "data": [data_table],
     "memory": [memory_table, capacity_tables],
     "numbers": [_list_other_measurements],

@@ -50,7 +50,7 @@ _OPTIONS_OF_A_STORED_PLAN = ("--plan", "--cell", "--resume")
 _OPTIONS_WITH_VALUE = ("--budget", "--dtypes", "--rounds", "--seeds")
 # A run without --budget spends about this many seconds on each group.
 _DEFAULT_GROUP_SECONDS = 10
-_ERROR_SUBJECTS = {
+_SUBJECT_BY_ERROR_METRIC = {
     "gradient_error": "gradients",
     "product_error": "products",
     "update_error": "updates",
@@ -183,7 +183,7 @@ def _describe_accuracy(cases: Cases) -> str:
     if not errors:
         return ""
     largest_error, metric = max(errors, key=lambda pair: (math.isnan(pair[0]), abs(pair[0])))
-    subject = _ERROR_SUBJECTS.get(metric, metric.removesuffix("_error").replace("_", " "))
+    subject = _SUBJECT_BY_ERROR_METRIC.get(metric, metric.removesuffix("_error").replace("_", " "))
     if not math.isfinite(largest_error):
         return f"{subject} not finite"
     return f"{subject} {'up to ' if len(errors) > 1 else ''}{units.percentage(100 * largest_error)} off"
@@ -374,13 +374,13 @@ def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {full_run_command}"
         return
-    seconds = max(_seconds_to_settle(speed, budget) for speed in speeds)
+    seconds = max(_seconds_until_verdict(speed, budget) for speed in speeds)
     if seconds <= _MAX_PROPOSED_SECONDS:
         longer_run_command = f"{remove_option(full_run_command, '--budget')} --budget {seconds}"
         yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {longer_run_command}"
 
 
-def _seconds_to_settle(speed: Interval, budget: float) -> int:
+def _seconds_until_verdict(speed: Interval, budget: float) -> int:
     """Returns how many seconds of measuring would make the interval narrow enough for a verdict, rounded up to tens.
 
     The width of the interval falls with the square root of the number of rounds.
@@ -400,12 +400,12 @@ def _propose_changes(case: NamedCase, command: str) -> Sentences:
     if Phase.ATTENTION in slower_phases and params.get("attention") == "auto" and "attention=" not in command:
         yield f"compare torch's kernels of attention, in twice the time: {command} --set attention=auto,math"
     # A compiled graph cannot keep the state that some precisions carry from step to step.
-    can_compile = params.get("compile") == "no" and params.get("models") != "rlhf" and not _keeps_state(case)
+    can_compile = params.get("compile") == "no" and params.get("models") != "rlhf" and not _precision_keeps_state(case)
     if Phase.CAST in slower_phases and can_compile and "compile=" not in command:
         yield f"let torch.compile fuse the casts into their neighbours: {command} --set compile=yes"
 
 
-def _keeps_state(case: NamedCase) -> bool:
+def _precision_keeps_state(case: NamedCase) -> bool:
     """Returns whether the precision keeps state between steps, as delayed scaling does."""
     try:
         return precisions.get(case.record.case.precision).remembers

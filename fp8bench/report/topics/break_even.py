@@ -110,16 +110,16 @@ def list_remarks(mode: SweptMode) -> Iterator[str]:
         if unclear_ranges:
             yield f"too close to tell from {join_words(unclear_ranges)}"
         if break_even.within_noise:
-            yield f"within the noise: {_join_sizes(break_even.within_noise)}"
+            yield f"within the noise: {_join_sweep_sizes(break_even.within_noise)}"
         if not break_even.level:
             yield "a quick run: in brackets is the range of the rounds, not a confidence interval"
     for reason, sizes in together((reason, size) for size, reason in mode.missing_ratios).items():
-        yield f"no ratio at {_join_sizes(sizes)}: {reason}"
+        yield f"no ratio at {_join_sweep_sizes(sizes)}: {reason}"
     if mode.doubted_sizes:
-        yield f"labels cast doubt on {_join_sizes(mode.doubted_sizes)}"
+        yield f"labels cast doubt on {_join_sweep_sizes(mode.doubted_sizes)}"
 
 
-def _join_sizes(sizes: Sequence[int]) -> str:
+def _join_sweep_sizes(sizes: Sequence[int]) -> str:
     return join_words([units.whole(size) for size in sizes], 6)
 
 

@@ -224,12 +224,12 @@ def phase_energy_table(panel: Panel) -> Tables:
     if not phases:
         return
     cols: Cols[_CasePhases] = [*case_columns()]
-    cols += [Col(PHASE_TITLES[name], partial(_phase_field, name=name), number=True) for name in phases]
+    cols += [Col(PHASE_TITLES[name], partial(_phase_energy_field, name=name), number=True) for name in phases]
     caption = "joules of each phase, measured alone; (in brackets): estimated by its share of time, or as the rest"
     yield table("phase-energy", caption, cols, rows)
 
 
-def _phase_field(row: _CasePhases, name: str) -> Field | None:
+def _phase_energy_field(row: _CasePhases, name: str) -> Field | None:
     phase = row.value.get(name)
     if phase is None:
         return None
@@ -238,7 +238,7 @@ def _phase_field(row: _CasePhases, name: str) -> Field | None:
     return Field(f"{units.joules(phase.joules)} +-{units.percent(phase.range.width / 2 / phase.joules)}")
 
 
-def _energy_lead(material: Material) -> str:
+def _energy_lead_paragraph(material: Material) -> str:
     sources = list_sources(list_cases(panel for _, panel in timed_panels(material)))
     if not sources:
         return ""
@@ -250,7 +250,7 @@ def _energy_lead(material: Material) -> str:
     )
 
 
-@section("energy", "Energy", 97, lead=_energy_lead)
+@section("energy", "Energy", 97, lead=_energy_lead_paragraph)
 def energy_section(material: Material) -> Elements:
     for title, panel in timed_panels(material):
         yield from _panel_energy(title, panel)

@@ -26,8 +26,8 @@ from fp8bench.report.words.naming import (
 )
 
 _MAX_REMARKS = 20
-_VARIABLE_PREFIX = "env_"
-_LOST_HEADER_TEXT = "the header of its file is lost: its request, plan and machine are unknown"
+_ENV_VARIABLE_PREFIX = "env_"
+_LOST_RUN_HEADER_TEXT = "the header of its file is lost: its request, plan and machine are unknown"
 
 
 @section("environment", "Environment, and how to reproduce", 900)
@@ -84,19 +84,19 @@ def _list_facts(entry: LabelledRun) -> Iterator[tuple[str, str]]:
             vector_bits.update(timing.vector_bits)
             seconds += sum(slot.wall_seconds for slot in timing.slots)
     pairs += [
-        ("torch", _add_in_brackets(get_fact("torch"), "git ", get_fact("torch_git")[:8])),
+        ("torch", _append_text_in_brackets(get_fact("torch"), "git ", get_fact("torch_git")[:8])),
         ("CUDA", join_words(facts.cuda for facts in devices if facts.cuda)),
         ("cuDNN", get_fact("cudnn")),
         ("cuBLASLt", get_fact("cublaslt")),
         ("ROCm", join_words(facts.hip for facts in devices if facts.hip)),
-        ("Python", _add_in_brackets(get_fact("python"), "", get_fact("python_implementation"))),
+        ("Python", _append_text_in_brackets(get_fact("python"), "", get_fact("python_implementation"))),
         ("machine", get_fact("machine")),
         ("system", get_fact("system")),
-        ("processors", join_parts(num_processors, _add_prefix("governor ", get_fact("cpu_governor")))),
-        ("compiled quantisers", _add_prefix("vector bits: ", ", ".join(map(str, sorted(vector_bits))))),
+        ("processors", join_parts(num_processors, _add_prefix_to_text("governor ", get_fact("cpu_governor")))),
+        ("compiled quantisers", _add_prefix_to_text("vector bits: ", ", ".join(map(str, sorted(vector_bits))))),
         ("threads", get_fact("threads") or (str(run.request.threads) if run.started else "")),
         ("switches", get_fact(SWITCHES_SET)),
-        ("load at start", _add_in_brackets(get_fact("load_1min"), "mean of ", "1 minute")),
+        ("load at start", _append_text_in_brackets(get_fact("load_1min"), "mean of ", "1 minute")),
         ("commit", describe_commit(run, shorten=False)),
         ("started", show_start(run)),
         ("timed", f"{units.clock(seconds)} inside timed slots" if seconds else ""),
@@ -105,13 +105,13 @@ def _list_facts(entry: LabelledRun) -> Iterator[tuple[str, str]]:
         ("numpy", get_fact("numpy")),
         # the header of the run's file has the seed, and this header may be lost
         ("seed", str(run.request.seed) if run.started else ""),
-        ("code of --import", _add_prefix("sha256 ", get_fact("imports_sha256"))),
+        ("code of --import", _add_prefix_to_text("sha256 ", get_fact("imports_sha256"))),
     ]
     # Environment variables that change the behaviour of torch or of a library.
     pairs += [
-        (name.removeprefix(_VARIABLE_PREFIX), str(value))
+        (name.removeprefix(_ENV_VARIABLE_PREFIX), str(value))
         for name, value in sorted(run.environment.facts.items())
-        if name.startswith(_VARIABLE_PREFIX)
+        if name.startswith(_ENV_VARIABLE_PREFIX)
     ]
     pairs.append(("samples", run.path or "this run was not stored"))
     return ((name, text) for name, text in pairs if text)
@@ -120,7 +120,7 @@ def _list_facts(entry: LabelledRun) -> Iterator[tuple[str, str]]:
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     key = facts.key
     # Only GPUs have a compute capability.
-    capability_text = _add_prefix(", compute capability ", ".".join(map(str, facts.capability or ())))
+    capability_text = _add_prefix_to_text(", compute capability ", ".".join(map(str, facts.capability or ())))
     cache_text = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
     yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability_text}{cache_text}"
     driver_version = environment_fact(run, f"{key} driver")
@@ -138,7 +138,7 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
         is_power_cap_changed = isinstance(default_power_cap, float | int) and default_power_cap != power_cap
         yield f"power cap {key}", f"{power_cap:g} W" + (f" of {default_power_cap:g} W" if is_power_cap_changed else "")
     mode_facts = {"ecc": "ECC ", "mig": "MIG ", "persistence": "persistence mode "}
-    modes = (_add_prefix(prefix, environment_fact(run, f"{key} {name}")) for name, prefix in mode_facts.items())
+    modes = (_add_prefix_to_text(prefix, environment_fact(run, f"{key} {name}")) for name, prefix in mode_facts.items())
     yield f"modes {key}", join_parts(*modes)
     yield f"phase marks {key}", _describe_time_stamp_cost(run, key)
     energy_source = environment_fact(run, f"{key} energy_source")
@@ -179,11 +179,11 @@ def _describe_time_stamp_cost(run: Run, key: str) -> str:
     )
 
 
-def _add_prefix(word: str, text: str) -> str:
+def _add_prefix_to_text(word: str, text: str) -> str:
     return f"{word}{text}" if text else ""
 
 
-def _add_in_brackets(text: str, word: str, addition: str) -> str:
+def _append_text_in_brackets(text: str, word: str, addition: str) -> str:
     return f"{text} ({word}{addition})" if text and addition else text
 
 
@@ -196,7 +196,7 @@ def _list_remarks(entry: LabelledRun) -> Elements:
         remarks[_MAX_REMARKS:] = [Text(f"and {many(num_hidden_remarks, 'more note')} and troubles in the run's file")]
     remarks = [*_explain_labels(entry), *remarks]
     if not run.started and not run.devices:
-        remarks.insert(0, Text(_LOST_HEADER_TEXT, Tone.BAD))
+        remarks.insert(0, Text(_LOST_RUN_HEADER_TEXT, Tone.BAD))
     if remarks:
         yield from _show_run_label(entry)
         yield Items(tuple(remarks))

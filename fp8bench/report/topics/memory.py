@@ -224,14 +224,14 @@ def _show_batch_ratio(row: _CaseCapacity) -> str:
     return units.speed_up(ratio) if ratio is not None else name_incomparable(row.case)
 
 
-def _memory_lead(material: Material) -> str:
+def _memory_lead_paragraph(material: Material) -> str:
     measurements = chain.from_iterable(panel.measurements for _, panel in timed_panels(material))
     descriptions = [measurement.description for measurement in measurements if measurement.metric == PEAK_METRIC]
     description = next(filter(None, descriptions), "memory at the highest point of a step")
     return f"{description[:1].upper()}{description[1:]}; from a separate pass, which is not timed."
 
 
-@section("memory", "Memory", 90, lead=_memory_lead)
+@section("memory", "Memory", 90, lead=_memory_lead_paragraph)
 def memory_section(material: Material) -> Elements:
     panels = []
     memory_uses: set[str] = set()

@@ -46,7 +46,7 @@ from fp8bench.report.words.naming import figure_words, join_words
 _ErrorsByName = dict[str, list[Measurement]]
 # Measurements in these units are sizes and times, and not error metrics.
 _NON_ERROR_UNITS = ("B", "s")
-_SCALE_COLUMNS: tuple[Col[CaseValue[LayerScale]], ...] = (
+_LAYER_SCALE_COLUMNS: tuple[Col[CaseValue[LayerScale]], ...] = (
     PRECISION_COLUMN,
     Col("layer", "value.layer"),
     Col("role", "value.role"),
@@ -94,7 +94,7 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     ]
     hint = "share of values above the format's largest / share that would become zero"
     cols += [
-        Col(fmt, partial(_outside_field, name=fmt), number=True, hint=hint)
+        Col(fmt, partial(_outside_shares_field, name=fmt), number=True, hint=hint)
         for fmt, shares in outside_shares_by_format.items()
         if any(shares)
     ]
@@ -129,7 +129,7 @@ def shares_outside(statistics: TensorStatistics, name: str) -> tuple[float, floa
     return outside_shares_by_format.get(name, (0.0, 0.0))
 
 
-def _outside_field(statistics: TensorStatistics, name: str) -> Field:
+def _outside_shares_field(statistics: TensorStatistics, name: str) -> Field:
     shares = shares_outside(statistics, name)
     text = " / ".join(map(units.share, shares)) if any(shares) else units.NONE
     return Field(text, sum(shares))
@@ -217,7 +217,9 @@ def scales_section(material: Material) -> Elements:
     """
     for title, panel in panels_with_titles(material):
         cases = [(case, case.record.scales) for case in panel.named_cases]
-        yield from table_of_cases(f"scales-{panel.suite}", f"{title}: scales by layer and role", _SCALE_COLUMNS, cases)
+        yield from table_of_cases(
+            f"scales-{panel.suite}", f"{title}: scales by layer and role", _LAYER_SCALE_COLUMNS, cases
+        )
 
 
 _STEP_ERRORS = {

@@ -16,7 +16,7 @@ from fp8bench.report.panels import Result
 
 _GIGATOKEN = 1e9
 _SECONDS_PER_HOUR = 3600.0
-_METHOD_TEXT = (
+_OWN_BATCH_METHOD_TEXT = (
     "Each case was timed alone at its own batch, not in rounds with the others, so a few percent mean nothing. The "
     "last column is computed: every case takes this number of tokens in a step, in micro-batches, with one update."
 )
@@ -77,4 +77,4 @@ def own_batch_table(searches: Iterable[OwnBatch]) -> Elements:
         Col(f"at {units.count(max_tokens)} a step", lambda row: row.accumulated_rate(max_tokens), show=units.count),
     ]
     yield table("own-batch", "tokens/s of each precision at its own largest batch", cols, rows)
-    yield Text(_METHOD_TEXT)
+    yield Text(_OWN_BATCH_METHOD_TEXT)

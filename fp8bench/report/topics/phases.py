@@ -119,7 +119,7 @@ StepPhases = list[tuple[str, float]]
 _MAX_TIMELINES = 2
 # A step with fewer phases than this gets no timeline, because it is a single operation with its casts.
 _MIN_PHASES = 3
-_STEP_IN_ORDER = (
+_SINGLE_STEP_DESCRIPTION = (
     "One timed step of each precision, the one of median length, with its phases in the order in which they ran."
 )
 _VARYING_STEPS_DESCRIPTION = (
@@ -132,7 +132,7 @@ def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     """Yields a timeline with one step of each case. If the run has no samples of phases, yields nothing."""
     # 1. Choose one step of each case, and collect the phases that occur.
     steps = []
-    description = _STEP_IN_ORDER
+    description = _SINGLE_STEP_DESCRIPTION
     used_phases: set[str] = set()
     for case in cases:
         timing = case.record.timing

@@ -39,15 +39,15 @@ CPU_REMARK = (
 )
 _COLLECTIVE_PARAM = "collective"
 _SQNR_METRIC = "sqnr_db"
-_SATURATED_METRIC = "saturated_ppm"
-_FLUSHED_METRIC = "flushed_percent"
+_SATURATED_PPM_METRIC = "saturated_ppm"
+_FLUSHED_PERCENT_METRIC = "flushed_percent"
 # parameters that apply only to FP8 collectives
 _FP8_PARAMS = ("fp8", "scaling")
 # A smaller percentage of values that became zero is not mentioned, because every format flushes some values to zero.
 _MIN_FLUSHED_PERCENT = 0.01
 
 
-def _range_field(
+def _median_range_field(
     figure: MedianInterval | MissingFigure,
     show_value: Callable[[float | None], str],
     factor: float = 1.0,
@@ -61,7 +61,7 @@ def _range_field(
     return Field(f"{show_value(figure.value)} ({units.span(figure[1:], show_value)})", figure.value * factor, tone)
 
 
-def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]) -> Texts:
+def _explain_unknown_figures(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]) -> Texts:
     """Explains why figures in a table are unknown. Yields a sentence for each reason that the table shows as a dash,
     and one sentence for all reasons that it shows as a word.
     """
@@ -92,11 +92,11 @@ def rank_elements(panel: Panel) -> Iterator[Table | Text]:
     # 2. Show the speed-up over one rank.
     efficiency_of_cases = panel.find_values(lambda result: compute_efficiency(result.record))
     yield from tables_with_rows(_efficiency_table(panel, efficiency_of_cases))
-    yield from _explain_unknown("efficiency", efficiency_of_cases)
+    yield from _explain_unknown_figures("efficiency", efficiency_of_cases)
     # 3. Show how communication overlaps with products.
     overlap_of_cases = panel.find_values(lambda result: find_overlap(result.record))
     yield from tables_with_rows(_sent_bytes_table(panel), _overlap_table(overlap_of_cases))
-    yield from _explain_unknown("overlap", overlap_of_cases)
+    yield from _explain_unknown_figures("overlap", overlap_of_cases)
     yield from _describe_bubbles(panel)
     # Warn on a CPU, because readers could take its numbers for those of a cluster.
     if panel.device == "cpu":
@@ -125,7 +125,7 @@ def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Ta
         get_share = attrgetter(f"value.{name}_scaling")
 
         def share_field(row: CaseValue[Efficiency]) -> Field:
-            return _range_field(get_share(row), units.percent, 100, cost_tone(row.case))
+            return _median_range_field(get_share(row), units.percent, 100, cost_tone(row.case))
 
         return Col(name, share_field, unit="%", hint=f"{hint}; in brackets: the range of rounds")
 
@@ -208,8 +208,8 @@ def transfer_table(panel: Panel) -> Table:
         figure_column(specs.LOGICAL_BYTES, "value.logical"),
         *(case_figure_column(spec, row_cost_tone) for spec in _RATE_SPECS),
         error_column("SQNR", _SQNR_METRIC, "dB"),
-        error_column("saturated", _SATURATED_METRIC, "ppm"),
-        error_column("flushed", _FLUSHED_METRIC, "%"),
+        error_column("saturated", _SATURATED_PPM_METRIC, "ppm"),
+        error_column("flushed", _FLUSHED_PERCENT_METRIC, "%"),
     ]
     rows = panel.find_values(lambda result: result.record.transfer)
     return table("wire", "bytes on the wire, and the error", cols, rows)
@@ -225,8 +225,8 @@ def _name_format(case: NamedCase, is_counted: bool) -> str:
 
 
 def _describe_transfer(case: NamedCase, wire_bytes: float, sqnr: float) -> str:
-    saturated_ppm = case.figures[_SATURATED_METRIC].value or 0.0
-    flushed_percent = case.figures[_FLUSHED_METRIC].value or 0.0
+    saturated_ppm = case.figures[_SATURATED_PPM_METRIC].value or 0.0
+    flushed_percent = case.figures[_FLUSHED_PERCENT_METRIC].value or 0.0
     return join_parts(
         units.size(wire_bytes),
         units.decibels(sqnr),
@@ -274,8 +274,10 @@ def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
             tone=lambda row: Tone.DOUBT if row.value.exposed_seconds is SUM_MISMATCH else Tone.PLAIN,
             hint="time of both one after the other / sum of both measured alone",
         ),
-        figure_column(specs.EXPOSED_TIME, lambda row: _range_field(row.value.exposed_seconds, units.seconds)),
-        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.value.hidden_share, units.percent, 100)),
+        figure_column(specs.EXPOSED_TIME, lambda row: _median_range_field(row.value.exposed_seconds, units.seconds)),
+        figure_column(
+            specs.HIDDEN_COMMUNICATION, lambda row: _median_range_field(row.value.hidden_share, units.percent, 100)
+        ),
     ]
     return table("overlap", "communication during products", cols, rows)
 

@@ -18,7 +18,7 @@ from fp8bench.report.words.naming import join_words, phase_words
 # Sentences leave out a phase if its share of the step is smaller than this.
 _MIN_STEP_SHARE = 0.02
 # If a phase moves bytes at more than this share of the memory's peak rate, it must read from a cache.
-_MAX_MEMORY_SHARE = 1.05
+_MAX_MEMORY_RATE_SHARE = 1.05
 
 
 def describe_bound(roof: PhaseRoof) -> str:
@@ -28,7 +28,7 @@ def describe_bound(roof: PhaseRoof) -> str:
     if roof.limiting_resource is None:
         return ""
     share_of_peak = roof.share_of_ceiling or roof.share_of_datasheet or 0.0
-    if roof.limiting_resource is LimitingResource.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
+    if roof.limiting_resource is LimitingResource.MEMORY and share_of_peak > _MAX_MEMORY_RATE_SHARE:
         return "served from cache"
     return roof.limiting_resource.value
 

@@ -61,11 +61,11 @@ _CSV_COLUMNS = (
 def shares_page(run: Run, parts: Sequence[StepShares]) -> Page:
     sections = []
     for number, (setting, parts_of_setting) in enumerate(together((part.case.setting, part) for part in parts).items()):
-        sections.append(Part(f"setting-{number}", setting, tuple(_setting_elements(parts_of_setting))))
+        sections.append(Part(f"setting-{number}", setting, tuple(_setting_shares_elements(parts_of_setting))))
     return Page(f"the parts of a step of run {run.id}", "", tuple(sections), _LEGEND)
 
 
-def _setting_elements(parts: Sequence[StepShares]) -> Elements:
+def _setting_shares_elements(parts: Sequence[StepShares]) -> Elements:
     cases = [(part.case.mode, part) for part in parts if part.shares is not None]
     if cases:
         yield from shares_tables(cases, ("", ""))
@@ -79,9 +79,9 @@ def shares_tables(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, 
     """Yields a table of time shares by kind of work, and a table by module. `parts` has a column title and the shares
     of a case for each column.
     """
-    sorted_kinds = _sort_by_share([step.by_kind for _, step in parts])
+    sorted_kinds = _sort_kinds_by_share([step.by_kind for _, step in parts])
     yield _shares_table("kind", captions[0], parts, [*sorted_kinds, UNATTRIBUTED])
-    if top_modules := _sort_by_share([step.by_module for _, step in parts])[:MAX_MODULES]:
+    if top_modules := _sort_kinds_by_share([step.by_module for _, step in parts])[:MAX_MODULES]:
         yield _shares_table("module", captions[1], parts, top_modules)
 
 
@@ -98,7 +98,7 @@ def _shares_table(name: str, caption: str, parts: Sequence[tuple[str, StepShares
     return table(f"{name}s", caption, cols, keys)
 
 
-def _sort_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
+def _sort_kinds_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
     """Returns the kinds of work or modules, sorted by their largest share in any case. The unattributed time is left
     out.
     """

@@ -59,7 +59,7 @@ def sustained_table(panel: Panel) -> Tables:
     caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature were steady before"
     if all(row.value.by_energy_windows for row in rows):
         cols.append(Col("in slots", lambda row: show_speed(speed_up(row.case))))
-        cols.append(Col("clock in slots", lambda row: _clock_in_slots(row.case), show=_show_hertz))
+        cols.append(Col("clock in slots", lambda row: _slot_clock_rate(row.case), show=_show_hertz))
         caption = "sustained: a step in its energy windows, which last for seconds, at their clock and power"
     cols.append(Col("turns", describe_turns))
     yield add_figure_columns(table("sustained", caption, cols, rows), [row.case for row in rows])
@@ -73,7 +73,7 @@ def _sustained_speed(row: _SustainedCase) -> str:
     return show_speed(_sustained_ratio(row.case)) or ("reference" if row.case.is_reference else units.NONE)
 
 
-def _clock_in_slots(result: Result) -> float | None:
+def _slot_clock_rate(result: Result) -> float | None:
     return result.record.timing.clock if result.record.timing is not None else None
 
 
@@ -95,7 +95,7 @@ def describe_sustained_speed(panel: Panel) -> Texts:
         )
         speed = _show_speed_range(map(_sustained_ratio, cases))
         sustained_phrases.append(f"{mode} {speed or '(reference)'} at {conditions}")
-        clock_range = _show_range(map(_clock_in_slots, cases), _show_hertz)
+        clock_range = _show_range(map(_slot_clock_rate, cases), _show_hertz)
         timed_slot_phrases.append(
             f"{mode} "
             f"{join_parts(_show_speed_range(map(speed_up, cases)), clock_range and f'at {clock_range}', separator=' ')}"
@@ -128,7 +128,7 @@ class _TitledCase(NamedTuple):
     case: NamedCase
 
 
-_SPEEDUP_LEAD = (
+_SPEEDUP_LEAD_PARAGRAPH = (
     "Right of 1x is faster than the reference. Each stroke below a bar is one round (of the last session, if there "
     "were several): a difference is clear if the strokes of a precision lie apart from those of its reference. "
     f"Whiskers are 99% intervals, with fewer than {LEAST_ROUNDS} rounds their range. The "
@@ -136,7 +136,7 @@ _SPEEDUP_LEAD = (
 )
 
 
-@section("speedup", "Speed-up", 40, lead=_SPEEDUP_LEAD, repeats=True)
+@section("speedup", "Speed-up", 40, lead=_SPEEDUP_LEAD_PARAGRAPH, repeats=True)
 def speedup_section(material: Material) -> Elements:
     timed_cases = list(_timed_cases(material))
     yield from _speed_charts(timed_cases)
@@ -172,7 +172,7 @@ def _speed_chart(name: str, reference: str, cases: Sequence[_TitledCase]) -> Bar
     marks_by_group: dict[str, list[Mark]] = {}
     for row in cases:
         group_heading = join_parts(row.title if len(suites) > 1 else "", row.case.setting_name, separator=" ")
-        marks_by_group.setdefault(group_heading, []).append(_speed_mark(row.case))
+        marks_by_group.setdefault(group_heading, []).append(_case_speed_mark(row.case))
     groups = tuple((group_heading, tuple(marks)) for group_heading, marks in marks_by_group.items())
     run_suffix = " of its run" if len({row.run for row in cases}) > 1 else ""
     title = f"Speed-up over {reference}{run_suffix}: {join_words(suites, len(suites))}"
@@ -180,7 +180,7 @@ def _speed_chart(name: str, reference: str, cases: Sequence[_TitledCase]) -> Bar
     return Bars(name, title, "Grey bars are in doubt.", axis, groups)
 
 
-def _speed_mark(case: NamedCase) -> Mark:
+def _case_speed_mark(case: NamedCase) -> Mark:
     """Returns the bar of a case. Its value is the case's speed. Its samples are the reference's median time divided
     by the case's time in each round.
     """

@@ -20,7 +20,7 @@ from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with
 from fp8bench.report.panels import CaseValue, together
 from fp8bench.report.words.naming import join_remarks, join_words, phase_words
 
-_ELEMENT_BITS = (8, 4, 32)
+_FACTOR_ELEMENT_BITS = (8, 4, 32)
 _LEGEND = (
     "declared: FLOPs that the suite declares; unknown: calls of operators without a formula, which have no FLOPs here",
     "8 bits, 4 bits, 32 bits: the share of FLOPs whose factors have elements of this width",
@@ -57,17 +57,17 @@ def tape_remarks(tape: Tape) -> list[str]:
 def tape_page(title: str, taped: Sequence[CaseTape]) -> Page:
     parts = []
     for number, (setting, cases) in enumerate(together((case.setting, case) for case in taped).items()):
-        parts.append(Part(f"setting-{number}", setting, tuple(_setting_elements(cases))))
+        parts.append(Part(f"setting-{number}", setting, tuple(_setting_tape_elements(cases))))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _setting_elements(taped: Sequence[CaseTape]) -> Elements:
+def _setting_tape_elements(taped: Sequence[CaseTape]) -> Elements:
     cases_with_counts = [_StepCounts(case, case.tape) for case in taped if case.tape is not None]
     remarks = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
     if cases_with_counts:
         columns: Cols[_StepCounts] = [Col("tape", "case.mode"), *_count_columns()]
         columns.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
-        for bits in _ELEMENT_BITS:
+        for bits in _FACTOR_ELEMENT_BITS:
             get_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)
             columns.append(Col(f"{bits} bits", get_share, show=units.percent))
         yield table("counts", "", columns, cases_with_counts)

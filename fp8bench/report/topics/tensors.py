@@ -67,8 +67,8 @@ TENSOR_METRICS = {
 # Names and default values of the options of precisions with a single format and scaling.
 _FORMAT_OPTION = "format"
 _SCALING_OPTION = "scaling"
-_EXACT_ROUNDING = "exact"
-_SAME_FORMAT = "same"
+_EXACT_ROUNDING_VALUE = "exact"
+_SAME_FORMAT_VALUE = "same"
 _ROLE_OPTIONS = ("input", "weight", "gradient")
 # The parameter that names a tensor.
 _TENSOR_PARAM = "tensor"
@@ -125,13 +125,13 @@ def _split_precision(mode: str) -> NamedFormat:
         return unsplit_format
     options = precision.chosen
     if not {_FORMAT_OPTION, _SCALING_OPTION} <= {*options} or any(
-        options.get(role, _SAME_FORMAT) != _SAME_FORMAT for role in _ROLE_OPTIONS
+        options.get(role, _SAME_FORMAT_VALUE) != _SAME_FORMAT_VALUE for role in _ROLE_OPTIONS
     ):
         return unsplit_format
     # The format's name includes how its scales are rounded, because MX formats support several roundings.
     recipe = getattr(precision, "recipe", None)
     scaling = recipe.input.scaling if recipe is not None else None
-    rounding = "" if scaling is None or str(scaling.rounding) == _EXACT_ROUNDING else str(scaling.rounding)
+    rounding = "" if scaling is None or str(scaling.rounding) == _EXACT_ROUNDING_VALUE else str(scaling.rounding)
     fmt = str(options[_FORMAT_OPTION])
     return NamedFormat(fmt, f"{fmt} {options[_SCALING_OPTION]} {rounding}".strip())
 
@@ -245,7 +245,7 @@ def _sqnr_tables(panel: Panel, width: int) -> Tables:
         return Col(names[tensor_number], lambda result: fields.get(result.mode), number=True)
 
     for number, tensor_numbers in enumerate(
-        _divide_columns([len(name) for name in names], width - len(INDENT) - precision_name_width)
+        _group_columns_into_tables([len(name) for name in names], width - len(INDENT) - precision_name_width)
     ):
         cols: Cols[Result] = [
             Col("precision", lambda result: name_precision(result).name),
@@ -254,7 +254,7 @@ def _sqnr_tables(panel: Panel, width: int) -> Tables:
         yield table("sqnr", "" if number else _OVERVIEW_CAPTION, cols, case_by_mode.values())
 
 
-def _divide_columns(widths: Sequence[int], max_width: int) -> Sequence[Sequence[int]]:
+def _group_columns_into_tables(widths: Sequence[int], max_width: int) -> Sequence[Sequence[int]]:
     """Divides columns into tables that fit `max_width`. There are as few tables as possible, with about the same
     number of columns each.
     """

@@ -62,9 +62,9 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: CaseStatus
         settings = join_words(name_setting(case.group) for case in failed_cases)
         settings_text = f" ({settings})" if len(failed_cases) < num_cases else ""
         lines.append(f"{status_word}: {join_words(modes)} {count_text} {join_words(suites)}{settings_text}: {reason}")
-    num_hidden = len(lines) - _MAX_SENTENCES + 1
-    if num_hidden > 1:
-        lines[_MAX_SENTENCES - 1 :] = [f"and {num_hidden} more like these: the table has every case"]
+    num_hidden_lines = len(lines) - _MAX_SENTENCES + 1
+    if num_hidden_lines > 1:
+        lines[_MAX_SENTENCES - 1 :] = [f"and {num_hidden_lines} more like these: the table has every case"]
     return lines
 
 
@@ -112,10 +112,10 @@ def _lacks_other_runs(result: Result) -> bool:
 def describe_comparison(panels: Sequence[Panel]) -> str:
     """Returns what precisions are compared with, as 'compared with fp32; identical code differed by up to 1.5%'."""
     references = join_words(panel.reference for panel in panels if panel.reference)
-    floors = [case.finding.floor for case in list_cases(panels) if case.finding.floor]
+    noise_floors = [case.finding.floor for case in list_cases(panels) if case.finding.floor]
     return join_parts(
         f"compared with {references}" if references else "",
-        f"identical code differed by up to {units.percent(max(floors))}" if floors else "",
+        f"identical code differed by up to {units.percent(max(noise_floors))}" if noise_floors else "",
         separator="; ",
     )
 
@@ -123,8 +123,8 @@ def describe_comparison(panels: Sequence[Panel]) -> str:
 def propose_next_commands(panels: Sequence[Panel], entry: LabelledRun) -> Sentences:
     cases = list_cases(panels)
     # A decided verdict needs no second run, even if other programs were running.
-    under_load = bool(describe_load_warning(entry)) and not is_decided(cases)
-    return propose_commands(cases, entry.run.command, under_load, entry.run.request.budget)
+    is_undecided_under_load = bool(describe_load_warning(entry)) and not is_decided(cases)
+    return propose_commands(cases, entry.run.command, is_undecided_under_load, entry.run.request.budget)
 
 
 def is_decided(cases: Cases) -> bool:
@@ -183,10 +183,10 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
     is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
     is_doubted = find_case_status(result) is CaseStatus.DOUBTED
     labels = [label for label in result.labels if is_doubted and label.casts_doubt]
-    decisive_label = next((label for label in labels if label in LABELS_OF_OTHER_WORK), None)
-    if decisive_label:
-        meaning, _, remedy = WORDS_BY_LABEL[decisive_label]
-        yield f"{result.reason(decisive_label) or meaning}. Remedy: {remedy}"
+    other_work_label = next((label for label in labels if label in LABELS_OF_OTHER_WORK), None)
+    if other_work_label:
+        meaning, _, remedy = WORDS_BY_LABEL[other_work_label]
+        yield f"{result.reason(other_work_label) or meaning}. Remedy: {remedy}"
     elif not is_explained_by_load and finding.why:
         yield finding.why
     elif not is_explained_by_load and labels:
@@ -202,10 +202,10 @@ def warn_of_false_verdicts(entry: LabelledRun) -> Texts:
     num_judged_cases = len(list_speeds(list_cases(entry.panels)))
     if num_judged_cases > 1:
         # If a case is really as fast as its reference, the probability of a wrong verdict is at most 1%.
-        expected_mistakes = num_judged_cases * (1 - FINAL_LEVEL)
-        mistakes_text = f"the chance is {expected_mistakes:.0%} that one is"
-        if expected_mistakes >= 1:
-            mistakes_text = f"up to {expected_mistakes:.2g} cases would be"
+        expected_false_verdicts = num_judged_cases * (1 - FINAL_LEVEL)
+        mistakes_text = f"the chance is {expected_false_verdicts:.0%} that one is"
+        if expected_false_verdicts >= 1:
+            mistakes_text = f"up to {expected_false_verdicts:.2g} cases would be"
         yield Text(
             f"each of the {num_judged_cases} cases is judged separately: if none really differed, {mistakes_text} "
             "called faster or slower by mistake",
@@ -213,7 +213,7 @@ def warn_of_false_verdicts(entry: LabelledRun) -> Texts:
         )
 
 
-def _verdict_lead(material: Material) -> str:
+def _verdict_lead_paragraph(material: Material) -> str:
     panels = [panel for _, panel in timed_panels(material)]
     cases = list_cases(panels)
     speeds = list_speeds(cases)
@@ -230,7 +230,7 @@ def _verdict_lead(material: Material) -> str:
     )
 
 
-@section("verdict", "Verdict", 10, lead=_verdict_lead)
+@section("verdict", "Verdict", 10, lead=_verdict_lead_paragraph)
 def verdict_section(material: Material) -> Elements:
     elements: list[Element] = []
     for entry in material.entries:
@@ -262,18 +262,18 @@ def _describe_labelled_run(entry: LabelledRun, is_single_run: bool) -> Elements:
     if action := next(propose_next_commands(panels, entry), ""):
         yield Text(f"Do this: {action}")
     cases = list_cases(entry.panels)
-    doubts = [*explain_doubts(panels, entry, _MAX_SENTENCES)] if panels else []
-    doubts += describe_emulations(cases)
-    doubts += describe_cases_without_result(cases, CaseStatus.SKIPPED, "skipped")
-    doubts += [warning.text for warning in warn_of_false_verdicts(entry)]
-    yield from bullet_list(doubts, Tone.DOUBT)
+    doubt_sentences = [*explain_doubts(panels, entry, _MAX_SENTENCES)] if panels else []
+    doubt_sentences += describe_emulations(cases)
+    doubt_sentences += describe_cases_without_result(cases, CaseStatus.SKIPPED, "skipped")
+    doubt_sentences += [warning.text for warning in warn_of_false_verdicts(entry)]
+    yield from bullet_list(doubt_sentences, Tone.DOUBT)
 
 
 def report_failures(entry: LabelledRun) -> Elements:
     records = entry.run.records
-    num_failed = sum(record.status is Status.FAILED for record in records)
-    if num_failed:
-        yield Text(f"{num_failed} of {len(records)} cases failed.", Tone.BAD)
+    num_failed_cases = sum(record.status is Status.FAILED for record in records)
+    if num_failed_cases:
+        yield Text(f"{num_failed_cases} of {len(records)} cases failed.", Tone.BAD)
         failure_lines = describe_cases_without_result(list_cases(entry.panels), CaseStatus.FAILED, "FAILED")
         yield from bullet_list(failure_lines, Tone.BAD)
     if missing_records := describe_missing_records(entry.run):
@@ -319,15 +319,17 @@ def _doubtful_labels(result: Result) -> list[Label]:
     """
     finding = result.finding
     # Labels are only shown if there is a speed, and the verdict on it is not certain.
-    is_certain = result.is_emulated or (finding.is_judged and not finding.doubtful)
-    doubts = [label for label in result.labels if label.casts_doubt and label not in finding.hard and not is_certain]
-    return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
+    is_verdict_certain = result.is_emulated or (finding.is_judged and not finding.doubtful)
+    doubtful_labels = [
+        label for label in result.labels if label.casts_doubt and label not in finding.hard and not is_verdict_certain
+    ]
+    return [*doubtful_labels, *({Label.POWER_CAPPED} & {*result.labels})]
 
 
 def _describe_lone_reference(panel: Panel, place: str) -> list[Text]:
     timed_cases = [case for case in panel.named_cases if case.best_seconds is not None]
-    num_references = sum(find_case_status(case) is CaseStatus.REFERENCE for case in timed_cases)
-    if not num_references:
+    num_reference_cases = sum(find_case_status(case) is CaseStatus.REFERENCE for case in timed_cases)
+    if not num_reference_cases:
         return []
-    cases = f"{many(num_references, 'case')} of {place or panel.suite}"
+    cases = f"{many(num_reference_cases, 'case')} of {place or panel.suite}"
     return [Text(f"only {panel.reference} was timed, in {cases}: there is nothing to compare it with")]

@@ -38,10 +38,10 @@ def error_word(errors: Iterable[tuple[str, float]]) -> str:
     """Describes the worst of some errors, given as (metric, error), as 'negligible', 'small', 'moderate', 'large' or
     'not finite'. The limits are those of each metric's spec.
     """
-    return _ERROR_WORDS[max(_error_size(metric, abs(error)) for metric, error in errors)]
+    return _ERROR_WORDS[max(_error_size_index(metric, abs(error)) for metric, error in errors)]
 
 
-def _error_size(metric: str, error: float) -> int:
+def _error_size_index(metric: str, error: float) -> int:
     if not math.isfinite(error):
         return _ERROR_WORDS.index(NOT_FINITE)
     return bisect_left(spec_of(metric).error_sizes, error)

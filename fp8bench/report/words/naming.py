@@ -21,7 +21,7 @@ from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find
 
 COMMIT_LETTERS = 8
 # These values mean that a parameter is off, or that torch chooses its value.
-_OFF_VALUES = frozenset({"no", "auto", "none"})
+_OFF_PARAM_VALUES = frozenset({"no", "auto", "none"})
 # The name of the parameter that holds text data.
 _DATA_PARAM = "data"
 # Shortens 'Intel(R) Xeon(R) CPU @ 2.20GHz' to 'Intel Xeon'.
@@ -178,7 +178,7 @@ def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar
     return {
         name: value
         for name, value in case.params
-        if name == _DATA_PARAM or str(value) in (*_OFF_VALUES, *usual_values.get(name, ()))
+        if name == _DATA_PARAM or str(value) in (*_OFF_PARAM_VALUES, *usual_values.get(name, ()))
     }
 
 

@@ -30,8 +30,8 @@ from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write
 
 _RETRY_PAUSE_SECONDS = 0.02
 # A file that was not changed for this many seconds is not being written.
-_SETTLED_SECONDS = 10.0
-_RETRY_SECONDS = 2.0
+_SETTLED_FILE_SECONDS = 10.0
+_MAX_READ_RETRY_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def read_object(path: Path, version: int) -> dict[str, Any]:
         ) from None
     if not isinstance(content, dict):
         raise AsvFileBroken(f"{path} is broken: expected an object, found {type(content).__name__}.")
-    _check_version(path, content.pop("version", None), version)
+    _check_file_version(path, content.pop("version", None), version)
     return content
 
 
@@ -66,7 +66,7 @@ def _read_bytes(path: Path) -> bytes:
         raise AsvFileError(f"{path} cannot be read ({error.strerror}).") from None
 
 
-def _check_version(path: Path, written_version: object, version: int) -> None:
+def _check_file_version(path: Path, written_version: object, version: int) -> None:
     if type(written_version) is not int:
         raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(written_version)}, expected {version}.")
     if written_version != version:
@@ -89,7 +89,7 @@ def write_object(path: Path, content: Mapping[str, Any], indent: int | None = No
         write_whole(path, text)
 
 
-def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _RETRY_SECONDS) -> T:
+def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _MAX_READ_RETRY_SECONDS) -> T:
     """Returns the result of `load` for a file. If the file is broken but was changed recently, it may be half-written:
     then `load` is repeated for up to `seconds`.
     """
@@ -99,7 +99,7 @@ def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _R
             return load(path)
         except AsvFileTorn:
             with contextlib.suppress(OSError):  # the file was just deleted, which the next attempt reports
-                if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _SETTLED_SECONDS:
+                if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _SETTLED_FILE_SECONDS:
                     raise
         time.sleep(_RETRY_PAUSE_SECONDS)
 
@@ -136,7 +136,7 @@ def load_if_present(load: Callable[[Path], T], path: Path, renamed_files: list[P
     counts as missing, and its new path is added to this list.
     """
     # Wait longer before renaming: a suspended writer would continue to write into the renamed file.
-    max_retry_seconds = _RETRY_SECONDS if renamed_files is None else _SETTLED_SECONDS
+    max_retry_seconds = _MAX_READ_RETRY_SECONDS if renamed_files is None else _SETTLED_FILE_SECONDS
     try:
         return read_settled_file(load, path, max_retry_seconds)
     except AsvFileAbsent:

@@ -90,8 +90,8 @@ def find_identity(stored_entry: Entry | None = None) -> Identity:
         name: value for name, value in (stored_entry or {}).items() if name != "version"
     }  # `version` is the version of the file format, and not a fact of the machine
     machine = (
-        _select_usable_facts(_read_user_entry(platform.node()))
-        or _select_usable_facts(stored_facts)
+        _select_machine_facts(_read_user_entry(platform.node()))
+        or _select_machine_facts(stored_facts)
         or _discover_machine()
     )
     # Keep links, like asv does: the interpreter of a virtual environment is a link.
@@ -124,13 +124,13 @@ def parse_identity(facts: Entry) -> Identity | None:
     asv_facts = {
         name.removeprefix(_FACT_PREFIX): value for name, value in facts.items() if name.startswith(_FACT_PREFIX)
     }
-    machine, python = _select_usable_facts(asv_facts), asv_facts.get("python")
+    machine, python = _select_machine_facts(asv_facts), asv_facts.get("python")
     if machine is None or not isinstance(python, str) or not python:
         return None
     return Identity(machine, python, str(facts.get(_INTERPRETER_FACT) or resolve_interpreter(python)))
 
 
-def _select_usable_facts(entry: object) -> dict[str, Scalar | None] | None:
+def _select_machine_facts(entry: object) -> dict[str, Scalar | None] | None:
     """Returns the facts of an entry that can be parameters of a series, or None if the entry has no valid machine
     name. Lists are left out, because asv fails on them.
 

@@ -114,10 +114,10 @@ def count_combinations(params: Iterable[Sequence[str]]) -> int:
 
 def are_params(plain: object) -> bool:
     """Returns whether a JSON value is a list of lists of texts, like the parameters in asv's files."""
-    return isinstance(plain, list) and all(map(_are_texts, plain))
+    return isinstance(plain, list) and all(map(_is_list_of_texts, plain))
 
 
-def _are_texts(plain: object) -> bool:
+def _is_list_of_texts(plain: object) -> bool:
     return isinstance(plain, list) and all(isinstance(text, str) for text in plain)
 
 
@@ -143,7 +143,7 @@ def summarize_samples(samples: Sequence[float]) -> tuple[float | None, AsvStats 
         return samples[0], AsvStats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
     sorted_samples = sorted(samples)
     count = len(sorted_samples)
-    low, high = _interval_indices(count)
+    low, high = _confidence_interval_indices(count)
     if math.isfinite(low) and math.isfinite(high):
         median, first_quartile, third_quartile = (
             _interpolate(sorted_samples, index, fraction) for index, fraction in _quartile_positions(count)
@@ -174,7 +174,7 @@ def _quartile_positions(count: int) -> list[tuple[int, float]]:
 
 
 @lru_cache(maxsize=1024)
-def _interval_indices(count: int) -> tuple[float, float]:
+def _confidence_interval_indices(count: int) -> tuple[float, float]:
     """Returns the indices of the two ends of asv's confidence interval among `count` sorted samples. The indices are
     infinite if there are too few samples.
 
@@ -204,7 +204,7 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
         return _expand_column(cell_by_column.get(key), key, count, is_valid)
 
     columns_of_stats = [
-        read_column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
+        read_column(f"stats_{field.name}", _is_64_bit_integer if field.name in ("number", "repeat") else _is_number)
         for field in fields(AsvStats)
     ]
     combination_stats = []
@@ -215,13 +215,13 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     samples = read_column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
     return AsvRow(
         params,
-        _read_scalar(cell_by_column, "version", lambda value: isinstance(value, str)),
+        _read_scalar_cell(cell_by_column, "version", lambda value: isinstance(value, str)),
         read_column("result"),
         tuple(combination_stats),
         tuple(None if sample is None else tuple(sample) for sample in samples),
-        _read_scalar(cell_by_column, "started_at", _is_count),
-        _read_scalar(cell_by_column, "duration", _is_number),
-        _read_scalar(cell_by_column, "profile", lambda value: isinstance(value, str)),
+        _read_scalar_cell(cell_by_column, "started_at", _is_64_bit_integer),
+        _read_scalar_cell(cell_by_column, "duration", _is_number),
+        _read_scalar_cell(cell_by_column, "profile", lambda value: isinstance(value, str)),
     )
 
 
@@ -243,7 +243,7 @@ def _expand_column(plain: object, key: str, count: int, is_valid: Callable[[obje
     return (*cells, *[None] * (count - len(cells)))
 
 
-def _read_scalar(cell_by_column: Mapping[str, Any], key: str, is_valid: Callable[[object], bool]) -> Any:
+def _read_scalar_cell(cell_by_column: Mapping[str, Any], key: str, is_valid: Callable[[object], bool]) -> Any:
     value = cell_by_column.get(key)
     if value is not None and not is_valid(value):
         raise Malformed(f"{key!r} is {shown(value)}")
@@ -251,10 +251,10 @@ def _read_scalar(cell_by_column: Mapping[str, Any], key: str, is_valid: Callable
 
 
 def _is_number(plain: object) -> bool:
-    return type(plain) is float or _is_count(plain)
+    return type(plain) is float or _is_64_bit_integer(plain)
 
 
-def _is_count(plain: object) -> bool:
+def _is_64_bit_integer(plain: object) -> bool:
     """Returns whether a JSON value is an integer of at most 64 bits, as readers of asv's files expect."""
     return type(plain) is int and abs(plain) < 1 << 63
 

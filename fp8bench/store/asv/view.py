@@ -51,14 +51,14 @@ from fp8bench.store.commit_runs import (
 )
 
 # After this many seconds, an unfinished file counts as abandoned, because its writer was killed.
-_ABANDONED_SECONDS = 3600.0
+_ABANDONED_FILE_SECONDS = 3600.0
 
 
 def remove_abandoned_files(folder: Path) -> None:
     """Removes unfinished files whose writers were killed."""
     for path in folder.glob(f".*{PARTIAL_SUFFIX}"):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            if time.time() - path.stat().st_mtime > _ABANDONED_FILE_SECONDS:
                 path.unlink()
 
 
@@ -119,13 +119,13 @@ def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS
     """
     with lock_folder(store / "asv", timeout):
         # Read the runs while holding the lock. Otherwise a writer that read fewer runs could write after this one.
-        home = new_run.identity.home
-        runs = [run for run in runs_of_commit(store, new_run.commit) if run.identity.home.is_same(home)]
-        tracked = [run for run in runs if run.content.points]
-        if all(run.run.id != new_run.run.id for run in tracked):
+        run_home = new_run.identity.home
+        runs = [run for run in runs_of_commit(store, new_run.commit) if run.identity.home.is_same(run_home)]
+        tracked_runs = [run for run in runs if run.content.points]
+        if all(run.run.id != new_run.run.id for run in tracked_runs):
             raise StoreError(f"the run {new_run.run.id} was not found in {store}, so it is not in asv's view.")
         renamed_files: list[Path] = []
-        write_interpreter_results(results_folder(store), tracked, renamed_files)
+        write_interpreter_results(results_folder(store), tracked_runs, renamed_files)
         return renamed_files
 
 
@@ -138,7 +138,7 @@ def write_interpreter_results(results: Path, tracked: Sequence[TrackedRun], rena
     """
     import_asv_statistics()  # if this import fails, asv's files must stay unchanged
     commit = tracked[0].commit
-    identity = _settle_identity(results, tracked[0].identity, renamed_files)
+    identity = _update_stored_identity(results, tracked[0].identity, renamed_files)
     path = results / str(identity.machine["machine"]) / identity.file_name(commit)
     # Define the series before writing rows: asv hides rows without a definition, and this process may be killed
     # between the two steps.
@@ -156,7 +156,7 @@ def write_interpreter_results(results: Path, tracked: Sequence[TrackedRun], rena
     return path
 
 
-def _settle_identity(results: Path, identity: Identity, renamed_files: list[Path]) -> Identity:
+def _update_stored_identity(results: Path, identity: Identity, renamed_files: list[Path]) -> Identity:
     """Updates machine.json, and returns the identity under which the machine's results are already stored.
 
     asv begins a new line in its graphs if the path of the interpreter or a fact of the machine changes. A change from
@@ -188,17 +188,17 @@ def _find_stored_python(folder: Path, identity: Identity) -> str:
     """Returns the path of the interpreter as the newest results of the machine have it, so that asv continues the same
     line.
     """
-    newest_files = sorted(folder.glob("*-existing-py*.json"), key=_modified_at, reverse=True)
+    newest_files = sorted(folder.glob("*-existing-py*.json"), key=_file_modification_time, reverse=True)
     # Read one file of each environment: all files of an environment name the interpreter by the same path.
     for path in {path.name.partition("-")[2]: path for path in reversed(newest_files)}.values():
         with contextlib.suppress(StoreError):
-            stored_python = load_results(path).python
-            if stored_python == identity.python or resolve_interpreter(stored_python) == identity.interpreter:
-                return stored_python
+            stored_python_path = load_results(path).python
+            if stored_python_path == identity.python or resolve_interpreter(stored_python_path) == identity.interpreter:
+                return stored_python_path
     return identity.python
 
 
-def _modified_at(path: Path) -> float:
+def _file_modification_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:  # the file was just deleted

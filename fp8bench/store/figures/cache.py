@@ -18,12 +18,14 @@ from fp8bench.model.codec import SCHEMA
 VERSION = 2
 _FILE_VERSION = 1000 * VERSION + SCHEMA
 _LOCK_SECONDS = 20.0
-_CREATE_TABLE = "CREATE TABLE IF NOT EXISTS kept (kind, name, value, checksum, PRIMARY KEY (kind, name)) WITHOUT ROWID"
+_CREATE_TABLE_STATEMENT = (
+    "CREATE TABLE IF NOT EXISTS kept (kind, name, value, checksum, PRIMARY KEY (kind, name)) WITHOUT ROWID"
+)
 
 
 # Only these errors mean that the file is damaged. All other errors of sqlite (locked, full, read-only) are temporary,
 # so the file is kept.
-_DAMAGE_CODES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_DAMAGED_FILE_ERROR_CODES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class _UnusableCache(Exception):
@@ -66,7 +68,7 @@ def write_values(store: Path, values: Mapping[Key, bytes]) -> str:
             # Without syncing, a power failure may damage the cache. Then it is rebuilt.
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("BEGIN IMMEDIATE")
-            connection.execute(_CREATE_TABLE)
+            connection.execute(_CREATE_TABLE_STATEMENT)
             connection.execute(f"PRAGMA user_version = {_FILE_VERSION}")
             connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
             connection.execute("COMMIT")
@@ -78,7 +80,7 @@ def write_values(store: Path, values: Mapping[Key, bytes]) -> str:
 
 def _delete_damaged_cache(store: Path, error: Exception) -> None:
     sqlite_error_code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    if sqlite_error_code & 0xFF in _DAMAGE_CODES:
+    if sqlite_error_code & 0xFF in _DAMAGED_FILE_ERROR_CODES:
         delete_cache(store)
 
 

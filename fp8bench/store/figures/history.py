@@ -58,7 +58,7 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     """
     # 1. List the files and their times of change before reading any file. If a file changes later, the next command
     # reads it again.
-    run_listing, cached_figures, digest_of = listing(store), _load_cached_figures(store), cache(_digest_of_grid)
+    run_listing, cached_figures, digest_of = listing(store), _load_cached_figures(store), cache(_suite_grid_digest)
     paths_by_commit = group_by_commit(run_listing.files)
     file_stamps = {commit: _list_file_stamps(paths_by_commit[commit]) for commit in paths_by_commit}
     # 2. Use the cached figures of commits whose files and grids are unchanged.
@@ -110,7 +110,7 @@ def read_and_cache(store: Path, commit: str, paths: Sequence[Path]) -> CommitRun
     """Reads the runs of a commit, and caches their figures."""
     files = _list_file_stamps(paths)
     commit_runs = read_runs(paths)
-    _write_to_cache(store, {commit: _make_commit_figures(commit_runs, files)}, _digest_of_grid)
+    _write_to_cache(store, {commit: _make_commit_figures(commit_runs, files)}, _suite_grid_digest)
     return commit_runs
 
 
@@ -134,7 +134,7 @@ def _make_commit_figures(commit_runs: CommitRuns, files: list[list[Any]]) -> Com
     )
 
 
-def _digest_of_grid(suite: str) -> str:
+def _suite_grid_digest(suite: str) -> str:
     """Returns a digest of everything that determines which cases of a suite the history tracks, or UNKNOWN_DIGEST if
     the suite is not imported.
     """
@@ -153,11 +153,11 @@ def _write_to_cache(store: Path, commits: Mapping[str, CommitFigures], digest_of
     values = {(_LAYOUT_KIND, digest): layout.encode() for layout, digest in digests.items()}
     for commit, figures in commits.items():
         grid_digest_by_suite = {suite: digest_of(suite) for suite in figures.grids}
-        values[_COMMIT_KIND, commit] = _encode(figures._replace(grids=grid_digest_by_suite), digests)
+        values[_COMMIT_KIND, commit] = _encode_commit_figures(figures._replace(grids=grid_digest_by_suite), digests)
     return write_values(store, values)
 
 
-def _encode(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
+def _encode_commit_figures(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
     """Returns the cached value for a commit: a line of JSON, followed by the rows of all tables."""
     *plain, tables = figures
     table_headers = [(table.place, digests[table.layout], table.facts, len(table.rows)) for table in tables]
@@ -170,11 +170,11 @@ def _load_cached_figures(store: Path) -> dict[str, CommitFigures]:
     figures = {}
     for commit, value in read_values(store, _COMMIT_KIND).items():
         with contextlib.suppress(KeyError):  # skip commits with a layout that another process deleted
-            figures[commit] = _decode(value, layouts)
+            figures[commit] = _decode_commit_figures(value, layouts)
     return figures
 
 
-def _decode(value: bytes, layouts: Mapping[str, str]) -> CommitFigures:
+def _decode_commit_figures(value: bytes, layouts: Mapping[str, str]) -> CommitFigures:
     row_start = value.index(b"\n") + 1
     files, grids, runs, reasons, table_headers = json.loads(value[:row_start])
     tables = []

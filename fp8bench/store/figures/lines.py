@@ -37,7 +37,7 @@ def find_or_add_home(new_home: Home, homes: list[Home]) -> Home:
 
 
 @lru_cache
-def _index_by_value(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
+def _map_values_to_indices(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
     return {value: index for index, value in reversed(tuple(enumerate(values)))}
 
 
@@ -46,7 +46,7 @@ def trend_sort_key(trend: Trend, series_index: int) -> tuple[object, ...]:
     of the metric among those that the suite declares. Cells have the order of the grid.
     """
     cell_value_indices = [
-        _index_by_value(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)
+        _map_values_to_indices(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)
     ]
     return trend.machine["machine"], trend.python, trend.series.workload, series_index, cell_value_indices
 
@@ -218,7 +218,7 @@ class History:
                     key = block.home, block.layout.series[series_index].name, values
                     columns.setdefault(key, []).append((block, index))
                     line_keys_with_information.update([key] if has_information[index] else [])
-        lines = [self._make_line(columns[key]) for key in line_keys_with_information]
+        lines = [self._make_history_line(columns[key]) for key in line_keys_with_information]
         return sorted(lines, key=lambda line: trend_sort_key(line.trend, line.series_index))
 
     def is_trend_of(self, trend: Trend, identity: Identity) -> bool:
@@ -228,7 +228,7 @@ class History:
         home = find_or_add_home(identity.home, list(self.homes))
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
-    def _make_line(self, columns: Sequence[Column]) -> Line:
+    def _make_history_line(self, columns: Sequence[Column]) -> Line:
         """Joins the columns that one or several blocks have for a cell to a line. The block with the newest run
         determines the series and the machine of the line.
         """
@@ -261,13 +261,13 @@ def make_history(tables: Sequence[FigureTable], *counts: Any) -> History:
         groups.setdefault((home_of_each_table[index], tables[index].layout), []).append((position, tables[index]))
     # 3. Give equal facts the same number in all tables.
     fact_numbers: dict[str, int] = {}
-    blocks = [_make_block(home, members, fact_numbers) for (home, _), members in groups.items()]
+    blocks = [_make_table_block(home, members, fact_numbers) for (home, _), members in groups.items()]
     return History(
         blocks, [tables[index].place for index in sorted_table_indices], AllFacts(list(fact_numbers)), homes, *counts
     )
 
 
-def _make_block(home: Home, members: Sequence[tuple[int, FigureTable]], fact_numbers: dict[str, int]) -> Block:
+def _make_table_block(home: Home, members: Sequence[tuple[int, FigureTable]], fact_numbers: dict[str, int]) -> Block:
     place_with_newest_run = max((table.place for _, table in members), key=lambda place: place.newest)
     place_indices = np.array([place_indices for place_indices, _ in members], np.int64)
     rows = np.stack(

@@ -40,7 +40,7 @@ _MONTH_PATTERN = re.compile(r"\d{4}-\d{2}")
 # Only this many newest files are checked for runs in progress, and only files that were modified within this many
 # seconds.
 _MAX_CHECKED_FILES = 100
-_MAX_AGE_SECONDS = 7 * 86400.0
+_MAX_FILE_AGE_SECONDS = 7 * 86400.0
 REFUSAL_REMEDY = "Keep the correct file, and move the others away"
 
 
@@ -120,7 +120,7 @@ def remove_copies(paths: Iterable[Path]) -> Listing:
         if len(group) == 1:
             continue
         try:
-            counted_file = _choose_file(group)
+            counted_file = _choose_counted_file(group)
         except OSError:
             continue
         if counted_file is None:
@@ -130,7 +130,7 @@ def remove_copies(paths: Iterable[Path]) -> Listing:
     return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
 
 
-def _choose_file(group: Sequence[Path]) -> Path | None:
+def _choose_counted_file(group: Sequence[Path]) -> Path | None:
     """Returns the file that counts among files with the same id, or None if they contain different runs.
 
     The chosen file is complete. If there are several, the one whose name and folder fit its run is chosen.
@@ -297,7 +297,7 @@ def list_running_stems(path: Path) -> list[str]:
     store = find_store_of_run(path)
     if store is None:
         return []
-    oldest_modification_time = time.time() - _MAX_AGE_SECONDS
+    oldest_modification_time = time.time() - _MAX_FILE_AGE_SECONDS
     # Check the locks of recently modified files only.
     running_file_stems = []
     for recent_path in islice(iterate_newest_files(store), _MAX_CHECKED_FILES):

@@ -119,7 +119,7 @@ def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
     refuse_newer(file_lines, path)
     header, run, reason = _find_header(file_lines, path)
     reading = _RunReading(run)
-    reading.troubles += process_lines(file_lines, partial(_add_line, reading), header)
+    reading.troubles += process_lines(file_lines, partial(_add_run_line, reading), header)
     if run is None:
         run_header_problem = f"line {header}, the header, is broken ({reason})" if header else ""
         if not reading.records:
@@ -127,7 +127,7 @@ def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
         reading.troubles.insert(
             0, f"{run_header_problem or 'the header is missing'}: the request, plan and environment are lost"
         )
-    return _to_run(reading, path), file_lines
+    return _build_run_from_reading(reading, path), file_lines
 
 
 def load_header(path: Path) -> Run:
@@ -177,7 +177,7 @@ def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, st
     )
 
 
-def _add_line(reading: _RunReading, content: LineContent) -> None:
+def _add_run_line(reading: _RunReading, content: LineContent) -> None:
     """Adds the value in a line to what was read. Raises Malformed for a wrong value, and UnknownKind for a line of an
     unknown kind.
     """
@@ -212,7 +212,7 @@ def _case_ids(group: Group) -> list[str]:
     return [planned.case.id for planned in group.cases]
 
 
-def _to_run(reading: _RunReading, path: Path) -> Run:
+def _build_run_from_reading(reading: _RunReading, path: Path) -> Run:
     """Returns the run in a file's lines, with the newest record of each case, in the order of the plan."""
     # 1. Without a header, infer the plan from the records.
     run = reading.run

@@ -35,7 +35,7 @@ _ARRIVAL_COUNT_BYTES = 8
 # A rank that waits for others polls for this many seconds before it sleeps. A sleeping rank wakes up too late to
 # begin together with the others.
 _SPINNING_SECONDS = 5e-4
-_SLEEP_SECONDS = 1e-4
+_POLL_SLEEP_SECONDS = 1e-4
 
 
 class HeartbeatWriter:
@@ -96,7 +96,7 @@ class StartLine:
             if waited_seconds < _SPINNING_SECONDS:
                 os.sched_yield()  # another rank may need this core
             else:
-                time.sleep(_SLEEP_SECONDS)
+                time.sleep(_POLL_SLEEP_SECONDS)
 
 
 if TYPE_CHECKING:
@@ -179,8 +179,8 @@ def _list_own_sockets() -> Iterator[str]:
 # Maps each part of a step to the seconds that it takes in each round.
 PartSeconds = dict[str, list[float]]
 # The least and the most rounds of timing the parts of a step. With fewer rounds, chance would decide too often. After
-# the least rounds, more rounds follow until the slowest rank has taken _ROUNDS_SECONDS.
-_MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
+# the least rounds, more rounds follow until the slowest rank has taken _MIN_ROUNDS_SECONDS.
+_MIN_ROUNDS, _MAX_ROUNDS, _MIN_ROUNDS_SECONDS = 6, 15, 0.15
 # The least seconds that a part of a step must take. Ranks leave a barrier at slightly different times, and these
 # differences must be short in comparison.
 _MIN_PART_SECONDS = 3e-3
@@ -254,7 +254,10 @@ def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting
     together.synchronise()
     first_round_start = time.perf_counter()
     for number in range(_MAX_ROUNDS):
-        if number >= _MIN_ROUNDS and _find_largest_of_ranks(time.perf_counter() - first_round_start) > _ROUNDS_SECONDS:
+        if (
+            number >= _MIN_ROUNDS
+            and _find_largest_of_ranks(time.perf_counter() - first_round_start) > _MIN_ROUNDS_SECONDS
+        ):
             break
         for name in generator.sample(list(parts), len(parts)):
             together.meet_ranks()

@@ -23,9 +23,9 @@ from fp8bench.model.ranks import LAUNCH_VARIABLE
 from fp8bench.worker.main import close_in_children, die_with_parent
 
 # Seconds between SIGTERM and SIGKILL for ranks.
-_TERMINATION_SECONDS = 1.0
+_TERMINATION_WAIT_SECONDS = 1.0
 # Seconds to wait for killed processes, which usually end at once.
-_KILL_SECONDS = 5.0
+_KILL_WAIT_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
@@ -61,7 +61,7 @@ def _end_ranks(running: dict[int, int]) -> dict[int, int]:
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
             os.kill(pid, number)
-        deadline = time.monotonic() + _TERMINATION_SECONDS
+        deadline = time.monotonic() + _TERMINATION_WAIT_SECONDS
         while running and time.monotonic() < deadline:
             for pid in list(running):
                 ended_pid, status = os.waitpid(pid, os.WNOHANG)
@@ -88,7 +88,7 @@ def _end_all(folder: str, launcher: int) -> None:
     """Ends the ranks and the processes that they left running, then removes the folder. The launcher ends without a
     signal, after its ranks.
     """
-    deadline = time.monotonic() + _KILL_SECONDS
+    deadline = time.monotonic() + _KILL_WAIT_SECONDS
     launch_environment_entry = f"{LAUNCH_VARIABLE}={Path(folder).name}".encode()
     while (remaining := list(_find_marked_processes(launch_environment_entry))) and time.monotonic() < deadline:
         for pid in remaining:

@@ -21,7 +21,7 @@ from fp8bench.worker.main import run
 from fp8bench.worker.ranks.bench import HeartbeatWriter, RankBench
 
 
-def _connect(folder: Path, rank: int, purpose: str) -> int:
+def _connect_to_parent(folder: Path, rank: int, purpose: str) -> int:
     """Connects to the measuring process, sends it the purpose of the connection, and returns the connection's
     descriptor.
     """
@@ -54,8 +54,8 @@ def main(make_bench: Callable[[Settings, HeartbeatWriter, float], RankBench] = R
         os.dup2(words.fileno(), 2)
     _show_one_gpu(rank)
     heartbeat_writer = HeartbeatWriter(folder / heartbeat_file(rank))
-    connection = Connection(_connect(folder, rank, "requests"))
-    lifeline_descriptor = _connect(folder, rank, "lifeline")
+    connection = Connection(_connect_to_parent(folder, rank, "requests"))
+    lifeline_descriptor = _connect_to_parent(folder, rank, "lifeline")
     run(
         connection,
         lifeline_descriptor,

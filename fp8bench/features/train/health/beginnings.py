@@ -125,11 +125,11 @@ class GradientVanished(HealthRule[Any]):
     median_octaves = 5.0
     minimum_octaves = 2.0
     low_readings = 2
-    run_factor = 3
+    longest_run_factor = 3
     alarms_at = (
         f"a matrix's share of the gradient norm is {median_octaves:g} octaves below the median of {min_readings} to "
         f"{window} readings and {minimum_octaves:g} below their minimum; this lasts for {low_readings} readings plus "
-        f"{run_factor} times the longest such run before"
+        f"{longest_run_factor} times the longest such run before"
     )
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
     _gradient_norm: float = math.nan
@@ -137,7 +137,7 @@ class GradientVanished(HealthRule[Any]):
         default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.window))
     )
     # For each matrix, how many consecutive readings were low: in the current and in the longest streak.
-    _runs: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
+    _low_run_lengths: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepRow):
@@ -145,17 +145,20 @@ class GradientVanished(HealthRule[Any]):
             return ""
         if not 0 < self._gradient_norm < math.inf:
             return ""
-        shares, (run_length, longest_run) = self._norm_shares[line.layer], self._runs[line.layer]
+        shares, (run_length, longest_run) = self._norm_shares[line.layer], self._low_run_lengths[line.layer]
         log_norm_share = math.log2(line.value / self._gradient_norm) if line.value else -math.inf
         usual_share, min_share = (
             (median(shares), min(shares)) if len(shares) >= self.min_readings else (-math.inf, -math.inf)
         )
         if line.value and log_norm_share >= min(usual_share - self.median_octaves, min_share - self.minimum_octaves):
             shares.append(log_norm_share)
-            self._runs[line.layer] = 0, max(run_length, longest_run)
+            self._low_run_lengths[line.layer] = 0, max(run_length, longest_run)
             return ""
-        self._runs[line.layer] = run_length + 1, longest_run
-        if len(shares) < self.min_readings or run_length + 1 < self.low_readings + self.run_factor * longest_run:
+        self._low_run_lengths[line.layer] = run_length + 1, longest_run
+        if (
+            len(shares) < self.min_readings
+            or run_length + 1 < self.low_readings + self.longest_run_factor * longest_run
+        ):
             return ""
         description = (
             f"has lost {usual_share - log_norm_share:.1f} octaves of its share of the gradient norm"

@@ -30,7 +30,7 @@ class LossRule(HealthRule[Any]):
     line_types = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
     _losses: deque[float] = newest_values(_LOSS_WINDOW)
-    _newest_rates: deque[float] = newest_values(_RATE_WINDOW)
+    _newest_learning_rates: deque[float] = newest_values(_RATE_WINDOW)
     _is_only_optimizer: bool = True
     _guessing_loss: float = math.inf
 
@@ -44,7 +44,7 @@ class LossRule(HealthRule[Any]):
         if line.skipped or not math.isfinite(line.loss):
             return ""
         self._losses.append(line.loss)
-        self._newest_rates.append(line.rate)
+        self._newest_learning_rates.append(line.rate)
         return self.judge([*self._losses]) if self._is_only_optimizer else ""
 
     def judge(self, losses: list[float]) -> str:
@@ -98,8 +98,10 @@ class LossBackUp(LossRule):
         # collapse.
         learned_loss = first_loss - self._lowest_mean
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
-        rate = self._newest_rates[-1]
-        rate_rise_text = f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._newest_rates[0] else ""
+        rate = self._newest_learning_rates[-1]
+        rate_rise_text = (
+            f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._newest_learning_rates[0] else ""
+        )
         lost_share, times = (
             (self.lost_share_by_rate, self.noise_factor_by_rate)
             if rate_rise_text
@@ -148,17 +150,20 @@ class LossLeaked(LossRule):
     """
 
     name = "loss-leaked"
-    low_losses = 3
+    low_loss_count = 3
     max_share = 0.1
     noise_factor = 5.0
     alarms_at = (
-        f"{low_losses} losses in a row are below {max_share:g} of the smallest of 20 before, and {noise_factor:g} "
+        f"{low_loss_count} losses in a row are below {max_share:g} of the smallest of 20 before, and {noise_factor:g} "
         "times their noise below it"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, losses: list[float]) -> str:
-        earlier_losses, last_losses = losses[-20 - self.low_losses : -self.low_losses], losses[-self.low_losses :]
+        earlier_losses, last_losses = (
+            losses[-20 - self.low_loss_count : -self.low_loss_count],
+            losses[-self.low_loss_count :],
+        )
         if (
             len(earlier_losses) < 20
             or min(earlier_losses) <= 0
@@ -191,7 +196,7 @@ class NoUpdate(HealthRule[Any]):
         f"1e-8 of the weights; in {equal_readings} watched steps the weights are equal to the bit"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
-    _still_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _counts_by_symptom: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _weight_digest: float = math.nan
     _first_loss: float = 0.0
     _has_learned: bool = False
@@ -220,8 +225,8 @@ class NoUpdate(HealthRule[Any]):
         return alarm_text
 
     def _alarm_if_lasting(self, symptom: str, is_still: bool, limit: int) -> str:
-        self._still_counts[symptom] = self._still_counts[symptom] + 1 if is_still else 0
-        return f"steps change nothing: {symptom}" if self._still_counts[symptom] >= limit else ""
+        self._counts_by_symptom[symptom] = self._counts_by_symptom[symptom] + 1 if is_still else 0
+        return f"steps change nothing: {symptom}" if self._counts_by_symptom[symptom] >= limit else ""
 
 
 class SameInputs(HealthRule[StepFigure]):
@@ -244,21 +249,21 @@ class SameInputs(HealthRule[StepFigure]):
         f"fewer than {2 * few_examples} examples in all"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
-    _last_values: dict[str, float] = field(default_factory=dict)
+    _last_figure_values: dict[str, float] = field(default_factory=dict)
 
     def read_line(self, line: StepFigure) -> str:
-        self._last_values[line.name] = line.value
+        self._last_figure_values[line.name] = line.value
         # 'examples' is the last figure of a step, so the others are already known.
-        if line.name != "examples" or "inputs_again" not in self._last_values:
+        if line.name != "examples" or "inputs_again" not in self._last_figure_values:
             return ""
-        repeated_step_count = self._last_values["inputs_again"]
+        repeated_step_count = self._last_figure_values["inputs_again"]
         if repeated_step_count >= self.repeated_steps and (
             repeated_step_count < line.step or line.value < self.few_examples
         ):
             # Full-batch training repeats its inputs intentionally.
             return f"the model was given the same inputs in {repeated_step_count + 1:g} steps in a row"
         steps_cycled, period, new_batch_count = (
-            self._last_values.get(name, 0.0) for name in ("inputs_cycled", "inputs_period", "inputs_new")
+            self._last_figure_values.get(name, 0.0) for name in ("inputs_cycled", "inputs_period", "inputs_new")
         )
         if steps_cycled < self.cycled_steps or period < 2:
             return ""
@@ -308,11 +313,11 @@ class DeadUnits(TensorRule):
     name = "dead-units"
     roles = (Role.INPUT,)
     window = 6
-    zero_share = 0.97
+    min_zero_share = 0.97
     added_share = 0.2
     constant_share = 0.999
     alarms_at = (
-        f"{zero_share:.0%} of a layer's inputs are zeros, {added_share:.0%} more than the median of {window} "
+        f"{min_zero_share:.0%} of a layer's inputs are zeros, {added_share:.0%} more than the median of {window} "
         f"readings; or {constant_share:.1%} twice in a row"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
@@ -320,7 +325,7 @@ class DeadUnits(TensorRule):
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         self._first_layer = self._first_layer or reading.layer
-        if not previous or reading.zeros < self.zero_share:
+        if not previous or reading.zeros < self.min_zero_share:
             return ""
         usual_zero_share = median(layer_reading.zeros for layer_reading in previous)
         has_risen = reading.zeros >= usual_zero_share + self.added_share
@@ -371,11 +376,11 @@ class LargeLogits(FigureRule):
     name = "large-logits"
     figures = ("logit_range",)
     window = 7
-    max_range = 88.0
+    max_logit_range = 88.0
     jump_range = 30.0
     jump_factor = 4.0
     alarms_at = (
-        f"logits span {max_range:g}; or {jump_range:g}, if that is {jump_factor:g} times the median of the last "
+        f"logits span {max_logit_range:g}; or {jump_range:g}, if that is {jump_factor:g} times the median of the last "
         f"{window} readings"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
@@ -383,7 +388,7 @@ class LargeLogits(FigureRule):
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         usual_range = median(last)
         if not (
-            line.value >= self.max_range
+            line.value >= self.max_logit_range
             or (line.value >= self.jump_range and line.value > self.jump_factor * usual_range)
         ):
             return ""
@@ -458,8 +463,8 @@ class DataDrift(HealthRule[StepFigure]):
     )
     remedies = (Remedy.LOOK_AT_DATA,)
     _is_only_optimizer: bool = True
-    _first_inputs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _newest_inputs: dict[str, deque[float]] = field(
+    _first_figure_values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _newest_figure_values: dict[str, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=DataDrift.new_batches))
     )
 
@@ -468,12 +473,15 @@ class DataDrift(HealthRule[StepFigure]):
         self._is_only_optimizer &= line.name != OTHERS_TRAIN
         if not self._is_only_optimizer:
             return ""
-        first_values, newest_input_values = self._first_inputs[line.name], self._newest_inputs[line.name]
+        first_values, newest_input_values = self._first_figure_values[line.name], self._newest_figure_values[line.name]
         if len(first_values) < self.first_batches:
             first_values.append(line.value)
             return ""
         newest_input_values.append(line.value)
-        usual_value, first_deviation = fmean(first_values), median(self._first_inputs["input_deviation"] or [0.0])
+        usual_value, first_deviation = (
+            fmean(first_values),
+            median(self._first_figure_values["input_deviation"] or [0.0]),
+        )
         distances = [value - usual_value for value in newest_input_values]
         min_distance = min(map(abs, distances))
         # Batches of unchanged data have values on both sides of the usual value.

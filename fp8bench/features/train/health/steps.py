@@ -117,12 +117,12 @@ class GradientSpike(HealthRule[StepRow]):
     norm_factor = 16.0
     norm_factor_with_loss = 8.0
     loss_factor = 2.5
-    lost_share = 0.1
+    lost_progress_share = 0.1
     alarms_at = (
         f"the gradient norm is {norm_factor:g} times its median over {min_steps} to {window} steps, and this multiple "
         f"is above the square of the largest one in {multiples_window} steps; or it is {norm_factor_with_loss:g} times "
         f"the median, and the loss exceeds its median {loss_factor:g} times as far as in any of these steps, and by "
-        f"{lost_share:.0%} of what was learned"
+        f"{lost_progress_share:.0%} of what was learned"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _gradient_norms: deque[float] = newest_values(window)
@@ -134,26 +134,29 @@ class GradientSpike(HealthRule[StepRow]):
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._gradient_norms, self._losses
         if not math.isfinite(norm + loss):
             return ""
-        alarm = self._judge_norm(norm, loss) if len(norms) >= self.min_steps else ""
+        alarm_text = self._judge_norm(norm, loss) if len(norms) >= self.min_steps else ""
         self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
         norms.append(norm)
         losses.append(loss)
-        return alarm
+        return alarm_text
 
     def _judge_norm(self, norm: float, loss: float) -> str:
         # A spike would raise a mean, and so hide the next spike. It does not raise a median.
-        usual_norm = median(self._gradient_norms)
-        multiple = norm / max(usual_norm, 1e-300)
+        usual_gradient_norm = median(self._gradient_norms)
+        multiple = norm / max(usual_gradient_norm, 1e-300)
         if multiple > self.norm_factor_with_loss:
             # Compare with the largest multiple of the median norm in this training so far.
-            largest_multiple = max(
-                max(self._gradient_norms) / max(usual_norm, 1e-300), *self._norm_multiples, math.sqrt(self.norm_factor)
+            largest_norm_multiple = max(
+                max(self._gradient_norms) / max(usual_gradient_norm, 1e-300),
+                *self._norm_multiples,
+                math.sqrt(self.norm_factor),
             )
             usual_loss = median(self._losses)
             is_loss_high = loss - usual_loss > max(
-                self.loss_factor * (max(self._losses) - usual_loss), self.lost_share * (self._first_loss - usual_loss)
+                self.loss_factor * (max(self._losses) - usual_loss),
+                self.lost_progress_share * (self._first_loss - usual_loss),
             )
-            if math.sqrt(multiple) > largest_multiple or is_loss_high:
+            if math.sqrt(multiple) > largest_norm_multiple or is_loss_high:
                 return f"the gradient norm is {norm:.3g}, {multiple:.3g} times its median, at a loss of {loss:.4g}"
         self._norm_multiples.append(multiple)
         return ""
@@ -168,11 +171,11 @@ class UpdateBurst(HealthRule[StepRow]):
     name = "update-norm-burst"
     suppressed_by = "loss-back-up"
     window = 20
-    first_steps = 10
+    first_step_count = 10
     ratio_factor = 4.0
     alarms_at = (
         f"the update is {ratio_factor:g} times the median of the last {window} steps, and above the median of the "
-        f"first {first_steps}"
+        f"first {first_step_count}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _update_ratios: deque[float] = newest_values(window)
@@ -183,9 +186,9 @@ class UpdateBurst(HealthRule[StepRow]):
         if line.skipped or not math.isfinite(ratio):
             return ""
         # The newest ratio is added after `usual_ratio` is computed, so that it is not compared with itself.
-        usual_ratio = median(ratios) if len(ratios) >= self.first_steps else math.inf
+        usual_ratio = median(ratios) if len(ratios) >= self.first_step_count else math.inf
         ratios.append(ratio)
-        if len(ratios) == self.first_steps:
+        if len(ratios) == self.first_step_count:
             self._first_ratio_median = median(ratios)
         if ratio <= max(self.ratio_factor * usual_ratio, self._first_ratio_median):
             return ""
@@ -206,13 +209,13 @@ class LossPlateau(HealthRule[Any]):
     min_steps = 100
     check_interval = 10
     check_share = 0.005
-    mean_count = 4
-    flat_share = 0.01
+    loss_mean_count = 4
+    flat_range_share = 0.01
     max_error = 0.0075
     gradient_share = 0.9
     alarms_at = (
-        f"the last half of all steps (at least {min_steps}) has {mean_count} consecutive mean losses within "
-        f"{flat_share:.1%}, each with an error of at most {max_error:.2%}; the median gradient norm is at least "
+        f"the last half of all steps (at least {min_steps}) has {loss_mean_count} consecutive mean losses within "
+        f"{flat_range_share:.1%}, each with an error of at most {max_error:.2%}; the median gradient norm is at least "
         f"{gradient_share:g} times that of the steps before, the rate at least half of its peak, and the entropy of "
         f"predictions, if known, {entropy_distance:.0%} away from the loss. Checked every "
         f"{check_interval} steps, and from step 2,000 on once per {check_share:.1%} of all steps"
@@ -220,9 +223,9 @@ class LossPlateau(HealthRule[Any]):
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
     _gradient_norms: list[float] = field(default_factory=list)
-    _rates: list[float] = field(default_factory=list)
+    _learning_rates: list[float] = field(default_factory=list)
     _prediction_entropies: deque[float] = newest_values(10)
-    _next_check: int = 0
+    _next_check_loss_count: int = 0
 
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
@@ -232,37 +235,45 @@ class LossPlateau(HealthRule[Any]):
             return ""
         self._losses.append(line.loss)
         self._gradient_norms.append(line.gradient_norm)
-        self._rates.append(line.rate)
-        length = len(self._losses) // 2 // self.mean_count * self.mean_count
-        if length < self.min_steps or len(self._losses) % self.check_interval or len(self._losses) < self._next_check:
+        self._learning_rates.append(line.rate)
+        length = len(self._losses) // 2 // self.loss_mean_count * self.loss_mean_count
+        if (
+            length < self.min_steps
+            or len(self._losses) % self.check_interval
+            or len(self._losses) < self._next_check_loss_count
+        ):
             return ""
         # A check takes longer the more steps there are, so checks become rarer.
-        self._next_check = round(len(self._losses) * (1 + self.check_share))
+        self._next_check_loss_count = round(len(self._losses) * (1 + self.check_share))
         # At a low learning rate a flat loss is normal.
-        if min(self._rates[-length], line.rate) < max(self._rates) / 2:
+        if min(self._learning_rates[-length], line.rate) < max(self._learning_rates) / 2:
             return ""
         # The noise of a loss can hide a slow fall. Four consecutive means distinguish a slow fall from a flat loss.
-        part_length = length // self.mean_count
+        part_length = length // self.loss_mean_count
         losses = self._losses[-length:]
-        part_means = [fmean(losses[start : start + part_length]) for start in range(0, length, part_length)]
-        mean_loss = abs(fmean(part_means) or 1.0)
-        loss_range = (max(part_means) - min(part_means)) / mean_loss
+        part_mean_losses = [fmean(losses[start : start + part_length]) for start in range(0, length, part_length)]
+        mean_loss = abs(fmean(part_mean_losses) or 1.0)
+        relative_loss_range = (max(part_mean_losses) - min(part_mean_losses)) / mean_loss
         error = measure_noise(losses) / math.sqrt(part_length) / mean_loss
         norm, previous_norm = (
             median(self._gradient_norms[-length:]),
             median(self._gradient_norms[-2 * length : -length]),
         )
-        has_nothing_to_learn = abs(part_means[-1]) < LEARNED_SHARE * abs(self._losses[0])
-        has_moved = loss_range > self.flat_share or norm < self.gradient_share * previous_norm
-        if has_nothing_to_learn or has_moved or error > self.max_error:
+        has_nothing_to_learn = abs(part_mean_losses[-1]) < LEARNED_SHARE * abs(self._losses[0])
+        has_loss_or_gradient_moved = (
+            relative_loss_range > self.flat_range_share or norm < self.gradient_share * previous_norm
+        )
+        if has_nothing_to_learn or has_loss_or_gradient_moved or error > self.max_error:
             return ""
         # If the entropy of predictions equals the loss, nothing more can be learned from this text.
         if (
             self._prediction_entropies
-            and abs(fmean(self._prediction_entropies) - part_means[-1]) < self.entropy_distance * mean_loss
+            and abs(fmean(self._prediction_entropies) - part_mean_losses[-1]) < self.entropy_distance * mean_loss
         ):
             return ""
-        return f"the loss has stayed at {fmean(part_means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
+        return (
+            f"the loss has stayed at {fmean(part_mean_losses):.4g} for {length} steps, the gradient norm at {norm:.3g}"
+        )
 
 
 class NotFiniteStep(HealthRule[StepRow]):
@@ -271,10 +282,10 @@ class NotFiniteStep(HealthRule[StepRow]):
     """
 
     name = "not-finite"
-    allowed_skips = 20
+    allowed_skipped_steps = 20
     alarms_at = (
         "a loss, weight or gradient is not finite; gradients of steps that a loss scale skips only after "
-        f"{allowed_skips} in a row"
+        f"{allowed_skipped_steps} in a row"
     )
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
     _skipped_steps: int = 0
@@ -282,13 +293,13 @@ class NotFiniteStep(HealthRule[StepRow]):
     def read_line(self, line: StepRow) -> str:
         self._skipped_steps = self._skipped_steps + 1 if line.skipped else 0
         figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
-        faulty_figures = [name for name, value in figures.items() if not math.isfinite(value)]
+        not_finite_names = [name for name, value in figures.items() if not math.isfinite(value)]
         # A dynamic loss scale is found by trying: it overflows now and then.
-        is_gradient_overflow = line.skipped and line.loss_scale > 1 and faulty_figures == ["gradient_norm"]
-        if not faulty_figures or (is_gradient_overflow and self._skipped_steps < self.allowed_skips):
+        is_gradient_overflow = line.skipped and line.loss_scale > 1 and not_finite_names == ["gradient_norm"]
+        if not not_finite_names or (is_gradient_overflow and self._skipped_steps < self.allowed_skipped_steps):
             return ""
-        first_figure = faulty_figures[0]
-        text = f"the {first_figure.replace('_', ' ')} is {figures[first_figure]}"
+        first_not_finite_name = not_finite_names[0]
+        text = f"the {first_not_finite_name.replace('_', ' ')} is {figures[first_not_finite_name]}"
         if is_gradient_overflow:
             text += f" in {self._skipped_steps} steps in a row, at a loss scale of {line.loss_scale:g}"
         return text
@@ -304,7 +315,7 @@ class GradientScale(HealthRule[StepRow]):
     new_steps = 3
     window = 20
     jump_octaves = 1.9
-    gap_octaves = 1.0
+    min_gap_octaves = 1.0
     noise_factor = 5.0
     alarms_at = (
         f"the median gradient norms of the last {new_steps} steps and of the {window} before differ by "
@@ -312,13 +323,13 @@ class GradientScale(HealthRule[StepRow]):
         f"1 octave beyond all of the {window}; the loss stayed, or changed by the same factor, within half an octave"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
-    _rows: deque[tuple[float, float]] = newest_values(window + new_steps)
+    _norm_and_loss_logs: deque[tuple[float, float]] = newest_values(window + new_steps)
 
     def read_line(self, line: StepRow) -> str:
         if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
             return ""
-        self._rows.append((math.log2(line.gradient_norm), math.log2(line.loss)))
-        norms, losses = zip(*self._rows, strict=True)
+        self._norm_and_loss_logs.append((math.log2(line.gradient_norm), math.log2(line.loss)))
+        norms, losses = zip(*self._norm_and_loss_logs, strict=True)
         earlier_norms, last_norms = norms[: -self.new_steps], norms[-self.new_steps :]
         if len(earlier_norms) < self.window:
             return ""
@@ -326,10 +337,10 @@ class GradientScale(HealthRule[StepRow]):
             median(logs[-self.new_steps :]) - median(logs[: -self.new_steps]) for logs in (norms, losses)
         )
         # The new norms must be beyond all earlier ones, because a slow drift is not a jump.
-        gap = min(last_norms) - max(earlier_norms) if norm_change > 0 else min(earlier_norms) - max(last_norms)
+        norm_gap = min(last_norms) - max(earlier_norms) if norm_change > 0 else min(earlier_norms) - max(last_norms)
         if (
             abs(norm_change) < max(self.jump_octaves, self.noise_factor * measure_noise(earlier_norms))
-            or gap < self.gap_octaves
+            or norm_gap < self.min_gap_octaves
         ):
             return ""
         # A changed scale multiplies the loss by the same factor as the gradients, or not at all.
@@ -361,39 +372,41 @@ class LossGap(HealthRule[StepRow]):
         f"{max_clipping:.0%}, or batches with a correlation of losses below {min_correlation:g}"
     )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
-    _rows: dict[int, dict[str, StepRow]] = field(default_factory=dict)
+    _rows_by_step: dict[int, dict[str, StepRow]] = field(default_factory=dict)
     _row_pairs: deque[tuple[StepRow, StepRow]] = newest_values(window)
-    _found_difference: str = ""
+    _difference_from_reference: str = ""
 
     @property
     def current_remedies(self) -> tuple[Remedy, ...]:
-        return (Remedy.SAME_SETTINGS,) if self._found_difference else self.remedies
+        return (Remedy.SAME_SETTINGS,) if self._difference_from_reference else self.remedies
 
     def read_line(self, line: StepRow) -> str:
         arm, reference = self.arm.name, self.arm.reference
         if not reference:
             return ""
         # Arms run in turns, so that the rows of one step do not arrive together.
-        rows = self._rows.setdefault(line.step, {})
+        rows = self._rows_by_step.setdefault(line.step, {})
         rows[line.arm] = line
         if len(rows) < 2:
             return ""
-        del self._rows[line.step]
+        del self._rows_by_step[line.step]
         reference_row = rows[reference]
         if not (reference_row.loss and all(math.isfinite(row.loss) for row in rows.values())):
             return ""
         self._row_pairs.append((reference_row, rows[arm]))
         if len(self._row_pairs) < self.window:
             return ""
-        gap = fmean((row.loss - reference_row.loss) / abs(reference_row.loss) for reference_row, row in self._row_pairs)
-        if gap <= self.margin:
+        mean_loss_gap = fmean(
+            (row.loss - reference_row.loss) / abs(reference_row.loss) for reference_row, row in self._row_pairs
+        )
+        if mean_loss_gap <= self.margin:
             return ""
-        self._found_difference = self.find_difference(self._row_pairs)
+        self._difference_from_reference = self.find_difference(self._row_pairs)
         same_settings = (
             "rate, loss scale, tokens, clipping and batches equal the reference's, so that the arithmetic is suspected"
         )
-        cause = self._found_difference or same_settings
-        return f"the loss is {gap:.1%} behind that of {reference} over {self.window} steps: {cause}"
+        cause = self._difference_from_reference or same_settings
+        return f"the loss is {mean_loss_gap:.1%} behind that of {reference} over {self.window} steps: {cause}"
 
     @classmethod
     def find_difference(cls, pairs: Sequence[tuple[StepRow, StepRow]]) -> str:

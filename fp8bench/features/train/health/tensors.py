@@ -114,10 +114,10 @@ class ScaleUnsettled(TensorRule):
         turns = sum(old * new < 0 and min(abs(old), abs(new)) >= self.swing_octaves for old, new in pairwise(swings))
         if turns < self.min_turns:
             return ""
-        median_swing = median(abs(swing) for swing in swings)
+        median_swing_octaves = median(abs(swing) for swing in swings)
         return (
             f"the scale of {name_tensor(reading)} turned {turns} times in {len(scales)} readings, by "
-            f"{median_swing:.1f} octaves each time"
+            f"{median_swing_octaves:.1f} octaves each time"
         )
 
 
@@ -143,13 +143,13 @@ class ScaleLag(TensorRule):
     name = "lag"
     about_casts = True
     window = 2
-    lag_octaves = 0.75
-    alarms_at = f"values exceed the format's range by more than {lag_octaves:g} octaves in 3 readings in a row"
+    max_lag_octaves = 0.75
+    alarms_at = f"values exceed the format's range by more than {max_lag_octaves:g} octaves in 3 readings in a row"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         readings = (*previous, reading)
-        if len(readings) <= self.window or not all((old.lag or 0.0) > self.lag_octaves for old in readings):
+        if len(readings) <= self.window or not all((old.lag or 0.0) > self.max_lag_octaves for old in readings):
             return ""
         return (
             f"{name_tensor(reading)} exceeds its format by {reading.lag:.1f} octaves, {len(readings)} readings in a row"
@@ -175,11 +175,11 @@ class OverflowBurst(TensorRule):
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         if reading.saturated < self.saturated_share:
             return ""
-        usual_share = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
-        if reading.saturated < self.rise_factor * usual_share:
+        usual_saturated_share = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
+        if reading.saturated < self.rise_factor * usual_saturated_share:
             return ""
         return (
-            f"{reading.saturated:.1%} of {name_tensor(reading)} saturates; {usual_share:.2%} was usual"
+            f"{reading.saturated:.1%} of {name_tensor(reading)} saturates; {usual_saturated_share:.2%} was usual"
             f"{describe_stale_history(reading, previous)}"
         )
 
@@ -196,19 +196,19 @@ class UnderflowCreep(TensorRule):
         f"first {window}"
     )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16)
-    _first_shares: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    _first_underflow_shares: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         # The first readings are the baseline, because the usual share depends on the format.
-        first_shares = self._first_shares.setdefault((reading.layer, reading.role), [])
-        if len(first_shares) < self.window:
-            first_shares.append(reading.underflow)
+        first_underflow_shares = self._first_underflow_shares.setdefault((reading.layer, reading.role), [])
+        if len(first_underflow_shares) < self.window:
+            first_underflow_shares.append(reading.underflow)
             return ""
         if reading.underflow < self.added_share:
             return ""
-        usual_share = median(first_shares)
-        last_shares = [layer_reading.underflow for layer_reading in (*list(previous)[-2:], reading)]
-        if min(last_shares) < usual_share + self.added_share:
+        usual_share = median(first_underflow_shares)
+        last_underflow_shares = [layer_reading.underflow for layer_reading in (*list(previous)[-2:], reading)]
+        if min(last_underflow_shares) < usual_share + self.added_share:
             return ""
         return (
             f"{reading.underflow:.0%} of {name_tensor(reading)} is rounded to zero; at first it was {usual_share:.0%}"
@@ -277,12 +277,12 @@ def describe_stale_history(reading: LayerReading, previous: PreviousReadings) ->
             break
         readings.append(old)
     magnitudes = finite_octaves(old.amax for old in readings)
-    moved_octaves = max(magnitudes, default=0.0) - min(magnitudes, default=0.0)
-    if reading.scale == 1 or len(readings) < _MIN_STALE_READINGS or moved_octaves < _MIN_STALE_OCTAVES:
+    amax_range_octaves = max(magnitudes, default=0.0) - min(magnitudes, default=0.0)
+    if reading.scale == 1 or len(readings) < _MIN_STALE_READINGS or amax_range_octaves < _MIN_STALE_OCTAVES:
         return ""
     return (
         f": its amax history is stale, since the scale stayed at {reading.scale:.3g} for {len(readings)} readings in "
-        f"which the largest magnitude moved by {moved_octaves:.1f} octaves"
+        f"which the largest magnitude moved by {amax_range_octaves:.1f} octaves"
     )
 
 
@@ -320,8 +320,8 @@ class KeptScale(FigureRule):
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.SHORTER_HISTORY)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        octave_limit = self.gradient_octaves if "grad" in line.layer else self.jump_octaves
-        distance = find_jump(line.value, list(last)[:-1], octave_limit)
+        jump_limit_octaves = self.gradient_octaves if "grad" in line.layer else self.jump_octaves
+        distance = find_jump(line.value, list(last)[:-1], jump_limit_octaves)
         if not distance:
             return ""
         return f"{line.layer}, which a layer stores, moved by {distance:+.1f} octaves to {line.value:.3g}"
@@ -376,21 +376,21 @@ class LayerStill(HealthRule[Any]):
     window = 3
     gap_steps = 10
     gap_factor = 3
-    gap_from_start = 25
+    min_gap_steps_from_start = 25
     alarms_at = (
         f"{window} updates in a row of a matrix, relative to its norm, are below {update_share:g} times the median of "
         "matrices with a gradient; low rates, by --rates or of its group, lower this limit; 2 updates are enough if "
         f"it no longer changes at all; or the matrix has no gradient in {gap_steps} steps in a row and in {gap_factor} "
-        f"times as many as ever before, or in the first {gap_from_start} steps"
+        f"times as many as ever before, or in the first {min_gap_steps_from_start} steps"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _update_ratios: dict[str, float] = field(default_factory=dict)
     # All positive and finite update ratios, sorted. Building this list for each matrix would be slow.
-    _sorted_ratios: list[float] = field(default_factory=list)
+    _sorted_update_ratios: list[float] = field(default_factory=list)
     _non_matrices: set[str] = field(default_factory=set)
     _low_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _rate_shares: dict[str, float] = field(default_factory=dict)
-    _moved_layers: set[str] = field(default_factory=set)
+    _updated_layers: set[str] = field(default_factory=set)
     # By layer: the step and the norm of the last gradient.
     _last_gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
     # By layer: the number of consecutive steps without a gradient, now and in the longest streak.
@@ -419,17 +419,17 @@ class LayerStill(HealthRule[Any]):
     def _set_update_ratio(self, layer: str, ratio: float) -> None:
         previous_ratio = self._update_ratios.get(layer, math.nan)
         if 0 < previous_ratio < math.inf:
-            del self._sorted_ratios[bisect_left(self._sorted_ratios, previous_ratio)]
+            del self._sorted_update_ratios[bisect_left(self._sorted_update_ratios, previous_ratio)]
         if 0 < ratio < math.inf:
-            insort(self._sorted_ratios, ratio)
+            insort(self._sorted_update_ratios, ratio)
         self._update_ratios[layer] = ratio
 
     def _judge_gap(self, line: StepFigure) -> str:
-        gap, longest_gap = self._steps_without_gradient.get(line.layer, (0.0, 0.0))
-        longest_gap = max(longest_gap, gap) if line.value < gap else longest_gap
-        self._steps_without_gradient[line.layer] = line.value, longest_gap
-        min_gap = self.gap_steps if line.layer in self._last_gradients else self.gap_from_start
-        if line.value < min_gap or line.value <= self.gap_factor * longest_gap:
+        gap, longest_gap_steps = self._steps_without_gradient.get(line.layer, (0.0, 0.0))
+        longest_gap_steps = max(longest_gap_steps, gap) if line.value < gap else longest_gap_steps
+        self._steps_without_gradient[line.layer] = line.value, longest_gap_steps
+        required_gap_steps = self.gap_steps if line.layer in self._last_gradients else self.min_gap_steps_from_start
+        if line.value < required_gap_steps or line.value <= self.gap_factor * longest_gap_steps:
             return ""
         return f"no gradient has reached {line.layer} in {line.value:g} steps in a row"
 
@@ -440,16 +440,16 @@ class LayerStill(HealthRule[Any]):
             return ""
         # A layer without a gradient changes by weight decay only, so it does not count for the median of the others.
         self._set_update_ratio(line.layer, line.value if gradient else math.nan)
-        usual_ratio = median(self._sorted_ratios) if self._sorted_ratios else 0.0
+        usual_ratio = median(self._sorted_update_ratios) if self._sorted_update_ratios else 0.0
         # --rates or a parameter group may intentionally give a layer a low learning rate.
-        rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
+        learning_rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
         # A rate of 0 from the start is intentional. A layer that stops changing while others change is a mistake.
-        has_stopped = line.value == 0 < usual_ratio and line.layer in self._moved_layers
-        is_low = has_stopped or line.value < self.update_share * rate_share * usual_ratio
-        self._low_counts[line.layer] = self._low_counts[line.layer] + 1 if is_low else 0
+        has_stopped = line.value == 0 < usual_ratio and line.layer in self._updated_layers
+        is_update_low = has_stopped or line.value < self.update_share * learning_rate_share * usual_ratio
+        self._low_counts[line.layer] = self._low_counts[line.layer] + 1 if is_update_low else 0
         if line.value > 0:
-            self._moved_layers.add(line.layer)
-        if self._low_counts[line.layer] < (self.window if line.value or line.layer not in self._moved_layers else 2):
+            self._updated_layers.add(line.layer)
+        if self._low_counts[line.layer] < (self.window if line.value or line.layer not in self._updated_layers else 2):
             return ""
         return (
             f"a step changes {line.layer} by {line.value:.2g} of its norm, and other layers by {usual_ratio:.2g} of "
@@ -462,12 +462,12 @@ class AttentionOverflow(FigureRule):
 
     name = "attention-score-overflow"
     figures = ("attention_score",)
-    max_score = 88.0
-    alarms_at = f"an attention score of {max_score:g}"
+    max_attention_score = 88.0
+    alarms_at = f"an attention score of {max_attention_score:g}"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if not line.value >= self.max_score:  # a NaN causes an alarm of the rule tensor-not-finite
+        if not line.value >= self.max_attention_score:  # a NaN causes an alarm of the rule tensor-not-finite
             return ""
         return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
 

@@ -40,8 +40,8 @@ from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import join_words
 from fp8bench.user_code import own_words
 
-_HEAD_FILE = "checkpoint.json"
-_VERSION = 1
+_CHECKPOINT_HEADER_FILE = "checkpoint.json"
+_CHECKPOINT_VERSION = 1
 
 
 class _DigestingFile:
@@ -81,7 +81,7 @@ def write_checkpoint(folder: str, task: SeedTask, states: Mapping[str, State], r
             for number, (name, state) in enumerate(states.items()):
                 files[name] = _write_arm(partial_folder / f"{number}.pt", state)
             checkpoint_header = {"task": _compute_task_digest(task, rank), "arms": files}
-            write_whole(partial_folder / _HEAD_FILE, json.dumps(add_checksum(checkpoint_header), indent=1))
+            write_whole(partial_folder / _CHECKPOINT_HEADER_FILE, json.dumps(add_checksum(checkpoint_header), indent=1))
             # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
             # remains, or none.
             shutil.rmtree(target, ignore_errors=True)
@@ -105,7 +105,7 @@ def _write_arm(path: Path, state: State) -> dict[str, str]:
 def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
     """Returns the state of every arm in a checkpoint. Raises StoreError if a file is missing or damaged."""
     path = Path(folder)
-    checkpoint_header = _read_head(path)
+    checkpoint_header = _read_checkpoint_header(path)
     if checkpoint_header["task"] != _compute_task_digest(task, rank):
         raise StoreError(f"the checkpoint {path} is from another training. Resume with the settings it began with.")
     return {name: _load_arm(path / file["file"], file["sha256"]) for name, file in checkpoint_header["arms"].items()}
@@ -116,16 +116,16 @@ def read_weights(folder: str, arm: str) -> list[Tensor]:
     from a different training. Raises StoreError.
     """
     path = Path(folder)
-    files = _read_head(path)["arms"]
+    files = _read_checkpoint_header(path)["arms"]
     if arm not in files:
         raise StoreError(f"the checkpoint {folder} has no arm {arm!r}. It has {', '.join(files)}.")
     tensors: list[Tensor] = _load_arm(path / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
     return tensors
 
 
-def _read_head(path: Path) -> State:
+def _read_checkpoint_header(path: Path) -> State:
     try:
-        return remove_checksum(parse_json(read_file(path / _HEAD_FILE)))
+        return remove_checksum(parse_json(read_file(path / _CHECKPOINT_HEADER_FILE)))
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} holds no complete checkpoint ({error}). Choose another.") from None
 
@@ -150,7 +150,7 @@ def _compute_task_digest(task: SeedTask, rank: int) -> str:
     and the rank.
     """
     ranks = rank, task.facts.ranks
-    identity = repr((_VERSION, task.seed, task.arms, task.settings, task.steps, task.text.identity, ranks))
+    identity = repr((_CHECKPOINT_VERSION, task.seed, task.arms, task.settings, task.steps, task.text.identity, ranks))
     return hashlib.sha256(identity.encode()).hexdigest()
 
 

@@ -179,7 +179,7 @@ class Scores:
     def __post_init__(self) -> None:
         self._items: dict[str, list[TaskItem]] = {}
         if self.config is not None:
-            self._items = _load_items(self.settings.tasks, self.task.text, self.config.sequence)
+            self._items = _load_task_items(self.settings.tasks, self.task.text, self.config.sequence)
 
     def score_model(self, model: Any) -> Iterator[tuple[str, float]]:
         """Yields all scores of a model, each with the name of its figure. A metric is called with the model or, if the
@@ -226,7 +226,7 @@ class Scores:
 
 
 @lru_cache(maxsize=1)
-def _load_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[str, list[TaskItem]]:
+def _load_task_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[str, list[TaskItem]]:
     """Returns the items of each task. Raises UsageError if the training text is given as tokens, or has no words."""
     if text.tokens == "given" and tasks:
         raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")

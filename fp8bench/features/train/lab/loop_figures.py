@@ -160,9 +160,9 @@ class LoopHabits:
         self._are_gradients_cleared, self._had_backward = True, False
 
     def begin_update(self, moments_zeroed: bool = False) -> None:
-        self._update_mistake(GRADIENTS_LEFT, self._had_backward and not self._are_gradients_cleared)
+        self._set_mistake_presence(GRADIENTS_LEFT, self._had_backward and not self._are_gradients_cleared)
         state_count, state_steps = self._measure_state()
-        self._update_mistake(
+        self._set_mistake_presence(
             MOMENTS_GONE, state_count < self._state_count or state_steps < self._state_steps or moments_zeroed
         )
 
@@ -179,7 +179,7 @@ class LoopHabits:
         new_mistakes, self._new_mistakes = self._new_mistakes, []
         return new_mistakes
 
-    def _update_mistake(self, mistake: str, is_present: bool) -> None:
+    def _set_mistake_presence(self, mistake: str, is_present: bool) -> None:
         if is_present and mistake not in self._present_mistakes:
             self._new_mistakes.append(mistake)
         (self._present_mistakes.add if is_present else self._present_mistakes.discard)(mistake)
@@ -188,7 +188,7 @@ class LoopHabits:
         are_outside_module = (id(parameter) not in self._module_ids for parameter in list_parameters(optimizer))
         if optimizer is not self._optimizer_ref() and any(are_outside_module):
             self._others_stepped = True
-            self._update_mistake(OTHERS_TRAIN, True)
+            self._set_mistake_presence(OTHERS_TRAIN, True)
 
     def _list_rates(self) -> Iterator[tuple[float, dict[str, Any]]]:
         return ((float(group["lr"]), group) for group in self.optimizer.param_groups if group.get("lr") is not None)

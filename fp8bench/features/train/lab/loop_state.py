@@ -55,12 +55,12 @@ class LoopState:
             steps = self._steps_without_gradient.get(id(parameter), 0)
             if steps:
                 figures["steps_without_gradient", name.removesuffix(".weight")] = float(steps)
-        switched_layers = self._find_switched_layers()
+        switched_layers = self._list_layers_switched_to_eval()
         if switched_layers:
             figures["parts_in_eval", switched_layers[0]] = float(len(switched_layers))
         return figures
 
-    def _find_switched_layers(self) -> list[str]:
+    def _list_layers_switched_to_eval(self) -> list[str]:
         layers_in_eval = {
             path: module
             for path, module in self._module.named_modules()

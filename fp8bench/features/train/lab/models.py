@@ -49,7 +49,7 @@ _NORM_PATHS: Mapping[str, tuple[str, ...]] = {
     "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
 }
 # Matrix products whose dimensions are multiples of 128 run on every device with native low precision.
-_SIZE_MULTIPLE = 128
+_MATRIX_SIDE_MULTIPLE = 128
 
 
 def make_config(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
@@ -60,7 +60,7 @@ def make_config(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
         raise UnknownName("model", settings.model, SIZES)
     default_config = SIZES[settings.model]
     # Matrix products need dimensions that are multiples of 128, so the vocabulary is padded.
-    padded_vocabulary = -(-vocabulary // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
+    padded_vocabulary = -(-vocabulary // _MATRIX_SIDE_MULTIPLE) * _MATRIX_SIDE_MULTIPLE
     return replace(
         default_config,
         vocabulary=max(padded_vocabulary, default_config.vocabulary)

@@ -112,7 +112,7 @@ class OwnLoop:
             call_around_backward(guard_hook(self._begin_backward), guard_hook(self._end_backward))
         )
         self._hooks.enter_context(self._habits.watch_other_optimizers())
-        self._begin()
+        self._begin_step()
         return self
 
     def begin_in_step(self) -> None:
@@ -186,7 +186,7 @@ class OwnLoop:
         optimized_ids = set(map(id, list_parameters(self._habits.optimizer)))
         return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in optimized_ids}
 
-    def _begin(self, is_late: bool = False) -> None:
+    def _begin_step(self, is_late: bool = False) -> None:
         """Begins a step. `is_late` means that the forward pass of the step is already over. Such a step cannot be
         watched.
         """
@@ -219,7 +219,7 @@ class OwnLoop:
         if outcome == "skipped":
             self._losses = self._losses[:loss_count]
             self._end_step(is_skipped=True)
-            self._begin(is_late=bool(later_losses))
+            self._begin_step(is_late=bool(later_losses))
         self._habits.forget_gradients()
         self._losses, self._backward_losses, self._losses_used = later_losses, [], 0
 
@@ -317,7 +317,7 @@ class OwnLoop:
         self._habits.end_update()
         self._state.end_update(optimizer)
         self._in_step = self._in_update = False
-        self._begin()
+        self._begin_step()
 
     @torch.no_grad()
     def _end_step(self, is_skipped: bool = False) -> None:

@@ -186,7 +186,7 @@ class OwnModel(ArmModel):
 
 
 # At most this many held-out batches are read from an iterable, which may be endless.
-_MAX_HELD_OUT = 64
+_MAX_HELD_OUT_BATCHES = 64
 # If held-out batches come from a function, it is called this many times.
 _HELD_OUT_CALLS = 8
 # This many of the first batches are read twice and compared.
@@ -224,7 +224,7 @@ class OwnBatches:
             return self.user_parts.batch
         try:
             if callable(self._source):
-                with self._seed_source("batch", number):
+                with self._seed_batch_source("batch", number):
                     return self._source(number, self.seed)
             # An iterable cannot go back. If another arm has read further, restart the iterable, and skip to this arm's
             # batch.
@@ -242,10 +242,10 @@ class OwnBatches:
         iterator_end_marker = object()
         for epoch in count():
             epoch_start_number = number
-            with self._seed_source("epoch", epoch):
+            with self._seed_batch_source("epoch", epoch):
                 iterator = iter(self._source)
             while True:
-                with self._seed_source("batch", number):
+                with self._seed_batch_source("batch", number):
                     batch = next(iterator, iterator_end_marker)
                 if batch is iterator_end_marker:
                     break
@@ -254,7 +254,7 @@ class OwnBatches:
             if number == epoch_start_number:
                 raise UsageError(f"{self.name}: its batches end before the first one. Give at least one.")
 
-    def _seed_source(self, purpose: str, number: int) -> Any:
+    def _seed_batch_source(self, purpose: str, number: int) -> Any:
         return seed_generators(derive_seed(purpose, self.seed, number), self.facts)
 
 
@@ -268,7 +268,7 @@ def read_held_out(name: str, user_parts: MakeResult, facts: DeviceFacts) -> list
             if callable(source):
                 return [source(step, 0) for step in range(_HELD_OUT_CALLS)]
             is_single_batch = isinstance(source, Tensor | dict | tuple)
-            return [source] if is_single_batch else list(islice(iter(source), _MAX_HELD_OUT))
+            return [source] if is_single_batch else list(islice(iter(source), _MAX_HELD_OUT_BATCHES))
     except Exception as error:
         raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 

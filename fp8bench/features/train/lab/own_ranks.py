@@ -20,16 +20,16 @@ from torch import Tensor
 from fp8bench.features.train.values import UNSEEN_EVENT, Lines, StepRow, TrainingEvent
 
 # At the end of a loop rank 0 waits at most this long for the last rows of other ranks.
-_WAIT_SECONDS = 10.0
+_LAST_ROWS_WAIT_SECONDS = 10.0
 # Gives each key-value store of this process a number, which is a part of its prefix. All ranks run the same script, so
 # a store has the same number on every rank.
-_store_numbers = itertools.count()
+_key_value_store_numbers = itertools.count()
 
 
 def make_store() -> Any:
     """Returns a key-value store of the process group under a prefix that nothing else uses."""
     store = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"fp8bench-{next(_store_numbers)}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"fp8bench-{next(_key_value_store_numbers)}", store)  # type: ignore[attr-defined]
 
 
 class Ranks:
@@ -84,9 +84,9 @@ class Ranks:
         self._waiting_batches.append((self._sent, rows, lines))
         self._sent += 1
         complete_lines: list[Any] = []
-        last_rows_deadline = time.monotonic() + (_WAIT_SECONDS if is_last else 0.0)
+        last_rows_deadline = time.monotonic() + (_LAST_ROWS_WAIT_SECONDS if is_last else 0.0)
         while self._waiting_batches:
-            keys = self._list_keys(self._waiting_batches[0][0])
+            keys = self._list_store_keys(self._waiting_batches[0][0])
             has_batch_arrived = self._store.check(list(keys.values()))
             # Other ranks may be a few steps behind or have stopped: wait for one batch, and then go on without them.
             if not has_batch_arrived and is_last and time.monotonic() < last_rows_deadline:
@@ -98,7 +98,7 @@ class Ranks:
                 complete_lines += [*self._merge_rows(own_rows, keys), *own_lines]
         return complete_lines
 
-    def _list_keys(self, number: int) -> dict[int, str]:
+    def _list_store_keys(self, number: int) -> dict[int, str]:
         return {rank: f"{number}/{rank}" for rank in range(1, self.size) if rank not in self._silent_ranks}
 
     def _merge_rows(self, rows: list[StepRow], keys: dict[int, str]) -> Lines:
@@ -116,10 +116,10 @@ class Ranks:
         for row in rows:
             other_rank_rows = [numbers[row.step] for numbers in rank_rows if row.step in numbers]
             rank_row = [row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio]
-            merged.append(self._join_row(row, [rank_row, *other_rank_rows]))
+            merged.append(self._merge_row_over_ranks(row, [rank_row, *other_rank_rows]))
         return merged
 
-    def _join_row(self, row: StepRow, ranks: list[list[float]]) -> StepRow:
+    def _merge_row_over_ranks(self, row: StepRow, ranks: list[list[float]]) -> StepRow:
         """Returns a row with the mean loss of all ranks, and with norms over the parts of all ranks. A missing rank is
         assumed to have the mean of the others.
         """

@@ -41,7 +41,7 @@ _MAX_SENT_ELEMENTS = 1 << 24
 # At most this many values of sharded weights or gradients are sent in one message. This limit is the lower one, because
 # a full gradient is freed once it is sent.
 _MAX_SHARDED_ELEMENTS = 1 << 22
-_DIGESTED_ELEMENTS = 1 << 20
+_DIGEST_CHUNK_ELEMENTS = 1 << 20
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ def digest_tensors(tensors: Iterable[Tensor]) -> int:
     """Returns a digest of 63 bits that depends on every bit of float32 tensors and on the position of each value."""
     total = position = 0
     for tensor in tensors:
-        for chunk in torch.split(tensor.detach().reshape(-1), _DIGESTED_ELEMENTS):
+        for chunk in torch.split(tensor.detach().reshape(-1), _DIGEST_CHUNK_ELEMENTS):
             positions = torch.arange(position, position + len(chunk), device=chunk.device)
             total += int(((2 * positions + 1) * chunk.view(torch.int32)).sum())
             position += len(chunk)
@@ -157,7 +157,8 @@ class FullySharded(DataParallel):
         self._full_weights = list(parameters.values())
         self._weight_bytes = [weight.untyped_storage().nbytes() for weight in self._full_weights]
         self._stored = [
-            nn.Parameter(self._rows_by_rank(weight.detach())[self.part_number].clone()) for weight in self._full_weights
+            nn.Parameter(self._view_rows_by_rank(weight.detach())[self.part_number].clone())
+            for weight in self._full_weights
         ]
         self._buckets = list(
             split_into_buckets(
@@ -167,7 +168,7 @@ class FullySharded(DataParallel):
         self._free_weights()
         return dict(zip(parameters, self._stored, strict=True))
 
-    def _rows_by_rank(self, tensor: Tensor) -> Tensor:
+    def _view_rows_by_rank(self, tensor: Tensor) -> Tensor:
         """Returns a view of a tensor's rows by rank: (ranks, rows per rank, ...). The tensor is padded with zeros."""
         rows = -(-len(tensor) // self.part_count)
         if padding_rows := rows * self.part_count - len(tensor):
@@ -204,7 +205,7 @@ class FullySharded(DataParallel):
             for bucket in self._buckets:
                 gradient_rows_by_rank = torch.cat(
                     [
-                        self._rows_by_rank(gradient_or_zeros(parameter)).flatten(1)
+                        self._view_rows_by_rank(gradient_or_zeros(parameter)).flatten(1)
                         for parameter in self._full_weights[bucket]
                     ],
                     1,
@@ -338,13 +339,13 @@ class BF16Group(RankGroup):
     """
 
     def gather_stack(self, x: Tensor) -> Tensor:
-        return super().gather_stack(_to_16_bits(x)).to(x.dtype)
+        return super().gather_stack(_cast_to_16_bits(x)).to(x.dtype)
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:
-        return super().reduce_own_part(_to_16_bits(parts)).to(parts.dtype)
+        return super().reduce_own_part(_cast_to_16_bits(parts)).to(parts.dtype)
 
 
-def _to_16_bits(x: Tensor) -> Tensor:
+def _cast_to_16_bits(x: Tensor) -> Tensor:
     return x if x.dtype.itemsize == 2 else x.to(torch.bfloat16)
 
 

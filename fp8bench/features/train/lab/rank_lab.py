@@ -101,8 +101,8 @@ class RankLab(RankBench, Lab):
 
 
 # Figures of a tensor that is sharded among ranks are merged by the mean or by the maximum of the ranks' values.
-_AVERAGED = ("zeros", "underflow", "saturated", "not_finite")
-_MAXIMISED = ("amax", "largest_scale", "lag", "drift")
+_AVERAGED_FIGURES = ("zeros", "underflow", "saturated", "not_finite")
+_MAXIMISED_FIGURES = ("amax", "largest_scale", "lag", "drift")
 
 
 def _merge_rank_lines(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
@@ -134,7 +134,7 @@ def _merge_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLi
         if len(lines) != len(answers[0]):
             raise RanksDisagree(f"rank {rank} sent {len(lines)} lines of some steps, but rank 0 sent {len(answers[0])}")
     for parts in zip(*answers, strict=True):
-        yield _MERGE_BY_KIND[type(parts[0])](parts)
+        yield _MERGE_BY_LINE_KIND[type(parts[0])](parts)
 
 
 def _merge_rows(rows: Sequence[StepRow]) -> StepRow:
@@ -166,9 +166,9 @@ def _merge_readings(parts: Sequence[LayerReading]) -> LayerReading:
     squares = _average([part.deviation**2 + part.mean**2 for part in parts])
     scales = [part.scale for part in parts]
     figures: State = {}
-    for name in _AVERAGED:
+    for name in _AVERAGED_FIGURES:
         figures[name] = _average([getattr(part, name) for part in parts])
-    for name in _MAXIMISED:
+    for name in _MAXIMISED_FIGURES:
         values = (getattr(part, name) for part in parts)
         figures[name] = max((value for value in values if value is not None), default=None)
     return replace(
@@ -215,7 +215,7 @@ def _average(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
-_MERGE_BY_KIND: dict[type, Callable[..., StreamLine]] = {
+_MERGE_BY_LINE_KIND: dict[type, Callable[..., StreamLine]] = {
     StepRow: _merge_rows,
     LayerReading: _merge_readings,
     StepFigure: _merge_figures,

@@ -38,10 +38,10 @@ IntegerArray = npt.NDArray[np.signedinteger[Any]]
 _INFINITY_BITS = 0x7F800000
 # A value counts as saturated if it exceeds the format's limit by more than this factor. The slack allows for the
 # rounding of a float32 scale and its inverse.
-_SATURATION_SLACK = 1 + 2.0**-21
-_FORMAT_BY_LARGEST = {fmt.largest: fmt for fmt in FORMATS.values()}
+_SATURATION_SLACK_FACTOR = 1 + 2.0**-21
+_FORMAT_BY_LARGEST_VALUE = {fmt.largest: fmt for fmt in FORMATS.values()}
 # For values between these magnitudes, float32 can hold their squares and the sums of squares over a row.
-_SAFE_MAGNITUDES = (2.0**-45, 2.0**45)
+_SQUARABLE_MAGNITUDE_RANGE = (2.0**-45, 2.0**45)
 # On a CPU this many values are processed at a time, so that they fit into its cache.
 _CPU_CHUNK_VALUES = 1 << 19
 # On a GPU this many values are processed at a time: 256 MiB of float32.
@@ -129,7 +129,7 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
             noise += torch.dot(difference, difference).item()
     count, amax = x.numel(), _make_float_from_bits(largest, is_bfloat16)
     # Only `_count_figures` can measure a tensor whose squares overflow or underflow float32.
-    if amax and not _SAFE_MAGNITUDES[0] < amax < _SAFE_MAGNITUDES[1]:
+    if amax and not _SQUARABLE_MAGNITUDE_RANGE[0] < amax < _SQUARABLE_MAGNITUDE_RANGE[1]:
         return None
     mean = total / count
     variance = square_sum / count - mean**2
@@ -157,7 +157,7 @@ def _count_figures(x: Tensor, rounded: Tensor | None) -> Figures:
     rows = max(1, _GPU_PIECE_VALUES // x.shape[1])
     row_slices = [slice(top, top + rows) for top in range(0, len(x), rows)]
     pieces = [_measure_piece(x[place], None if rounded is None else rounded[place]) for place in row_slices]
-    return pieces[0] if len(pieces) == 1 else _merge_pieces(pieces)
+    return pieces[0] if len(pieces) == 1 else _merge_piece_figures(pieces)
 
 
 def _measure_piece(x: Tensor, rounded: Tensor | None) -> Figures:
@@ -188,7 +188,7 @@ def _measure_piece(x: Tensor, rounded: Tensor | None) -> Figures:
     return figures | {"kept": both_finite_mask.sum()}
 
 
-def _merge_pieces(parts: Sequence[Figures]) -> Figures:
+def _merge_piece_figures(parts: Sequence[Figures]) -> Figures:
     stacked_figures: dict[str, Tensor] = {}
     for name in parts[0].keys() - {"count"}:
         stacked_figures[name] = torch.stack([torch.as_tensor(part[name]) for part in parts])
@@ -215,7 +215,7 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
     figures: Figures = {"largest": fmt.largest}
     if cast.scaling is not None and cast.scaling.rows:
         return figures | _measure_blocks(x, fmt, cast.scaling, amax is not None)
-    saturation_limit: FigureValue = fmt.largest * _SATURATION_SLACK
+    saturation_limit: FigureValue = fmt.largest * _SATURATION_SLACK_FACTOR
     if cast.scale is not None:
         saturation_limit = saturation_limit / (cast.scale if amax is None else float(cast.scale))
         figures["scale"] = cast.scale
@@ -242,9 +242,9 @@ def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -
         torch.where(is_usable_scale & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
     )
     saturated_count: FigureValue = 0
-    if not is_on_cpu or float(largest_share) > _SATURATION_SLACK:
+    if not is_on_cpu or float(largest_share) > _SATURATION_SLACK_FACTOR:
         saturated_count = _count_values_beyond(
-            blocks.magnitudes, torch.where(is_usable_scale, steps * (fmt.largest * _SATURATION_SLACK), math.inf)
+            blocks.magnitudes, torch.where(is_usable_scale, steps * (fmt.largest * _SATURATION_SLACK_FACTOR), math.inf)
         )
     return {
         "fullest": largest_share,
@@ -307,7 +307,7 @@ def _make_float_from_bits(bits: int, is_bfloat16: bool = False) -> float:
     return value
 
 
-def _transfer_numbers(tensors: Sequence[Tensor]) -> list[float]:
+def _transfer_numbers_to_host(tensors: Sequence[Tensor]) -> list[float]:
     # Converting each number would take a kernel, so numbers of the same dtype are stacked first.
     indices_by_dtype: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -325,7 +325,7 @@ def read_figures(figures: Sequence[Mapping[Any, FigureValue]]) -> list[dict[Any,
     values = chain.from_iterable(figure.values() for figure in figures)
     tensors = [value for value in values if isinstance(value, Tensor)]
     is_on_host = not tensors or is_read_at_once(tensors[0])
-    numbers = map(Tensor.item, tensors) if is_on_host else iter(_transfer_numbers(tensors))
+    numbers = map(Tensor.item, tensors) if is_on_host else iter(_transfer_numbers_to_host(tensors))
     return [
         {name: next(numbers) if isinstance(value, Tensor) else value for name, value in figure.items()}
         for figure in figures
@@ -364,7 +364,7 @@ def make_reading(
         scale,
         1 / figures["largest_step"] if has_block_scales else scale,
         1 / figures["least_step"] if has_block_scales else scale,
-        _find_lag(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
+        _find_lag_octaves(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
         drift,
         figures.get("vanished", 0) / count,
         0.0 if has_own_scale else figures.get("saturated", 0) / count,
@@ -393,20 +393,20 @@ def _find_scale(figures: Mapping[str, float]) -> float:
     if "own_scale" in figures and figures["finite"] == figures["count"]:
         scale_rounding = ScaleRounding.POWER_OF_TWO if figures["own_scale"] else ScaleRounding.EXACT
         return float(
-            float_factor(torch.tensor(figures["amax"]), _FORMAT_BY_LARGEST[figures["largest"]], scale_rounding)
+            float_factor(torch.tensor(figures["amax"]), _FORMAT_BY_LARGEST_VALUE[figures["largest"]], scale_rounding)
         )
     mean_scale_octaves = figures.get("octaves", math.nan)
     return figures.get("scale", 2.0**mean_scale_octaves if math.isfinite(mean_scale_octaves) else 1.0)
 
 
-def _find_lag(largest_share: float) -> float | None:
+def _find_lag_octaves(largest_share: float) -> float | None:
     """Returns by how many octaves (log2) the largest magnitude exceeds the format's range; negative if a part of the
     range is unused. `largest_share` is their ratio. A ratio just above 1 comes from rounding, and counts as 1. Returns
     None if the ratio is 0 or not finite.
     """
     if not 0 < largest_share < math.inf:
         return None
-    return 0.0 if 1 < largest_share <= _SATURATION_SLACK else math.log2(largest_share)
+    return 0.0 if 1 < largest_share <= _SATURATION_SLACK_FACTOR else math.log2(largest_share)
 
 
 def _compute_signal_to_noise(figures: Mapping[str, float]) -> float | None:

@@ -38,17 +38,17 @@ class Replicas:
             return {}
         diverged_ranks = [rank for rank in self._partners if self._has_diverged(rank)] if self._sums else []
         self._sums.append((step, float(_sum_weights(weights))))
-        self._store.set(_key(step, self._rank), repr(self._sums[-1][1]))
+        self._store.set(_make_store_key(step, self._rank), repr(self._sums[-1][1]))
         # The latest sums stay in the store, because other ranks may still have to read them.
         if len(self._sums) > _STORED_STEPS:
-            self._store.delete_key(_key(self._sums.pop(0)[0], self._rank))
+            self._store.delete_key(_make_store_key(self._sums.pop(0)[0], self._rank))
         return {("replicas_apart", f"rank {diverged_ranks[0]}"): float(len(diverged_ranks))} if diverged_ranks else {}
 
     def _has_diverged(self, rank: int) -> bool:
         step, weights = self._sums[-1]
-        if not self._store.check([_key(step, rank)]):
+        if not self._store.check([_make_store_key(step, rank)]):
             return False
-        if math.isclose(float(self._store.get(_key(step, rank))), weights, rel_tol=_ROUNDING):
+        if math.isclose(float(self._store.get(_make_store_key(step, rank))), weights, rel_tol=_ROUNDING):
             self._once_equal.add(rank)
             return False
         return rank in self._once_equal
@@ -60,26 +60,26 @@ _STORED_STEPS, _ROUNDING = 4, 1e-7
 
 
 # Integer types by their number of bytes. A float is viewed as the integer type of its size.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_TYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_weights(weights: Sequence[Tensor]) -> Tensor:
     """Returns a number that almost surely changes if any bit of the weights does. The bits are added as integers, which
     is several times as fast as adding float64.
     """
-    bits = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int32) for tensor in weights]
-    return _weigh(torch.stack(bits))
+    bits = [tensor.view(_INTEGER_TYPE_BY_BYTES[tensor.element_size()]).sum(dtype=torch.int32) for tensor in weights]
+    return _add_weighted_by_position(torch.stack(bits))
 
 
 def _sum_weights(weights: Sequence[Tensor]) -> Tensor:
-    return _weigh(torch.stack([tensor.sum(dtype=torch.float64) for tensor in weights]))
+    return _add_weighted_by_position(torch.stack([tensor.sum(dtype=torch.float64) for tensor in weights]))
 
 
-def _weigh(sums: Tensor) -> Tensor:
+def _add_weighted_by_position(sums: Tensor) -> Tensor:
     """Returns the sum of `sums`, each multiplied by its position, so that exchanging two tensors changes the result."""
     sums = sums.to(torch.float64)
     return (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
 
 
-def _key(step: int, rank: int) -> str:
+def _make_store_key(step: int, rank: int) -> str:
     return f"{step} {rank}"

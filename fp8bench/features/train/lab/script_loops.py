@@ -58,7 +58,7 @@ class ScriptLoops:
 
     def report(self) -> None:
         """Prints where the page of each stream is, or the command that writes a page that could not be written."""
-        for loop in self._loops[:_MAX_REPORTED]:
+        for loop in self._loops[:_MAX_REPORTED_LOOPS]:
             path = short_path(loop.path)
             if loop.steps:
                 page_or_command = _write_page(loop.path, self._store) or f"fp8bench report {path}"
@@ -67,9 +67,9 @@ class ScriptLoops:
                 )
             else:
                 self._print_line(f"no loss of {loop.title} was seen: {path} has no steps. {_WATCH_ADVICE}")
-        if len(self._loops) > _MAX_REPORTED:
+        if len(self._loops) > _MAX_REPORTED_LOOPS:
             self._print_line(
-                f"{len(self._loops) - _MAX_REPORTED} more streams are in {short_path(self._stream.parent)}"
+                f"{len(self._loops) - _MAX_REPORTED_LOOPS} more streams are in {short_path(self._stream.parent)}"
             )
 
     def _begin_watching(self, optimizer: torch.optim.Optimizer) -> None:
@@ -91,24 +91,24 @@ class ScriptLoops:
             path = path.with_name(f"{path.stem}.{number}.jsonl")
             live_page = live_page and live_page.with_name(f"{live_page.stem}.{number}{live_page.suffix}")
         title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
-        loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
-        watching = watch(
+        watched_loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
+        watch_context = watch(
             module,
             optimizer,
             path,
-            told=loop.see,
+            told=watched_loop.see,
             name=path.stem,
             scaler=find_scaler(optimizer),
             **{**self._options, "live": live_page},
         )
-        loop.own_loop = loop.stack.enter_context(watching)
-        loop.own_loop.begin_in_step()
-        self._loops.append(loop)
-        self._print_line(f"watching {loop.title} from its second step on: {short_path(path)}")
+        watched_loop.own_loop = watched_loop.stack.enter_context(watch_context)
+        watched_loop.own_loop.begin_in_step()
+        self._loops.append(watched_loop)
+        self._print_line(f"watching {watched_loop.title} from its second step on: {short_path(path)}")
 
 
 # A script may train many models, such as one per fold. At most this many are reported.
-_MAX_REPORTED = 4
+_MAX_REPORTED_LOOPS = 4
 _WATCH_ADVICE = "Add a line before its loop, and indent the loop: with fp8bench.watch(model, optimizer):"
 
 
@@ -138,25 +138,25 @@ def _write_page(stream: Path, store: Path) -> str:
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """Returns the outermost module that holds all parameters of an optimizer, but no parameters of other optimizers."""
     trained_ids = set(map(id, list_parameters(optimizer)))
-    living_modules: list[nn.Module] = _list_instances(nn.Module)
-    other_parameters = set[int]()
-    for other in _list_instances(torch.optim.Optimizer):
+    all_modules: list[nn.Module] = _list_instances(nn.Module)
+    other_parameter_ids = set[int]()
+    for other_optimizer in _list_instances(torch.optim.Optimizer):
         # Wrappers of this optimizer have the same parameters, so they add nothing here.
         with suppress(AttributeError):
-            parameters = set(map(id, list_parameters(other)))
-            other_parameters |= parameters - trained_ids
+            parameters = set(map(id, list_parameters(other_optimizer)))
+            other_parameter_ids |= parameters - trained_ids
     # 1. Find the smallest module that holds all parameters.
-    parameters_by_module = {module: set(map(id, module.parameters())) for module in living_modules}
-    holders = [module for module, parameters in parameters_by_module.items() if parameters >= trained_ids]
+    parameter_ids_by_module = {module: set(map(id, module.parameters())) for module in all_modules}
+    holders = [module for module, parameters in parameter_ids_by_module.items() if parameters >= trained_ids]
     if not holders:
         return None
     trained_module = min(holders, key=lambda module: sum(1 for _ in module.modules()))
     # 2. Move up to that module's parent, unless the parent holds parameters of other optimizers. Always move up from a
     # list of layers, because lists are never called.
     while parents := [module for module in holders if any(child is trained_module for child in module.children())]:
-        parent = min(parents, key=lambda module: len(parameters_by_module[module]))
+        parent = min(parents, key=lambda module: len(parameter_ids_by_module[module]))
         has_forward = type(trained_module).forward is not nn.Module.forward
-        if has_forward and (parameters_by_module[parent] & other_parameters or _is_lightning(parent)):
+        if has_forward and (parameter_ids_by_module[parent] & other_parameter_ids or _is_lightning_module(parent)):
             break
         trained_module = parent
     return trained_module
@@ -174,7 +174,7 @@ def _list_instances(kind: type) -> list[Any]:
     return list({id(instance): instance for instance in found_instances}.values())
 
 
-def _is_lightning(module: nn.Module) -> bool:
+def _is_lightning_module(module: nn.Module) -> bool:
     """Returns whether a module is a LightningModule. A training rarely calls the forward of such a module."""
     return any(base.__name__ == "LightningModule" for base in type(module).__mro__)
 

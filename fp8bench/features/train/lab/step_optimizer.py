@@ -60,7 +60,7 @@ _OPTIMIZERS_BY_NAME: Mapping[str, Callable[..., Optimizer]] = {
 _MAX_ELEMENTS = 1 << 24
 # Gradients or states in low precision are restored for an update. To limit their memory, a model is then divided into
 # at least this many buckets.
-_LOW_PRECISION_BUCKETS = 16
+_LOW_PRECISION_BUCKET_COUNT = 16
 # The names that reports give to the states of torch's optimizers.
 _STATE_NAMES = {
     "exp_avg": "first moment",
@@ -111,7 +111,7 @@ class Bucket:
 
     def restore_states(self) -> None:
         for (parameter, name), operand in self._stored_states.items():
-            self.optimizer.state[parameter][name] = self._find_storage(name).restore(operand)
+            self.optimizer.state[parameter][name] = self._find_moment_storage(name).restore(operand)
 
     def store_states(self) -> None:
         if self.storages is None:
@@ -119,9 +119,9 @@ class Bucket:
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                    self._stored_states[parameter, name] = self._find_storage(name).store(state.pop(name))
+                    self._stored_states[parameter, name] = self._find_moment_storage(name).store(state.pop(name))
 
-    def _find_storage(self, name: str) -> MomentStorage:
+    def _find_moment_storage(self, name: str) -> MomentStorage:
         assert self.storages is not None
         return self.storages[_STATE_NAMES.get(name) == "second moment"]
 
@@ -306,7 +306,8 @@ def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) 
     max_bucket_elements = _MAX_ELEMENTS
     if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
         max_bucket_elements = min(
-            max_bucket_elements, sum(parameter.numel() for parameter in trained_parameters) // _LOW_PRECISION_BUCKETS
+            max_bucket_elements,
+            sum(parameter.numel() for parameter in trained_parameters) // _LOW_PRECISION_BUCKET_COUNT,
         )
     buckets = []
     for (factor, bucket_weight_decay, _), numbers in parameter_numbers_by_group.items():
@@ -405,11 +406,11 @@ class HighAccumulation(torch.optim.Optimizer):
             raise UsageError(f"updates must be fp8, bf16 or fp32, got {updates!r:.40}.")
         self.trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.masters = [nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for parameter in self.trained]
-        self._inner = make(self.masters)
+        self._inner_optimizer = make(self.masters)
         self._round_updates = make_update_rounding(updates)
         super().__init__(self.masters, {})
-        self.param_groups = self._inner.param_groups
-        self.state = self._inner.state
+        self.param_groups = self._inner_optimizer.param_groups
+        self.state = self._inner_optimizer.state
         for parameter, master in zip(self.trained, self.masters, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(_add_gradient_to_master, master))  # type: ignore[no-untyped-call]
 
@@ -420,7 +421,7 @@ class HighAccumulation(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         masters_before_step = [master.detach().clone() for master in self.masters]
-        self._inner.step()
+        self._inner_optimizer.step()
         if self._round_updates is not None:
             self._round_updates(masters_before_step, self.masters)
         self._copy_masters()
@@ -431,13 +432,13 @@ class HighAccumulation(torch.optim.Optimizer):
             parameter.copy_(master)
 
     def state_dict(self) -> State:
-        return {"inner": self._inner.state_dict(), "masters": [master.detach() for master in self.masters]}
+        return {"inner": self._inner_optimizer.state_dict(), "masters": [master.detach() for master in self.masters]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: State) -> None:
-        self._inner.load_state_dict(state_dict["inner"])
-        self.param_groups = self._inner.param_groups
-        self.state = self._inner.state
+        self._inner_optimizer.load_state_dict(state_dict["inner"])
+        self.param_groups = self._inner_optimizer.param_groups
+        self.state = self._inner_optimizer.state
         for master, values in zip(self.masters, state_dict["masters"], strict=True):
             master.copy_(values)
         self._copy_masters()

@@ -35,7 +35,7 @@ from fp8bench.protocols import Operand, Phases, Role
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 
 # An arm stops after this many steps in a row with NaN or infinity.
-_MAX_SKIPPED = 20
+_MAX_SKIPPED_STEPS = 20
 
 
 class CastState(NamedTuple):
@@ -200,8 +200,8 @@ class Trainer:
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE_EVENT, words, layer, tensor, values)
         if not math.isfinite(row.parameter_norm):
             reason = "its weights are not finite; resume from the last checkpoint"
-        elif self._steps_skipped + 1 == _MAX_SKIPPED:
-            reason = f"{_MAX_SKIPPED} steps in a row were not finite"
+        elif self._steps_skipped + 1 == _MAX_SKIPPED_STEPS:
+            reason = f"{_MAX_SKIPPED_STEPS} steps in a row were not finite"
         else:
             reason = "as --on-nan stop says" if self.settings.on_nan == "stop" else ""
         if reason:

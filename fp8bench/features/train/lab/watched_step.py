@@ -139,10 +139,10 @@ class FaultyTensor:
 
     @property
     def description(self) -> str:
-        scaled = "" if self.scale is None else f", scaled by {self.scale:g}"
+        scale_text = "" if self.scale is None else f", scaled by {self.scale:g}"
         return (
             f"the {self.tensor} of {self.layer}, in {self.direction}: {self.share:.3%} of it is not finite, the rest "
-            f"is up to {self.amax:g}{scaled}"
+            f"is up to {self.amax:g}{scale_text}"
         )
 
     @property
@@ -162,11 +162,11 @@ class FaultyTensorFinder:
         if self.faulty_tensor is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
-        finite = values.isfinite()
-        if bool(finite.all()):
+        finite_mask = values.isfinite()
+        if bool(finite_mask.all()):
             return
-        amax = float(values[finite].abs().max()) if bool(finite.any()) else 0.0
-        direction, share = "backward" if backward else "forward", 1 - float(finite.double().mean())
+        amax = float(values[finite_mask].abs().max()) if bool(finite_mask.any()) else 0.0
+        direction, share = "backward" if backward else "forward", 1 - float(finite_mask.double().mean())
         self.faulty_tensor = FaultyTensor(layer, tensor, direction, amax, share, scale and scale())
 
     @contextmanager
@@ -174,14 +174,16 @@ class FaultyTensorFinder:
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
                 self.check(name, "parameter", parameter)
-                hook = partial(self._check_gradient, name, "gradient")
-                stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+                gradient_hook = partial(self._check_gradient, name, "gradient")
+                stack.callback(parameter.register_hook(gradient_hook).remove)  # type: ignore[no-untyped-call]
             for name, module in model.named_modules():
                 if name:
                     stack.callback(module.register_forward_hook(partial(self._check_output, name)).remove)
                 if isinstance(arithmetic := getattr(module, "arithmetic", None), Arithmetic):
-                    watched = WatchedArithmetic(arithmetic, partial(self._record_cast, name, arithmetic), turned=False)
-                    module.arithmetic = watched
+                    watched_arithmetic = WatchedArithmetic(
+                        arithmetic, partial(self._record_cast, name, arithmetic), turned=False
+                    )
+                    module.arithmetic = watched_arithmetic
                     stack.callback(setattr, module, "arithmetic", arithmetic)
             yield
 
@@ -189,8 +191,8 @@ class FaultyTensorFinder:
         if isinstance(output, Tensor):
             self.check(name, "output", output)
             if output.requires_grad:
-                hook = partial(self._check_gradient, name, "gradient of the output")
-                output.register_hook(hook)  # type: ignore[no-untyped-call]
+                gradient_hook = partial(self._check_gradient, name, "gradient of the output")
+                output.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
 
     def _check_gradient(self, name: str, tensor: str, gradient: Tensor) -> None:
         self.check(name, tensor, gradient, backward=True)
@@ -208,8 +210,8 @@ class FaultyTensorFinder:
         find_scale = None if arithmetic.plain else find_scale_now
         self.check(name, role.value, source, backward, find_scale)
         if self.faulty_tensor is None:
-            rounded = arithmetic.restore(operand, torch.float32)
-            self.check(name, f"{role.value} after rounding", rounded, backward, find_scale)
+            rounded_values = arithmetic.restore(operand, torch.float32)
+            self.check(name, f"{role.value} after rounding", rounded_values, backward, find_scale)
 
 
 def describe_not_finite(faulty: FaultyTensor | None, loss: float, norm: float) -> str:
@@ -251,10 +253,10 @@ class WatchedStep:
         """Records the gradient norms of all matrices except embeddings. `norms` has the gradient norm of each
         parameter, by path.
         """
-        for path, norm in norms.items():
+        for path, gradient_norm in norms.items():
             layer = path.removesuffix(".weight")
             if layer in self._watch.weights and layer not in self._watch.embeddings:
-                self.figures["weight_gradient", layer] = norm
+                self.figures["weight_gradient", layer] = gradient_norm
 
     @torch.no_grad()
     def record_update(self, change_norms: Mapping[str, Tensor], weight_norms: Mapping[str, Tensor]) -> None:
@@ -277,23 +279,25 @@ class WatchedStep:
         for path, ratio in zip(change_norms, ratios, strict=True):
             self.figures["update_ratio", path.removesuffix(".weight")] = ratio
         for path, gain in self._watch.gains.items():
-            shard = local_shard(gain)
-            gain_norm_of_ones = math.sqrt(max(shard.numel(), 1))
-            self.figures["gain", path] = torch.linalg.vector_norm(shard, dtype=torch.float32) / gain_norm_of_ones
+            gain_shard = local_shard(gain)
+            gain_norm_of_ones = math.sqrt(max(gain_shard.numel(), 1))
+            self.figures["gain", path] = torch.linalg.vector_norm(gain_shard, dtype=torch.float32) / gain_norm_of_ones
 
     def _attach_hooks(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
         has_arithmetic = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, LibraryArithmetic)
         if isinstance(arithmetic, Arithmetic) and has_arithmetic:
             stack.callback(setattr, module, "arithmetic", arithmetic)
-            watched = WatchedArithmetic(arithmetic, partial(self._record_cast, path, arithmetic), turned=False)
-            setattr(module, "arithmetic", watched)  # noqa: B010 - a module declares no such thing
+            watched_arithmetic = WatchedArithmetic(
+                arithmetic, partial(self._record_cast, path, arithmetic), turned=False
+            )
+            setattr(module, "arithmetic", watched_arithmetic)  # noqa: B010 - a module declares no such thing
         if has_arithmetic or _has_weights(module):
-            hook = self._guard(partial(self._record_output, path, not has_arithmetic))
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+            output_hook = self._guard(partial(self._record_output, path, not has_arithmetic))
+            stack.callback(module.register_forward_hook(output_hook, with_kwargs=True).remove)
         if self._watch.is_user_loop and not _is_torch_layer(module):
-            begin_forward = self._guard(lambda *_: self._running_modules.append(path))
-            stack.callback(module.register_forward_pre_hook(begin_forward).remove)
+            forward_begin_hook = self._guard(lambda *_: self._running_modules.append(path))
+            stack.callback(module.register_forward_pre_hook(forward_begin_hook).remove)
             end_forward = self._guard(self._end_forward)
             stack.callback(module.register_forward_hook(end_forward, always_call=True).remove)
         if isinstance(module, SelfAttention):
@@ -379,8 +383,8 @@ class WatchedStep:
                 if isinstance(cast, LayerCast) and fp8_cast is None:
                     self.tensors[layer, str(role)] = cast.list_figures(x)
                     return
-                layer_cast = cast(x) if cast is not None and not isinstance(cast, LayerCast) else None
-                self.tensors[layer, str(role)] = measure_tensor(x, fp8_cast or layer_cast)
+                tensor_cast = cast(x) if cast is not None and not isinstance(cast, LayerCast) else None
+                self.tensors[layer, str(role)] = measure_tensor(x, fp8_cast or tensor_cast)
 
 
 def is_watched(step: int, stride: int) -> bool:

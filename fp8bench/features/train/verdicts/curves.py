@@ -28,15 +28,15 @@ from fp8bench.report.panels import together
 HELD_OUT = "held-out"
 # The endpoint of a curve is the mean loss over the last 1/10 of the steps. Arms are compared by the mean loss over the
 # last 1/3.
-_TAIL_DIVISOR = 10
-_COMPARED_DIVISOR = 3
+_ENDPOINT_STEPS_DIVISOR = 10
+_COMPARED_STEPS_DIVISOR = 3
 # The training is judged as if it had ended at each of at most this many different steps: the last step, and earlier
 # ones in the last tenth.
-_MAX_JUDGED_ENDS = 10
+_MAX_JUDGED_END_STEPS = 10
 # If the reference's loss has fallen to this share of its first loss, the model has memorised the text, and relative
 # gaps are meaningless. For bytes this share is a loss of 0.055 per token. Text that is learned but not memorised
 # stays above 0.6.
-_MEMORISED_SHARE = 0.01
+_MEMORISED_LOSS_SHARE = 0.01
 _STOPPED_EVENT = "stopped"
 
 CurveKey = tuple[str, int]
@@ -112,7 +112,7 @@ Curves = Mapping[CurveKey, Curve]
 
 
 def count_tail_steps(steps: int) -> int:
-    return max(1, steps // _TAIL_DIVISOR)
+    return max(1, steps // _ENDPOINT_STEPS_DIVISOR)
 
 
 def make_curves(lines: Iterable[StreamLine], steps: int) -> dict[CurveKey, Curve]:
@@ -158,13 +158,15 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> SeedPair | VoidReaso
     if math.isnan(reference_endpoint) or math.isnan(arm_endpoint):
         return VoidReason.NOT_FINITE
     # relative to a negative loss, a gap would have the wrong sign
-    if reference_endpoint <= _MEMORISED_SHARE * abs(reference.rows[0].loss):
+    if reference_endpoint <= _MEMORISED_LOSS_SHARE * abs(reference.rows[0].loss):
         return VoidReason.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return VoidReason.OTHER_TOKENS
     # Compute the gap as if the training had ended at each of the last steps, so that the last batch alone does not
     # decide the verdict.
-    judged_end_steps = range(arm.steps - min(_MAX_JUDGED_ENDS - 1, arm.steps // _TAIL_DIVISOR), arm.steps + 1)
+    judged_end_steps = range(
+        arm.steps - min(_MAX_JUDGED_END_STEPS - 1, arm.steps // _ENDPOINT_STEPS_DIVISOR), arm.steps + 1
+    )
     *earlier_gaps, gap = measure_gaps(reference, arm, judged_end_steps)
     if any(map(math.isnan, (*earlier_gaps, gap))):
         return VoidReason.NEARLY_ZERO
@@ -202,7 +204,7 @@ def _measure_gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None
 
 def _find_last_third_start(steps: int) -> int:
     """Returns the first step of the last third of a training. Losses are compared over this third."""
-    return steps - max(1, steps // _COMPARED_DIVISOR)
+    return steps - max(1, steps // _COMPARED_STEPS_DIVISOR)
 
 
 def _measure_held_out_gap(reference: Curve, arm: Curve) -> float | None:
@@ -223,7 +225,7 @@ SHOWN_LEVEL = 0.95
 MAX_SEEDS = 1000
 # The statistical power of a proposal: if gap and deviation are estimated correctly, the proposed seeds give a verdict
 # with a probability of at least 80%. The 0.9 quantile excludes 10% of cases on each side.
-_POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
+_STATISTICAL_POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
 class Learned(StrEnum):
@@ -343,7 +345,7 @@ def judge_pairs(pairs: Sequence[SeedPair], margin: float, has_held_out: bool = T
     if (
         has_held_out
         and held_out_interval
-        and not _held_out_agrees(learned_verdict, importance, held_out_interval, margin)
+        and not _is_confirmed_by_held_out(learned_verdict, importance, held_out_interval, margin)
     ):
         return replace(undecided_arm, why=InconclusiveReason.DISAGREE)
     return replace(undecided_arm, learned=learned_verdict, matters=importance)
@@ -359,8 +361,8 @@ def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
     gaps_at_ends = [gap]
     for earlier_gaps in zip(*(pair.earlier for pair in pairs), strict=True):
         gaps_at_ends += filter(None, [average_gaps(earlier_gaps)])
-    deciding_interval = _join_intervals([end_gap.decides for end_gap in gaps_at_ends if end_gap.decides])
-    shown_interval = _join_intervals([end_gap.shown for end_gap in gaps_at_ends if end_gap.shown])
+    deciding_interval = _extend_first_interval([end_gap.decides for end_gap in gaps_at_ends if end_gap.decides])
+    shown_interval = _extend_first_interval([end_gap.shown for end_gap in gaps_at_ends if end_gap.shown])
     # Convert the joint interval back to a standard deviation of the gaps, from which the number of further seeds is
     # estimated.
     half_width = (deciding_interval.high - deciding_interval.low) / 2
@@ -368,7 +370,7 @@ def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
     return replace(gap, deviation=deviation, decides=deciding_interval, shown=shown_interval)
 
 
-def _join_intervals(intervals: Sequence[Interval]) -> Interval:
+def _extend_first_interval(intervals: Sequence[Interval]) -> Interval:
     """Returns the first interval, extended so that it covers all of them."""
     low = min(interval.low for interval in intervals)
     return replace(intervals[0], low=low, high=max(interval.high for interval in intervals))
@@ -392,7 +394,7 @@ def classify_importance(interval: Interval, margin: float) -> Importance:
     return Importance.YES if interval.low > margin or interval.high < -margin else Importance.OPEN
 
 
-def _held_out_agrees(learned: Learned, matters: Importance, held_out: Interval, margin: float) -> bool:
+def _is_confirmed_by_held_out(learned: Learned, matters: Importance, held_out: Interval, margin: float) -> bool:
     """Returns whether the held-out gap confirms a verdict. A training gap that is certainly inside the margin is
     refuted only by a held-out gap that is certainly of the opposite sign or certainly beyond the margin. In all other
     cases the held-out gap must have the sign of the verdict.
@@ -417,7 +419,7 @@ def count_further_seeds(gap: Gap, margin: float) -> int | None:
     def is_decisive(count: int) -> bool:
         standard_error = gap.deviation / math.sqrt(count)
         half_width = student_quantile(DECIDING_LEVEL, count - 1) * standard_error
-        chance_distance = _POWER_QUANTILE * standard_error
+        chance_distance = _STATISTICAL_POWER_QUANTILE * standard_error
         nearest = max(0.0, abs(gap.point) - chance_distance)
         largest_likely_gap = abs(gap.point) + chance_distance
         return nearest > half_width or largest_likely_gap <= margin - half_width or 2 * half_width <= margin
@@ -432,7 +434,11 @@ def compute_smallest_effect(gap: Gap) -> float:
     """Returns the smallest gap that would probably have been detected with as many pairs, and as much deviation between
     them, as `gap` has.
     """
-    return (student_quantile(DECIDING_LEVEL, gap.pairs - 1) + _POWER_QUANTILE) * gap.deviation / math.sqrt(gap.pairs)
+    return (
+        (student_quantile(DECIDING_LEVEL, gap.pairs - 1) + _STATISTICAL_POWER_QUANTILE)
+        * gap.deviation
+        / math.sqrt(gap.pairs)
+    )
 
 
 def bound_single_gap(gap: float, chaos: float) -> Interval | None:

@@ -37,7 +37,7 @@ from fp8bench.report.panels import together
 
 # A verdict 'within noise' is only meaningful if losing this share of what the reference learned would exceed the
 # margin.
-_LOST_SHARE = 0.1
+_LOST_LEARNING_SHARE = 0.1
 # A reference whose loss fell by a smaller share has learned too little.
 _MIN_FALL = 0.1
 # Loss curves are fitted from a third of the steps to the end.
@@ -101,9 +101,9 @@ class TrainingVerdicts:
 
 def compute_required_fall(margin: float) -> float:
     """Returns the smallest share by which the reference's loss must fall: at least `_MIN_FALL`, and at least the share
-    at which an arm that loses `_LOST_SHARE` of the fall has a gap as large as the margin.
+    at which an arm that loses `_LOST_LEARNING_SHARE` of the fall has a gap as large as the margin.
     """
-    return max(_MIN_FALL, margin / (margin + _LOST_SHARE))
+    return max(_MIN_FALL, margin / (margin + _LOST_LEARNING_SHARE))
 
 
 def judge_training(training: Training, lines: Lines, curves: Curves | None = None) -> TrainingVerdicts:
@@ -146,7 +146,7 @@ def judge_arms(
     for arm in candidates:
         verdict = _judge_arm(reference, arm, best_curves, curves, margin, has_learned, has_held_out)
         if len(reference_rates) > 1:
-            verdict = _keep_best_rate(verdict, candidates, curves)
+            verdict = _withdraw_unless_best_rate(verdict, candidates, curves)
         verdicts.append(verdict)
     return TrainingVerdicts(
         reference.name,
@@ -177,7 +177,7 @@ def _find_best_arm(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) ->
     return min(arms, key=mean_endpoint)
 
 
-def _keep_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
+def _withdraw_unless_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
     """Returns the verdict as inconclusive if an arm that differs only in learning rate has a lower loss. Otherwise, and
     for a diverged arm, returns it unchanged.
     """

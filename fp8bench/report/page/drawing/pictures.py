@@ -32,9 +32,9 @@ _PIXELS_PER_INCH = 96.0
 _POINTS_PER_INCH = 72.0
 _FILE_PIXELS_PER_INCH = 192.0
 _PICTURE_MARGIN = 20.0
-_TITLE_SIZE = 17.0
-_DESCRIPTION_SIZE = 12.0
-_LINE_HEIGHT = 17.0
+_TITLE_FONT_SIZE = 17.0
+_DESCRIPTION_FONT_SIZE = 12.0
+_DESCRIPTION_LINE_HEIGHT = 17.0
 # These settings of matplotlib keep texts as texts, embed fonts as journals require, and make files reproducible.
 _MATPLOTLIB_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -46,7 +46,7 @@ _MATPLOTLIB_PATH_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CUR
 # The metadata key of a chart's description, by file format.
 _DESCRIPTION_KEYS = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 # The metadata keys of dates, by file format. Dates are left out, because they would make files differ.
-_OMITTED_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+_OMITTED_DATE_METADATA: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _MIN_BOLD_WEIGHT = 550
 
 CssProperties = Mapping[str, str]
@@ -64,7 +64,9 @@ def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
         figure = sheet.to_figure(draw_on(sheet, chart), chart.title)
         metadata_texts = {"Title": f"{chart.title} ({page_title})", _DESCRIPTION_KEYS[file_format]: sheet.description}
         file = BytesIO()
-        metadata = {key: _printable_line(text) for key, text in metadata_texts.items()} | _OMITTED_DATES[file_format]
+        metadata = {key: _printable_line(text) for key, text in metadata_texts.items()} | _OMITTED_DATE_METADATA[
+            file_format
+        ]
         figure.savefig(file, format=file_format, dpi=_FILE_PIXELS_PER_INCH, metadata=metadata)
     return file.getvalue()
 
@@ -105,12 +107,12 @@ class _PictureSheet(Sheet):
         # 1. Make room for the title above the chart and the description below it. 0.62 and 0.55 are estimates of a
         # character's width, as a multiple of the font size.
         figure_width = self.width + 2 * _PICTURE_MARGIN
-        title_lines = textwrap.wrap(_printable_line(title), int(self.width / (0.62 * _TITLE_SIZE)))
+        title_lines = textwrap.wrap(_printable_line(title), int(self.width / (0.62 * _TITLE_FONT_SIZE)))
         description_lines = textwrap.wrap(
-            _printable_line(self.description), int(self.width / (0.55 * _DESCRIPTION_SIZE))
+            _printable_line(self.description), int(self.width / (0.55 * _DESCRIPTION_FONT_SIZE))
         )
-        top = _PICTURE_MARGIN + 1.4 * _TITLE_SIZE * len(title_lines) + 8
-        figure_height = top + height + 12 + _LINE_HEIGHT * len(description_lines) + _PICTURE_MARGIN
+        top = _PICTURE_MARGIN + 1.4 * _TITLE_FONT_SIZE * len(title_lines) + 8
+        figure_height = top + height + 12 + _DESCRIPTION_LINE_HEIGHT * len(description_lines) + _PICTURE_MARGIN
         # The background is the CSS variable --raised, which the style sheet defines for all elements.
         figure = Figure(
             figsize=(figure_width / _PIXELS_PER_INCH, figure_height / _PIXELS_PER_INCH),
@@ -123,22 +125,25 @@ class _PictureSheet(Sheet):
         )
         # 2. Draw all shapes, then all texts.
         for layer, steps, look in self._shapes:
-            if (patch := _make_patch(steps, look)) is not None:
+            if (patch := _make_path_patch(steps, look)) is not None:
                 patch.set(transform=transform, zorder=layer)
                 figure.add_artist(patch)
         texts = list(self._texts)
         title_text_options = {
             "color": css_properties("text", "")["fill"],
-            "fontsize": _TITLE_SIZE,
+            "fontsize": _TITLE_FONT_SIZE,
             "fontweight": "bold",
         }
         texts += [
-            (0.0, 1.4 * _TITLE_SIZE * (n + 0.7) + _PICTURE_MARGIN - top, line, title_text_options)
+            (0.0, 1.4 * _TITLE_FONT_SIZE * (n + 0.7) + _PICTURE_MARGIN - top, line, title_text_options)
             for n, line in enumerate(title_lines)
         ]
-        description_text_options = {"color": css_properties("text", "quiet")["fill"], "fontsize": _DESCRIPTION_SIZE}
+        description_text_options = {
+            "color": css_properties("text", "quiet")["fill"],
+            "fontsize": _DESCRIPTION_FONT_SIZE,
+        }
         texts += [
-            (0.0, height + 12 + _LINE_HEIGHT * (n + 0.7), line, description_text_options)
+            (0.0, height + 12 + _DESCRIPTION_LINE_HEIGHT * (n + 0.7), line, description_text_options)
             for n, line in enumerate(description_lines)
         ]
         for x, y, text, options in texts:
@@ -154,7 +159,7 @@ class _PictureSheet(Sheet):
         return figure
 
 
-def _make_patch(steps: PathCommands, look: CssProperties) -> PathPatch | None:
+def _make_path_patch(steps: PathCommands, look: CssProperties) -> PathPatch | None:
     """Returns a matplotlib patch for a path, or None if neither the area nor the line of the path is visible."""
     fill_color_and_opacity = _color_and_opacity(look, "fill")
     stroke_color_and_opacity = _color_and_opacity(look, "stroke")
@@ -228,11 +233,11 @@ def _css_rules() -> Sequence[tuple[frozenset[str], CssProperties]]:
     rules = []
     for selectors, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", text):
         declared_properties = dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", declarations.strip()))
-        rules += [(names, declared_properties) for names in _parse_selectors(selectors)]
+        rules += [(names, declared_properties) for names in _parse_css_selectors(selectors)]
     return rules
 
 
-def _parse_selectors(selectors: str) -> Iterator[frozenset[str]]:
+def _parse_css_selectors(selectors: str) -> Iterator[frozenset[str]]:
     """Yields the tag and classes of each selector that applies to drawings, such as '.drawing .a.b' or ':root'. Skips
     other selectors.
 

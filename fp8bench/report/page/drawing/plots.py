@@ -31,7 +31,7 @@ from fp8bench.report.page.drawing.scale import (
 from fp8bench.report.page.drawing.sheet import Sheet, choose_series_looks
 
 # The gap between the end of a line and its value, in pixels.
-_VALUE_GAP = 8.0
+_LINE_VALUE_GAP = 8.0
 # The axis of places has at most this many labels.
 _MAX_PLACE_LABELS = 7
 # If there are more places than this, marks are visible only on hovering.
@@ -76,7 +76,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in series))
     # 2. Fit the value axis to the marks from the index `chart.settled` on, or to all marks if none are there.
     first_settled_index = chart.settled - len(chart.places[:-MAX_PLACES])
-    values = _values_and_ends(series, first_settled_index) or _values_and_ends(series, 0)
+    values = _values_and_interval_ends(series, first_settled_index) or _values_and_interval_ends(series, 0)
     if not values:
         return 0.0
     # 3. Write the legend and the title, and draw the lines below. Each series has the same shape and colour in the
@@ -88,7 +88,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     sheet.add_text(0, top + 8, sheet.cut_to_width(chart.axis.title, sheet.width), "quiet")
     plot_bottom = top + 284.0
     y = fit_scale(values, plot_bottom, top + 24, unit=chart.axis.unit, margin_share=0.05)
-    line_plot = _LinePlot(sheet, chart, places, series, looks, _scale_of_places(sheet, series, y, len(places)), y)
+    line_plot = _LinePlot(sheet, chart, places, series, looks, _place_axis_scale(sheet, series, y, len(places)), y)
     _draw_axes_of_lines(line_plot)
     for value, level_name in chart.levels:
         if y.low <= value <= y.high:
@@ -105,7 +105,7 @@ def _find_drawable_marks(marks: Sequence[Mark | None]) -> Marks:
     return [(place, mark) for place, mark in enumerate(marks) if mark is not None and is_drawable(mark.value)]
 
 
-def _values_and_ends(series: Series, first_place: int) -> list[float]:
+def _values_and_interval_ends(series: Series, first_place: int) -> list[float]:
     values = []
     for _, marks in series:
         for place, mark in marks:
@@ -128,7 +128,7 @@ def _write_event_names(plot: _LinePlot) -> None:
     write_labels(plot.sheet, texts, [], [label_frame], boxes_above_and_below)
 
 
-def _scale_of_places(sheet: Sheet, series: Series, y: Scale, num_places: int) -> Scale:
+def _place_axis_scale(sheet: Sheet, series: Series, y: Scale, num_places: int) -> Scale:
     """Returns the scale of a line chart's x axis. Its values are the indices of places, such as runs. The scale leaves
     room for the ticks of the y axis on the left, and for the last values on the right.
     """
@@ -136,7 +136,7 @@ def _scale_of_places(sheet: Sheet, series: Series, y: Scale, num_places: int) ->
     last_value_texts = [show_number(marks[-1][1].value, y.unit) for _, marks in series if marks]
     max_value_width = max(sheet.measure_text(text, bold=True) for text in last_value_texts)
     low = -0.5 if num_places == 1 else 0.0
-    return Scale(low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - max_value_width - _VALUE_GAP - 4)
+    return Scale(low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - max_value_width - _LINE_VALUE_GAP - 4)
 
 
 def _draw_axes_of_lines(plot: _LinePlot) -> None:
@@ -161,7 +161,7 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
     sheet = plot.sheet
     shape, style = plot.looks[name]
     line_pieces: list[list[Point]] = []
-    for marks_without_gap in _unbroken_stretches(marks):
+    for marks_without_gap in _split_at_missing_marks(marks):
         _draw_intervals(plot, style, marks_without_gap)
         line_pieces += _clip_line([(plot.x.to_pixels(place), mark.value) for place, mark in marks_without_gap], plot.y)
     if line_pieces:
@@ -174,7 +174,7 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
         sheet.add_dot(f"mark point {style}{tone}", shape, *plot.position(place, mark), hint=hint)
 
 
-def _unbroken_stretches(marks: Marks) -> list[Marks]:
+def _split_at_missing_marks(marks: Marks) -> list[Marks]:
     """Splits a series wherever a place has no mark."""
     stretches: list[Marks] = []
     for place, mark in marks:
@@ -235,7 +235,7 @@ def _write_last_values(plot: _LinePlot) -> None:
     another.
     """
     last_series_marks = [(*marks[-1], plot.looks[name][1]) for name, marks in plot.series if marks]
-    x = plot.x.to_pixels(max(place for place, _, _ in last_series_marks)) + _VALUE_GAP + 2
+    x = plot.x.to_pixels(max(place for place, _, _ in last_series_marks)) + _LINE_VALUE_GAP + 2
     # Sort by height, then by CSS class, so that the drawing is reproducible.
     texts = sorted(
         (plot.y.to_pixels(mark.value), style, show_number(mark.value, plot.y.unit))
@@ -251,7 +251,7 @@ def _write_last_values(plot: _LinePlot) -> None:
 
 
 # Points of a scatter chart have no line between them, so they are larger than marks on a line.
-_DOT_SIZE = 9.5
+_SCATTER_DOT_SIZE = 9.5
 _MAX_TICKS = 7
 # The legend names at most this many series. With more, it would be longer than the chart.
 _MAX_LEGEND_SERIES = 16
@@ -287,9 +287,9 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     sheet.add_text(0, top + 8, title, "quiet")
     sheet.add_text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
     # 3. Draw the axes, then whiskers, marks and labels, so that later layers cover earlier ones.
-    scatter_frame = _fit_frame(chart, points, sheet, top + 24)
+    scatter_frame = _fit_scatter_frame(chart, points, sheet, top + 24)
     plot_bottom = _draw_axes_of_scatter(sheet, chart, scatter_frame)
-    points_with_positions = list(zip(points, _find_positions(points, names, scatter_frame), strict=True))
+    points_with_positions = list(zip(points, _find_point_positions(points, names, scatter_frame), strict=True))
     whiskers = []
     for point, (_, y) in points_with_positions:
         if interval := x_bounds(point):
@@ -299,12 +299,12 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     for point, position in points_with_positions:
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
-        sheet.add_dot(f"mark {style}{tone}", shape, *position, _DOT_SIZE, _point_hint(chart, point))
-    _label_points(sheet, points_with_positions, whiskers, scatter_frame)
+        sheet.add_dot(f"mark {style}{tone}", shape, *position, _SCATTER_DOT_SIZE, _point_hint(chart, point))
+    _write_point_labels(sheet, points_with_positions, whiskers, scatter_frame)
     return plot_bottom
 
 
-def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: float) -> _Frame:
+def _fit_scatter_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     plot_bottom = top + 380.0
     y = fit_scale([point.y for point in points], plot_bottom, top, True, chart.y.unit, 0.05)
     plot_left = max(sheet.measure_text(text) for _, text in y.ticks(_MAX_TICKS)) + 10
@@ -344,7 +344,7 @@ def _draw_axes_of_scatter(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
     return draw_axis_below(sheet, frame.x, chart.x.title, plot_box.top, plot_box.bottom)
 
 
-def _find_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
+def _find_point_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
     """Returns the position of each point in pixels. In the margin, each series has its own column."""
     series_in_margin = {point.series for point in points if point.x is None}
     margin_series_names = [name for name in names if name in series_in_margin]
@@ -369,7 +369,7 @@ def _point_hint(chart: Scatter, point: ChartPoint) -> str:
     return make_hint(name, ", ".join(filter(None, (x_label, y_label))), point.hint)
 
 
-def _label_points(
+def _write_point_labels(
     sheet: Sheet,
     placed_points: Sequence[tuple[ChartPoint, Point]],
     whiskers: Sequence[Sequence[Point]],

@@ -28,9 +28,9 @@ from fp8bench.report.page.drawing.sheet import Sheet
 _MAX_LABEL_SHARE = 0.4
 _LABEL_GAP = 14.0
 # The gap between a shape and the value next to it, in pixels.
-_VALUE_GAP = 8.0
+_SHAPE_VALUE_GAP = 8.0
 # The smallest gap between texts along an axis, in pixels.
-_TEXT_GAP = 10.0
+_MIN_AXIS_TEXT_GAP = 10.0
 
 
 class RowPositions(NamedTuple):
@@ -87,7 +87,7 @@ def write_along_axis(sheet: Sheet, texts: Sequence[tuple[float, str]], y: float)
     previous_text_end_x = -math.inf
     for x, text in sorted(texts):
         half_width = sheet.measure_text(text) / 2
-        if x - half_width >= previous_text_end_x + _TEXT_GAP:
+        if x - half_width >= previous_text_end_x + _MIN_AXIS_TEXT_GAP:
             sheet.add_text(min(max(x, half_width), sheet.width - half_width), y, text, "tick", anchor="middle")
             previous_text_end_x = x + half_width
 
@@ -114,7 +114,7 @@ def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float)
 
 _BAR_HEIGHT = 14.0
 # The height of the stroke that shows a single sample below a bar.
-_STROKE_HEIGHT = 10.0
+_SAMPLE_STROKE_HEIGHT = 10.0
 _WHISKER_CAP_HEIGHT = 3.5
 # The least width of a bar, so that a bar whose value is 1 is visible.
 _MIN_BAR_WIDTH = 2.0
@@ -136,9 +136,9 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
     if not marks:
         return 0.0
     # 2. Draw each bar in its row, and the line at 1x, where all bars begin.
-    sample_stroke_height = _STROKE_HEIGHT * any(mark.samples for mark in marks)
+    sample_stroke_height = _SAMPLE_STROKE_HEIGHT * any(mark.samples for mark in marks)
     rows = arrange_rows(sheet, labels, sample_stroke_height + 28.0)
-    scale = _ratio_scale(chart, marks, sheet, rows.left)
+    scale = _bar_axis_scale(chart, marks, sheet, rows.left)
     axis_lower_end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
     x = scale.to_pixels(1.0)
     for mark, top in zip(marks, rows.row_tops, strict=True):
@@ -147,13 +147,13 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
     return axis_lower_end
 
 
-def _ratio_scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
+def _bar_axis_scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     """Returns a logarithmic scale of ratios, on which 2x and 0.5x are equally far from 1x."""
     values = [1.0]
     left_text_room = right_text_room = 0.0  # room for the values that are written next to bars
     for mark in marks:
         values += [mark.value, *interval_ends(mark, log=True), *_drawable_samples(mark)]
-        value_width = sheet.measure_text(show_value(mark.value, chart.axis)) + _VALUE_GAP
+        value_width = sheet.measure_text(show_value(mark.value, chart.axis)) + _SHAPE_VALUE_GAP
         if mark.value < 1:
             left_text_room = max(left_text_room, value_width + 2)
         else:
@@ -174,11 +174,11 @@ def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, 
     sample_x_positions = [scale.to_pixels(value) for value in _drawable_samples(mark)]
     if sample_x_positions:
         # Centre the bar and its strokes together in the row.
-        y -= _STROKE_HEIGHT / 2
+        y -= _SAMPLE_STROKE_HEIGHT / 2
         sample_stroke_top = y + _BAR_HEIGHT / 2 + 2
         sheet.add_lines(
             f"samples {tone_class}",
-            [[(x, sample_stroke_top), (x, sample_stroke_top + _STROKE_HEIGHT)] for x in sample_x_positions],
+            [[(x, sample_stroke_top), (x, sample_stroke_top + _SAMPLE_STROKE_HEIGHT)] for x in sample_x_positions],
         )
     bar_start_x = scale.to_pixels(1.0)
     bar_end_x = scale.to_pixels(mark.value)
@@ -197,7 +197,11 @@ def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, 
         low, high = bar_and_whisker_x[2:]
         whisker_cap_lines = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
         sheet.add_lines("whisker", [[(low, y), (high, y)], *whisker_cap_lines])
-    x = min(bar_and_whisker_x) - _VALUE_GAP if is_slower_than_reference else max(bar_and_whisker_x) + _VALUE_GAP
+    x = (
+        min(bar_and_whisker_x) - _SHAPE_VALUE_GAP
+        if is_slower_than_reference
+        else max(bar_and_whisker_x) + _SHAPE_VALUE_GAP
+    )
     sheet.add_text(
         x,
         y,
@@ -211,7 +215,7 @@ _STACK_HEIGHT = 18.0
 # A part of a bar with a smaller share than this is drawn without text.
 _MIN_SHARE_WITH_TEXT = 0.03
 # Parts with these names are what remains of a total, and are drawn in grey.
-_REMAINDER_PARTS = ("other", "the rest")
+_REMAINDER_PART_NAMES = ("other", "the rest")
 
 
 class _StackedRow(NamedTuple):
@@ -248,23 +252,23 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     if not rows:
         return 0.0
     # 2. Write the legend and the labels of rows.
-    part_styles = _part_classes(chart)
+    part_styles = _part_css_classes(chart)
     unit = chart.axis.unit
     entries = [("box", part_styles[part], chart.parts[part]) for part in chart.nonzero_parts]
     top = draw_legend(sheet, entries, 0.0)
     row_positions = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
     # 3. Draw each row, and write the sum of its parts next to it. Timelines and rows of shares get no sum.
     row_total_texts = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
-    row_totals_width = max(map(sheet.measure_text, row_total_texts)) + _VALUE_GAP
+    row_totals_width = max(map(sheet.measure_text, row_total_texts)) + _SHAPE_VALUE_GAP
     scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - row_totals_width, unit=unit)
     for row, row_top, text in zip(rows, row_positions.row_tops, row_total_texts, strict=True):
         middle_y = row_top + row_positions.height / 2
         _draw_stack(sheet, chart, part_styles, row, middle_y, scale)
-        sheet.add_text(scale.to_pixels(row.total) + _VALUE_GAP, middle_y, text, "value")
+        sheet.add_text(scale.to_pixels(row.total) + _SHAPE_VALUE_GAP, middle_y, text, "value")
     return draw_axis_below(sheet, scale, chart.axis.title, top, row_positions.bottom + 4)
 
 
-def _part_classes(chart: Stacks) -> list[str]:
+def _part_css_classes(chart: Stacks) -> list[str]:
     """Returns the CSS class of each part of the chart's bars. The class determines the colour of the part.
 
     The first word of a part may be the name of a phase. A phase has the same colour in all charts. Other parts get
@@ -278,7 +282,7 @@ def _part_classes(chart: Stacks) -> list[str]:
     )
 
     def part_class(part: str, phase: str) -> str:
-        if part in _REMAINDER_PARTS:
+        if part in _REMAINDER_PART_NAMES:
             return "rest"
         color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(free_colors)
         return f"part s{color_number % MAX_SERIES + 1}"
@@ -319,5 +323,5 @@ def _draw_stack(
         x, end = piece_edges[0]
         text = units.percent(share_of_bar, 0)
         fits_text = share_of_bar >= _MIN_SHARE_WITH_TEXT and sheet.measure_text(text, bold=True) + 6 <= end - x
-        if name not in _REMAINDER_PARTS and fits_text:
+        if name not in _REMAINDER_PART_NAMES and fits_text:
             sheet.add_text((x + end) / 2, middle, text, "inside", anchor="middle")

@@ -20,13 +20,13 @@ from fp8bench.report.elements import ChartAxis, ChartPoint, Mark
 
 # Values count as equal if their relative difference is smaller than this, because ticks between them would look the
 # same.
-_EQUALITY_TOLERANCE = 1e-9
+_RELATIVE_EQUALITY_TOLERANCE = 1e-9
 _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _TICK_STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
 # An axis of ratios covers at least this range, so that small differences do not look large.
-_MIN_RATIO_RANGE = 1.1
+_MIN_RATIO_AXIS_RANGE = 1.1
 # A number without a unit below this is an error. It reads better with an exponent, as 8.0e-04.
-_EXPONENT_BELOW = 0.01
+_MIN_NUMBER_WITHOUT_EXPONENT = 0.01
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def fit_scale(
     if log:
         middle_logarithm = (math.log(high) + math.log(low)) / 2
         half_logarithm_range = (math.log(high) - math.log(low)) / 2
-        min_half_logarithm_range = math.log(_MIN_RATIO_RANGE) if unit == "x" else 1e-6
+        min_half_logarithm_range = math.log(_MIN_RATIO_AXIS_RANGE) if unit == "x" else 1e-6
         half_logarithm_range = max(half_logarithm_range, min_half_logarithm_range) * (1 + 2 * margin_share)
         low = _exp_within_bounds(middle_logarithm - half_logarithm_range)
         high = _exp_within_bounds(middle_logarithm + half_logarithm_range)
-    elif high - low > max(_EQUALITY_TOLERANCE * magnitude, 1e-290):
+    elif high - low > max(_RELATIVE_EQUALITY_TOLERANCE * magnitude, 1e-290):
         low, high = low - margin_share * (high - low), high + margin_share * (high - low)
     elif magnitude > 1e-289:
         low, high = low - magnitude / 10, high + magnitude / 10
@@ -87,14 +87,14 @@ def show_value(value: float, axis: ChartAxis) -> str:
 
 def show_number(value: float, unit: str) -> str:
     if unit == "%":
-        return _strip_zeros(units.significant(value)) + "%"
+        return _strip_trailing_zeros(units.significant(value)) + "%"
     if unit:
         return units.describe(value, unit)
-    if value and abs(value) < _EXPONENT_BELOW:
+    if value and abs(value) < _MIN_NUMBER_WITHOUT_EXPONENT:
         return units.relative_error(value)
     if abs(value) < 1e18:
         return units.count(value)
-    return _strip_zeros(units.significant(value))
+    return _strip_trailing_zeros(units.significant(value))
 
 
 def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
@@ -107,7 +107,7 @@ def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[fl
         tick_step = next(
             factor * power_of_ten
             for factor in _TICK_STEPS
-            if factor * power_of_ten >= min_tick_step * (1 - _EQUALITY_TOLERANCE)
+            if factor * power_of_ten >= min_tick_step * (1 - _RELATIVE_EQUALITY_TOLERANCE)
         )
     first_tick_multiple = math.ceil(low / tick_step - 1e-6)
     last_tick_multiple = math.floor(high / tick_step + 1e-6)
@@ -131,7 +131,9 @@ def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float
     decimal_exponents = range(math.floor(low_decimal_exponent), math.ceil(high_decimal_exponent) + 1)
     tick_values = [digit * 10.0**power for power, digit in product(decimal_exponents, (1, 2, 5))]
     tick_values = [
-        value for value in tick_values if low * (1 - _EQUALITY_TOLERANCE) <= value <= high * (1 + _EQUALITY_TOLERANCE)
+        value
+        for value in tick_values
+        if low * (1 - _RELATIVE_EQUALITY_TOLERANCE) <= value <= high * (1 + _RELATIVE_EQUALITY_TOLERANCE)
     ]
     if len(tick_values) <= max_ticks:
         return tick_values
@@ -184,18 +186,18 @@ def _parse_number(text: str) -> float:
 
 def _format_tick(value: float, unit: str, digits: int, magnitude: float) -> str:
     if unit in ("x", "%"):
-        return _strip_zeros(units.significant(value, digits)) + unit
-    if magnitude and (unit == units.RATIO or (not unit and not _EXPONENT_BELOW <= abs(magnitude) < 1e18)):
-        return _strip_zeros(f"{value:.{digits - 1}e}") if value else "0"
+        return _strip_trailing_zeros(units.significant(value, digits)) + unit
+    if magnitude and (unit == units.RATIO or (not unit and not _MIN_NUMBER_WITHOUT_EXPONENT <= abs(magnitude) < 1e18)):
+        return _strip_trailing_zeros(f"{value:.{digits - 1}e}") if value else "0"
     # All ticks of a linear axis have the same unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
     scales = units.list_unit_scales("" if unit == units.RATIO else unit)
     scale, name = next(
-        (scale for scale in scales if abs(magnitude) >= scale[0] * (1 - _EQUALITY_TOLERANCE)), scales[-1]
+        (scale for scale in scales if abs(magnitude) >= scale[0] * (1 - _RELATIVE_EQUALITY_TOLERANCE)), scales[-1]
     )
-    return f"{_strip_zeros(units.significant(value / scale, digits))} {name}".rstrip()
+    return f"{_strip_trailing_zeros(units.significant(value / scale, digits))} {name}".rstrip()
 
 
-def _strip_zeros(number_text: str) -> str:
+def _strip_trailing_zeros(number_text: str) -> str:
     """Removes trailing zeros: '2.50' becomes '2.5', and '1.00e-07' becomes '1e-07'."""
     number_text = re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", number_text)
     return re.sub(r"\.(?=\D|$)", "", number_text)
@@ -211,15 +213,15 @@ MAX_POINTS = 400
 MAX_HOVERABLE_MARKS = 120
 
 # Values outside these bounds are not drawn, because their differences and the steps between ticks would overflow.
-_MIN_DRAWABLE = 1e-300
-_MAX_DRAWABLE = 1e300
+_MIN_DRAWABLE_VALUE = 1e-300
+_MAX_DRAWABLE_VALUE = 1e300
 
 
 def is_drawable(value: float | None, log: bool = False) -> bool:
     """Returns whether an axis can show a value: it is finite, not extreme, and positive if the axis is logarithmic."""
-    if value is None or not math.isfinite(value) or abs(value) > _MAX_DRAWABLE:
+    if value is None or not math.isfinite(value) or abs(value) > _MAX_DRAWABLE_VALUE:
         return False
-    return value >= _MIN_DRAWABLE or not log
+    return value >= _MIN_DRAWABLE_VALUE or not log
 
 
 ELLIPSIS = "\u2026"
@@ -291,14 +293,14 @@ def escape(text: str) -> str:
 
 
 def interval_ends(mark: Mark, log: bool = False) -> list[float]:
-    return _sort_drawable((mark.low, mark.high), log)
+    return _sort_drawable_bounds((mark.low, mark.high), log)
 
 
 def x_bounds(point: ChartPoint) -> list[float]:
-    return _sort_drawable((point.x_low, point.x_high), False)
+    return _sort_drawable_bounds((point.x_low, point.x_high), False)
 
 
-def _sort_drawable(bounds: Sequence[float | None], log: bool) -> list[float]:
+def _sort_drawable_bounds(bounds: Sequence[float | None], log: bool) -> list[float]:
     """Returns the ends of an interval in ascending order, or [] if an end is missing or cannot be drawn."""
     drawable_bounds = sorted(value for value in bounds if value is not None and is_drawable(value, log))
     return drawable_bounds if len(drawable_bounds) == 2 else []

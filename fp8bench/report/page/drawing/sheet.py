@@ -15,10 +15,10 @@ _SHEET_WIDTH = 880.0
 # The font size in pixels, equal to that in charts.css.
 _FONT_SIZE = 13.0
 # Different marker shapes distinguish series without colour. The scale factors make all shapes look equally large.
-_SHAPE_SCALES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1}
-MARKER_SHAPES = tuple(_SHAPE_SCALES)
+_MARKER_SHAPE_SCALES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1}
+MARKER_SHAPES = tuple(_MARKER_SHAPE_SCALES)
 # Corners of each marker shape, relative to its centre. Positive y is upwards.
-_SHAPE_CORNERS: dict[str, Sequence[tuple[float, float]]] = {
+_MARKER_SHAPE_CORNERS: dict[str, Sequence[tuple[float, float]]] = {
     "s": ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)),
     "^": ((0, 0.5), (-0.5, -0.5), (0.5, -0.5)),
     "D": ((0, -(0.5**0.5)), (0.5**0.5, 0), (0, 0.5**0.5), (-(0.5**0.5), 0)),
@@ -58,7 +58,7 @@ class Sheet:
     def add_lines(
         self, style: str, lines: Sequence[Polyline], layer: int = 1, hint: str = "", closed: bool = False
     ) -> None:
-        svg_path_data = _path_data(line_commands(lines, closed))
+        svg_path_data = _format_svg_path(line_commands(lines, closed))
         self._elements.append((layer, f'<path class="{style}" d="{svg_path_data}"{self._hint_attributes(hint)}/>'))
 
     def add_box(
@@ -148,9 +148,9 @@ def line_commands(lines: Sequence[Polyline], closed: bool) -> PathCommands:
 
 def shape_outline(shape: str, size: float) -> PathCommands:
     """Returns the path of a shape around (0, 0), with y pointing down."""
-    size *= _SHAPE_SCALES[shape]
-    if shape in _SHAPE_CORNERS:
-        corners = [(x * size, -y * size) for x, y in _SHAPE_CORNERS[shape]]
+    size *= _MARKER_SHAPE_SCALES[shape]
+    if shape in _MARKER_SHAPE_CORNERS:
+        corners = [(x * size, -y * size) for x, y in _MARKER_SHAPE_CORNERS[shape]]
         return line_commands([corners], closed=True)
     points = list(_QUARTER_CIRCLE)
     for _ in range(3):
@@ -167,10 +167,10 @@ def shape_outline(shape: str, size: float) -> PathCommands:
 
 @cache
 def _marker_path(shape: str, size: float) -> str:
-    return _path_data(shape_outline(shape, size))
+    return _format_svg_path(shape_outline(shape, size))
 
 
-def _path_data(commands: PathCommands) -> str:
+def _format_svg_path(commands: PathCommands) -> str:
     """Formats path commands as short SVG path data, as 'M1 2H3'. Coordinates have at most two decimals."""
     parts = []
     x = y = ""
