@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fp8bench import units
-from fp8bench.analysis.labels import CAN_BE_HARD
-from fp8bench.cli.main import COMMAND_VERBS, Parser, build_parser, command_module, subparsers_by_name
+from fp8bench.analysis.labels import POSSIBLY_HARD_LABELS
+from fp8bench.cli.main import COMMAND_HELP_VERBS, Parser, build_parser, import_command_module, subparsers_by_name
 from fp8bench.errors import UsageError
 from fp8bench.features.train.health.health import RULES
 from fp8bench.formats.codes import encode
@@ -74,7 +74,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def command_page(name: str, parser: Parser, words: str) -> str:
-    examples = getattr(command_module(name), "EXAMPLES", ())
+    examples = getattr(import_command_module(name), "EXAMPLES", ())
     parts = [f"# fp8bench {name}", plain(words[:1].upper() + words[1:].rstrip(".") + ".")]
     if examples:
         parts.append("```console\n" + "\n".join(f"$ {line}" for line in examples) + "\n```")
@@ -93,7 +93,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
         for group in whole._subparsers._group_actions  # type: ignore[union-attr]
         for action in group._choices_actions  # type: ignore[attr-defined]
     }
-    by_verb: dict[str, list[tuple[str, str]]] = {verb: [] for verb in COMMAND_VERBS}
+    by_verb: dict[str, list[tuple[str, str]]] = {verb: [] for verb in COMMAND_HELP_VERBS}
     for name, parser in subparsers_by_name(whole).items():
         verb, _, words = helps[name].partition(": ")
         by_verb[verb].append((f"[{name}](command-{name}.md)", plain(words)))
@@ -179,7 +179,7 @@ def metrics_page() -> str:
 
 def labels_page() -> str:
     def grade(label: Any) -> str:
-        return "remark" if label in REMARK_LABELS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
+        return "remark" if label in REMARK_LABELS else "doubt, or hard" if label in POSSIBLY_HARD_LABELS else "doubt"
 
     rows = [
         (code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in WORDS_BY_LABEL.items()

@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
         if _MODULE_OF_NAME[name].endswith("api") and not isinstance(value, type):
             importlib.import_module("fp8bench.cli.calls").explain_arguments(value.__name__, value)
     else:
-        suggestion = importlib.import_module("fp8bench.suggestions").meant_name("call", name, __all__)
+        suggestion = importlib.import_module("fp8bench.suggestions").guess_intended_name("call", name, __all__)
         suggestion_text = f". Did you mean {suggestion!r}?" if suggestion and not name.startswith("_") else ""
         raise AttributeError(f"module 'fp8bench' has no attribute {name!r}{suggestion_text}")
     globals()[name] = value

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.cli.calls import accept_fields_of, request_fields
+from fp8bench.cli.calls import accept_request_fields, request_fields
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.option_types import as_pairs, parse_folder, parse_sessions, split_names
-from fp8bench.cli.outputs import CommandResult, format_store_option, parse_log_targets
-from fp8bench.cli.progress import SILENT, TERMINAL
+from fp8bench.cli.option_types import as_name_value_pairs, parse_folder_option, parse_sessions, split_names
+from fp8bench.cli.outputs import CommandResult, format_store_option, parse_result_log_targets
+from fp8bench.cli.progress import SILENT, TERMINAL_JOB_OBSERVER
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import RequestedOutputs, after_run
 from fp8bench.jobs.kinds import kinds
-from fp8bench.jobs.profile import check_function_name, profile_axes, profile_dtypes, profile_live
+from fp8bench.jobs.profile import check_function_name, make_profile_axes, profile_dtypes, profile_live_model
 from fp8bench.jobs.profile import profile as profile_maker
-from fp8bench.jobs.report_files import Pages, find_report_page
+from fp8bench.jobs.report_files import ReportDestinations, find_report_page
 from fp8bench.jobs.several_runs import execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from fp8bench.features.train.values import KeptTraining
+    from fp8bench.features.train.values import StoredTraining
     from fp8bench.report.data.loggers import LogTarget
 
 
@@ -78,7 +78,7 @@ class Run(model.Run):
         return pd.DataFrame(list(rows), columns=list(VERDICT_COLUMNS))
 
 
-@accept_fields_of(Request, excluded=("known_scales",))
+@accept_request_fields(Request, excluded=("known_scales",))
 def run(
     suite: str,
     *,
@@ -124,8 +124,8 @@ def _measure_run(
     report: bool,
     log: str | Iterable[str],
 ) -> Run:
-    targets = parse_log_targets(log)
-    folder_of_runs = parse_folder("store", store)
+    targets = parse_result_log_targets(log)
+    folder_of_runs = parse_folder_option("store", store)
     with _choose_observer(observer, progress) as chosen_observer:
         measured_run = measure(folder_of_runs, chosen_observer, command_line())
     _write_outputs(measured_run, folder_of_runs, progress and observer is None, report, targets)
@@ -135,7 +135,7 @@ def _measure_run(
 def _choose_observer(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
     if observer is not None:
         return nullcontext(observer)
-    return (TERMINAL if progress else SILENT).measuring()
+    return (TERMINAL_JOB_OBSERVER if progress else SILENT).measuring()
 
 
 def _write_outputs(
@@ -144,8 +144,8 @@ def _write_outputs(
     """Writes the history, the report and the logged figures after a run, as the command line does. A run that was not
     stored gets no report.
     """
-    outputs = RequestedOutputs(Pages() if report and run.path else None, log)
-    after_run(run, store, outputs, TERMINAL.note if prints_notes else SILENT.note)
+    outputs = RequestedOutputs(ReportDestinations() if report and run.path else None, log)
+    after_run(run, store, outputs, TERMINAL_JOB_OBSERVER.note if prints_notes else SILENT.note)
 
 
 # The keywords of `run` that `profile` does not accept, or for which it declares its own parameter.
@@ -167,7 +167,7 @@ _FIELDS_NOT_IN_PROFILE = {
 }
 
 
-@accept_fields_of(Request, excluded=_FIELDS_NOT_IN_PROFILE)
+@accept_request_fields(Request, excluded=_FIELDS_NOT_IN_PROFILE)
 def profile(
     model: str | torch.nn.Module,
     batch: object = None,
@@ -198,19 +198,19 @@ def profile(
     loss: a function of a live model's output, if its forward returns no loss
     """
     # A live model is sent to the worker. A model that is named by its function is made in the worker.
-    is_live_model = not isinstance(model, str)
-    if is_live_model == (batch is None) or (loss is not None and not is_live_model):
+    is_model_object = not isinstance(model, str)
+    if is_model_object == (batch is None) or (loss is not None and not is_model_object):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
-    target = type(model).__name__ if is_live_model else check_function_name(str(model))
+    target = type(model).__name__ if is_model_object else check_function_name(str(model))
     request = Request(
         **profile_dtypes(split_names(dtypes), reference),
         **request_fields(Request, options),
-        axes=profile_axes(target, forward, optimizer, compile, split_names(skip)),
-        precision_map=as_pairs(precision_map),
+        axes=make_profile_axes(target, forward, optimizer, compile, split_names(skip)),
+        precision_map=as_name_value_pairs(precision_map),
         isolation=isolation,
     )
     parts = (model, batch) if loss is None else (model, batch, loss)
-    measure = partial(profile_live, parts, request) if is_live_model else partial(profile_maker, request)
+    measure = partial(profile_live_model, parts, request) if is_model_object else partial(profile_maker, request)
     return _measure_run(measure, store, observer, progress, report, log)
 
 
@@ -231,7 +231,7 @@ def resume(
     """
     if isinstance(run, model.Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
-    folder_of_runs = parse_folder("store", store)
+    folder_of_runs = parse_folder_option("store", store)
     path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), folder_of_runs)
     with _choose_observer(observer, progress) as chosen_observer:
         was_resumed, resulting_run = resume_run(path, folder_of_runs, chosen_observer, command_line())
@@ -248,7 +248,9 @@ def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
     """Returns a stored run. Its `.results` have the same rows as --csv, and its `.verdicts` those that the terminal
     prints.
     """
-    return _to_frame_run(run if isinstance(run, model.Run) else load_stored_run(str(run), parse_folder("store", store)))
+    return _to_frame_run(
+        run if isinstance(run, model.Run) else load_stored_run(str(run), parse_folder_option("store", store))
+    )
 
 
 def findings(run: model.Run) -> Findings:
@@ -261,7 +263,7 @@ def findings(run: model.Run) -> Findings:
     return Findings(findings_of(run))
 
 
-def table(run: model.Run | KeptTraining | CommandResult, width: int = 100) -> str:
+def table(run: model.Run | StoredTraining | CommandResult, width: int = 100) -> str:
     """Returns the table that the command line prints for a run or for another result of a call.
 
     run: what a call returned

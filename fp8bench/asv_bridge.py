@@ -39,8 +39,8 @@ _TEXT_OR_COMMENT_PATTERN = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|
 _RESULTS_DIR_PATTERN = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
 # The outcome of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
-Outcome = tuple[str, Any]
-MeasuredOutcomes = dict[str, dict[Cell, Outcome]]
+CellOutcome = tuple[str, Any]
+MeasuredOutcomes = dict[str, dict[Cell, CellOutcome]]
 _Result = TypeVar("_Result")
 
 
@@ -76,11 +76,11 @@ class Suite:
         _check_class(cls)
         import_user_modules(_make_imports_absolute(cls))
         suite_workload = workloads.get(cls.workload)
-        series = make_series(suite_workload, default_corpus_identity() if suite_workload.uses_corpus else None)
-        cls.params = [list(values) for values in series[0].params]
-        cls.param_names = list(series[0].param_names)
-        cls.version = series[0].version
-        for tracked_series in series:
+        metric_series = make_series(suite_workload, default_corpus_identity() if suite_workload.uses_corpus else None)
+        cls.params = [list(values) for values in metric_series[0].params]
+        cls.param_names = list(metric_series[0].param_names)
+        cls.version = metric_series[0].version
+        for tracked_series in metric_series:
             setattr(cls, tracked_series.name.rpartition(".")[2], _make_reader(cls, tracked_series))
 
     def measure(self) -> MeasuredOutcomes:
@@ -179,11 +179,11 @@ def _check_class(cls: type[Suite]) -> None:
     workload = getattr(cls, "workload", None)
     if not isinstance(workload, str):
         raise UsageError(f"the suite class {name} names no workload. Write workload = 'NAME' in it.")
-    right_name = class_name(workload)
-    if (module, name) != (workload, right_name):
+    expected_class_name = class_name(workload)
+    if (module, name) != (workload, expected_class_name):
         raise UsageError(
             f"the suite class {module}.{name} is of workload {workload!r}: its runs are stored under the name "
-            f"{workload}.{right_name}. Call the file {workload}.py and the class {right_name}."
+            f"{workload}.{expected_class_name}. Call the file {workload}.py and the class {expected_class_name}."
         )
     if getattr(vars(cls).get("setup_cache"), "__module__", None) != cls.__module__:
         raise UsageError(
@@ -213,7 +213,7 @@ def _give_method_name(method: Callable[..., _Result], cls: type, name: str) -> C
 def _make_reader(cls: type, series: Series) -> Callable[..., Any]:
     """Returns a method that returns the samples of one metric from the measured results."""
 
-    def track(self: Suite, measured: Mapping[str, Mapping[Cell, Outcome]], *cell: Any) -> Any:
+    def track(self: Suite, measured: Mapping[str, Mapping[Cell, CellOutcome]], *cell: Any) -> Any:
         kind, outcome_content = measured[series.name].get(cell, ("none", "not on this machine"))
         if kind == "failed":
             raise CaseFailed(str(outcome_content))

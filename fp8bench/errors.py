@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fp8bench.suggestions import explaining_command, meant_name
+from fp8bench.suggestions import explaining_command, guess_intended_name
 
 EXIT_OK = 0
 EXIT_REGRESSION = 1
@@ -43,10 +43,10 @@ class UnknownName(UsageError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
-        nearest = meant_name(kind, given, names)
-        hint = f" Did you mean {nearest!r}?" if nearest else ""
+        nearest_name = guess_intended_name(kind, given, names)
+        hint = f" Did you mean {nearest_name!r}?" if nearest_name else ""
         message = f"unknown {kind} {given!r}.{hint} Known: {shown or ', '.join(names) or 'none'}."
-        super().__init__(message, given, nearest, explaining_command(kind).split())
+        super().__init__(message, given, nearest_name, explaining_command(kind).split())
         self.known = names
 
 
@@ -160,18 +160,18 @@ class RanksDisagree(Fp8benchError):
     """Several ranks gave different answers to a question that all ranks must answer equally."""
 
 
-class NotSent(UsageError):
+class ModelNotSendable(UsageError):
     """A user's model cannot be sent to another process."""
 
 
 def to_original_error(fault: WorkerFault) -> Fp8benchError:
     """Converts a fault back to the error that the worker raised, if the worker refused the request (UsageError,
-    NotSent) or lost a child process (WorkerLost, WorkerHung). Returns other faults unchanged.
+    ModelNotSendable) or lost a child process (WorkerLost, WorkerHung). Returns other faults unchanged.
     """
     message = str(fault).removeprefix(f"{fault.kind}: ")
-    for kind in (WorkerLost, WorkerHung):
-        if fault.kind == kind.__name__:
-            return kind(message)
-    if fault.kind == NotSent.__name__:
-        return NotSent(message)
+    for error_class in (WorkerLost, WorkerHung):
+        if fault.kind == error_class.__name__:
+            return error_class(message)
+    if fault.kind == ModelNotSendable.__name__:
+        return ModelNotSendable(message)
     return UsageError(message) if fault.kind in ("ImportFailed", "UsageError", "UnknownName") else fault

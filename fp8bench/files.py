@@ -28,26 +28,26 @@ from fp8bench.errors import OpenStore, StoreError, UsageError
 # These names do not end in .json, because asv warns about *.json files of other programs.
 LOCK_FILE_NAME = ".lock"
 LOCK_SECONDS = 60.0
-PARTIAL_SUFFIX = ".partial"
+PARTIAL_FILE_SUFFIX = ".partial"
 _LOCK_PAUSE_SECONDS = 0.02
 _CHECKSUM_KEY = "sum"
 # Matches the end of every line that has a checksum.
 _CHECKSUM_FIELD = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
 _MAX_CHECKSUM_FIELD_BYTES = 40  # no checksum field is longer
 # Matches the end of every line that has a line number and a checksum.
-_NUMBERED_LINE_END = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
+_NUMBERED_LINE_END_PATTERN = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
 
 
 # The largest file of lines or JSON that is read, in bytes. A run with many thousand cases has about 100 MB. A sparse
 # file may pretend to be larger than memory.
-LARGEST_FILE = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 # The limit for files of weights, in bytes: a larger file cannot be loaded.
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-_STREAM_PATHS = ("/dev/stdin", "/dev/fd/")
+_STREAM_PATH_PREFIXES = ("/dev/stdin", "/dev/fd/")
 _SPECIAL_FILE_KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
-class Damaged(ValueError):
+class DamagedFileError(ValueError):
     """The content that was read differs from what was written."""
 
 
@@ -63,12 +63,12 @@ def format_checksummed_line(content: dict[str, Any]) -> str:
 
 
 def remove_checksum(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns an object without its checksum, if it has one. Raises Damaged if the checksum does not match."""
+    """Returns an object without its checksum, if it has one. Raises DamagedFileError if the checksum does not match."""
     if _CHECKSUM_KEY not in content:
         return content
     content_without_checksum = {name: value for name, value in content.items() if name != _CHECKSUM_KEY}
     if content[_CHECKSUM_KEY] != _checksum(format_compact_json(content_without_checksum).encode()):
-        raise Damaged("its checksum does not match its content")
+        raise DamagedFileError("its checksum does not match its content")
     return content_without_checksum
 
 
@@ -92,7 +92,7 @@ def parse_checksummed_line(line: bytes) -> tuple[dict[str, Any], str]:
         return parse_json(plain), checksum_match[1].decode()  # fast, because the object is not formatted again
     content = parse_json(line)
     if not isinstance(content, dict):
-        raise Damaged("expected an object")
+        raise DamagedFileError("expected an object")
     return remove_checksum(content), str(content.get(_CHECKSUM_KEY, ""))
 
 
@@ -105,7 +105,7 @@ def format_compact_json(content: object) -> str:
 
 def find_checksums(text: bytes) -> list[str]:
     """Returns the checksums of the numbered lines in a file's content, in order."""
-    return [checksum_match[2].decode() for checksum_match in _NUMBERED_LINE_END.finditer(text)]
+    return [checksum_match[2].decode() for checksum_match in _NUMBERED_LINE_END_PATTERN.finditer(text)]
 
 
 def digest_checksums(sums: Iterable[str]) -> str:
@@ -132,22 +132,22 @@ def convert_write_errors(subject: object, remedy: str = "", kind: type[StoreErro
         raise kind(f"{subject} cannot be written ({error.strerror}). {remedy}".rstrip()) from None
 
 
-def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
+def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
     """Reads a regular file, or a stream like /dev/stdin, of at most `most` bytes. Raises OSError."""
-    is_stream = str(path).startswith(_STREAM_PATHS)
+    is_stream = str(path).startswith(_STREAM_PATH_PREFIXES)
     with open_file(path, most=most) as file:
         content = file.read(most + 1 if is_stream else -1)
-    _require_size(len(content), most)
+    _check_read_size(len(content), most)
     return content
 
 
-def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> BufferedRandom:
+def open_file(path: Path, mode: str = "rb", most: int | None = MAX_FILE_BYTES) -> BufferedRandom:
     """Opens a regular file of at most `most` bytes (None: of any size), or a stream like /dev/stdin.
 
     Raises OSError for anything else, for example for a named pipe, which would block forever. The error's `strerror`
     explains what to do.
     """
-    if str(path).startswith(_STREAM_PATHS):
+    if str(path).startswith(_STREAM_PATH_PREFIXES):
         return cast(BufferedRandom, path.open(mode))
 
     def open_regular(name: str, flags: int) -> int:
@@ -165,7 +165,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
     return cast(BufferedRandom, open(path, mode, opener=open_regular))
 
 
-def check_file(path: Path, most: int | None = LARGEST_FILE) -> None:
+def check_file(path: Path, most: int | None = MAX_FILE_BYTES) -> None:
     """Raises OSError if `open_file` would refuse the file. This is for files that a library opens by itself."""
     _require_regular_file(path.stat(), most)
 
@@ -184,10 +184,10 @@ def _require_regular_file(status: os.stat_result, most: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _SPECIAL_FILE_KINDS if is_kind(status.st_mode)), "a device")
         raise OSError(errno.EINVAL, f"it is {kind}: put a regular file in its place")
-    _require_size(status.st_size, most)
+    _check_read_size(status.st_size, most)
 
 
-def _require_size(size: int, most: int | None) -> None:
+def _check_read_size(size: int, most: int | None) -> None:
     if most is not None and size > most:
         reason = (
             f"it has {units.size(size)}, and at most {units.size(most)} are read: move it away, or give a smaller one"
@@ -227,7 +227,7 @@ def replace_atomically(path: Path, sync: bool = True) -> Iterator[Path]:
 
     Without `sync`, a power failure may restore the old file.
     """
-    partial_path = path.with_name(f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+    partial_path = path.with_name(f".{secrets.token_hex(8)}{PARTIAL_FILE_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial_path
@@ -260,20 +260,20 @@ def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
         os.fsync(file.fileno())
 
 
-def end_last_line(file: IO[bytes]) -> None:
+def complete_last_line(file: IO[bytes]) -> None:
     """Writes a line end if the last line of a file has none, so that the next append starts a new line."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
     if file.read(1) not in (b"", b"\n"):
         file.write(b"\n")
 
 
-def append_lines(path: Path, lines: Sequence[str]) -> None:
+def append_file_lines(path: Path, lines: Sequence[str]) -> None:
     """Appends lines while holding the lock of the file, and syncs them. If the last line of the file was cut off, it
     gets a line end first. Raises OSError.
     """
     with open_file(path, "a+b") as file:
         lock(file, LOCK_SECONDS)
-        end_last_line(file)
+        complete_last_line(file)
         append(file, "".join(line + "\n" for line in lines))
 
 
@@ -297,7 +297,7 @@ class LineWriter:
         """Creates and locks a file that already has its first line, so that no other process ever sees an empty
         file.
         """
-        partial_path = path.with_suffix(PARTIAL_SUFFIX)
+        partial_path = path.with_suffix(PARTIAL_FILE_SUFFIX)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
@@ -339,7 +339,7 @@ class LineWriter:
         content = self._file.read()
         self._sums = find_checksums(content)
         self._last_line_number = max(
-            (int(line_end_match[1]) for line_end_match in _NUMBERED_LINE_END.finditer(content)), default=0
+            (int(line_end_match[1]) for line_end_match in _NUMBERED_LINE_END_PATTERN.finditer(content)), default=0
         )
         self._file.seek(position)
 

@@ -19,47 +19,52 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fp8bench import __version__
-from fp8bench.analysis.verdicts import find_fastest, is_decided
+from fp8bench.analysis.verdicts import find_fastest_candidate, is_case_decided
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, to_original_error
 from fp8bench.files import check_folder
-from fp8bench.measure.arm import Quantisers
-from fp8bench.measure.capacity import CapacityRule
+from fp8bench.measure.arm import QuantiserCompilation
+from fp8bench.measure.capacity import CapacitySearchRule
 from fp8bench.measure.ceilings import measure_ceilings
-from fp8bench.measure.environment import describe_load, gather
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
+from fp8bench.measure.environment import describe_current_load, gather
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.handle import (
     START_SECONDS,
     CountingWorker,
     LocalWorker,
     ProcessWorker,
     Worker,
-    claim_process,
-    counting_worker,
+    open_counting_worker,
+    register_process_run,
     start_workers_early,
 )
 from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
-from fp8bench.measure.limits import Limits
+from fp8bench.measure.limits import RequestTimeLimits
 from fp8bench.measure.passes import make_trace_folder
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import read_device_settings
 from fp8bench.measure.sensors.meter import Meters
-from fp8bench.measure.windows import window_rule_for
+from fp8bench.measure.windows import make_window_rule
 from fp8bench.model import Case, Ceilings, DeviceFacts, Group, Interval, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.request import NVTX, PROFILERS
 from fp8bench.model.run import BENCH, Cell
 from fp8bench.model.stopping import is_run_brisk, make_stopping_rule
 from fp8bench.model.words import MEASURING_CEILINGS
-from fp8bench.plan.cells import make_cell, restrict_to_cell
+from fp8bench.plan.cells import make_fleet_cell, restrict_to_cell
 from fp8bench.plan.corpus import Corpus
-from fp8bench.plan.make import has_reference_added, make_plan, settings_with_batch_search, with_batch
-from fp8bench.plan.resolve import Switches, resolve
-from fp8bench.plan.resumable import find_difference, refuse_changed_conditions, refuse_lost_header, refuse_missing_files
+from fp8bench.plan.make import has_added_reference, make_plan, replace_batch_size, settings_with_batch_search
+from fp8bench.plan.resolve import EnvironmentSwitches, resolve_request
+from fp8bench.plan.resumable import (
+    find_condition_difference,
+    refuse_changed_conditions,
+    refuse_missing_user_files,
+    refuse_run_without_header,
+)
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import find_or_measure_ceilings
 from fp8bench.store.reruns import add_rerun_spreads, store_ratios
-from fp8bench.store.runs.listing import add_stored_scales, find_store_of_run, list_running_stems
+from fp8bench.store.runs.listing import add_scales_from_run, find_store_of_run, list_running_file_stems
 from fp8bench.store.runs.run_file import RunWriter, check_store, find_incomplete_groups, load_run, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
@@ -93,7 +98,7 @@ def execute(
     store cannot be written during the run, raises NotKept, which has the run.
     """
     # 1. Refuse a request that cannot be measured, before any worker starts. Then make the plan.
-    request = add_stored_scales(request, store)
+    request = add_scales_from_run(request, store)
     with _prepare_run(request, store, observer, begun=begun) as resources:
         meanwhile()
         run = replace(_make_empty_run(request, resources, command, folder), origin=origin)
@@ -109,11 +114,11 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     """
     run = load_run(path)
     # Refuse a damaged file first, because resuming would append to it.
-    refuse_lost_header(run)
+    refuse_run_without_header(run)
     groups = find_incomplete_groups(run)
     if run.finished and not groups:
         return False, run
-    refuse_missing_files(run)
+    refuse_missing_user_files(run)
     store = find_store_of_run(path) or store
     with _prepare_run(run.request, store, observer) as resources:
         # Check that machine, versions and environment are unchanged: a run must not mix different conditions.
@@ -121,8 +126,8 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         environment = gather(
             resources.timing.software(), __version__, run.request.threads, _list_user_code(run.request)
         )
-        plan = make_plan(run.request, facts, resources.text, has_reference_added(run.plan))
-        plan = restrict_to_cell(plan, make_cell(run.plan.groups[0])) if run.cell else plan
+        plan = make_plan(run.request, facts, resources.text, has_added_reference(run.plan))
+        plan = restrict_to_cell(plan, make_fleet_cell(run.plan.groups[0])) if run.cell else plan
         refuse_changed_conditions(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
@@ -137,14 +142,14 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     Raises UsageError if the conditions differ from those of the earlier run: for example, another machine, commit or
     version of torch.
     """
-    refuse_lost_header(run)
-    refuse_missing_files(run)
+    refuse_run_without_header(run)
+    refuse_missing_user_files(run)
     request = replace(run.request, trace=None, isolation=True)
     with _prepare_run(request, store, observer) as resources:
         repeated_run = replace(
-            _make_empty_run(request, resources, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
+            _make_empty_run(request, resources, command, None, has_added_reference(run.plan)), origin=REMEASURED_ORIGIN
         )
-        difference = find_difference(run, repeated_run.plan, repeated_run.devices, repeated_run.environment)
+        difference = find_condition_difference(run, repeated_run.plan, repeated_run.devices, repeated_run.environment)
         if difference:
             raise UsageError(
                 f"the run {run.id} was measured under other conditions: {difference}. Measure under its conditions."
@@ -155,7 +160,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """Returns the plan that a run of the request would have, and the devices of this machine. Measures nothing."""
-    request = add_stored_scales(request, store)
+    request = add_scales_from_run(request, store)
     with _prepare_run(request, store, SilentObserver(), write=False) as resources:
         facts = resources.timing.probe()
     return make_plan(request, facts, resources.text), facts
@@ -176,19 +181,23 @@ def _measure_groups(
     run: Run, groups: Sequence[Group], writer: RunWriter, resources: RunResources, sessions: Sessions = NO_SESSIONS
 ) -> Run:
     """Measures the groups one after the other, each of which is stored before the next one begins. Returns the run."""
-    noted_runs: set[str] = set()
+    noted_run_stems: set[str] = set()
     measured_records: list[Record] = []
     try:
-        resources.wait_for_second()
+        resources.wait_for_second_worker()
         method = _choose_group_method(run, groups, resources)
         for index, group in enumerate(groups):
             # Note other runs that measure into this store at the same time, because two runs disturb each other.
-            for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
-                writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
-                noted_runs.add(stem)
-            group_budget = divide_budget(run.request.budget, resources.start, len(groups) - index)
-            untimed_worker = _choose_counting_worker(run, group, method.brisk, resources, is_last=group is groups[-1])
-            records = _measure_group(group, run, method, group_budget, resources, untimed_worker)
+            for stem in sorted(set(list_running_file_stems(writer.path)) - noted_run_stems):
+                writer.note(
+                    f"run {stem} was measured at the same time ({describe_current_load()}): each disturbs the other"
+                )
+                noted_run_stems.add(stem)
+            group_budget_seconds = divide_budget(run.request.budget, resources.start, len(groups) - index)
+            untimed_worker = _choose_operator_count_worker(
+                run, group, method.brisk, resources, is_last=group is groups[-1]
+            )
+            records = _measure_group(group, run, method, group_budget_seconds, resources, untimed_worker)
             # Widen intervals by the differences between earlier runs of the same cases. `store_ratios` then adds this
             # run.
             records_with_spread = add_rerun_spreads(records, run, resources.store)
@@ -258,31 +267,31 @@ class RunResources(NamedTuple):
     """The resources of a run while it is measured: the store, the switches, the text that suites read, the energy
     meters and the workers. `start` is the time at which the run began.
 
-    `timing` is the worker that times steps, and `untimed` the worker that runs untimed passes. `counting` counts
-    allocations, if this was requested. `second` is the worker `untimed` if it may run while `timing` works; otherwise
-    it is None.
+    `timing` is the worker that times steps, and `untimed_pass_worker` the worker that runs untimed passes.
+    `counting_worker_process` counts allocations, if this was requested. `second` is the worker `untimed_pass_worker` if
+    it may run while `timing` works; otherwise it is None.
     """
 
     store: Path
     observer: Observer
     start: float
     corpus: Corpus | None
-    switches: Switches
+    switches: EnvironmentSwitches
     meters: Meters
     timing: Worker
-    untimed: Worker
-    counting: CountingWorker | None
+    untimed_pass_worker: Worker
+    counting_worker_process: CountingWorker | None
     second: Worker | None
 
     @property
     def text(self) -> str | None:
         return self.corpus.identity if self.corpus else None
 
-    def wait_for_second(self) -> None:
+    def wait_for_second_worker(self) -> None:
         """Waits until the second worker has imported torch, because the import would disturb the timing."""
         if self.second is not None:
             with contextlib.suppress(WorkerError):  # the next request to the worker will report the error
-                self.second.within(START_SECONDS).versions(())
+                self.second.with_time_limit(START_SECONDS).versions(())
 
 
 @contextmanager
@@ -294,8 +303,8 @@ def _prepare_run(
     """
     start = time.monotonic()
     with ExitStack() as stack:
-        stack.enter_context(claim_process(request.isolation))
-        resolved_request = resolve(request, os.environ)
+        stack.enter_context(register_process_run(request.isolation))
+        resolved_request = resolve_request(request, os.environ)
         if write:
             if request.trace in PROFILERS:
                 raise UsageError(
@@ -314,7 +323,7 @@ def _prepare_run(
         )
         counting = None
         if request.counters and write:
-            counting = stack.enter_context(counting_worker(worker_settings(request, corpus)))
+            counting = stack.enter_context(open_counting_worker(worker_settings(request, corpus)))
         device_meters = stack.enter_context(Meters(request.energy))
         second = untimed if len(begun) > 1 else None
         yield RunResources(
@@ -351,8 +360,8 @@ def _list_user_code(request: Request) -> tuple[str, ...]:
     the compared callables.
     """
     callables = (request.reference or "", *request.dtypes) if request.suite == BENCH else ()
-    files = (name.rpartition(":")[0] for name in callables)
-    return (*request.imports, *dict.fromkeys(file for file in files if file.endswith(".py")))
+    user_files = (name.rpartition(":")[0] for name in callables)
+    return (*request.imports, *dict.fromkeys(file for file in user_files if file.endswith(".py")))
 
 
 def _make_empty_run(
@@ -362,9 +371,9 @@ def _make_empty_run(
     worker = resources.timing
     facts = worker.probe()
     plan = make_plan(request, facts, resources.text, compares)
-    remarks = examine(plan, facts, worker, Limits(request.case_timeout))
+    remarks = examine(plan, facts, worker, RequestTimeLimits(request.case_timeout))
     used_devices = {case.device for case in _list_running_cases(plan)}
-    resources.wait_for_second()
+    resources.wait_for_second_worker()
     environment = gather(worker.software(), __version__, request.threads, _list_user_code(request), folder=folder)
     for fact in facts:
         # Record the settings of used devices only: those of other devices would make equal runs look different.
@@ -379,13 +388,15 @@ def _make_empty_run(
         environment=environment,
         devices=facts,
         overheads=tuple(
-            (fact.key, worker.within(START_SECONDS).overheads(fact)) for fact in facts if fact.key in used_devices
+            (fact.key, worker.with_time_limit(START_SECONDS).overheads(fact))
+            for fact in facts
+            if fact.key in used_devices
         ),
         notes=tuple(dict.fromkeys(remarks)),
     )
 
 
-def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> list[str]:
+def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: RequestTimeLimits) -> list[str]:
     """Checks the cases for problems that only a worker can detect, before anything is stored. Raises UsageError for an
     impossible case, and returns remarks on the other cases.
     """
@@ -393,7 +404,7 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
     for planned in (case for group in plan for case in group.cases if case.runs):
         if workloads.get(planned.case.workload).examined:
             try:
-                remarks += worker.within(limits.for_untimed_pass(planned.work)).examine(
+                remarks += worker.with_time_limit(limits.for_untimed_pass(planned.work)).examine(
                     planned.case, devices[planned.case.device]
                 )
             except WorkerFault as fault:
@@ -410,7 +421,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _choose_counting_worker(
+def _choose_operator_count_worker(
     run: Run, group: Group, is_brisk_run: bool, resources: RunResources, is_last: bool
 ) -> Worker | None:
     """Returns the worker that counts the operators of a group's steps, or None if this run does not count them. Usually
@@ -423,7 +434,7 @@ def _choose_counting_worker(
     return (
         resources.timing
         if is_last and not is_compiled and not (is_brisk_run and is_any_case_on_gpu)
-        else resources.untimed
+        else resources.untimed_pass_worker
     )
 
 
@@ -434,21 +445,21 @@ def divide_budget(budget: float | None, start: float, remaining_parts: int) -> f
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
-def _choose_group_method(run: Run, groups: Sequence[Group], resources: RunResources) -> GroupMethod:
+def _choose_group_method(run: Run, groups: Sequence[Group], resources: RunResources) -> MeasurementMethod:
     """Returns how all groups of a run are measured by default. `_measure_group` adapts the method to single groups."""
     request, switches = run.request, resources.switches
     is_brisk_run = is_run_brisk(request.brisk, request.budget, len(run.plan.groups))
-    return GroupMethod(
+    return MeasurementMethod(
         rule=make_stopping_rule(request.quick, request.rounds, request.budget, is_brisk_run),
-        judge=is_decided,
+        judge=is_case_decided,
         seed=request.seed,
-        limits=Limits(request.case_timeout),
-        quantisers=Quantisers(switches.why_eager),
-        windows=window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None,
+        limits=RequestTimeLimits(request.case_timeout),
+        quantisers=QuantiserCompilation(switches.why_eager),
+        windows=make_window_rule(request, len(run.plan.groups)) if request.ranks is None else None,
         trace_folder=make_trace_folder(run),
         ceilings=_get_rate_ceilings(run, groups, resources),
         warm_up_seconds=switches.warm_up_seconds,
-        choose=None if request.quick or is_brisk_run or request.budget is not None else find_fastest,
+        choose_fastest=None if request.quick or is_brisk_run or request.budget is not None else find_fastest_candidate,
         tapes=switches.tapes,
         tapes_apart=switches.tapes_apart,
         checks_late_steps=request.tape or not request.quick,
@@ -458,18 +469,23 @@ def _choose_group_method(run: Run, groups: Sequence[Group], resources: RunResour
 
 
 def _measure_group(
-    group: Group, run: Run, method: GroupMethod, budget: float | None, resources: RunResources, untimed: Worker | None
+    group: Group,
+    run: Run,
+    method: MeasurementMethod,
+    budget: float | None,
+    resources: RunResources,
+    untimed: Worker | None,
 ) -> tuple[Record, ...]:
     """Measures one group within `budget` seconds. `untimed` is the worker that counts the operators of its steps."""
     request, facts = run.request, {device.key: device for device in run.devices}
     method = replace(method, rule=make_stopping_rule(request.quick, request.rounds, budget, method.brisk))
     if not workloads.get(group.cases[0].case.workload).fused:
-        eager_quantisers = Quantisers("the suite is about numbers, and compiles none")
+        eager_quantisers = QuantiserCompilation("the suite is about numbers, and compiles none")
         method = replace(method, windows=None, quantisers=eager_quantisers)
     if request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan):
-        method = replace(method, capacity=CapacityRule(request.memory_limit or None, with_batch))
+        method = replace(method, capacity=CapacitySearchRule(request.memory_limit or None, replace_batch_size))
     device = next((facts[case.device] for case in _list_running_cases([group])), None)
-    meter = resources.meters.of(device) if device is not None else None
+    device_meter = resources.meters.of(device) if device is not None else None
     concurrent_worker = resources.second if device is not None and not device.accelerated else None
     return GroupMeasurement(
         group,
@@ -477,8 +493,8 @@ def _measure_group(
         resources.timing,
         resources.observer,
         method,
-        meter,
+        device_meter,
         untimed,
-        resources.counting,
+        resources.counting_worker_process,
         concurrent_worker,
     ).run()

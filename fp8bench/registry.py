@@ -82,7 +82,7 @@ class Registry(Generic[T]):
         self._import_all_leaf_modules()
         return dict(self._aliases)
 
-    def canonical(self, word: str) -> str:
+    def find_canonical_name(self, word: str) -> str:
         """Returns the registered name for a name or alias. Raises UnknownName, which suggests the most similar name."""
         self._import_all_leaf_modules()
         name = self._aliases.get(word, word)
@@ -92,7 +92,7 @@ class Registry(Generic[T]):
 
     def get(self, word: str) -> T:
         """Returns a new instance of the registered class with that name or alias."""
-        return self._leaves[self.canonical(word)]()
+        return self._leaves[self.find_canonical_name(word)]()
 
     def _check_leaf_name(self, name: object, leaf: type[T]) -> None:
         """Rejects names that could be mistaken for lists (commas), paths (slashes), or every suite ('all')."""
@@ -126,11 +126,11 @@ class Registry(Generic[T]):
             )
         # A wrong type would otherwise be noticed much later, in a report or a comparison.
         for attribute in self._attributes:
-            value, kind = getattr(leaf, attribute), int if attribute == "rank" else str
-            if type(value) is not kind:
+            value, attribute_type = getattr(leaf, attribute), int if attribute == "rank" else str
+            if type(value) is not attribute_type:
                 raise Fp8benchError(
                     f"the {self.kind} {name!r} has {attribute} = {value!r:.80}, and it must be "
-                    f"{'text' if kind is str else 'a whole number'}. Correct it in {_qualified_name(leaf)}."
+                    f"{'text' if attribute_type is str else 'a whole number'}. Correct it in {_qualified_name(leaf)}."
                 )
 
     def _import_all_leaf_modules(self) -> None:
@@ -160,13 +160,13 @@ _FLOAT64_NAMES = frozenset({"fp64", "float64", "double"})
 class PrecisionRegistry(Registry[Precision]):
     """Precisions by name, optionally with options: `fp8-delayed:history=16:margin=1`."""
 
-    def add_maker(self, make: Callable[[str], Precision | None]) -> None:
+    def add_precision_maker(self, make: Callable[[str], Precision | None]) -> None:
         """Adds a function that makes precisions from names that cannot be registered, such as the name of a callable.
         `get` calls it before it searches the registered names. It returns None for any other name.
         """
         self._makers.append(make)
 
-    def canonical(self, word: str) -> str:
+    def find_canonical_name(self, word: str) -> str:
         """Returns the canonical spelling of a mode (a precision with options): options in declared order, without
         defaults.
         """
@@ -191,15 +191,15 @@ class PrecisionRegistry(Registry[Precision]):
         if level.removeprefix("torch.") in _FLOAT64_NAMES and not is_registered:
             message = f"{word} is not a precision to compare: all errors are already relative to fp64."
             raise UsageError(f"{message} The usual reference is fp32.", word, "fp32")
-        return super().canonical(word)
+        return super().find_canonical_name(word)
 
     def get(self, word: str) -> Precision:
         """Returns the precision that a text such as `fp8-delayed:history=16` describes. Raises UsageError for options
         that the precision does not have.
         """
         # Call the makers first: they handle names that cannot be registered, such as those of callables.
-        for make in self._makers:
-            if (made_precision := make(word)) is not None:
+        for make_precision in self._makers:
+            if (made_precision := make_precision(word)) is not None:
                 return made_precision
         name, *pairs = word.split(":")
         leaf = self._leaves[self._expand_alias(name)]

@@ -79,7 +79,7 @@ _NAME_ALIASES_BY_KIND: dict[str, dict[str, str]] = {
     "choice": {"product": "gemm matmul mm"},
 }
 # The commands that list the names of a kind. An error suggests the command if no known name is similar.
-_EXPLAINING_COMMANDS = {
+_LIST_COMMAND_BY_KIND = {
     "suite": "fp8bench list suites",
     "precision": "fp8bench list precisions",
     "backend": "fp8bench list backends",
@@ -89,13 +89,13 @@ _EXPLAINING_COMMANDS = {
 }
 
 
-def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
+def guess_intended_name(kind: str, given: str, known: Collection[str]) -> str | None:
     """Returns the known name that the user probably meant, or None if no name is similar. The name of an option may
     include the beginning of its value.
     """
     if kind == "key" or kind.startswith("argument of "):
         options = {f"--{name.replace('_', '-')}": name for name in known}
-        return options.get(meant_name("argument", f"--{given.replace('_', '-')}", options) or "")
+        return options.get(guess_intended_name("argument", f"--{given.replace('_', '-')}", options) or "")
     normalised_name = given.lower().removeprefix("torch.")
     if kind == "argument":
         normalised_name = normalised_name.replace("_", "-")
@@ -109,4 +109,4 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
 
 def explaining_command(kind: str) -> str:
     """Returns the command that lists all names of a kind (such as suites), or '' if the kind has no such command."""
-    return _EXPLAINING_COMMANDS.get(kind, "")
+    return _LIST_COMMAND_BY_KIND.get(kind, "")

@@ -24,15 +24,15 @@ RATIO = "ratio"
 _UNIT_SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
 # The highest SQNR (signal to quantisation noise) that is reported, in dB. It corresponds to a relative error of 1e-10.
 # Values without any error also have this SQNR.
-EXACT_DB = 200.0
+EXACT_SQNR_DB = 200.0
 
 
 def parse_number(text: str) -> float:
     """Parses a number as people write it, also '2^10'. Returns NaN for other text."""
-    base, power, exponent = text.partition("^")
+    base, power_sign, exponent = text.partition("^")
     try:
         # math.pow raises an error for a root of a negative number, while ** returns a complex number.
-        return math.pow(float(base), float(exponent)) if power else float(text)
+        return math.pow(float(base), float(exponent)) if power_sign else float(text)
     except (ValueError, OverflowError):
         return math.nan
 
@@ -43,12 +43,12 @@ def parse_number_or_text(text: str) -> float | str:
     return text if math.isnan(number) else number
 
 
-def symbol(unit: str) -> str:
+def get_unit_symbol(unit: str) -> str:
     """Returns the symbol that is shown for a unit: 'joules' -> 'J'. A unit without another symbol is unchanged."""
     return _UNIT_SYMBOLS.get(unit, unit)
 
 
-def list_typed_units() -> dict[str, tuple[float, str]]:
+def list_typable_units() -> dict[str, tuple[float, str]]:
     """Returns every unit that a user may type, by name, as a pair: its size in the stored unit, and the stored unit."""
     typed_units = {
         name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in list_unit_scales(base)
@@ -63,7 +63,7 @@ def list_unit_scales(unit: str) -> Sequence[tuple[float, str]]:
     return _UNIT_SCALES.get(unit) or [(scale, f"{prefix}{unit}") for scale, prefix in _SI_PREFIXES]
 
 
-def significant(value: float, digits: int = 3) -> str:
+def format_significant_digits(value: float, digits: int = 3) -> str:
     """Formats a number with `digits` significant digits. Numbers from a million up and below a millionth have an
     exponent.
     """
@@ -82,17 +82,17 @@ def _choose_unit_scale(value: float, digits: int, scales: Sequence[tuple[float, 
     """Returns the largest scale in which the rounded value is at least 1, so that 0.9996 ms becomes '1.00 ms' and not
     '1000 us'.
     """
-    smallest_rounding_to_one = 1 - 0.5 * 10.0**-digits
-    return next((scale for scale in scales if abs(value) >= scale[0] * smallest_rounding_to_one), scales[-1])
+    min_value_rounded_to_one = 1 - 0.5 * 10.0**-digits
+    return next((scale for scale in scales if abs(value) >= scale[0] * min_value_rounded_to_one), scales[-1])
 
 
 def _format_with_unit(value: float | None, base: str, digits: int) -> str:
     if value is None:
         return NONE
     if value == 0 or not math.isfinite(value):
-        return f"{significant(value)} {base}"
+        return f"{format_significant_digits(value)} {base}"
     scale, unit = _choose_unit_scale(value, digits, _UNIT_SCALES[base])
-    return f"{significant(value / scale, digits)} {unit}"
+    return f"{format_significant_digits(value / scale, digits)} {unit}"
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
@@ -131,7 +131,7 @@ def count(value: float | None, unit: str = "", digits: int = 3) -> str:
     if value is None:
         return NONE
     scale, prefix = _choose_unit_scale(value, digits, _SI_PREFIXES) if math.isfinite(value) else (1.0, "")
-    return f"{significant(value / scale, digits)} {prefix}{unit}".rstrip()
+    return f"{format_significant_digits(value / scale, digits)} {prefix}{unit}".rstrip()
 
 
 def whole(value: int) -> str:
@@ -146,7 +146,7 @@ def size(value: float | None) -> str:
     if math.isnan(value) or abs(value) < 1 << 10:
         return f"{value:.0f} B"
     scale, unit = _choose_unit_scale(value, 3, _BINARY_UNITS)
-    return f"{significant(value / scale)} {unit}"
+    return f"{format_significant_digits(value / scale)} {unit}"
 
 
 def binary_unit(value: float) -> tuple[float, str]:
@@ -164,8 +164,8 @@ def parse_size(text: str) -> int:
     if size_match is None:
         raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
     number, prefix, suffix = size_match.groups()
-    base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
-    return int(Decimal(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
+    unit_base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
+    return int(Decimal(number) * unit_base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
@@ -194,7 +194,7 @@ def ratio(value: float | None) -> str:
         return NONE
     if value == 0 or 0.1 <= abs(value) < 10:
         return f"{value:.3f}x"
-    return f"{significant(value, 3 if abs(value) < 0.1 else 4)}x"
+    return f"{format_significant_digits(value, 3 if abs(value) < 0.1 else 4)}x"
 
 
 def change(ratio: float | None) -> str:
@@ -204,7 +204,7 @@ def change(ratio: float | None) -> str:
     if ratio is None:
         return NONE
     if math.isnan(ratio) or ratio >= 10:
-        return f"x{significant(ratio)}"
+        return f"x{format_significant_digits(ratio)}"
     share = 100 * (ratio - 1)
     for decimals in (1, 2):
         if round(share, decimals):
@@ -214,7 +214,7 @@ def change(ratio: float | None) -> str:
 
 def speed_up(value: float | None) -> str:
     """Formats a speed-up with three digits: 1.6197 -> '1.62x'."""
-    return NONE if value is None else f"{significant(value)}x"
+    return NONE if value is None else f"{format_significant_digits(value)}x"
 
 
 def percentage(value: float | None) -> str:
@@ -225,17 +225,17 @@ def percentage(value: float | None) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Formats a ratio of powers in decibels: 31.56 -> '31.6 dB', or 'exact' from EXACT_DB on."""
+    """Formats a ratio of powers in decibels: 31.56 -> '31.6 dB', or 'exact' from EXACT_SQNR_DB on."""
     if value is None:
         return NONE
-    return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0 avoids '-0.0 dB'
+    return "exact" if value >= EXACT_SQNR_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0 avoids '-0.0 dB'
 
 
 def describe(value: float | None, unit: str, digits: int = 3) -> str:
     """Formats a number in its unit. `digits` applies only to times and energies."""
     if value is None:
         return NONE
-    unit = symbol(unit)
+    unit = get_unit_symbol(unit)
     if unit in _UNIT_SCALES:
         return _format_with_unit(value, unit, digits)
     formats: dict[str, Callable[[float], str]] = {
@@ -244,8 +244,8 @@ def describe(value: float | None, unit: str, digits: int = 3) -> str:
         RATIO: relative_error,
         "dB": decibels,
         "%": percentage,
-        "": significant,
-        "ppm": lambda value: f"{significant(value)} ppm",
+        "": format_significant_digits,
+        "ppm": lambda value: f"{format_significant_digits(value)} ppm",
     }
     return formats[unit](value) if unit in formats else count(value, unit)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fp8bench.features.audit.auditor import AuditCheck, run_checks
 from fp8bench.features.audit.host import KernelHost
 from fp8bench.features.audit.times import AUDIT_CHECKS
-from fp8bench.features.audit.values import Audit, AuditOutcome
+from fp8bench.features.audit.values import AuditOutcome, AuditReport
 from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings
@@ -28,14 +28,14 @@ def result_of(
     checks: Sequence[AuditCheck] = AUDIT_CHECKS,
     ceilings: Ceilings | None = None,
     seed: int = 0,
-) -> Audit:
+) -> AuditReport:
     """Audits a fresh copy of the kernel in this process."""
     facts = devices.get(device).available()[0]
     host = KernelHost(kernel.made(), kernel.signature, facts)
     return run_checks(kernel.name, host, kernel.signature, facts, seed, checks, ceilings)
 
 
-def codes_of(audit: Audit) -> str:
+def codes_of(audit: AuditReport) -> str:
     """Returns the codes of all failed findings, in the order of the checks; '-' if nothing failed."""
     failed = (finding.code for finding in audit.findings if finding.outcome is not AuditOutcome.PASS)
     return ", ".join(dict.fromkeys(failed)) or "-"
@@ -47,7 +47,7 @@ def main() -> int:
     device = options(__doc__, device=("cpu", "cpu or cuda")).device
     torch.set_num_threads(1)
     ceilings = measure_ceilings(LocalWorker(Settings()), devices.get(device).available()[0])
-    audits: dict[str, list[Audit]] = {}
+    audits: dict[str, list[AuditReport]] = {}
     for title, kernels in (("lies", LIES), ("honest kernels", HONEST), ("lies that no audit catches", UNCAUGHT)):
         say(f"\n{len(kernels)} {title}\n")
         audits[title] = []

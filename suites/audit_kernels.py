@@ -24,7 +24,7 @@ from fp8bench.formats.recipes import (
     TENSOR,
     Treatment,
 )
-from fp8bench.model.promises import Signature
+from fp8bench.model.promises import CallablePromise
 from fp8bench.user_code.named import make_signature
 
 BF16 = torch.bfloat16
@@ -49,14 +49,14 @@ class Kernel:
     """
 
     name: str
-    promise: Signature | str
+    promise: CallablePromise | str
     function: Callable[..., Any]
     code: str = ""
     thread: str = ""
     remembers: bool = False
 
     @property
-    def signature(self) -> Signature:
+    def signature(self) -> CallablePromise:
         return make_signature("product", self.promise) if isinstance(self.promise, str) else self.promise
 
     def made(self) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from fp8bench.analysis.samples import sustained_samples
+from fp8bench.analysis.samples import get_sustained_samples
 from fp8bench.files import write_whole
 from fp8bench.model.consumed import EnergyWindow
 from fp8bench.store.runs.listing import run_files
@@ -214,7 +214,7 @@ def sustained(above: str, below: str) -> Reader:
         windows: list[EnergyWindow] = []
         for record in load_run(files.begun()[-1]).records:
             if record.case.precision in seconds:
-                seconds[record.case.precision][record.case.params] = median(sustained_samples(record))
+                seconds[record.case.precision][record.case.params] = median(get_sustained_samples(record))
             if record.case.precision == below and record.energy:
                 windows += record.energy.windows
         slow, fast = seconds[above], seconds[below]

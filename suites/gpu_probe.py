@@ -104,7 +104,7 @@ def probe() -> dict[str, Any]:
         facts = next((device for device in worker.probe() if device.kind == "cuda"), None)
         if facts is None:
             raise SystemExit(f"torch {torch.__version__} sees no CUDA device")
-        overheads = worker.within(START_SECONDS).overheads(facts)
+        overheads = worker.with_time_limit(START_SECONDS).overheads(facts)
     supports = {name: precisions.get(name).support(facts) for name in precisions.names()}
     return {
         "device": encode(facts),

@@ -114,13 +114,13 @@ def _ranks_over_bare_loop(size: Size) -> float:
     with RanksWorker(Settings(), 2) as worker:
         facts = worker.probe()
         request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", (_RANK_SHAPE,)),), ranks=2)
-        worker.within(_RANK_SECONDS).prepare("a", make_plan(request, facts).groups[0].cases[0].case, facts[0])
+        worker.with_time_limit(_RANK_SECONDS).prepare("a", make_plan(request, facts).groups[0].cases[0].case, facts[0])
         for turn in range(size.choose(_RANK_PAIRS, 1)):
-            first_loop = worker.within(_RANK_SECONDS).loop("a", 1)
+            first_loop = worker.with_time_limit(_RANK_SECONDS).loop("a", 1)
             start = time.perf_counter()
-            worker.within(_RANK_SECONDS).slot("a", 1, 0)
+            worker.with_time_limit(_RANK_SECONDS).slot("a", 1, 0)
             slot = time.perf_counter() - start
-            loop = first_loop if turn % 2 else worker.within(_RANK_SECONDS).loop("a", 1)
+            loop = first_loop if turn % 2 else worker.with_time_limit(_RANK_SECONDS).loop("a", 1)
             ratios.append(slot / loop)
     return float(f"{statistics.median(ratios):.6g}")
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8bench
-from fp8bench.features.train.health.health import Health
+from fp8bench.features.train.health.health import TrainingHealth
 from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
 from suites import illness_families as families
 from suites.loop_styles import STYLES, WELL_STEPS, Batch, Illness, Loop, healthy_loops, in_styles, make_generator
@@ -221,7 +221,7 @@ def run(folder: Path, illness: Illness, seed: int, steps: int) -> tuple[Reports,
         part = path.with_suffix(".part")
         part.write_bytes(gzip.compress(pickle.dumps(train(illness, seed, steps)), 4))
         part.rename(path)
-    health = Health((Arm("own", "fp32", ArmRole.REFERENCE),))
+    health = TrainingHealth((Arm("own", "fp32", ArmRole.REFERENCE),))
     reports: Reports = pickle.loads(gzip.decompress(path.read_bytes()))
     alarms = []
     for step, lines in reports:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench import model
-from fp8bench.store.figures.cache import cache_path
+from fp8bench.store.figures.cache import get_figure_cache_path
 from fp8bench.store.runs.run_file import infer_plan, start_run
 from suites.trials import run_command
 
@@ -188,7 +188,7 @@ WORKS = {
     "from the runs": _CHANGES,
     "first open": _CHANGES,
     "show": f"{OPENED}assert len(history.trends(history.names[0].__eq__)[0].figures) > 1",
-    "list": f"{OPENED}assert len(history.endings(lambda name: True)) > 1",
+    "list": f"{OPENED}assert len(history.list_trend_endings(lambda name: True)) > 1",
     "after a run": _CHANGES,
     "after a run of all": _CHANGES,
 }
@@ -197,7 +197,7 @@ WORKS = {
 def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Cost:
     """Returns the smallest cost of one of WORKS over several repetitions. It changes the store of the folder."""
     store = folder / ".fp8bench"
-    cache, copy = cache_path(store), folder / "copy.sqlite"
+    cache, copy = get_figure_cache_path(store), folder / "copy.sqlite"
     if what == "from the runs":
         cache.unlink(missing_ok=True)
         return cost_of(_CHANGES, folder, reading=True)

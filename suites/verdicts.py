@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from fp8bench.features.train.values import Arm, ArmRole, StepRow
 from fp8bench.features.train.verdicts.curves import (
-    Curve,
-    CurveKey,
-    Learned,
-    SeedPair,
-    judge_pairs,
+    ArmAndSeed,
+    LearningVerdict,
+    LossCurve,
+    SeedComparison,
+    judge_seed_pairs,
 )
 from fp8bench.features.train.verdicts.verdicts import judge_arms, measure_speed
 from suites.trials import ROOT, Table, options, write_document
@@ -104,7 +104,7 @@ def noises(only: str = "") -> dict[str, Noise]:
     return {name: noise for name, noise in noises_by_name.items() if only in name}
 
 
-def share(verdicts: Container[Learned], noise: Noise, studies: int, spread: float, shift: float = 0.0) -> float:
+def share(verdicts: Container[LearningVerdict], noise: Noise, studies: int, spread: float, shift: float = 0.0) -> float:
     """Returns the share of studies with one of these verdicts. Their arm is worse than its reference by `shift`.
 
     The studies are the same in every call.
@@ -112,17 +112,17 @@ def share(verdicts: Container[Learned], noise: Noise, studies: int, spread: floa
     gaps = shift + spread * noise(np.random.default_rng(SEEDS), studies, SEEDS)
     count = 0
     for study in gaps.tolist():
-        pairs = [SeedPair(seed, *both) for seed, both in enumerate(study)]
-        count += judge_pairs(pairs, MARGIN).learned in verdicts
+        pairs = [SeedComparison(seed, *both) for seed, both in enumerate(study)]
+        count += judge_seed_pairs(pairs, MARGIN).learned in verdicts
     return count / studies
 
 
 # The shares of studies with a verdict although nothing differs, and with a verdict on a planted loss.
-false_alarms = partial(share, (Learned.WORSE, Learned.BETTER))
-found = partial(share, (Learned.WORSE,))
+false_alarms = partial(share, (LearningVerdict.WORSE, LearningVerdict.BETTER))
+found = partial(share, (LearningVerdict.WORSE,))
 
 
-def draw_curves(draw: Draw, noise: Noise) -> dict[CurveKey, Curve]:
+def draw_curves(draw: Draw, noise: Noise) -> dict[ArmAndSeed, LossCurve]:
     """Draws the curves of a study. Its spread and planted loss are random, and held-out text is evaluated after every
     step.
     """
@@ -130,7 +130,7 @@ def draw_curves(draw: Draw, noise: Noise) -> dict[CurveKey, Curve]:
     spread, shift = draw.choice(SPREADS), draw.choice((0.0, *PLANTED))
     gaps = shift + spread * noise(draw, 1, SEEDS)[0]
     moves = spread * draw.standard_normal((2, SEEDS, _ENDING_STEPS)) * [[[_STEP_NOISE]], [[1]]]
-    curves: dict[CurveKey, Curve] = {}
+    curves: dict[ArmAndSeed, LossCurve] = {}
     for seed in range(SEEDS):
         base = reference * (1 + 0.01 * seed)
         training, held_out = (base * (1 + gaps[seed, kind] + moves[kind, seed]) for kind in (0, 1))
@@ -139,8 +139,8 @@ def draw_curves(draw: Draw, noise: Noise) -> dict[CurveKey, Curve]:
     return curves
 
 
-def _verdict_at(curves: Mapping[CurveKey, Curve], end: int) -> Learned:
-    cut: dict[CurveKey, Curve] = {}
+def _verdict_at(curves: Mapping[ArmAndSeed, LossCurve], end: int) -> LearningVerdict:
+    cut: dict[ArmAndSeed, LossCurve] = {}
     for key, curve in curves.items():
         held_out = {step: loss for step, loss in curve.held_out.items() if step <= end}
         cut[key] = replace(curve, steps=end, rows=curve.rows[:end], held_out=held_out)
@@ -180,9 +180,9 @@ def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
     return held / studies, float(np.mean(points))
 
 
-def _curve(losses: Floats, held_out: Sequence[float] = ()) -> Curve:
+def _curve(losses: Floats, held_out: Sequence[float] = ()) -> LossCurve:
     rows = (StepRow("", 0, step, loss, 0, 0, 0, 0, 0, 1, 64, 0.01) for step, loss in enumerate(losses.tolist()))
-    return Curve(len(losses), tuple(rows), dict(enumerate(held_out, 1)))
+    return LossCurve(len(losses), tuple(rows), dict(enumerate(held_out, 1)))
 
 
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.features.duel.values import CaseResult, Duel, DuelSide, Session
+from fp8bench.features.duel.values import CaseResult, CaseSession, Duel, DuelSide
 from fp8bench.model import Environment, Request, Status
 from tests.fakes import CPU, record, steady
 
 FACTS = Environment({"python": "3.11.7", "torch": "2.13.0", "numpy": None})
-SESSION = Session((steady(1000, 5), steady(1001, 5)), (steady(1100, 5), steady(1101, 5)), "time was up after 5 rounds")
+SESSION = CaseSession(
+    (steady(1000, 5), steady(1001, 5)), (steady(1100, 5), steady(1101, 5)), "time was up after 5 rounds"
+)
 
 
 def side(name: str) -> DuelSide:
@@ -17,7 +19,7 @@ def side(name: str) -> DuelSide:
     return DuelSide(name, f"side {name}", "/usr/bin/python", "", FACTS, (CPU,))
 
 
-def result(precision: str, *sessions: Session, status: Status = Status.OK) -> CaseResult:
+def result(precision: str, *sessions: CaseSession, status: Status = Status.OK) -> CaseResult:
     """A case with these sessions."""
     return CaseResult(record(None, precision), record(None, precision, status=status), sessions)
 

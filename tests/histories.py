@@ -27,7 +27,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.registry import workloads
-from fp8bench.store.asv.identity import Home
+from fp8bench.store.asv.identity import MachineInterpreter
 from fp8bench.store.commit_runs import (
     TrackedRun,
     collect_series,
@@ -36,10 +36,10 @@ from fp8bench.store.commit_runs import (
     merge_commit_points,
     read_runs,
 )
-from fp8bench.store.figures.lines import History, find_or_add_home, trend_sort_key
+from fp8bench.store.figures.lines import History, find_or_add_machine_home, trend_sort_key
 from fp8bench.store.figures.tables import commit_date, median_with_interval
 from fp8bench.store.runs.run_file import load_run, start_run
-from fp8bench.store.series import list_cells
+from fp8bench.store.series import list_grid_cells
 from tests.runs import CPU, NATIVE, run_of
 
 FOLLOWED = [name for name in workloads.names(hidden=True) if workloads.get(name).history is not None]
@@ -78,7 +78,7 @@ def timing(nanoseconds: int, rounds: int = ROUNDS) -> Timing:
 def records(milliseconds: float = 1.0, status: Status = Status.OK, rounds: int = ROUNDS) -> list[Record]:
     """The first shape of gemm's grid in fp32, the reference, and in bf16, which takes half as long."""
     workload = workloads.get("gemm")
-    params = next(iter(list_cells(workload, CPU, None)))
+    params = next(iter(list_grid_cells(workload, CPU, None)))
     made = []
     for precision, share in (("fp32", 2.0), ("bf16", 1.0)):
         case = Case("gemm", params, precision, "cpu", version=workload.version)
@@ -159,7 +159,7 @@ class Trends(NamedTuple):
 
 
 def trends_of(history: History, wanted: Callable[[str], bool]) -> Trends:
-    return Trends(history.trends(wanted), history.runs, history.commits, history.left_out_reasons)
+    return Trends(history.trends(wanted), history.runs, history.commits, history.skipped_run_reasons)
 
 
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
@@ -179,19 +179,19 @@ def figure_of(tracked: TrackedRun, point: Point) -> Figure:
 
 def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
     """All trends with requested names, sorted, by reading every run: the oracle for an opened history."""
-    lines: dict[tuple[Home, str, Cell], _Line] = {}
-    homes: list[Home] = []
+    lines: dict[tuple[MachineInterpreter, str, Cell], _Line] = {}
+    homes: list[MachineInterpreter] = []
     left: Counter[str] = Counter()
     runs = commits = 0
     for paths in list_files_by_commit(store).values():
         read = read_runs(paths)
-        left.update(read.left_out_reasons)
+        left.update(read.skipped_run_reasons)
         runs += len(read.runs)
         commits += bool(read.runs)
         for members in group_by_interpreter(read.runs):
             oldest, newest = members[0], members[-1]
             series = {metric.name: (rank, metric) for rank, metric in enumerate(collect_series(members))}
-            home = find_or_add_home(oldest.identity.home, homes)
+            home = find_or_add_machine_home(oldest.identity.home, homes)
             for (name, values), point in merge_commit_points(members).items():
                 figure, (rank, definition) = figure_of(oldest, point), series[name]
                 when = figure.date if figure.date is not None else oldest.sort_key[0] * 1000

@@ -8,19 +8,19 @@ from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     Arm,
     ArmRole,
-    KeptTraining,
     StepRow,
+    StoredTraining,
     StreamLine,
     TokenSpan,
     Training,
-    TrainingText,
+    TrainingTokens,
     Validation,
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import Environment
 from tests.facts import CPU
 
-TEXT = TrainingText(TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), 256, "bytes", "0" * 64)
+TEXT = TrainingTokens(TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), 256, "bytes", "0" * 64)
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
 CANDIDATE = Arm("fp8", "fp8", native=False)
 REPEAT = Arm("bf16 again", "bf16", ArmRole.REPEAT)
@@ -34,7 +34,7 @@ def training(*candidates: Arm, steps: int = 100, seeds: int = 5, margin: float =
 
 
 def judged(lines_told: Iterable[StreamLine], of: Training | None = None, finished: bool = True) -> JudgedTraining:
-    kept = KeptTraining(of or training(), tuple(lines_told), finished, "store/trainings/one/steps.jsonl")
+    kept = StoredTraining(of or training(), tuple(lines_told), finished, "store/trainings/one/steps.jsonl")
     return JudgedTraining(kept)
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fp8bench.model import Case, Finding, Interval, Label, Record, Scalar, Status, Verdict, Work
 from fp8bench.report.elements import Element, Page, Part
-from fp8bench.report.page.section import Material, load_sections, make_material
+from fp8bench.report.page.section import Material, load_sections, make_report_material
 from fp8bench.report.terminal import layout
 from tests.runs import (
     EMULATED,
@@ -31,12 +31,12 @@ LONG = "<script>alert(1)</script>" + 275 * "x"
 
 
 def material(*made: Made) -> Material:
-    return make_material([run for run, _ in made], [findings for _, findings in made])
+    return make_report_material([run for run, _ in made], [findings for _, findings in made])
 
 
 def built(name: str, *made: Made) -> Part | None:
     """The section's part for these runs."""
-    return load_sections()[name].build_part(material(*made))
+    return load_sections()[name].build_page_part(material(*made))
 
 
 def part(name: str, *made: Made) -> Part:

@@ -8,20 +8,20 @@ from fp8bench.report.elements import (
     AnyChart,
     Bars,
     ChartAxis,
+    ChartMark,
     ChartPoint,
     Code,
     Column,
-    Facts,
     Field,
-    Items,
     Lines,
-    Mark,
+    NameValuePairs,
     Page,
     Part,
     Scatter,
     Stacks,
     Table,
     Text,
+    TextList,
     Tone,
 )
 
@@ -105,16 +105,16 @@ def bars() -> Bars:
     )
 
 
-def _bar(dtype: str, width: int, place: int) -> Mark:
+def _bar(dtype: str, width: int, place: int) -> ChartMark:
     value = 1.9 - 0.45 * place + (0.1 if width == 1024 else 0)
     tone = Tone.GOOD if place == 0 else Tone.BAD if place == 1 else Tone.DOUBT
     hint = f"{dtype}: {value:.2f}x, 99% interval [{value - 0.05:.2f}, {value + 0.05:.2f}]"
-    return Mark(dtype, value, value - 0.05, value + 0.05, tone, hint)
+    return ChartMark(dtype, value, value - 0.05, value + 0.05, tone, hint)
 
 
 def charts() -> tuple[AnyChart, ...]:
     """One of each kind."""
-    then, now = Mark("fp8", 0.012, 0.011, 0.013), Mark("bf16", 0.024)
+    then, now = ChartMark("fp8", 0.012, 0.011, 0.013), ChartMark("bf16", 0.024)
     history = (("fp8", (then, None)), ("bf16", (None, now)))
     points = (
         ChartPoint("fp8", "fp8 small", 1.6, 3e-2, Tone.GOOD, x_low=1.5, x_high=1.7),
@@ -149,10 +149,12 @@ def whole_page(num_rows: int = 60) -> Page:
         Text("mxfp8 does not: 0.8 times.", Tone.BAD),
         Text("nvfp4 is emulated here, so its time says nothing about speed.", Tone.DOUBT),
         Text("Two things to know", Tone.STRONG),
-        Items((Text("The noise floor is 0.6%."), Text("One case was skipped.", Tone.DOUBT))),
+        TextList((Text("The noise floor is 0.6%."), Text("One case was skipped.", Tone.DOUBT))),
     )
     environment = (
-        Facts((("device", "NVIDIA H200, 139 GiB"), ("torch", "2.13.0, CUDA 13"), ("commit", "a1b2c3d4, clean"))),
+        NameValuePairs(
+            (("device", "NVIDIA H200, 139 GiB"), ("torch", "2.13.0, CUDA 13"), ("commit", "a1b2c3d4, clean"))
+        ),
         Code("fp8bench suite transformer --dtypes bf16,fp8,mxfp8,nvfp4"),
     )
     return Page(
@@ -178,6 +180,6 @@ def hostile_page() -> Page:
 def _hostile_part(name: str) -> Part:
     columns = (Column(name, hint=name), Column(name, number=True, hint=name, unit=name))
     rows = ((Field(name), Field(name, math.inf)), (Field(name), Field("nan", math.nan)))
-    chart = Bars(name, name, name, ChartAxis(name), ((name, (Mark(name, 1.0, hint=name),)),))
-    texts = (Text(name, Tone.STRONG), Items((Text(name),)), Facts(((name, name),)), Code(name))
+    chart = Bars(name, name, name, ChartAxis(name), ((name, (ChartMark(name, 1.0, hint=name),)),))
+    texts = (Text(name, Tone.STRONG), TextList((Text(name),)), NameValuePairs(((name, name),)), Code(name))
     return Part(name, name, (*texts, Table(name, name, columns, rows, main=True), chart), name)

@@ -9,7 +9,7 @@ from functools import partial
 from hypothesis import strategies as st
 
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.analysis.labels import CAN_BE_HARD
+from fp8bench.analysis.labels import POSSIBLY_HARD_LABELS
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -300,7 +300,7 @@ def wild_runs(draw: st.DrawFn) -> Made:
                 labels=tuple(labels),
                 why=reason,
                 label_reasons=tuple((label, draw(words)) for label in labels[::2]),
-                hard=tuple(label for label in labels if label in CAN_BE_HARD),
+                hard=tuple(label for label in labels if label in POSSIBLY_HARD_LABELS),
             )
     return run_of(records, path=draw(words), troubles=(draw(words),)), findings
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fp8bench.model.step import OperatorCount, Tape
 from fp8bench.protocols import Phases
-from fp8bench.tape.counting import count_tape
+from fp8bench.tape.counting import count_operator_calls
 from fp8bench.tape.recorder import OperatorTape
 
 
@@ -20,7 +20,7 @@ def tape_in_phases(run: Callable[[Phases], object]) -> Tape:
     mode = OperatorTape()
     with mode:
         run(mode.phases)
-    return count_tape(mode.calls)
+    return count_operator_calls(mode.calls)
 
 
 def only(tape: Tape, operator: str) -> OperatorCount:

@@ -27,7 +27,7 @@ from fp8bench.model.stopping import QUICK_ROUNDS
 from fp8bench.plan.corpus import default_corpus_identity
 from fp8bench.registry import workloads
 from fp8bench.store.asv.files import load_benchmarks
-from fp8bench.store.asv.view import define_series, results_folder
+from fp8bench.store.asv.view import asv_results_folder, define_series
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import make_series
@@ -146,7 +146,7 @@ class Place:
 
     @property
     def results(self) -> Path:
-        return results_folder(self.root / ".fp8bench")
+        return asv_results_folder(self.root / ".fp8bench")
 
     def files(self, commit: str) -> list[Path]:
         """asv's results files of a commit."""
@@ -316,7 +316,7 @@ def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: P
     store = tmp_path / "store"
     shutil.copytree(place.root / ".fp8bench" / "runs", store / "runs")
     place.fp8bench("history", "rebuild", "--store", str(store), "--import", "./my_work.py")
-    (path,) = results_folder(store).glob(f"*/{story.commits[commit][:8]}-*.json")
+    (path,) = asv_results_folder(store).glob(f"*/{story.commits[commit][:8]}-*.json")
     content = json.loads(path.read_text())
     assert {key: content[key] for key in ("params", "env_name", "python", "date")} == {
         key: before.file[key] for key in ("params", "env_name", "python", "date")

@@ -13,7 +13,7 @@ from fp8bench.api import load
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.values import ArmCost
 from fp8bench.model import EnergyUse, Run
-from fp8bench.model.stopping import Settling
+from fp8bench.model.stopping import DeviceSettling
 from tests.measure.sensors.nvml.library import Device, Simulation, build, uuid_of, why_not
 from tests.trainings import write_tokens
 
@@ -52,7 +52,7 @@ def ran(simulation: Simulation, folder: Path, *words: str, warming_up: bool = Fa
     return load("last", folder / "store"), text
 
 
-def settled_in_time(settling: Settling | None) -> TypeGuard[Settling]:
+def settled_in_time(settling: DeviceSettling | None) -> TypeGuard[DeviceSettling]:
     """The library's clock and temperature are constant; on a busy machine the time limit may come first."""
     return settling is not None and (settling.settled or settling.looks[-1].at >= settling.limit)
 

@@ -27,9 +27,9 @@ from fp8bench import files
 from fp8bench.errors import AsvFileError, StoreError, UsageError
 from fp8bench.files import (
     LineWriter,
-    append_lines,
+    append_file_lines,
     check_folder,
-    end_last_line,
+    complete_last_line,
     is_locked,
     lock,
     lock_folder,
@@ -39,7 +39,7 @@ from fp8bench.files import (
     write_whole,
 )
 from fp8bench.model import Case
-from fp8bench.model.file_names import make_safe, name_case_file
+from fp8bench.model.file_names import make_safe_file_name, name_case_file
 from fp8bench.store.asv.files import write_object
 from fp8bench.store.asv.view import remove_abandoned_files
 from tests.counts import for_each
@@ -235,8 +235,8 @@ def test_in_a_read_only_folder_nothing_is_left(read_only: Path) -> None:
 
 def test_lines_are_through_to_the_disk_and_stand_alone(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with old.open("a+b") as file:
-        end_last_line(file)
-        end_last_line(file)
+        complete_last_line(file)
+        complete_last_line(file)
         writer = LineWriter(old, file, "the list")
         writer.note("one")
         assert without_sums(old.read_bytes()).decode() == f'{OLD}\n{{"note":"one"}}\n'
@@ -300,7 +300,7 @@ def test_what_is_lost_is_made_up_for() -> None:
     mapped = Case("gemm", (), "fp8", "cpu", (("mlp", "bf16"),))
     assert name_case_file(mapped).startswith("gemm-cpu-fp8_mlp=bf16_-")
     names = {
-        make_safe(text)
+        make_safe_file_name(text)
         for text in ("a/b", "a_b", "A_b", "a\nb", "a b", "é", "ü", "..", ".", "-", "", "x" * 300, "x" * 301)
     }
     assert len(names) == 13
@@ -308,14 +308,14 @@ def test_what_is_lost_is_made_up_for() -> None:
 
 @given(WORDS, WORDS, WORDS, WORDS)
 def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, precision: str) -> None:
-    for part in (name_case_file(Case(workload, ((name, value),), precision, "cpu")), make_safe(value) or "_"):
+    for part in (name_case_file(Case(workload, ((name, value),), precision, "cpu")), make_safe_file_name(value) or "_"):
         assert Path(part).name == part and part not in (".", "..") and part[0] not in ".-" and len(part) < 200
         assert part.isascii() and part.isprintable() and not set(part) & set('/\\:*?"<>| ')
 
 
 @given(WORDS, WORDS)
 def test_different_words_have_different_names(first: str, other: str) -> None:
-    assert (make_safe(first).lower() == make_safe(other).lower()) == (first == other)
+    assert (make_safe_file_name(first).lower() == make_safe_file_name(other).lower()) == (first == other)
 
 
 @for_each("name", ["file", "file/below", "zero\0byte", "x" * 300])
@@ -367,7 +367,7 @@ def test_what_is_no_regular_file_of_a_plausible_size_is_a_sentence(
             "endless": lambda: path.touch() or os.truncate(path, 64 << 30),
         }
         makers[kind]()
-    for use in (read_file, lambda path: append_lines(path, ["{}"])):
+    for use in (read_file, lambda path: append_file_lines(path, ["{}"])):
         with pytest.raises(OSError, match=why) as caught:
             use(path)
         assert str(caught.value.strerror).startswith(why)

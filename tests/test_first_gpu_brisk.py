@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.errors import EXIT_FAILED
 from fp8bench.measure import group as group_module
 from fp8bench.measure.device_watch import Settler
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.sensors.energy import Source, SourceKind
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.windows import WindowPass, window_rule_for
+from fp8bench.measure.windows import WindowPass, make_window_rule
 from fp8bench.model import DeviceFacts, Group
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import make_stopping_rule
@@ -211,11 +211,11 @@ def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, mo
     for group in groups:
         scripts = {case.case.mode: lasting(1e3 * clock.step(case)) for case in group.cases}
         timing.scripts = untimed.scripts = scripts
-        method = GroupMethod(
+        method = MeasurementMethod(
             rule=make_stopping_rule(False, 24, None, True),
-            judge=is_decided,
+            judge=is_case_decided,
             seed=0,
-            windows=window_rule_for(request, len(groups)),
+            windows=make_window_rule(request, len(groups)),
             warm_up_seconds=5.0,
             brisk=True,
         )

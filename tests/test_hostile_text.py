@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.progress import LiveLine
-from fp8bench.cli.streams import complain
+from fp8bench.cli.streams import write_sentence_to_stderr
 from fp8bench.features.gate.judging import GateVerdict as GateVerdict
 from fp8bench.features.gate.judging import judge_first_look
 from fp8bench.features.gate.view import render_junit
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.report.comparisons import comparison_rows
 from fp8bench.report.data.plain import csv_text
-from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text
+from fp8bench.report.elements import Code, Column, Field, NameValuePairs, Page, Part, Table, Text, TextList
 from fp8bench.report.page import html, markdown
 from fp8bench.report.terminal.layout import render
 from tests.commands import Say
@@ -106,11 +106,11 @@ def comparison(**changes: object) -> Comparison:
 def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     columns = (Column(NASTY, shared=True), Column(NASTY), Column(NASTY, number=True), Column(NASTY, below=True))
     table = Table("t", NASTY, columns, (tuple(Field(NASTY) for _ in columns),))
-    items = Items((Text(NASTY),))
+    items = TextList((Text(NASTY),))
     page = Page(
         NASTY,
         NASTY,
-        (Part("p", NASTY, (Text(NASTY), items, Facts(((NASTY, NASTY),)), Code(NASTY), table), NASTY),),
+        (Part("p", NASTY, (Text(NASTY), items, NameValuePairs(((NASTY, NASTY),)), Code(NASTY), table), NASTY),),
         (NASTY,),
         ((NASTY, NASTY),),
     )
@@ -120,7 +120,7 @@ def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert not obeyed(markdown.render(page), "\t")
     assert not obeyed(html.render(page), "\t", "\u00a0", "\ufffd")
     assert not obeyed(csv_text(*comparison_rows([comparison()])))
-    complain(f"{NASTY}\n  {NASTY}")
+    write_sentence_to_stderr(f"{NASTY}\n  {NASTY}")
     assert not obeyed(capsys.readouterr().err)
 
 

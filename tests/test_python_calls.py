@@ -13,7 +13,7 @@ import pytest
 import fp8bench
 from fp8bench import CommandResult, api
 from fp8bench.cli.calls import explain_arguments, make_command_call, python_keyword
-from fp8bench.cli.main import build_parser, command_module, parse_words, subparsers_by_name
+from fp8bench.cli.main import build_parser, import_command_module, parse_command_words, subparsers_by_name
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.jobs.report_files import find_report_page
 from tests.commands import Say
@@ -38,7 +38,7 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
         seen.append(arguments)
         return CommandResult(None, lambda: None)  # type: ignore[arg-type, return-value]
 
-    monkeypatch.setattr(command_module(name), "answer", answer)
+    monkeypatch.setattr(import_command_module(name), "answer", answer)
     make_command_call(name)(*words, **given)
     return vars(seen[0])
 
@@ -75,7 +75,7 @@ def test_a_call_is_the_command_line(
         with pytest.raises(UnknownName, match="unknown argument of sensitivity 'quick'"):
             asked(name, monkeypatch, *words, **given)
         return
-    known = vars(parse_words(build_parser([name]), [name, *line.split()]))
+    known = vars(parse_command_words(build_parser([name]), [name, *line.split()]))
     assert asked(name, monkeypatch, *words, **given) == known
 
 

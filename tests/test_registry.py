@@ -35,7 +35,7 @@ def test_what_is_registered_is_found_by_name_and_alias(registry: Registry[Thing]
     registry.register("one", "uno", "ein")(Thing)
     assert registry.names() == ["one"]
     assert registry.aliases() == {"uno": "one", "ein": "one"}
-    assert registry.canonical("uno") == "one" and registry.canonical("one") == "one"
+    assert registry.find_canonical_name("uno") == "one" and registry.find_canonical_name("one") == "one"
     assert isinstance(registry.get("ein"), Thing)
     assert registry.get("one") is not registry.get("one")
 
@@ -62,7 +62,7 @@ def test_unknown_names_list_the_known_ones_and_the_nearest(registry: Registry[Th
 def test_a_level_of_ms_amp_is_no_precision_and_says_where_it_is_an_arm(word: str) -> None:
     level = word.lower().partition(":")[0]
     with pytest.raises(UsageError, match=rf"^{level} is .* fp8bench train --dtypes bf16,{level}, without opt"):
-        precisions.canonical(word)
+        precisions.find_canonical_name(word)
     assert tuple(arms.MSAMP_LEVELS) == MSAMP_LEVELS
     assert {finding.precision for finding in arms.MSAMP_LEVELS.values()} == {"fp8:scale=pow2"}
 
@@ -106,7 +106,7 @@ def test_leaves_of_a_package_are_found_by_walking_it(tmp_path: Path, monkeypatch
 def test_the_three_registries_know_what_the_road_needs() -> None:
     assert {"transformer", "gemm"} <= set(workloads.names())
     assert {"fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"} <= set(precisions.names())
-    assert precisions.canonical("fp4") == "nvfp4"
+    assert precisions.find_canonical_name("fp4") == "nvfp4"
     assert devices.names() == ["cpu", "cuda", "xpu"]
 
 

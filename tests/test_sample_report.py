@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.jobs.report_files import Pages, write_report
+from fp8bench.jobs.report_files import ReportDestinations, write_report
 from fp8bench.store.runs.run_file import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +30,7 @@ def test_it_equals_a_fresh_rendering(tmp_path: Path) -> None:
     others = other_versions()
     if others or sys.version_info[:2] != (3, 11):
         pytest.skip(f"bytes are compared under Python 3.11 and constraints.txt only, not {', '.join(others) or 'this'}")
-    write_report([load_run(SAMPLE / "run.jsonl")], tmp_path, Pages(html=tmp_path / "again.html"))
+    write_report([load_run(SAMPLE / "run.jsonl")], tmp_path, ReportDestinations(html=tmp_path / "again.html"))
     assert (tmp_path / "again.html").read_text() == (SAMPLE / "report.html").read_text()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import units
-from fp8bench.model.specs import spec_of
+from fp8bench.model.specs import find_metric_spec
 from tests.counts import for_each
 
 
@@ -21,7 +21,7 @@ def tokens(value: float | None) -> str:
 
 # A function and its text for a number; None is always a dash, and zero differs from nearly zero.
 SHOWN: dict[Callable[..., str], list[tuple[float | None, str]]] = {
-    units.significant: [
+    units.format_significant_digits: [
         (0.0, "0"), (1.0, "1.00"), (-1.0, "-1.00"), (0.0243, "0.0243"), (0.9996, "1.00"), (9.996, "10.0"),
         (99.96, "100"), (999.6, "1000"), (123456.0, "123000"), (999999.0, "1.00e+06"), (1.5e7, "1.50e+07"),
         (1e-7, "1.00e-07"), (1.7976931348623157e308, "1.80e+308"), (5e-324, "4.94e-324"), (math.nan, "nan"),
@@ -109,7 +109,7 @@ def test_count_without_a_unit_has_no_trailing_blank() -> None:
     ],
 )
 def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
-    assert spec_of(metric).unit == unit
+    assert find_metric_spec(metric).unit == unit
 
 
 @for_each(
@@ -147,14 +147,18 @@ def test_measured_numbers_are_shown_by_their_units(value: float | None, unit: st
 
 
 def test_a_plain_ratio_is_shown_by_its_metric() -> None:
-    assert spec_of("gradient_vanished").to_text(0.25, "ratio") == "25.0%"
-    assert spec_of("gradient_vanished").to_text(0.0, "ratio") == "0%"
-    assert spec_of("relative_loss").to_text(1.000421, "x") == "1.00042x"
-    assert spec_of("gradient_error").to_text(0.25, "ratio") == spec_of("gradient_error").to_text(0.25, "") == "2.5e-01"
+    assert find_metric_spec("gradient_vanished").format_value(0.25, "ratio") == "25.0%"
+    assert find_metric_spec("gradient_vanished").format_value(0.0, "ratio") == "0%"
+    assert find_metric_spec("relative_loss").format_value(1.000421, "x") == "1.00042x"
+    assert (
+        find_metric_spec("gradient_error").format_value(0.25, "ratio")
+        == find_metric_spec("gradient_error").format_value(0.25, "")
+        == "2.5e-01"
+    )
 
 
 def test_units_that_a_person_writes() -> None:
-    known = units.list_typed_units()
+    known = units.list_typable_units()
     assert (known["mJ"], known["us"], known["MiB"], known["x"], known[""]) == (
         (1e-3, "J"),
         (1e-6, "s"),
@@ -166,7 +170,14 @@ def test_units_that_a_person_writes() -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_every_float_becomes_a_short_text(value: float) -> None:
-    for function in (units.significant, units.seconds, units.count, units.size, units.ratio, units.relative_error):
+    for function in (
+        units.format_significant_digits,
+        units.seconds,
+        units.count,
+        units.size,
+        units.ratio,
+        units.relative_error,
+    ):
         assert re.fullmatch(r"\S{1,12}( \S{1,3})?", function(value)), function(value)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.report.elements import Chart, Code, Facts, Field, Items, Part, Scatter, Table, Text, Tone
+from fp8bench.report.elements import Chart, Code, Field, NameValuePairs, Part, Scatter, Table, Text, TextList, Tone
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.terminal.run import render
 from tests.golden.documents import load, save
@@ -76,9 +76,9 @@ def lines(told: Any) -> Iterator[str]:
             yield from lines(told.elements)
         case Text() | Field():
             yield shown(told)
-        case Items():
+        case TextList():
             yield from (f"- {shown(item)}" for item in told.items)
-        case Facts():
+        case NameValuePairs():
             yield from (f"{name}: {what}" for name, what in told.pairs)
         case Code():
             yield from (f"$ {line}" for line in told.text.splitlines())

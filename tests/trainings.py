@@ -15,16 +15,16 @@ from fp8bench.features.train.values import (
     WATCHED_SECONDS,
     ArmCost,
     ArmState,
-    KeptTraining,
     SeedTask,
     StepFigure,
     StepRow,
+    StoredTraining,
     StreamLine,
     TokenSpan,
     Training,
     TrainingEvent,
     TrainingObserver,
-    TrainingText,
+    TrainingTokens,
     Validation,
 )
 from fp8bench.measure.handle import Worker
@@ -155,7 +155,7 @@ class NotedTraining(TrainingObserver):
         self.notes.append(sentence)
 
 
-def said(kept: KeptTraining) -> list[StreamLine]:
+def said(kept: StoredTraining) -> list[StreamLine]:
     """The lines of a training without resumptions, restarts, times and memory."""
     return [
         replaced(line)
@@ -181,7 +181,7 @@ def small(**changes: Any) -> TrainingRequest:
 def training(number: int = 1) -> Training:
     """A training that has just started."""
     request, span = small(), TokenSpan("text.tokens", 0, 10_000)
-    text = TrainingText(span, span, 256, "bytes", "text:0123abcd")
+    text = TrainingTokens(span, span, 256, "bytes", "text:0123abcd")
     return Training(
         f"{number:08x}",
         f"2026-01-05T12:00:{number:02d}.000+00:00",

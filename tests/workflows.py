@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from fp8bench.cli.main import build_parser, parse_words
+from fp8bench.cli.main import build_parser, parse_command_words
 from fp8bench.errors import UsageError
 
 Flow = dict[str, Any]
@@ -115,7 +115,7 @@ def _commands(flow: Flow) -> Iterator[str]:
     """Every fp8bench command line is accepted by its parser."""
     for words in commands(flow, "fp8bench"):
         try:
-            found = parse_words(build_parser(), words)
+            found = parse_command_words(build_parser(), words)
         except UsageError as error:
             yield f"fp8bench {' '.join(words)}: {error}"
             continue

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.stats import FloatArray
 from fp8bench.analysis.verdicts import VERDICT_BAND, best_ratio, find_common_rounds
 from fp8bench.model import Finding, Interval, Params, Record
 
 # A curve needs at least this many sizes.
-MIN_SIZES = 3
+MIN_SWEEP_SIZES = 3
 # The number of points at which the bounds are interpolated between two measured sizes.
 _POINTS_PER_SIZE_GAP = 64
 # The speed-up leaps between two neighbouring sizes if it changes there by this many times as much as between the next
@@ -30,7 +30,7 @@ _POINTS_PER_SIZE_GAP = 64
 _SPEEDUP_LEAP_RATIO = 3.0
 
 
-class SizedRatio(NamedTuple):
+class TimeRatioAtSize(NamedTuple):
     """The ratio of a precision's time to the time of the case that it is compared with, at one size."""
 
     size: int
@@ -41,7 +41,7 @@ class SizedRatio(NamedTuple):
         return self.ratio.low <= 1 + VERDICT_BAND and self.ratio.high >= 1 - VERDICT_BAND
 
 
-class SizeStretch(NamedTuple):
+class SizeRange(NamedTuple):
     """A range of sizes. In this range a precision is faster (`is_faster` is True) or slower (False), or neither is
     certain (None).
     """
@@ -51,7 +51,7 @@ class SizeStretch(NamedTuple):
     last_size: float
 
 
-class Crossing(NamedTuple):
+class BreakEvenCrossing(NamedTuple):
     """The size at which a precision becomes faster (`becomes_faster`) or stops being faster. `low` and `high` bound the
     true size.
     """
@@ -71,39 +71,43 @@ class BreakEven:
     `level` is the confidence level of the intervals. It is 0 if any interval is only the range of a few rounds.
     """
 
-    stretches: tuple[SizeStretch, ...]
-    crossings: tuple[Crossing, ...]
+    stretches: tuple[SizeRange, ...]
+    crossings: tuple[BreakEvenCrossing, ...]
     within_noise: tuple[int, ...]
     level: float
 
 
-def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
+def break_even(points: Sequence[TimeRatioAtSize]) -> BreakEven | None:
     """Returns the ranges of sizes in which a precision is faster or slower, and the sizes at which this changes.
     Returns None for fewer than three sizes. Sizes must be distinct and ratios positive.
     """
     sorted_points = sorted(points)
-    if len(sorted_points) < MIN_SIZES:
+    if len(sorted_points) < MIN_SWEEP_SIZES:
         return None
     # 1. Cut the sizes into stretches in which the precision is faster (1), slower (-1) or uncertain (0).
-    grid_sizes, low_log_speedups, log_speedups, high_log_speedups = _interpolate_bounds(sorted_points)
-    speedup_signs = np.where(low_log_speedups > 0, 1, np.where(high_log_speedups < 0, -1, 0)).tolist()
-    size_stretches: list[SizeStretch] = []
-    speedup_crossings: list[Crossing] = []
-    last_certain_sign_index: int | None = None
+    grid_sizes, lower_log_speedups, log_speedups, upper_log_speedups = _interpolate_bounds(sorted_points)
+    speedup_signs = np.where(lower_log_speedups > 0, 1, np.where(upper_log_speedups < 0, -1, 0)).tolist()
+    size_stretches: list[SizeRange] = []
+    speedup_crossings: list[BreakEvenCrossing] = []
+    last_certain_speedup_index: int | None = None
     stretch_first_index = 0
     for sign, same_signs in groupby(speedup_signs):
         stretch_last_index = stretch_first_index + len(list(same_signs)) - 1
         size_stretches.append(
-            SizeStretch(sign > 0 if sign else None, grid_sizes[stretch_first_index], grid_sizes[stretch_last_index])
+            SizeRange(sign > 0 if sign else None, grid_sizes[stretch_first_index], grid_sizes[stretch_last_index])
         )
         # 2. A crossing is between a certainly faster and a certainly slower stretch.
-        if sign and last_certain_sign_index is not None and speedup_signs[last_certain_sign_index] != sign:
-            crossing_size = _find_crossing_size(grid_sizes, log_speedups, last_certain_sign_index, stretch_first_index)
+        if sign and last_certain_speedup_index is not None and speedup_signs[last_certain_speedup_index] != sign:
+            crossing_size = _find_crossing_size(
+                grid_sizes, log_speedups, last_certain_speedup_index, stretch_first_index
+            )
             speedup_crossings.append(
-                Crossing(crossing_size, grid_sizes[last_certain_sign_index], grid_sizes[stretch_first_index], sign > 0)
+                BreakEvenCrossing(
+                    crossing_size, grid_sizes[last_certain_speedup_index], grid_sizes[stretch_first_index], sign > 0
+                )
             )
         if sign:
-            last_certain_sign_index = stretch_last_index
+            last_certain_speedup_index = stretch_last_index
         stretch_first_index = stretch_last_index + 1
     sizes_within_noise = tuple(sized_ratio.size for sized_ratio in sorted_points if sized_ratio.within_noise)
     return BreakEven(
@@ -114,30 +118,34 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     )
 
 
-def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
+def _interpolate_bounds(
+    sorted_points: Sequence[TimeRatioAtSize],
+) -> tuple[list[float], FloatArray, FloatArray, FloatArray]:
     """Returns a grid of sizes, and three arrays for these sizes: the lower bound, the estimate and the upper bound of
     the speed-up's logarithm.
     """
     log_sizes = np.log([sized_ratio.size for sized_ratio in sorted_points])
-    gap_grids = [np.linspace(*neighbours, _POINTS_PER_SIZE_GAP, endpoint=False) for neighbours in pairwise(log_sizes)]
-    log_size_grid = np.concatenate([*gap_grids, log_sizes[-1:]])
+    size_gap_grids = [
+        np.linspace(*neighbours, _POINTS_PER_SIZE_GAP, endpoint=False) for neighbours in pairwise(log_sizes)
+    ]
+    log_size_grid = np.concatenate([*size_gap_grids, log_sizes[-1:]])
     speedups = [sized_ratio.ratio.inverse for sized_ratio in sorted_points]
     log_speedups = np.log([speedup.point for speedup in speedups])
-    low_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
-    high_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
+    lower_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
+    upper_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
     log_speedup_margins = _estimate_line_deviations(log_sizes, log_speedups) + VERDICT_BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
     grid_sizes = [float(value) for value in np.exp(log_size_grid)]
     grid_sizes[::_POINTS_PER_SIZE_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]
     return (
         grid_sizes,
-        low_log_speedups - log_speedup_margins,
+        lower_log_speedups - log_speedup_margins,
         np.interp(log_size_grid, log_sizes, log_speedups),
-        high_log_speedups + log_speedup_margins,
+        upper_log_speedups + log_speedup_margins,
     )
 
 
-def _estimate_line_deviations(log_sizes: Floats, log_speedups: Floats) -> Floats:
+def _estimate_line_deviations(log_sizes: FloatArray, log_speedups: FloatArray) -> FloatArray:
     """Returns how far the logarithm of the speed-up may deviate from a straight line between two neighbouring sizes.
     The estimate follows from how much the curve bends at both sizes.
 
@@ -150,19 +158,21 @@ def _estimate_line_deviations(log_sizes: Floats, log_speedups: Floats) -> Floats
         np.append(speedup_curvatures[0], speedup_curvatures), np.append(speedup_curvatures, speedup_curvatures[-1])
     )
     padded_speedup_steps = np.pad(np.abs(speedup_steps), 1)
-    is_leap = np.abs(speedup_steps) > _SPEEDUP_LEAP_RATIO * np.maximum(
+    is_speedup_leap = np.abs(speedup_steps) > _SPEEDUP_LEAP_RATIO * np.maximum(
         padded_speedup_steps[:-2], padded_speedup_steps[2:]
     )
-    gap_fractions = np.arange(_POINTS_PER_SIZE_GAP) / _POINTS_PER_SIZE_GAP
-    deviation_by_curvature = np.outer(max_gap_curvatures * size_gaps**2 / 2, gap_fractions * (1 - gap_fractions))
-    deviation_by_point = np.where(
-        is_leap[:, None] & (gap_fractions > 0), np.abs(speedup_steps)[:, None], deviation_by_curvature
+    size_gap_fractions = np.arange(_POINTS_PER_SIZE_GAP) / _POINTS_PER_SIZE_GAP
+    curvature_line_deviations = np.outer(
+        max_gap_curvatures * size_gaps**2 / 2, size_gap_fractions * (1 - size_gap_fractions)
     )
-    line_deviations: Floats = np.append(deviation_by_point.ravel(), 0.0)
+    line_deviation_by_point = np.where(
+        is_speedup_leap[:, None] & (size_gap_fractions > 0), np.abs(speedup_steps)[:, None], curvature_line_deviations
+    )
+    line_deviations: FloatArray = np.append(line_deviation_by_point.ravel(), 0.0)
     return line_deviations
 
 
-def _find_crossing_size(sizes: Sequence[float], log_speedups: Floats, first: int, last: int) -> float:
+def _find_crossing_size(sizes: Sequence[float], log_speedups: FloatArray, first: int, last: int) -> float:
     """Returns the size at which the interpolated speed-up crosses 1. If it crosses several times, returns the middle
     crossing.
     """
@@ -175,7 +185,7 @@ def _find_crossing_size(sizes: Sequence[float], log_speedups: Floats, first: int
 
 
 # Lower precisions are compared with bf16 if it was measured, because they would replace bf16.
-USUAL = "bf16"
+USUAL_PRECISION = "bf16"
 _HIGH_PRECISIONS = frozenset({"fp32", "tf32", "bf16", "fp16"})
 
 JudgedCase = tuple[Record, Finding | None]
@@ -185,12 +195,12 @@ JudgedCase = tuple[Record, Finding | None]
 class Sweep:
     """Cases that differ only in one number.
 
-    `axis` is the name of this number, and `held_params` are the parameters that all cases share. `indexed_sizes` are
+    `axis` is the name of this number, and `fixed_params` are the parameters that all cases share. `indexed_sizes` are
     the values of the number, each with the index of the setting that has this value.
     """
 
     axis: str
-    held_params: Params
+    fixed_params: Params
     indexed_sizes: tuple[tuple[int, int], ...]  # pairs (size, index of its setting)
 
 
@@ -205,7 +215,7 @@ class SweptMode:
 
     mode: str
     base_mode: str
-    points: tuple[SizedRatio, ...]
+    points: tuple[TimeRatioAtSize, ...]
     missing_ratios: tuple[tuple[int, str], ...]
     doubted_sizes: tuple[int, ...]
     break_even: BreakEven | None
@@ -221,11 +231,11 @@ def find_sweeps(settings: Sequence[Params]) -> list[Sweep]:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 shared_params = tuple(param for param in params if param[0] != name)
                 indices_by_size.setdefault((name, shared_params), {})[value] = index
-    sweeps = [
+    axis_sweeps = [
         Sweep(axis, shared_params, tuple(sorted(sizes.items())))
         for (axis, shared_params), sizes in indices_by_size.items()
     ]
-    return [sweep for sweep in sweeps if len(sweep.indexed_sizes) >= MIN_SIZES]
+    return [sweep for sweep in axis_sweeps if len(sweep.indexed_sizes) >= MIN_SWEEP_SIZES]
 
 
 def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterator[SweptMode]:
@@ -236,12 +246,12 @@ def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) ->
     for _, index in sweep.indexed_sizes:
         modes |= dict.fromkeys(record.case.mode for record, _ in groups[index])
     for mode in modes:
-        swept_mode = _sweep_mode(mode, sweep, groups)
+        swept_mode = _make_swept_mode(mode, sweep, groups)
         if swept_mode.points or swept_mode.missing_ratios:
             yield swept_mode
 
 
-def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> SweptMode:
+def _make_swept_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> SweptMode:
     points, missing_ratio_reasons, doubted_sizes, base_mode = [], [], [], ""
     for size, index in sweep.indexed_sizes:
         case = next((candidate for candidate in groups[index] if candidate[0].case.mode == mode), None)
@@ -253,7 +263,7 @@ def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]])
         if isinstance(ratio, str):
             missing_ratio_reasons.append((size, ratio))
             continue
-        points.append(SizedRatio(size, ratio))
+        points.append(TimeRatioAtSize(size, ratio))
         if any(finding is not None and finding.doubts(ratio) for _, finding in (case, base_case)):
             doubted_sizes.append(size)
     return SweptMode(
@@ -267,7 +277,11 @@ def _find_compared_case(case: JudgedCase, candidates: Sequence[JudgedCase]) -> J
     """
     if case[0].case.precision not in _HIGH_PRECISIONS:
         for candidate in candidates:
-            if candidate[0].case.mode == USUAL and candidate[0].support.is_native and candidate[0].timing is not None:
+            if (
+                candidate[0].case.mode == USUAL_PRECISION
+                and candidate[0].support.is_native
+                and candidate[0].timing is not None
+            ):
                 return candidate
     return next((candidate for candidate in candidates if candidate[0].is_reference), None)
 
@@ -291,8 +305,8 @@ def _compute_time_ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:
     elif record.timing is not None and base_record.timing is not None:
         timings = [record.timing, base_record.timing]
         # Cases that were measured in different sessions share no rounds, even if their round numbers are equal.
-        have_same_session = not (record.paired_with or base_record.paired_with)
-        if have_same_session and (rounds := find_common_rounds(timings)):
+        are_in_same_session = not (record.paired_with or base_record.paired_with)
+        if are_in_same_session and (rounds := find_common_rounds(timings)):
             ratio = best_ratio(timings, rounds)
     if ratio is None or not 0 < ratio.low <= ratio.point <= ratio.high < math.inf:
         return f"no rounds in common with {base_record.case.mode}"

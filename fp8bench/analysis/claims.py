@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis import verdicts
-from fp8bench.analysis.handicaps import label_handicaps
-from fp8bench.analysis.labels import Labelled
-from fp8bench.analysis.roofline import Roofs, upper_bounds_of
-from fp8bench.analysis.tapes import product_work
+from fp8bench.analysis.handicaps import yield_handicap_labels
+from fp8bench.analysis.labels import LabelWithReason
+from fp8bench.analysis.roofline import DevicePeaks, upper_bounds_of
+from fp8bench.analysis.tapes import sum_product_work
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import FORMATS
 from fp8bench.formats.hardware import find_wider_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import COUNTERS_TABLE, LOSS_ERROR, PEAK_MEMORIES, spec_of
+from fp8bench.model.specs import COUNTERS_TABLE, LOSS_ERROR, PEAK_MEMORIES, find_metric_spec
 from fp8bench.model.step import PhaseCount
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
@@ -53,7 +53,7 @@ _CONVOLUTION_NAME_PART = "convolution"
 # clock varies more. The fastest product of six suites reached the peak. Products in bf16 are exempt: on CPUs without
 # bf16 support, a vector-matrix product reached 2.6 times the peak. Attention is exempt, because it may skip masked
 # elements.
-CPU_FP32_MARGIN = 1.5
+CPU_FP32_CLAIM_MARGIN = 1.5
 _MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 # A format with m mantissa bits is assumed to have a relative rounding error of at least this number divided by 2^m.
 # With normal and uniform values, the errors of fp8bench's suites are at least 1.4 times as large. A format may
@@ -64,32 +64,32 @@ _CHECKED_VALUE_DISTRIBUTIONS = frozenset({"normal", "uniform"})
 _ROUNDING_ERROR_DIVISOR = 20
 
 
-def label_false_claims(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
+def label_false_claims(record: Record, reference: Record | None, threads: int = 1) -> Iterator[LabelWithReason]:
     """Yields labels for a timed case whose claims are false. A hard label also removes its verdict. `reference` is
     None for the reference itself, and for cases without a reference.
     """
     if reference is record:
         reference = None
-    yield from _check_no_work(record)
+    yield from _check_for_missing_work(record)
     yield from _check_ceiling(record)
-    yield from _check_work(record, reference)
+    yield from _label_work_mismatch(record, reference)
     yield from _check_fallback(record, reference)
     if reference is not None:
-        yield from label_handicaps(record, reference, threads)
+        yield from yield_handicap_labels(record, reference, threads)
 
 
-def _check_no_work(record: Record) -> Iterator[Labelled]:
+def _check_for_missing_work(record: Record) -> Iterator[LabelWithReason]:
     # `effect` states whether the results of a step change if its inputs change. An empty tape contains no operator.
     if record.effect is not None and record.effect.changes is False:
-        yield Labelled(Label.NO_WORK, record.effect.why, hard=True)
+        yield LabelWithReason(Label.NO_WORK, record.effect.why, hard=True)
     elif record.tape == Tape() and record.work.flops and (record.effect is None or not record.effect.changes):
         declared_flops = units.count(record.work.flops, "FLOP")
-        yield Labelled(
+        yield LabelWithReason(
             Label.NO_WORK, f"its steps call no operator of torch, but the suite declares {declared_flops}", hard=True
         )
 
 
-def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
+def _label_work_mismatch(record: Record, reference: Record | None) -> Iterator[LabelWithReason]:
     """Yields one label at most, for the gravest mismatch between the work that the suite declares, the recorded work,
     and the work of the reference.
     """
@@ -99,34 +99,34 @@ def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
     yield from sorted(work_mismatches, key=lambda mismatch: not mismatch.hard)[:1]
 
 
-def _compare_declared_work(record: Record) -> Iterator[Labelled]:
+def _compare_declared_work(record: Record) -> Iterator[LabelWithReason]:
     """Compares the declared work with the recorded work.
 
     The recording does not contain the work of operators without a formula, the work of operators from outside torch,
     and the bytes sent between ranks. `tape.unwritten` counts tensors that only an operator from outside torch can have
     written.
     """
-    tape, work = record.tape, record.work
+    tape, declared_work = record.tape, record.work
     if tape is None or not tape.operators:
         return
-    declared_text, recorded_text = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
-    if tape.complete and work.flops > _DECLARED_FLOPS_MARGIN * tape.flops:
-        yield Labelled(
+    declared_text, recorded_text = units.count(declared_work.flops, "FLOP"), units.count(tape.flops, "FLOP")
+    if tape.complete and declared_work.flops > _DECLARED_FLOPS_MARGIN * tape.flops:
+        yield LabelWithReason(
             Label.WORK_MISMATCH,
             f"the suite declares {declared_text} a step, its operators do {recorded_text}",
             hard=True,
         )
-    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _DECLARED_BYTES_MARGIN * tape.bytes:
-        declared_text, recorded_text = units.size(int(work.bytes)), units.size(tape.bytes)
-        yield Labelled(
+    elif record.case.ranks < 2 and tape.unwritten == 0 and declared_work.bytes > _DECLARED_BYTES_MARGIN * tape.bytes:
+        declared_text, recorded_text = units.size(int(declared_work.bytes)), units.size(tape.bytes)
+        yield LabelWithReason(
             Label.WORK_MISMATCH,
             f"the suite declares {declared_text} a step, its operators move {recorded_text}",
             hard=True,
         )
     elif tape.complete and (difference := _describe_untimed_work(record, tape)):
-        yield Labelled(Label.WORK_MISMATCH, difference, hard=True)
-    elif work.flops and tape.flops > _RECORDED_FLOPS_MARGIN * work.flops:
-        yield Labelled(
+        yield LabelWithReason(Label.WORK_MISMATCH, difference, hard=True)
+    elif declared_work.flops and tape.flops > _RECORDED_FLOPS_MARGIN * declared_work.flops:
+        yield LabelWithReason(
             Label.WORK_MISMATCH, f"the suite declares {declared_text} a step, its operators do {recorded_text}"
         )
 
@@ -153,7 +153,7 @@ def _flops_differ(flops: float, base: float) -> bool:
     return abs(flops - base) > _FLOPS_TOLERANCE * max(flops, base)
 
 
-def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[Labelled]:
+def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[LabelWithReason]:
     """Compares the recorded products of the case with those of its reference. The declared work is ignored.
 
     Callables of the user are exempt, because they may compute the same result with different products.
@@ -164,31 +164,31 @@ def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[
     if not (tape.operators or base_tape.operators) or not (tape.complete and base_tape.complete):
         return
     # Useful FLOPs exclude padding and recomputation, which the tape of the reference reveals.
-    work, base_useful_flops = product_work(tape, base_tape), product_work(base_tape).useful_flops
+    work, base_useful_flops = sum_product_work(tape, base_tape), sum_product_work(base_tape).useful_flops
     flops_differ, name = _flops_differ(work.useful_flops, base_useful_flops), record.case.workload
     if not flops_differ and (difference := _describe_varying_work(record, reference)):
-        yield Labelled(Label.WORK_MISMATCH, difference)
+        yield LabelWithReason(Label.WORK_MISMATCH, difference)
         return
     # If the operations of a step depend on its numbers, both must do exactly the same work, because slightly less work
     # would take slightly less time.
-    depends_on_numbers = name in workloads.names(hidden=True) and workloads.get(name).own_paths
+    work_depends_on_values = name in workloads.names(hidden=True) and workloads.get(name).own_paths
     is_same_work = (work.useful_flops, work.padding_flops) == (base_useful_flops, 0)
-    if not flops_differ and (is_same_work or not depends_on_numbers):
+    if not flops_differ and (is_same_work or not work_depends_on_values):
         return
     overhead_text = ""
     for metric, flops in work.overhead.items():
         overhead_text += f", {units.count(flops, 'FLOP')} of {metric.removesuffix('_flops')}"
     flops_text, base_flops_text = units.count(work.useful_flops, "FLOP"), units.count(base_useful_flops, "FLOP")
     reason = f"its products do {flops_text} a step{overhead_text}, {reference.case.mode}'s do {base_flops_text}"
-    yield Labelled(Label.WORK_MISMATCH, reason, hard=flops_differ)
+    yield LabelWithReason(Label.WORK_MISMATCH, reason, hard=flops_differ)
 
 
-def _find_weights_cast_early(record: Record) -> Iterator[Labelled]:
+def _find_weights_cast_early(record: Record) -> Iterator[LabelWithReason]:
     """Yields a label for a case that cast its weights during preparation, so that the timed steps lack this cast."""
     weight_count = record.products.cast_before if record.products is not None else 0
     if weight_count:
         weights_text = f"{weight_count} weights that were" if weight_count > 1 else "a weight that was"
-        yield Labelled(
+        yield LabelWithReason(
             Label.WORK_MISMATCH,
             f"its products read {weights_text} cast to {record.case.mode} during preparation, so no step includes this "
             "cast: cast in the step, or list what is stored so as MemoryRole.LOW_WEIGHTS in memory_roles",
@@ -216,12 +216,12 @@ def _describe_varying_work(record: Record, reference: Record) -> str:
     )
 
 
-def _check_ceiling(record: Record) -> Iterator[Labelled]:
+def _check_ceiling(record: Record) -> Iterator[LabelWithReason]:
     """Yields a label if the recorded work, or else the declared work, exceeds the peak of the machine."""
     if record.ceiling is None or record.timing is None or not (seconds := verdicts.best_seconds(record.timing)):
         return
     if reason := next(_describe_phases_above_peak(record, record.ceiling), None):
-        yield Labelled(Label.ABOVE_CEILING, reason, hard=True)
+        yield LabelWithReason(Label.ABOVE_CEILING, reason, hard=True)
         return
     for count, ceiling_rate, unit, verb in (
         (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
@@ -229,7 +229,7 @@ def _check_ceiling(record: Record) -> Iterator[Labelled]:
     ):
         if ceiling_rate is not None and count / seconds > CLAIM_MARGIN * ceiling_rate:
             claimed_text, peak_text = units.count(count / seconds, unit), units.count(ceiling_rate, unit)
-            yield Labelled(
+            yield LabelWithReason(
                 Label.ABOVE_CEILING, f"claims {claimed_text}, but this machine {verb} {peak_text} at most", hard=True
             )
             return
@@ -246,13 +246,13 @@ def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[st
             record.tape, verdicts.best_seconds(record.timing), upper_bounds, ceiling
         )
         return
-    for phase, seconds in verdicts.best_phases(record.timing):
+    for phase, seconds in verdicts.compute_best_phase_seconds(record.timing):
         count = record.tape.of(phase)
         if count is None or not seconds:
             continue
         product_seconds = upper_bounds.product_seconds(count.by_path)
         min_seconds = product_seconds if product_seconds is not None else count.flops / (ceiling.flops or math.inf)
-        if min_seconds > _choose_product_margin(record, record.tape, count, product_seconds) * seconds:
+        if min_seconds > _choose_product_peak_margin(record, record.tape, count, product_seconds) * seconds:
             rate_text = units.count(count.flops / seconds, "FLOP/s")
             peak_text = units.count(count.flops / min_seconds, "FLOP/s")
             yield f"{phase} multiplied {rate_text} as recorded, but this machine reached {peak_text} at most"
@@ -261,7 +261,9 @@ def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[st
             yield f"{phase} moved {rate_text} as recorded, but this machine copied {peak_text} at most"
 
 
-def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs, ceiling: Ceiling) -> Iterator[str]:
+def _describe_compiled_step_above_peak(
+    tape: Tape, seconds: float, bounds: DevicePeaks, ceiling: Ceiling
+) -> Iterator[str]:
     """Describes a compiled step whose recorded products exceed the peak of the machine.
 
     The bytes, launches and phases of fused kernels are unknown, but a compiler cannot avoid the products.
@@ -277,7 +279,7 @@ def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs
         )
 
 
-def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, product_seconds: float | None) -> float:
+def _choose_product_peak_margin(record: Record, tape: Tape, count: PhaseCount, product_seconds: float | None) -> float:
     """Returns the factor by which the products of a phase may exceed the measured peak before the case is labelled."""
     operators = [operator for operator in tape.operators if operator.phase == count.phase]
     if record.case.device == "cpu":
@@ -285,12 +287,12 @@ def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, produc
         is_fp32_matrix_product = (
             bool(products) and products <= _MATRIX_PRODUCTS and {dtype for dtype, _ in count.by_path} == {"fp32"}
         )
-        return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else CLAIM_MARGIN
+        return CPU_FP32_CLAIM_MARGIN if product_seconds is not None and is_fp32_matrix_product else CLAIM_MARGIN
     has_convolution = any(_CONVOLUTION_NAME_PART in operator.operator for operator in operators)
     return CLAIM_MARGIN if product_seconds is None or has_convolution else GPU_PRODUCT_MARGIN
 
 
-def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
+def _check_fallback(record: Record, reference: Record | None) -> Iterator[LabelWithReason]:
     """Yields a label if the products of a case ran in a precision that the case does not declare.
 
     Suites without products are exempt, because it is unknown what a precision changes in them.
@@ -301,23 +303,23 @@ def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labell
         equal_errors = _list_equal_errors(record, reference)
         reason = f"{', '.join(equal_errors)} equal to {reference.case.mode}'s to the last bit" if equal_errors else ""
     if reason:
-        yield Labelled(Label.FALLBACK, reason, hard=True)
-    elif doubt := _describe_too_small_errors(record) or _describe_unseen_products(record, reference):
-        yield Labelled(Label.FALLBACK, doubt)
+        yield LabelWithReason(Label.FALLBACK, reason, hard=True)
+    elif doubt := _describe_too_small_errors(record) or _describe_untraced_products(record, reference):
+        yield LabelWithReason(Label.FALLBACK, doubt)
 
 
-def _describe_unseen_products(record: Record, reference: Record | None) -> str:
+def _describe_untraced_products(record: Record, reference: Record | None) -> str:
     """Names the operators without a FLOP formula that may have computed the products of a case, if fp8bench saw no
     product with operands in the case's formats. Returns '' otherwise.
     """
     products, tape = record.products, record.tape
     if products is None or products.low is not False or tape is None:
         return ""
-    unknown_operators = dict.fromkeys(operator.operator for operator in tape.operators if operator.flops is None)
-    if not unknown_operators or reference is None or reference.tape is None or not reference.tape.flops:
+    operators_without_flops = dict.fromkeys(operator.operator for operator in tape.operators if operator.flops is None)
+    if not operators_without_flops or reference is None or reference.tape is None or not reference.tape.flops:
         return ""
     return (
-        f"no product of {record.case.mode}'s formats was seen: it calls {', '.join(unknown_operators)}, and "
+        f"no product of {record.case.mode}'s formats was seen: it calls {', '.join(operators_without_flops)}, and "
         "fp8bench does not know what these operators multiply"
     )
 
@@ -333,8 +335,10 @@ def _describe_too_small_errors(record: Record) -> str:
         m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples
     }
     # Only a case with a user's model has a coverage. The values of such a model are unknown.
-    has_known_values = record.coverage is None and VALUES.of(dict(record.case.params)) in _CHECKED_VALUE_DISTRIBUTIONS
-    if not error_by_metric or not has_known_values or record.products is None or not record.products.low:
+    has_known_operand_values = (
+        record.coverage is None and VALUES.of(dict(record.case.params)) in _CHECKED_VALUE_DISTRIBUTIONS
+    )
+    if not error_by_metric or not has_known_operand_values or record.products is None or not record.products.low:
         return ""
     rounding_error = _estimate_rounding_error((record.case.precision, *dict(record.case.precision_map).values()))
     errors_without_loss = [error for metric, error in error_by_metric.items() if metric != LOSS_ERROR]
@@ -351,7 +355,7 @@ def _estimate_rounding_error(names: Iterable[str]) -> float:
     """Returns the rounding error of the finest of these precisions. Returns 0 if any of them is unknown."""
     max_mantissa_bits = 0
     for name in names:
-        formats = [FORMATS[name]] if name in FORMATS else [treatment.fmt for treatment in _list_treatments(name)]
+        formats = [FORMATS[name]] if name in FORMATS else [treatment.fmt for treatment in _list_cast_treatments(name)]
         if not formats:
             return 0.0
         max_mantissa_bits = max(max_mantissa_bits, *(number_format.mantissa_bits for number_format in formats))
@@ -367,15 +371,17 @@ def _describe_product_fallback(record: Record) -> str:
     products, mode = record.products, record.case.mode
     if products is None:
         return ""
-    products_text = f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"
+    product_operands_text = (
+        f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"
+    )
     if products.count and products.low is False:
-        return f"{products_text}: none has an operand of {mode}'s formats"
+        return f"{product_operands_text}: none has an operand of {mode}'s formats"
     if products.wide:
-        return f"{products_text}: operands with values of {mode}'s formats, but not as its codes"
+        return f"{product_operands_text}: operands with values of {mode}'s formats, but not as its codes"
     if products.looks_like:
         return f"the numbers of a product are those of {products.looks_like}"
     format_bits = max(
-        (treatment.fmt.bits for treatment in _list_treatments(record.case.precision)), default=_UNKNOWN_FORMAT_BITS
+        (treatment.fmt.bits for treatment in _list_cast_treatments(record.case.precision)), default=_UNKNOWN_FORMAT_BITS
     )
     kernel = find_wider_kernel(products.kernels, format_bits) if products.kernels else ""
     return f"its products ran in the kernel {kernel}" if kernel else ""
@@ -398,7 +404,7 @@ def _describe_fp64_products(record: Record, reference: Record | None) -> str:
     return f"{units.count(fp64_flops, 'FLOP')} of its {units.count(record.tape.flops, 'FLOP')} a step are in fp64"
 
 
-def _list_treatments(precision: str) -> Sequence[Treatment]:
+def _list_cast_treatments(precision: str) -> Sequence[Treatment]:
     try:
         recipe = getattr(precisions.get(precision), "recipe", None)
     except UsageError:
@@ -419,6 +425,6 @@ def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
     samples_by_metric = {}
     for measurement in record.measurements:
         metric = measurement.metric
-        if metric not in PEAK_MEMORIES and spec_of(metric).table != COUNTERS_TABLE:
+        if metric not in PEAK_MEMORIES and find_metric_spec(metric).table != COUNTERS_TABLE:
             samples_by_metric[metric] = measurement.samples
     return samples_by_metric

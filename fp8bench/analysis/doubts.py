@@ -17,11 +17,11 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.compare.interval import mean_with_half_width
-from fp8bench.analysis.labels import HOST_MAY_LIMIT_SHARE, Labelled, compute_host_share
-from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.labels import HOST_MAY_LIMIT_SHARE, LabelWithReason, compute_host_share
+from fp8bench.analysis.stats import FloatArray
 from fp8bench.analysis.verdicts import FINAL_LEVEL, MIN_ROUNDS_FOR_VERDICT, mean_seconds
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
-from fp8bench.model.stopping import EMULATED_ROUNDS, fit_slopes
+from fp8bench.model.stopping import EMULATED_ROUNDS, fit_clock_slopes
 
 # A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
@@ -34,7 +34,7 @@ _ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
 _OPERATOR_SECONDS = 30e-6
 
 
-def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Labelled]:
+def label_size_independent_times(records: Iterable[Record], threads: int) -> dict[str, LabelWithReason]:
     """Returns labels by case id. If a case takes no longer than a smaller case, the larger case is labelled.
 
     These labels do not remove a verdict, because both cases may share work that the counts do not show. A GPU or
@@ -46,18 +46,18 @@ def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Label
         case = record.case
         if record.timing and record.timing.num_rounds >= EMULATED_ROUNDS:
             records_by_mode.setdefault((case.workload, case.version, case.mode, case.device), []).append(record)
-    labels: dict[str, Labelled] = {}
+    labels: dict[str, LabelWithReason] = {}
     for small, large in chain.from_iterable(permutations(of_mode, 2) for of_mode in records_by_mode.values()):
         if (
-            _is_larger(small, large)
+            _is_larger_case(small, large)
             and _is_device_busy(large, threads)
             and (reason := _describe_flat_time(small, large))
         ):
-            labels.setdefault(large.case.id, Labelled(Label.FLAT_TIME, reason))
+            labels.setdefault(large.case.id, LabelWithReason(Label.FLAT_TIME, reason))
     return labels
 
 
-def _is_larger(small_record: Record, large_record: Record) -> bool:
+def _is_larger_case(small_record: Record, large_record: Record) -> bool:
     """Returns whether the second case declares at least twice the FLOPs and bytes (or tokens) of the first, and has no
     smaller parameter.
 
@@ -92,8 +92,8 @@ def _describe_flat_time(small_record: Record, large_record: Record) -> str:
     assert small_record.timing is not None and large_record.timing is not None
     small_seconds, seconds = verdicts.best_seconds(small_record.timing), verdicts.best_seconds(large_record.timing)
     # 1. Skip steps whose time the host may set, because such a time need not grow with the work.
-    operator_calls = None if small_record.products is None else small_record.products.operators
-    if operator_calls is None or small_seconds <= _OPERATOR_SECONDS * operator_calls:
+    product_operator_counts = None if small_record.products is None else small_record.products.operators
+    if product_operator_counts is None or small_seconds <= _OPERATOR_SECONDS * product_operator_counts:
         return ""
     if (
         compute_host_share(small_record.timing, small_record.case.device) > HOST_MAY_LIMIT_SHARE
@@ -146,18 +146,20 @@ _CERTAIN_CLOCK_DIFFERENCE = 0.005
 MIN_CLOCK_READINGS = 4
 
 
-def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], reference: str) -> Iterator[Labelled]:
+def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], reference: str) -> Iterator[LabelWithReason]:
     """Yields a hard label if the clock during the case differed from the clock during its reference.
 
     Clocks are compared round by round, so heat that slows down the whole round has no effect. All timings of the
     reference count equally.
     """
     case_clocks = _read_sm_clocks(case)
-    reference_clocks = [_read_sm_clocks(timing) for timing in reference_timings]
+    reference_sm_clocks = [_read_sm_clocks(timing) for timing in reference_timings]
     log_clock_ratios: dict[int, float] = {}
     for round_number, clock in case_clocks.items():
-        reference_clock_logs = [math.log(clocks[round_number]) for clocks in reference_clocks if round_number in clocks]
-        if reference_clocks and len(reference_clock_logs) == len(reference_clocks):
+        reference_clock_logs = [
+            math.log(clocks[round_number]) for clocks in reference_sm_clocks if round_number in clocks
+        ]
+        if reference_sm_clocks and len(reference_clock_logs) == len(reference_sm_clocks):
             log_clock_ratios[round_number] = math.log(clock) - fmean(reference_clock_logs)
     if len(log_clock_ratios) < MIN_CLOCK_READINGS:
         return
@@ -172,21 +174,21 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
     reason = (
         f"SM clock {clock_text} against {reference}'s {reference_clock_text}, {units.change(math.exp(mean_log_ratio))}"
     )
-    yield Labelled(Label.CLOCK_OFFSET, reason, hard=True)
+    yield LabelWithReason(Label.CLOCK_OFFSET, reason, hard=True)
 
 
-def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
+def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
     """Yields a label if clock or temperature of the device were still changing when the first round began."""
     warm_up = watch.warm_up if watch is not None else None
     if warm_up is None or warm_up.settled or not warm_up.looks:
         return
-    warm_up_slopes = fit_slopes(warm_up.looks)
+    warm_up_slopes = fit_clock_slopes(warm_up.looks)
     words = [f"after {units.seconds(warm_up.seconds)} of warming up"]
     if warm_up_slopes.clock is not None:
         words.append(f"clock {units.count(warm_up.looks[-1].clock, 'Hz')}, {100 * warm_up_slopes.clock:+.1f}% a second")
     if warm_up_slopes.temperature is not None:
         words.append(f"{warm_up.looks[-1].temperature:g} degC, {warm_up_slopes.temperature:+.1f} a second")
-    yield Labelled(Label.UNSETTLED, ", ".join(words))
+    yield LabelWithReason(Label.UNSETTLED, ", ".join(words))
 
 
 def _read_sm_clocks(timing: Timing) -> dict[int, float]:
@@ -195,12 +197,12 @@ def _read_sm_clocks(timing: Timing) -> dict[int, float]:
     return {round_number: clock for round_number, clock in clocks.items() if 0 < clock < math.inf}
 
 
-def _collect_slots(timings: Sequence[Timing]) -> list[SlotSample]:
+def _collect_slot_samples(timings: Sequence[Timing]) -> list[SlotSample]:
     return list(chain.from_iterable(timing.slots for timing in timings))
 
 
 def _average_clock(timings: Sequence[Timing], rounds: Container[int]) -> float:
-    slots_of_rounds = [slot for slot in _collect_slots(timings) if slot.round in rounds]
+    slots_of_rounds = [slot for slot in _collect_slot_samples(timings) if slot.round in rounds]
     return replace(timings[0], slots=tuple(slots_of_rounds)).clock or 0.0
 
 
@@ -208,7 +210,7 @@ def _average_clock(timings: Sequence[Timing], rounds: Container[int]) -> float:
 _MAX_SLOTS_PER_ROUND = 1000
 
 
-class PositionEffect(NamedTuple):
+class SlotPositionEffect(NamedTuple):
     """How much longer a slot takes at this position in its round than the other slots of the round, as a ratio.
     Positions are counted from 0.
     """
@@ -217,13 +219,15 @@ class PositionEffect(NamedTuple):
     ratio: Interval
 
     @property
-    def label(self) -> Labelled:
-        position_text = "the first of its round" if self.position == 0 else f"number {self.position + 1} of its round"
+    def label(self) -> LabelWithReason:
+        round_position_text = (
+            "the first of its round" if self.position == 0 else f"number {self.position + 1} of its round"
+        )
         point, low, high = map(units.change, (self.ratio.point, self.ratio.low, self.ratio.high))
-        return Labelled(Label.POSITION, f"{position_text} takes {point} time [{low}, {high}]")
+        return LabelWithReason(Label.POSITION, f"{round_position_text} takes {point} time [{low}, {high}]")
 
 
-def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
+def find_position_effect(timings: Sequence[Timing]) -> SlotPositionEffect | None:
     """Returns the position in a round with the most certain effect on time, or None if no position has an effect.
 
     The mean time of a slot (a timed turn of one case) is divided by the median of its case, and compared with the other
@@ -239,25 +243,25 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     # The variance of each slot if the slots of its round were in random order.
     variance_by_round = np.nansum(difference_from_other_slots**2, axis=1, keepdims=True) / counts
     # 2. With two positions per round, test only the first: the second has the same effect with the opposite sign.
-    tested_positions = [
+    tested_slot_positions = [
         slot_position
         for slot_position in range(log_time_ratios.shape[1])
         if (~np.isnan(log_time_ratios[:, slot_position])).sum() >= MIN_ROUNDS_FOR_VERDICT
     ]
     if log_time_ratios.shape[1] == 2:
-        tested_positions = tested_positions[:1]
-    normal_quantile = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(tested_positions)))
+        tested_slot_positions = tested_slot_positions[:1]
+    normal_quantile = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(tested_slot_positions)))
     # 3. Choose the position with the most certain effect.
-    max_effect_certainty, surest_effect = 0.0, None
-    for slot_position in tested_positions:
+    max_effect_in_errors, surest_position_effect = 0.0, None
+    for slot_position in tested_slot_positions:
         rounds_with_slot = ~np.isnan(log_time_ratios[:, slot_position])
         point = float(difference_from_other_slots[rounds_with_slot, slot_position].mean())
         error = math.sqrt(float(variance_by_round[rounds_with_slot].sum())) / int(rounds_with_slot.sum())
-        if abs(point) > normal_quantile * error and abs(point) / error > max_effect_certainty:
-            max_effect_certainty = abs(point) / error
+        if abs(point) > normal_quantile * error and abs(point) / error > max_effect_in_errors:
+            max_effect_in_errors = abs(point) / error
             middle_ratio, low, high = (math.exp(point + side * normal_quantile * error) for side in (0, -1, 1))
-            surest_effect = PositionEffect(slot_position, Interval(middle_ratio, low, high, FINAL_LEVEL))
-    return surest_effect
+            surest_position_effect = SlotPositionEffect(slot_position, Interval(middle_ratio, low, high, FINAL_LEVEL))
+    return surest_position_effect
 
 
 def _is_valid_position(position: int | None) -> TypeGuard[int]:
@@ -265,24 +269,24 @@ def _is_valid_position(position: int | None) -> TypeGuard[int]:
     return position is not None and 0 <= position < _MAX_SLOTS_PER_ROUND
 
 
-def _tabulate_slot_times(timings: Sequence[Timing]) -> Floats:
+def _tabulate_slot_times(timings: Sequence[Timing]) -> FloatArray:
     """Returns the relative times of slots (timed turns of a case): a row for each round, a column for each position in
     the round.
 
     A relative time is the logarithm of a slot's mean time divided by the median of its case. Positions without a slot
     are NaN.
     """
-    slots = _collect_slots(timings)
+    slots = _collect_slot_samples(timings)
     round_numbers = sorted({slot.round for slot in slots})
     rows = {number: row for row, number in enumerate(round_numbers)}
-    position_count = 1 + max((slot.place for slot in slots if _is_valid_position(slot.place)), default=-1)
-    table: Floats = np.full((len(rows), position_count), np.nan)
+    slot_position_count = 1 + max((slot.place for slot in slots if _is_valid_position(slot.place)), default=-1)
+    table: FloatArray = np.full((len(rows), slot_position_count), np.nan)
     for timing in timings:
         seconds = mean_seconds(timing, [slot.round for slot in timing.slots])
         if not len(seconds) or seconds.min() <= 0:
             continue
-        logs = np.log(seconds / np.median(seconds))
-        for slot, log_time_ratio in zip(timing.slots, logs, strict=True):
+        slot_log_ratios = np.log(seconds / np.median(seconds))
+        for slot, log_time_ratio in zip(timing.slots, slot_log_ratios, strict=True):
             if _is_valid_position(slot.place):
                 table[rows[slot.round], slot.place] = log_time_ratio
     return table

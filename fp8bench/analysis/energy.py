@@ -22,19 +22,19 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.analysis.verdicts import SAME_BAND
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, PhaseEnergy, Provenance, Record
-from fp8bench.model.consumed import CHOSEN_REASONS, list_throttle_reasons
-from fp8bench.model.specs import ENERGY_PER, MetricSpec
+from fp8bench.model.consumed import HARMLESS_THROTTLE_REASONS, list_throttle_reasons
+from fp8bench.model.specs import ENERGY_SPEC_BY_WORK_KIND, MetricSpec
 from fp8bench.model.words import UNATTRIBUTED
 
 # A case and its reference need this many energy windows each. Fewer do not show how much windows of the same code
 # differ.
 MIN_WINDOWS = 3
 # Labels that make a comparison of energy unreliable: a different step ran, or the clocks differed.
-_UNRELIABLE_LABELS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
+_UNRELIABLE_ENERGY_LABELS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
 
 
 @dataclass(frozen=True)
-class Range:
+class WindowRange:
     """The median, the lowest and the highest value of several windows."""
 
     middle: float
@@ -45,33 +45,34 @@ class Range:
     def width(self) -> float:
         return self.high - self.low
 
-    def widen(self, share: float) -> Range:
-        return Range(self.middle, self.low * (1 - share), self.high * (1 + share))
+    def widen(self, share: float) -> WindowRange:
+        return WindowRange(self.middle, self.low * (1 - share), self.high * (1 + share))
 
 
 @dataclass(frozen=True)
 class EnergyFigures:
     """Joules per step of one case, and the power of its device.
 
-    `gross` is all energy that the device took while steps ran. `net` is this energy without the energy of idling for
-    the same time. If `net` is None, `net_why` is the reason. `uncertainty` is the largest relative uncertainty of any
-    window, or None if unknown. `per` lists gross joules per unit of work. `seconds` is the time of a step.
+    `gross_energy` is all energy that the device took while steps ran. `net_energy` is this energy without the energy of
+    idling for the same time. If `net_energy` is None, `net_why` is the reason. `uncertainty` is the largest relative
+    uncertainty of any window, or None if unknown. `per` lists gross joules per unit of work. `seconds` is the time of a
+    step.
     """
 
     source: str
     windows: tuple[EnergyWindow, ...]
-    gross: Range
-    seconds: Range
+    gross_energy: WindowRange
+    seconds: WindowRange
     watts: float
     idle: float | None = None
-    net: Range | None = None
+    net_energy: WindowRange | None = None
     net_why: str = ""
     uncertainty: float | None = None
     sm_clock: float | None = None
     per: tuple[tuple[MetricSpec, float], ...] = ()
 
 
-class Demand(StrEnum):
+class EnergyDemand(StrEnum):
     """Whether a case takes less or more energy than its reference, or whether this is unclear."""
 
     LESS = "less"
@@ -90,31 +91,31 @@ class EnergyRatio:
     point: float
     low: float
     high: float
-    demand: Demand
+    demand: EnergyDemand
     why: str = ""
 
 
 def energy_samples(energy_use: EnergyUse | None) -> tuple[float, ...]:
     """Returns gross joules per step, one value per window."""
-    return tuple(window.joules / window.steps for window in _valid_windows_of(energy_use))
+    return tuple(window.joules / window.steps for window in _list_valid_energy_windows(energy_use))
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
     """Returns a case's energy figures, or None if it has no energy window. why_no_energy() returns the reason."""
-    energy_use, windows = record.energy, _valid_windows_of(record.energy)
+    energy_use, windows = record.energy, _list_valid_energy_windows(record.energy)
     if energy_use is None or not windows:
         return None
     gross_joules = _summarize_range(energy_samples(energy_use))
     seconds = _summarize_range([window.seconds / window.steps for window in windows])
-    uncertainty = _largest_uncertainty(windows)
+    uncertainty = _find_largest_uncertainty(windows)
     idle_watts, net_joules, reason = _compute_net_energy(
         energy_use, windows, (uncertainty or 0.0) * gross_joules.middle
     )
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
     joules_per_work_unit = []
-    for count, (spec, unit_size) in ENERGY_PER.items():
-        if work := getattr(record.work, count):
-            joules_per_work_unit.append((spec, gross_joules.middle * unit_size / work))
+    for count, (spec, unit_size) in ENERGY_SPEC_BY_WORK_KIND.items():
+        if work_amount := getattr(record.work, count):
+            joules_per_work_unit.append((spec, gross_joules.middle * unit_size / work_amount))
     return EnergyFigures(
         energy_use.source,
         windows,
@@ -130,7 +131,7 @@ def energy_figures(record: Record) -> EnergyFigures | None:
     )
 
 
-def _largest_uncertainty(windows: Sequence[EnergyWindow]) -> float | None:
+def _find_largest_uncertainty(windows: Sequence[EnergyWindow]) -> float | None:
     """Returns the largest uncertainty of the windows, or None if any uncertainty is unknown."""
     largest_uncertainty = 0.0
     for window in windows:
@@ -140,11 +141,11 @@ def _largest_uncertainty(windows: Sequence[EnergyWindow]) -> float | None:
     return largest_uncertainty
 
 
-def _summarize_range(values: Sequence[float]) -> Range:
-    return Range(statistics.median(values), min(values), max(values))
+def _summarize_range(values: Sequence[float]) -> WindowRange:
+    return WindowRange(statistics.median(values), min(values), max(values))
 
 
-def compare_pace(figures: EnergyFigures, finding: Finding) -> float | None:
+def compare_window_step_time(figures: EnergyFigures, finding: Finding) -> float | None:
     """Returns the time of a step in energy windows divided by its time in timed slots, or None if these times agree
     within noise.
 
@@ -163,7 +164,7 @@ def why_no_energy(record: Record) -> str:
     """Returns why a case has no energy figure although energy was requested. Returns '' if it has a figure, or if
     energy was not requested.
     """
-    if record.energy is None or _valid_windows_of(record.energy):
+    if record.energy is None or _list_valid_energy_windows(record.energy):
         return ""
     return record.energy.why or "no window was measured, for an unknown reason"
 
@@ -181,23 +182,25 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     if figures is None or base_figures is None or figures.source != base_figures.source:
         return None
     gross_joules_range, base_gross_range = (
-        side.gross.widen(side.uncertainty or 0.0) for side in (figures, base_figures)
+        side.gross_energy.widen(side.uncertainty or 0.0) for side in (figures, base_figures)
     )
     low = gross_joules_range.low / base_gross_range.high
     high = gross_joules_range.high / base_gross_range.low if base_gross_range.low > 0 else math.inf
-    median_joules_ratio = figures.gross.middle / base_figures.gross.middle
-    reason = _explain_unclear_ratio(record, figures, base_figures, frozenset(labels))
-    joules_distance = max(
+    median_joules_ratio = figures.gross_energy.middle / base_figures.gross_energy.middle
+    reason = _explain_unclear_energy_ratio(record, figures, base_figures, frozenset(labels))
+    joules_range_gap = max(
         base_gross_range.low - gross_joules_range.high, gross_joules_range.low - base_gross_range.high
     )
-    if not reason and joules_distance <= max(gross_joules_range.width, base_gross_range.width):
+    if not reason and joules_range_gap <= max(gross_joules_range.width, base_gross_range.width):
         reason = "their energy windows are too close together"
     if reason:
-        return EnergyRatio(median_joules_ratio, low, high, Demand.UNCLEAR, reason)
-    return EnergyRatio(median_joules_ratio, low, high, Demand.LESS if median_joules_ratio < 1 else Demand.MORE)
+        return EnergyRatio(median_joules_ratio, low, high, EnergyDemand.UNCLEAR, reason)
+    return EnergyRatio(
+        median_joules_ratio, low, high, EnergyDemand.LESS if median_joules_ratio < 1 else EnergyDemand.MORE
+    )
 
 
-def _explain_unclear_ratio(
+def _explain_unclear_energy_ratio(
     record: Record, figures: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]
 ) -> str:
     """Returns why a comparison of two energies would be unreliable, however much they differ. Returns '' if it would be
@@ -214,14 +217,14 @@ def _explain_unclear_ratio(
         )
     if not record.paired:
         return "it was measured at a different time than the reference"
-    return ", ".join(label for label in Label if label in labels & _UNRELIABLE_LABELS)
+    return ", ".join(label for label in Label if label in labels & _UNRELIABLE_ENERGY_LABELS)
 
 
-def _valid_windows_of(energy_use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
-    return drop_invalid_windows(energy_use.windows if energy_use is not None else ())
+def _list_valid_energy_windows(energy_use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
+    return drop_invalid_energy_windows(energy_use.windows if energy_use is not None else ())
 
 
-def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
+def drop_invalid_energy_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
     """Drops windows with impossible numbers, which an edited file may contain."""
     return tuple(
         window
@@ -232,7 +235,7 @@ def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow,
 
 def _compute_net_energy(
     energy_use: EnergyUse, windows: Sequence[EnergyWindow], uncertain_joules: float
-) -> tuple[float | None, Range | None, str]:
+) -> tuple[float | None, WindowRange | None, str]:
     """Returns three values: the idle power, the energy of a step above idling, and the reason if this energy is
     unknown.
 
@@ -252,7 +255,7 @@ def _compute_net_energy(
     mean_idle_watts = statistics.fmean(idle_watts)
     low = min(_subtract_idle_energy(windows, max(idle_watts)))
     high = max(_subtract_idle_energy(windows, min(idle_watts)))
-    net_joules_range = Range(statistics.median(_subtract_idle_energy(windows, mean_idle_watts)), low, high)
+    net_joules_range = WindowRange(statistics.median(_subtract_idle_energy(windows, mean_idle_watts)), low, high)
     if net_joules_range.low <= uncertain_joules:
         return (
             mean_idle_watts,
@@ -272,17 +275,17 @@ MAX_UNCERTAINTY = 0.01
 MAX_WINDOW_DIFFERENCE = 0.05
 
 
-def explain_unresolved(energy: EnergyUse | None) -> str:
+def explain_unresolved_energy(energy: EnergyUse | None) -> str:
     """Returns why a case's energy is too uncertain to be compared. Returns '' if it is certain enough, if no energy
     was requested, or if the device has no meter.
 
     Energy from a power sensor is always too uncertain, because the sensor's error is unknown. A missing idle power
     does not affect the gross energy.
     """
-    return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_list_unresolved_reasons(energy))
+    return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_list_energy_doubts(energy))
 
 
-def _list_unresolved_reasons(energy: EnergyUse) -> Iterator[str]:
+def _list_energy_doubts(energy: EnergyUse) -> Iterator[str]:
     windows = energy.windows
     if not windows:
         yield energy.why or "no window was measured"
@@ -297,20 +300,20 @@ def _list_unresolved_reasons(energy: EnergyUse) -> Iterator[str]:
     joules_per_step = [window.joules / window.steps for window in windows if window.steps > 0]
     if len(joules_per_step) < len(windows) or not all(0 < joules < math.inf for joules in joules_per_step):
         yield "a window has no energy"
-    elif (relative_window_distance := _relative_distance(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
+    elif (relative_window_distance := _compute_relative_range(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
         yield f"its windows are {units.percent(relative_window_distance)} apart"
     if names := list_forced_throttling(windows):
         yield f"clocks were throttled in its windows: {', '.join(names)}"
 
 
-def _relative_distance(values: Sequence[float]) -> float:
+def _compute_relative_range(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
 def list_forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
     """Returns the reasons why the clock was reduced in any window. Limits that the user set are left out."""
-    reason_bits = functools.reduce(operator.or_, (window.throttle or 0 for window in windows), 0)
-    return [name for name in list_throttle_reasons(reason_bits) if name not in CHOSEN_REASONS]
+    throttle_reason_bits = functools.reduce(operator.or_, (window.throttle or 0 for window in windows), 0)
+    return [name for name in list_throttle_reasons(throttle_reason_bits) if name not in HARMLESS_THROTTLE_REASONS]
 
 
 # The joules of a phase may differ between its windows by this share of their median.
@@ -332,7 +335,7 @@ class PhaseJoules:
 
     phase: str
     joules: float
-    range: Range | None = None
+    range: WindowRange | None = None
     seconds: float | None = None
     seconds_width: float = 0.0
     why: str = ""
@@ -352,13 +355,13 @@ class PhaseEnergies:
     """
 
     phases: tuple[PhaseJoules, ...]
-    residual: Range | None = None
+    residual: WindowRange | None = None
     void_reason: str = ""
     pace: float | None = None
     noise: float = 0.0
 
     @property
-    def pace_mismatch(self) -> str:
+    def pace_mismatch_text(self) -> str:
         """Describes how much longer or shorter the phases take when each runs alone than in the step. Returns '' if the
         times agree.
         """
@@ -375,7 +378,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     figures = energy_figures(record)
     if figures is None or record.energy is None:
         return None
-    estimate_by_phase = _estimate_joules_by_time(figures, finding)
+    estimated_joules_by_phase = _estimate_joules_by_time(figures, finding)
     # 1. Collect the phases with separate windows, and the reasons for missing windows.
     measured_phases: dict[str, PhaseJoules] = {}
     unmeasured_reasons: dict[str, str] = {}
@@ -386,7 +389,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
         else:
             measured_phases[energy.phase] = joules
     checked_energies = (
-        _check_phases_against_step(figures, measured_phases, estimate_by_phase, finding)
+        _check_phase_energies(figures, measured_phases, estimated_joules_by_phase, finding)
         if measured_phases
         else PhaseEnergies(())
     )
@@ -396,15 +399,17 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     # 2. Estimate the phases without windows. Unattributed time gets the remaining joules.
     phases = {
         phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, ""))
-        for phase, joules in estimate_by_phase.items()
+        for phase, joules in estimated_joules_by_phase.items()
     }
     phases |= measured_phases
     if measured_phases and checked_energies.residual is not None:
-        estimated_joules = (
-            joules for phase, joules in estimate_by_phase.items() if phase not in {*measured_phases, UNATTRIBUTED}
+        estimated_phase_joules = (
+            joules
+            for phase, joules in estimated_joules_by_phase.items()
+            if phase not in {*measured_phases, UNATTRIBUTED}
         )
         phases[UNATTRIBUTED] = PhaseJoules(
-            UNATTRIBUTED, max(0.0, checked_energies.residual.middle - sum(estimated_joules))
+            UNATTRIBUTED, max(0.0, checked_energies.residual.middle - sum(estimated_phase_joules))
         )
     return replace(checked_energies, phases=tuple(phases.values())) if phases else None
 
@@ -415,26 +420,28 @@ def _estimate_joules_by_time(figures: EnergyFigures, finding: Finding | None) ->
     """
     if finding is None or not finding.best_seconds:
         return {}
-    joules, step_seconds = figures.gross.middle, finding.best_seconds
+    joules, step_seconds = figures.gross_energy.middle, finding.best_seconds
     return {phase: joules * seconds / step_seconds for phase, seconds in finding.phases if 0 < seconds < math.inf}
 
 
 def _measure_phase_joules(energy: PhaseEnergy) -> PhaseJoules | str:
     """Returns the energy of a phase from its windows, or the reason why it is unknown."""
-    windows = drop_invalid_windows(energy.windows)
+    windows = drop_invalid_energy_windows(energy.windows)
     if not windows:
         return energy.why or "no window was measured, for an unknown reason"
     joules_per_step = [window.joules / window.steps for window in windows]
     median_joules = statistics.median(joules_per_step)
     if max(joules_per_step) - min(joules_per_step) > MAX_PHASE_WINDOW_DIFFERENCE * median_joules:
-        return f"its windows are {units.percent(_relative_distance(joules_per_step))} apart"
+        return f"its windows are {units.percent(_compute_relative_range(joules_per_step))} apart"
     low = min(window.joules / window.steps * (1 - (window.uncertainty or 0.0)) for window in windows)
     high = max(window.joules / window.steps * (1 + (window.uncertainty or 0.0)) for window in windows)
     seconds = _summarize_range([window.seconds / window.steps for window in windows])
-    return PhaseJoules(energy.phase, median_joules, Range(median_joules, low, high), seconds.middle, seconds.width)
+    return PhaseJoules(
+        energy.phase, median_joules, WindowRange(median_joules, low, high), seconds.middle, seconds.width
+    )
 
 
-def _check_phases_against_step(
+def _check_phase_energies(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimates: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
     """Computes the energy that a step takes outside the measured phases. Checks whether the device can take this energy
@@ -444,28 +451,28 @@ def _check_phases_against_step(
     to know it, the time of the unmeasured phases is used.
     """
     # 1. Compute the joules that the step takes outside the measured phases.
-    phase_ranges = [phase.range for phase in measured.values() if phase.range is not None]
-    gross_range = figures.gross.widen(figures.uncertainty or 0.0)
-    residual_range = Range(
-        gross_range.middle - sum(phase_range.middle for phase_range in phase_ranges),
-        gross_range.low - sum(phase_range.high for phase_range in phase_ranges),
-        gross_range.high - sum(phase_range.low for phase_range in phase_ranges),
+    phase_energy_ranges = [phase.range for phase in measured.values() if phase.range is not None]
+    gross_energy_range = figures.gross_energy.widen(figures.uncertainty or 0.0)
+    residual_range = WindowRange(
+        gross_energy_range.middle - sum(phase_range.middle for phase_range in phase_energy_ranges),
+        gross_energy_range.low - sum(phase_range.high for phase_range in phase_energy_ranges),
+        gross_energy_range.high - sum(phase_range.low for phase_range in phase_energy_ranges),
     )
     # 2. Divide the total time of the phases, each run alone, by their time in the step.
     step_seconds = figures.seconds.middle
-    phases_alone_seconds = sum(phase.seconds or 0.0 for phase in measured.values())
+    separate_phase_seconds = sum(phase.seconds or 0.0 for phase in measured.values())
     unmeasured_joules = sum(joules for phase, joules in estimates.items() if phase not in measured)
-    phases_in_step_seconds = step_seconds * (1 - unmeasured_joules / figures.gross.middle)
-    pace_ratio = phases_alone_seconds / phases_in_step_seconds if phases_in_step_seconds > 0 else math.inf
+    phase_seconds_in_step = step_seconds * (1 - unmeasured_joules / figures.gross_energy.middle)
+    pace_ratio = separate_phase_seconds / phase_seconds_in_step if phase_seconds_in_step > 0 else math.inf
     phase_seconds_width = sum(phase.seconds_width for phase in measured.values())
-    phase_noise = phase_seconds_width / phases_alone_seconds if phases_alone_seconds else 0.0
+    relative_phase_noise = phase_seconds_width / separate_phase_seconds if separate_phase_seconds else 0.0
     step_spread = finding.spread if finding is not None else None
-    noise = max(SAME_BAND, step_spread or 0.0, figures.seconds.width / step_seconds, phase_noise)
+    noise = max(SAME_BAND, step_spread or 0.0, figures.seconds.width / step_seconds, relative_phase_noise)
     # 3. Compute the least and the most energy that the device can use outside the measured phases.
     phase_watts = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
-    residual_seconds = step_seconds - phases_alone_seconds
+    residual_seconds = step_seconds - separate_phase_seconds
     residual_or_unmeasured_seconds = (
-        residual_seconds if abs(pace_ratio - 1) <= MAX_PHASE_TIME_DIFFERENCE else step_seconds - phases_in_step_seconds
+        residual_seconds if abs(pace_ratio - 1) <= MAX_PHASE_TIME_DIFFERENCE else step_seconds - phase_seconds_in_step
     )
     joule_limits = sorted(
         (
@@ -476,14 +483,14 @@ def _check_phases_against_step(
     # 4. Explain why the energies cannot be used if the times or the joules of the phases do not fit the step.
     reason = ""
     if abs(pace_ratio - 1) > max(MAX_PHASE_TIME_DIFFERENCE, noise):
-        time_in_step = units.seconds(phases_alone_seconds / pace_ratio if pace_ratio else None)
+        time_in_step_text = units.seconds(separate_phase_seconds / pace_ratio if pace_ratio else None)
         reason = (
-            f"run separately, the phases take {units.seconds(phases_alone_seconds)}, while a step has "
-            f"{time_in_step} for them: they behave differently in the step"
+            f"run separately, the phases take {units.seconds(separate_phase_seconds)}, while a step has "
+            f"{time_in_step_text} for them: they behave differently in the step"
         )
     elif residual_range.high < joule_limits[0] or residual_range.low > joule_limits[1]:
         reason = (
-            f"the phases sum to {units.joules(gross_range.middle - residual_range.middle)} and the step takes "
-            f"{units.joules(gross_range.middle)}: they differ by more than their errors"
+            f"the phases sum to {units.joules(gross_energy_range.middle - residual_range.middle)} and the step takes "
+            f"{units.joules(gross_energy_range.middle)}: they differ by more than their errors"
         )
     return PhaseEnergies((), residual_range, reason, pace_ratio, noise)

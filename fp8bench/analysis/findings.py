@@ -21,20 +21,20 @@ from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import label_false_claims
 from fp8bench.analysis.compare.interval import student_quantile
 from fp8bench.analysis.doubts import (
-    PositionEffect,
+    SlotPositionEffect,
     find_position_effect,
     label_clock_offset,
-    label_flat_times,
+    label_size_independent_times,
     label_unsettled_device,
 )
 from fp8bench.analysis.labels import (
-    Labelled,
+    LabelWithReason,
     collect_hard_labels,
     collect_labels,
     have_too_few_undisturbed_rounds,
-    label_in_process,
+    label_in_process_cases,
 )
-from fp8bench.analysis.phase_gains import find_phase_gains, scale_to_ratio
+from fp8bench.analysis.phase_gains import find_phase_gains, scale_gains_to_ratio
 from fp8bench.model import (
     UNATTRIBUTED,
     Finding,
@@ -48,15 +48,15 @@ from fp8bench.model import (
     Timing,
     Verdict,
 )
-from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
+from fp8bench.model.stopping import LEAST_ROUNDS, MIN_RETIMING_CANDIDATES
 from fp8bench.model.words import UNTOUCHED
 
 BELOW_FLOOR_MARKERS = 20
-_FINAL_LEVEL_AND_SAME = verdicts.FINAL_LEVEL, verdicts.SAME_BAND
+_FINAL_LEVEL_AND_SAME_BAND = verdicts.FINAL_LEVEL, verdicts.SAME_BAND
 # Two half-widths of an interval count as equal if they differ by at most this relative tolerance.
-_HALF_WIDTH_TOLERANCE = 1e-9
+_INTERVAL_WIDTH_TOLERANCE = 1e-9
 # The last part of the reason for UNSURE if runs differ more than rounds.
-ROUNDS_DO_NOT_HELP = "more rounds do not help"
+MORE_ROUNDS_DO_NOT_HELP = "more rounds do not help"
 # The largest half-width of an interval, as a logarithm. The exponential of a larger number could overflow.
 _MAX_LOG_HALF_WIDTH = 100.0
 
@@ -76,9 +76,9 @@ class _Baseline:
     timing: Timing | None = None
     control: Timing | None = None
     emulated: bool = False
-    hard_labels: tuple[Labelled, ...] = ()
-    position_effect: PositionEffect | None = None
-    claim_labels: tuple[Labelled, ...] = ()
+    hard_labels: tuple[LabelWithReason, ...] = ()
+    position_effect: SlotPositionEffect | None = None
+    claim_labels: tuple[LabelWithReason, ...] = ()
     whole_steps: bool = False
     best_seconds: float = 0.0
     threads: int = 1
@@ -87,9 +87,9 @@ class _Baseline:
 def findings(run: Run) -> dict[str, Finding]:
     """Returns the finding of each record, by case id."""
     groups: dict[str, list[Record]] = {}
-    labels: dict[str, tuple[Labelled, ...]] = {}
-    run_labels = label_in_process(run)
-    flat_time_labels = label_flat_times(run.records, run.request.threads)
+    labels: dict[str, tuple[LabelWithReason, ...]] = {}
+    run_labels = label_in_process_cases(run)
+    flat_time_labels = label_size_independent_times(run.records, run.request.threads)
     for record in run.records:
         case = record.case
         groups.setdefault(case.setting, []).append(record)
@@ -104,28 +104,28 @@ def findings(run: Run) -> dict[str, Finding]:
 def find(
     records: Sequence[Record],
     overheads: Mapping[str, Overheads],
-    run_labels: Mapping[str, Sequence[Labelled]] = MappingProxyType({}),
+    run_labels: Mapping[str, Sequence[LabelWithReason]] = MappingProxyType({}),
     threads: int = 1,
 ) -> list[Finding]:
     """Returns the finding (times, labels and verdict) of each record of one group."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
     baseline, aa_ratio = _Baseline(), None
     if reference is not None and reference.timing is not None:
-        aa_ratio = verdicts.aa_interval(reference.timing, reference.control)
+        aa_ratio = verdicts.compute_aa_interval(reference.timing, reference.control)
         baseline = _make_baseline(reference, reference.timing, records, aa_ratio, threads)
-    findings_of_group = []
+    group_findings = []
     for record in records:
         case = record.case
-        findings_of_group.append(
+        group_findings.append(
             _make_finding(record, baseline, aa_ratio, overheads.get(case.device), run_labels.get(case.id, ()))
         )
-    return _note_chosen_fastest(records, findings_of_group, baseline)
+    return _note_chosen_fastest(records, group_findings, baseline)
 
 
 def _make_baseline(
     reference: Record, timing: Timing, records: Sequence[Record], aa: Interval | None, threads: int
 ) -> _Baseline:
-    claims = tuple(label_false_claims(reference, None))
+    false_claim_labels = tuple(label_false_claims(reference, None))
     paired_timings = [record.timing for record in records if record.paired and record.paired_with is None]
     uses_whole_steps = verdicts.needs_whole_steps(timing, reference.control)
     return _Baseline(
@@ -133,9 +133,9 @@ def _make_baseline(
         timing,
         reference.control,
         reference.support.is_emulated,
-        (*collect_hard_labels(timing, reference.watch, aa, reference.case.device), *claims),
+        (*collect_hard_labels(timing, reference.watch, aa, reference.case.device), *false_claim_labels),
         _position_effect_beyond_noise([*paired_timings, reference.control], aa),
-        claims,
+        false_claim_labels,
         uses_whole_steps,
         _average_reference_best_case(reference, uses_whole_steps),
         threads,
@@ -148,8 +148,8 @@ def _average_reference_best_case(reference: Record, uses_whole_steps: bool) -> f
         timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots
     ]
     best_cases = [verdicts.best_seconds(timing, uses_whole_steps) for timing in reference_timings]
-    logs = [math.log(best_seconds) for best_seconds in best_cases if best_seconds > 0]
-    return math.exp(fmean(logs)) if logs else 0.0
+    log_best_cases = [math.log(best_seconds) for best_seconds in best_cases if best_seconds > 0]
+    return math.exp(fmean(log_best_cases)) if log_best_cases else 0.0
 
 
 def _scale_phases_to_ratio(
@@ -160,9 +160,9 @@ def _scale_phases_to_ratio(
     Without scaling the displayed times and ratio may disagree: for the ratio, case and reference use equally many
     rounds and calls, while the best case of the case alone may use more.
     """
-    factor = ratio.point if ratio is not None else 0.0
+    time_ratio = ratio.point if ratio is not None else 0.0
     seconds = sum(seconds for _, seconds in phases)
-    scaled_step_seconds = reference_seconds * (1.0 if record.is_reference else factor)
+    scaled_step_seconds = reference_seconds * (1.0 if record.is_reference else time_ratio)
     if not (0 < seconds < math.inf and 0 < scaled_step_seconds < math.inf):
         return phases
     return tuple((phase, of_phase * scaled_step_seconds / seconds) for phase, of_phase in phases)
@@ -176,13 +176,13 @@ def _note_chosen_fastest(records: Sequence[Record], results: list[Finding], base
         return results
     candidate_indices, timings = [], []
     for index, record in enumerate(records):
-        is_candidate = record.support.is_native and not record.is_reference
-        if record.timing and is_candidate and record.paired and record.paired_with is None:
+        is_fastest_candidate = record.support.is_native and not record.is_reference
+        if record.timing and is_fastest_candidate and record.paired and record.paired_with is None:
             candidate_indices.append(index)
             timings.append(record.timing)
-    if len(timings) < LEAST_CANDIDATES:
+    if len(timings) < MIN_RETIMING_CANDIDATES:
         return results
-    fastest_index = verdicts.find_fastest(timings, baseline.timing, baseline.control)
+    fastest_index = verdicts.find_fastest_candidate(timings, baseline.timing, baseline.control)
     if fastest_index is not None and results[candidate_indices[fastest_index]].is_judged:
         note = f"the fastest of {len(timings)} by these rounds, and not timed again: choosing it inflates its speed-up"
         results[candidate_indices[fastest_index]] = _add_note_to_reason(results[candidate_indices[fastest_index]], note)
@@ -193,13 +193,15 @@ def _add_note_to_reason(finding: Finding, note: str) -> Finding:
     return replace(finding, why=f"{finding.why}; {note}" if finding.why else note)
 
 
-def _position_effect_beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PositionEffect | None:
+def _position_effect_beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> SlotPositionEffect | None:
     """Returns how the position of a slot in its round affects its time. Returns None if the effect is within the
     noise of identical code.
     """
-    effect = find_position_effect([timing for timing in timings if timing is not None])
+    position_effect = find_position_effect([timing for timing in timings if timing is not None])
     noise_floor = max(verdicts.VERDICT_BAND, aa.reach if aa is not None else 0.0)
-    return effect if effect is not None and abs(effect.ratio.point - 1) > noise_floor else None
+    return (
+        position_effect if position_effect is not None and abs(position_effect.ratio.point - 1) > noise_floor else None
+    )
 
 
 def _make_finding(
@@ -207,7 +209,7 @@ def _make_finding(
     baseline: _Baseline,
     aa: Interval | None,
     overheads: Overheads | None,
-    run_labels: Sequence[Labelled],
+    run_labels: Sequence[LabelWithReason],
 ) -> Finding:
     timing = record.timing
     if not record.is_ok or timing is None or not timing.slots:
@@ -225,15 +227,15 @@ def _make_finding(
     )
     ratio = conclusion.ratio if conclusion is not None else None
     phases = _scale_phases_to_ratio(
-        verdicts.best_phases(timing, uses_whole_steps), record, baseline.best_seconds, ratio
+        verdicts.compute_best_phase_seconds(timing, uses_whole_steps), record, baseline.best_seconds, ratio
     )
-    seconds_of_calls = verdicts.step_seconds_of_calls(timing)
+    step_seconds_per_call = verdicts.step_seconds_of_calls(timing)
     finding_without_verdict = Finding(
         record.case,
         Verdict.NONE,
         best_seconds=sum(seconds for _, seconds in phases),
-        median_seconds=float(np.median(seconds_of_calls)),
-        spread=stats.relative_quartile_spread(seconds_of_calls),
+        median_seconds=float(np.median(step_seconds_per_call)),
+        spread=stats.relative_quartile_spread(step_seconds_per_call),
         phases=phases,
         below_floor=_list_too_short_phases(timing, phases, overheads),
         gains=_compute_phase_gains(record, baseline, conclusion),
@@ -245,7 +247,7 @@ def _make_finding(
         finding = _add_note_to_reason(finding, note)
     claims = [*label_false_claims(record, baseline.record, baseline.threads), *_label_clocks(record, baseline)]
     if uses_whole_steps:
-        claims.append(_label_whole_steps(record, baseline))
+        claims.append(_make_whole_steps_label(record, baseline))
     if baseline.position_effect is not None and record.paired:
         claims.append(baseline.position_effect.label)
     labels = collect_labels(record, finding, baseline.timing, aa, [*claims, *run_labels])
@@ -264,7 +266,7 @@ def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baselin
     if record.paired_with is None:
         return baseline
     reference_labels = collect_hard_labels(record.paired_with, None, None, record.case.device)
-    aa_ratio = verdicts.aa_interval(record.paired_with, record.control)
+    aa_ratio = verdicts.compute_aa_interval(record.paired_with, record.control)
     position_effect = _position_effect_beyond_noise([timing, record.paired_with, record.control], aa_ratio)
     reference_labels = (*reference_labels, *baseline.claim_labels)
     return replace(
@@ -276,7 +278,7 @@ def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baselin
     )
 
 
-def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
+def _make_whole_steps_label(record: Record, baseline: _Baseline) -> LabelWithReason:
     """Returns a label that explains why whole steps are compared: the fastest parts come from different steps and sum
     to less than the fastest whole step, in the case or in its reference.
     """
@@ -286,28 +288,28 @@ def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
         (baseline.timing, "in the reference, "),
         (baseline.control, "in the reference, "),
     )
-    for timing, place_text in labelled_timings:
-        share_below_step = verdicts.share_below_fastest_step(timing) if timing and timing.slots else 0.0
-        if timing is None or share_below_step <= largest_share_below_step:
+    for timing, timing_place_text in labelled_timings:
+        share_below_fastest_step = verdicts.share_below_fastest_step(timing) if timing and timing.slots else 0.0
+        if timing is None or share_below_fastest_step <= largest_share_below_step:
             continue
         fastest_step_seconds = float(verdicts.step_seconds_of_calls(timing).min())
         sum_text, step_text = (
-            units.seconds(fastest_step_seconds * (1 - share_below_step)),
+            units.seconds(fastest_step_seconds * (1 - share_below_fastest_step)),
             units.seconds(fastest_step_seconds),
         )
         steps_text = f"the fastest of {timing.num_calls} steps takes {step_text}"
-        reason = f"{place_text}the fastest stretches sum to {sum_text}, {steps_text}"
-        largest_share_below_step = share_below_step
-    return Labelled(Label.WHOLE_STEPS, reason)
+        reason = f"{timing_place_text}the fastest stretches sum to {sum_text}, {steps_text}"
+        largest_share_below_step = share_below_fastest_step
+    return LabelWithReason(Label.WHOLE_STEPS, reason)
 
 
-def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[Labelled]:
+def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[LabelWithReason]:
     """Yields labels for a clock that was still changing before the first round, or differed from the reference's."""
     yield from label_unsettled_device(record.watch)
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
     if baseline.record is not None and baseline.timing is not None and not baseline.emulated:
-        reference_timings = verdicts.reference_timings_of(baseline.timing, baseline.control)
+        reference_timings = verdicts.list_reference_timings(baseline.timing, baseline.control)
         yield from label_clock_offset(record.timing, reference_timings, baseline.record.case.mode)
 
 
@@ -319,17 +321,17 @@ def _conclude_verdict(record: Record, baseline: _Baseline) -> verdicts.Conclusio
         return None
     if record.timing is None or baseline.timing is None:
         return None
-    timings = [record.timing, *verdicts.reference_timings_of(baseline.timing, baseline.control)]
+    timings = [record.timing, *verdicts.list_reference_timings(baseline.timing, baseline.control)]
     lacks_undisturbed_rounds = record.case.device.startswith("cpu") and have_too_few_undisturbed_rounds(*timings)
-    return verdicts.conclude(
+    return verdicts.conclude_comparison(
         record.timing,
         baseline.timing,
         baseline.control,
-        *_FINAL_LEVEL_AND_SAME,
+        *_FINAL_LEVEL_AND_SAME_BAND,
         half_width_of_reruns(record.reruns),
         record.sessions,
         lacks_undisturbed_rounds,
-        _range_of_reruns(record.reruns),
+        _find_rerun_log_range(record.reruns),
     )
 
 
@@ -339,13 +341,13 @@ def _compute_phase_gains(
     """Returns the gain of each phase. Returns () for a case without a speed or with too few rounds for an interval."""
     if conclusion is None or record.timing is None or baseline.timing is None:
         return ()
-    timings = [record.timing, *verdicts.reference_timings_of(baseline.timing, baseline.control)]
+    timings = [record.timing, *verdicts.list_reference_timings(baseline.timing, baseline.control)]
     rounds = verdicts.find_common_rounds(timings)
     if len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
         return ()
-    is_reference_unmarked = baseline.record is not None and baseline.record.case.precision == UNTOUCHED
-    gains = find_phase_gains(timings, rounds, conclusion.whole_steps, is_reference_unmarked)
-    return scale_to_ratio(gains, conclusion.ratio.point) if record.sessions else gains
+    has_untouched_reference = baseline.record is not None and baseline.record.case.precision == UNTOUCHED
+    phase_gains = find_phase_gains(timings, rounds, conclusion.whole_steps, has_untouched_reference)
+    return scale_gains_to_ratio(phase_gains, conclusion.ratio.point) if record.sessions else phase_gains
 
 
 def _add_verdict(
@@ -360,11 +362,11 @@ def _add_verdict(
     if record.is_reference:
         return replace(finding, verdict=Verdict.REFERENCE, floor=_compute_noise_floor(aa, baseline)), aa
     if baseline.timing is None or not record.paired:
-        return _make_unsure(finding, "the case shares no rounds with a reference"), None
+        return _make_unsure_finding(finding, "the case shares no rounds with a reference"), None
     if baseline.emulated:
-        return _make_unsure(finding, "the reference is emulated, so there is no speed-up"), None
+        return _make_unsure_finding(finding, "the reference is emulated, so there is no speed-up"), None
     if conclusion is None:
-        return _make_unsure(finding, "no round contains both the case and the reference"), None
+        return _make_unsure_finding(finding, "no round contains both the case and the reference"), None
     noise_floor = _compute_noise_floor(conclusion.aa, baseline)
     finding = replace(
         finding,
@@ -372,7 +374,7 @@ def _add_verdict(
         ratio=conclusion.ratio,
         typical=conclusion.ratio_of_means,
         floor=noise_floor,
-        why=_explain_unsure(conclusion, record, noise_floor) if conclusion.verdict is Verdict.UNSURE else "",
+        why=_explain_unsure_verdict(conclusion, record, noise_floor) if conclusion.verdict is Verdict.UNSURE else "",
     )
     return finding, conclusion.aa
 
@@ -388,7 +390,7 @@ def half_width_of_reruns(reruns: Reruns | None) -> float:
     return min(half_width, max(0.0, reruns.max_reach), _MAX_LOG_HALF_WIDTH)
 
 
-def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
+def _find_rerun_log_range(reruns: Reruns | None) -> tuple[float, float]:
     """Returns the lowest and highest ratio of the case in earlier runs, as logarithms. Without earlier runs, returns
     (inf, -inf).
     """
@@ -406,42 +408,42 @@ def _compute_noise_floor(aa: Interval | None, baseline: _Baseline) -> float | No
     return max(aa.reach, math.expm1(half_width_of_reruns(reruns))) if aa is not None else None
 
 
-def _make_unsure(finding: Finding, why: str) -> Finding:
+def _make_unsure_finding(finding: Finding, why: str) -> Finding:
     return replace(finding, verdict=Verdict.UNSURE, why=why)
 
 
-def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor: float | None) -> str:
+def _explain_unsure_verdict(conclusion: verdicts.Conclusion, record: Record, noise_floor: float | None) -> str:
     """Returns the first reason that explains an UNSURE verdict, with a remedy."""
     assert record.timing is not None
     interval, rounds, reruns = conclusion.ratio, record.timing.num_rounds, record.reruns
     if rounds < verdicts.MIN_ROUNDS_FOR_VERDICT:
         round_count_text = "1 round is" if rounds == 1 else f"{rounds} rounds are"
         return f"{round_count_text} too few for a verdict; give it more time (--budget) or rounds"
-    if verdicts.decide_verdict(interval, verdicts.verdict_band(conclusion.aa)) is not Verdict.UNSURE:
+    if verdicts.decide_verdict(interval, verdicts.compute_verdict_band(conclusion.aa)) is not Verdict.UNSURE:
         return "the mean over all calls contradicts the fastest calls; give it more time (--budget)"
     if interval.low > 1 + verdicts.VERDICT_BAND or interval.high < 1 - verdicts.VERDICT_BAND:
         return "the reference differs from its control, which runs the same code, by as much"
     if rounds < LEAST_ROUNDS:
         return f"{rounds} rounds are too few, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
-    if reruns is not None and interval.half_width <= half_width_of_reruns(reruns) * (1 + _HALF_WIDTH_TOLERANCE):
+    if reruns is not None and interval.half_width <= half_width_of_reruns(reruns) * (1 + _INTERVAL_WIDTH_TOLERANCE):
         rerun_difference_text = units.percent(math.expm1(half_width_of_reruns(reruns)))
         return (
             f"runs on this machine may differ by {rerun_difference_text}, as {reruns.runs} earlier ones show: "
-            f"{ROUNDS_DO_NOT_HELP}"
+            f"{MORE_ROUNDS_DO_NOT_HELP}"
         )
-    lowest_log_ratio, highest_log_ratio = _range_of_reruns(reruns)
+    lowest_log_ratio, highest_log_ratio = _find_rerun_log_range(reruns)
     if math.exp(lowest_log_ratio) <= interval.low or interval.high <= math.exp(highest_log_ratio):
         speed_range_text = (
             f"{units.speed_up(math.exp(-highest_log_ratio))} to {units.speed_up(math.exp(-lowest_log_ratio))}"
         )
-        return f"earlier runs of the case gave {speed_range_text}: {ROUNDS_DO_NOT_HELP}"
+        return f"earlier runs of the case gave {speed_range_text}: {MORE_ROUNDS_DO_NOT_HELP}"
     reasons = [f"{rounds} rounds"]
     if interval.level == 0.0:
         reasons.append("other programs took the CPU in most of them")
     if noise_floor is not None:
         reasons.append(f"noise floor {units.percent(noise_floor)} (A/A)")
-    band_half_width = verdicts.verdict_band(conclusion.aa)
-    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, band_half_width, noise_floor or 0.0)}"
+    aa_band_half_width = verdicts.compute_verdict_band(conclusion.aa)
+    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, aa_band_half_width, noise_floor or 0.0)}"
 
 
 # If the true ratio is this many half-widths away from the band around 1, nine of ten 99% intervals are outside the
@@ -461,7 +463,7 @@ def _describe_visible_difference(interval: Interval, band_half_width: float, noi
 
 
 def _withhold_verdict(
-    finding: Finding, case_labels: Sequence[Labelled], reference_labels: Sequence[Labelled]
+    finding: Finding, case_labels: Sequence[LabelWithReason], reference_labels: Sequence[LabelWithReason]
 ) -> Finding:
     """Removes the verdict if the case or its reference has a hard label."""
     names = {labelled.label for labelled in case_labels}
@@ -473,11 +475,11 @@ def _withhold_verdict(
         reasons.append(f"labelled {_join_labels(case_labels)}")
     if reference_only_labels:
         reasons.append(f"the reference is labelled {_join_labels(reference_only_labels)}")
-    unsure_finding = _make_unsure(finding, f"{'; '.join(reasons)}, so there is no verdict")
+    unsure_finding = _make_unsure_finding(finding, f"{'; '.join(reasons)}, so there is no verdict")
     return replace(unsure_finding, hard=tuple(labelled.label for labelled in (*case_labels, *reference_only_labels)))
 
 
-def _join_labels(labels: Sequence[Labelled]) -> str:
+def _join_labels(labels: Sequence[LabelWithReason]) -> str:
     words = [f"{labelled.label} ({labelled.reason})" if labelled.reason else labelled.label for labelled in labels]
     return " and ".join(words)
 
@@ -488,10 +490,10 @@ def _list_too_short_phases(
     """Returns the phases that are shorter than 20 times the overhead of marking their start and end."""
     if overheads is None:
         return ()
-    marker_seconds = max(overheads.marker_on, overheads.event_pair or 0.0)
-    entries_by_phase = dict(timing.entries)
+    phase_marker_seconds = max(overheads.marker_on, overheads.event_pair or 0.0)
+    entry_count_by_phase = dict(timing.entries)
     return tuple(
         phase
         for phase, seconds in phases
-        if 0 < seconds < BELOW_FLOOR_MARKERS * marker_seconds * entries_by_phase.get(phase, 1)
+        if 0 < seconds < BELOW_FLOOR_MARKERS * phase_marker_seconds * entry_count_by_phase.get(phase, 1)
     )

@@ -10,12 +10,12 @@ import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import stats
-from fp8bench.analysis.energy import explain_unresolved, phase_energies
+from fp8bench.analysis.energy import explain_unresolved_energy, phase_energies
 from fp8bench.analysis.verdicts import MIN_ROUNDS_FOR_VERDICT, SAME_BAND, is_uneven, step_seconds_of_calls
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, Scalar, SlotSample, Timing
 from fp8bench.model.consumed import (
-    CHOSEN_REASONS,
-    HARDWARE_BITS,
+    HARDWARE_THROTTLE_BITS,
+    HARMLESS_THROTTLE_REASONS,
     POWER_CAP_BIT,
     THROTTLE_REASONS,
     list_throttle_reasons,
@@ -24,7 +24,7 @@ from fp8bench.model.run import BUSY_CORES_FACT, PROFILE_ORIGIN
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Only these labels can be hard, which removes the verdict. All other labels only cast doubt.
-CAN_BE_HARD = frozenset(
+POSSIBLY_HARD_LABELS = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
         Label.THROTTLED, Label.LAUNCH_BOUND, Label.UNEVEN, Label.CLOCK_OFFSET, Label.EAGER_QUANTISER,
@@ -34,7 +34,7 @@ CAN_BE_HARD = frozenset(
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelWithReason:
     """A label with its reason. A `hard` label removes the verdict."""
 
     label: Label
@@ -42,8 +42,8 @@ class Labelled:
     hard: bool = False
 
     def __post_init__(self) -> None:
-        if self.hard and self.label not in CAN_BE_HARD:
-            raise ValueError(f"{self.label} cannot remove a verdict: {', '.join(sorted(CAN_BE_HARD))} can")
+        if self.hard and self.label not in POSSIBLY_HARD_LABELS:
+            raise ValueError(f"{self.label} cannot remove a verdict: {', '.join(sorted(POSSIBLY_HARD_LABELS))} can")
 
 
 # Throttling below this share of the time is ignored.
@@ -51,10 +51,10 @@ MIN_THROTTLED_SHARE = 0.005
 _HARDWARE_THROTTLE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
 # Limits of a slot's wall-clock time divided by its CPU time. Above the first limit, the slot is disturbed. Above the
 # second, its process had less than a fifth of a core, so even the fastest rounds may be disturbed.
-DISTURBED_RATIO = 1.1
+MIN_DISTURBED_RATIO = 1.1
 STARVED_RATIO = 5.0
 # A case is contended if more than this share of its slots is disturbed.
-CONTENDED_SLOTS_SHARE = 0.5
+MIN_CONTENDED_SLOT_SHARE = 0.5
 # A delay is attributed to the hypervisor if the hypervisor took the core for at least this share of it.
 _STOLEN_SHARE = 0.5
 
@@ -69,7 +69,7 @@ def count_disturbed_slots(timing: Timing, ratio: float) -> int:
     """
     late_processes, late_threads = 0, []
     for slot in timing.slots:
-        seconds = _expected_core_seconds(slot)
+        seconds = _compute_expected_core_time(slot)
         if seconds > ratio * slot.cpu_seconds:
             late_processes += 1
         if slot.thread_seconds is not None and seconds > ratio * slot.thread_seconds:
@@ -80,7 +80,7 @@ def count_disturbed_slots(timing: Timing, ratio: float) -> int:
 def have_too_few_undisturbed_rounds(*timings: Timing) -> bool:
     """Returns whether any timing has fewer undisturbed slots than its best case uses."""
     return any(
-        len(timing.slots) - count_disturbed_slots(timing, DISTURBED_RATIO)
+        len(timing.slots) - count_disturbed_slots(timing, MIN_DISTURBED_RATIO)
         < stats.count_fastest_rounds(len(timing.slots))
         for timing in timings
         if timing.slots
@@ -95,7 +95,7 @@ _LOAD_AVERAGE_MARGIN = 0.25
 _MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE, _MIN_DISTURBED_SLOTS_SHARE = 0.5, 0.25, 0.2
 
 
-def describe_load(run: Run) -> str:
+def describe_run_load(run: Run) -> str:
     """Returns the load of the machine, like 'load 3.1 on 2 cores, 1.9 busy at the start'. Returns '' if the load was
     low or is unknown.
     """
@@ -107,13 +107,19 @@ def describe_load(run: Run) -> str:
     if busy_cores:
         words.append(f"{busy_cores:g} busy at the start")
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
-    slot_count = sum(len(timing.slots) for timing in timings)
-    disturbed_share = sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) / max(1, slot_count)
-    if disturbed_share > _MIN_DISTURBED_SLOTS_SHARE:
-        words.append(f"{units.percent(disturbed_share, 0)} of the slots disturbed")
-    is_loaded = load > max(threads, cores - threads) + _LOAD_AVERAGE_MARGIN
+    timed_slot_count = sum(len(timing.slots) for timing in timings)
+    disturbed_slot_share = sum(count_disturbed_slots(timing, MIN_DISTURBED_RATIO) for timing in timings) / max(
+        1, timed_slot_count
+    )
+    if disturbed_slot_share > _MIN_DISTURBED_SLOTS_SHARE:
+        words.append(f"{units.percent(disturbed_slot_share, 0)} of the slots disturbed")
+    is_machine_loaded = load > max(threads, cores - threads) + _LOAD_AVERAGE_MARGIN
     are_cores_busy = busy_cores >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
-    return ", ".join(words) if is_loaded or are_cores_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""
+    return (
+        ", ".join(words)
+        if is_machine_loaded or are_cores_busy or disturbed_slot_share > _MIN_DISTURBED_SLOTS_SHARE
+        else ""
+    )
 
 
 def read_positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
@@ -122,7 +128,7 @@ def read_positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
     return value if isinstance(value, int | float) and 0 < value < math.inf else 0.0
 
 
-def _expected_core_seconds(slot: SlotSample) -> float:
+def _compute_expected_core_time(slot: SlotSample) -> float:
     """Returns for how many seconds of a slot the process should have had a core. With several ranks, the communication
     time of the slowest rank is subtracted.
     """
@@ -130,8 +136,8 @@ def _expected_core_seconds(slot: SlotSample) -> float:
     return slot.wall_seconds - (0.0 if slowest_rank is None else sum(slowest_rank.communication_ns) * 1e-9)
 
 
-def is_contended(timing: Timing, ratio: float = DISTURBED_RATIO) -> bool:
-    return count_disturbed_slots(timing, ratio) > CONTENDED_SLOTS_SHARE * len(timing.slots)
+def is_contended(timing: Timing, ratio: float = MIN_DISTURBED_RATIO) -> bool:
+    return count_disturbed_slots(timing, ratio) > MIN_CONTENDED_SLOT_SHARE * len(timing.slots)
 
 
 def _was_preempted(slots: Sequence[SlotSample]) -> bool:
@@ -147,9 +153,9 @@ def _was_preempted(slots: Sequence[SlotSample]) -> bool:
     return bool(slots) and (preemptions >= len(slots) or stolen_seconds >= _STOLEN_SHARE * off_core_seconds)
 
 
-NOISY_FLOOR = 0.03
-DRIFT_CORRELATION = 0.6
-DRIFT_SHARE = 0.02
+MAX_NOISE_FLOOR = 0.03
+MIN_DRIFT_CORRELATION = 0.6
+MIN_DRIFT_LOG_RATIO = 0.02
 _MIN_ROUNDS_FOR_DRIFT = 16
 BIMODAL_VARIANCE_SHARE = 0.9
 BIMODAL_GAP = 0.05
@@ -157,8 +163,12 @@ BIMODAL_MIN_CLUSTER_SHARE = 0.2
 
 
 def collect_labels(
-    record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, claims: Sequence[Labelled] = ()
-) -> tuple[Labelled, ...]:
+    record: Record,
+    finding: Finding,
+    reference: Timing | None,
+    aa: Interval | None,
+    claims: Sequence[LabelWithReason] = (),
+) -> tuple[LabelWithReason, ...]:
     """Returns all labels of a case in the order of Label, including `claims` from other checks.
 
     `reference` is the reference's timing in the case's rounds. `aa` is the interval of the reference against its
@@ -167,10 +177,10 @@ def collect_labels(
     timing = record.timing
     assert timing is not None
     labels = [
-        *_check_rounds(record, timing, finding, aa),
-        *_check_shape(record, timing, finding, reference),
+        *_label_round_doubts(record, timing, finding, aa),
+        *_label_time_distribution(record, timing, finding, reference),
         *_check_device(record, finding),
-        *_check_state(record, timing),
+        *_label_doubtful_step(record, timing),
         *claims,
     ]
     return tuple(sorted(labels, key=lambda labelled: list(Label).index(labelled.label)))
@@ -178,12 +188,12 @@ def collect_labels(
 
 def collect_hard_labels(
     timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
-) -> tuple[Labelled, ...]:
+) -> tuple[LabelWithReason, ...]:
     """Returns the hard labels of a case from its samples, its clock and the A/A interval (of identical code). They
     remove the verdicts of the case and, if it is a reference, of all cases compared with it.
     """
     labels = [
-        *_label_failed_aa(aa, timing.num_rounds),
+        *_label_failed_aa_interval(aa, timing.num_rounds),
         *_label_contention(timing, device),
         *label_clock_limits(watch),
         *_label_host_bound(timing, device),
@@ -191,103 +201,109 @@ def collect_hard_labels(
     return tuple(label for label in labels if label.hard)
 
 
-def label_in_process(run: Run) -> tuple[Labelled, ...]:
+def label_in_process_cases(run: Run) -> tuple[LabelWithReason, ...]:
     """Labels all cases of a profile that did not run in a separate process."""
-    return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE_ORIGIN and not run.request.isolation else ()
+    return (LabelWithReason(Label.IN_PROCESS),) if run.origin == PROFILE_ORIGIN and not run.request.isolation else ()
 
 
-def _check_rounds(record: Record, timing: Timing, finding: Finding, aa: Interval | None) -> Iterator[Labelled]:
+def _label_round_doubts(
+    record: Record, timing: Timing, finding: Finding, aa: Interval | None
+) -> Iterator[LabelWithReason]:
     """Yields labels that cast doubt on the rounds: noise, other programs on the machine, and overhead of the host."""
-    yield from _label_failed_aa(aa, timing.num_rounds)
+    yield from _label_failed_aa_interval(aa, timing.num_rounds)
     yield from _label_contention(timing, record.case.device)
     yield from _label_host_bound(timing, record.case.device)
-    if finding.floor is not None and finding.floor > NOISY_FLOOR:
-        yield Labelled(Label.NOISY)
+    if finding.floor is not None and finding.floor > MAX_NOISE_FLOOR:
+        yield LabelWithReason(Label.NOISY)
     if not record.paired:
-        yield Labelled(Label.UNPAIRED)
+        yield LabelWithReason(Label.UNPAIRED)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
-        yield Labelled(Label.BELOW_FLOOR)
+        yield LabelWithReason(Label.BELOW_FLOOR)
 
 
-def _check_shape(record: Record, timing: Timing, finding: Finding, reference: Timing | None) -> Iterator[Labelled]:
+def _label_time_distribution(
+    record: Record, timing: Timing, finding: Finding, reference: Timing | None
+) -> Iterator[LabelWithReason]:
     """Yields labels for suspicious distributions of the times of calls and rounds."""
     # The time of an emulated case never counts as speed.
     if record.support.is_emulated:
         return
     if timing.num_rounds < LEAST_ROUNDS:
-        yield Labelled(Label.FEW_SAMPLES)
+        yield LabelWithReason(Label.FEW_SAMPLES)
     if _is_bimodal(timing):
-        yield Labelled(Label.BIMODAL)
+        yield LabelWithReason(Label.BIMODAL)
     yield from _label_uneven_calls(finding)
-    if reference is not None and not record.is_reference and record.paired and _has_drift(timing, reference):
-        yield Labelled(Label.DRIFT)
+    if reference is not None and not record.is_reference and record.paired and _has_ratio_drift(timing, reference):
+        yield LabelWithReason(Label.DRIFT)
 
 
-def _check_device(record: Record, finding: Finding) -> Iterator[Labelled]:
+def _check_device(record: Record, finding: Finding) -> Iterator[LabelWithReason]:
     """Yields labels for limits that the driver reports, and for unreliable energy figures."""
     yield from label_shared_device(record.watch)
     yield from label_clock_limits(record.watch)
-    if reason := explain_unresolved(record.energy):
-        yield Labelled(Label.ENERGY_UNRESOLVED, reason)
+    if reason := explain_unresolved_energy(record.energy):
+        yield LabelWithReason(Label.ENERGY_UNRESOLVED, reason)
     phases = phase_energies(record, finding)
-    if phases is not None and phases.pace_mismatch:
-        yield Labelled(Label.REPLAY_PACE, phases.pace_mismatch)
+    if phases is not None and phases.pace_mismatch_text:
+        yield LabelWithReason(Label.REPLAY_PACE, phases.pace_mismatch_text)
 
 
-def _check_state(record: Record, timing: Timing) -> Iterator[Labelled]:
+def _label_doubtful_step(record: Record, timing: Timing) -> Iterator[LabelWithReason]:
     """Yields labels that cast doubt on the step: varying work, uncompiled casts, full memory, leaks, and values that
     are not finite.
     """
     if timing.varying:
-        yield Labelled(Label.VARYING)
+        yield LabelWithReason(Label.VARYING)
     if timing.eager:
         # On a GPU, casts to native formats are part of the compared step. On other devices, casts are emulated.
         has_native_casts = record.support.is_native and record.case.device != "cpu"
-        yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=has_native_casts)
+        yield LabelWithReason(Label.EAGER_QUANTISER, timing.eager, hard=has_native_casts)
     # torch releases unused memory only after the device is idle, which delays the step.
     retry_counts = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
     if retry_counts:
-        yield Labelled(
+        yield LabelWithReason(
             Label.MEMORY_FULL,
             f"torch released memory {sum(retry_counts)} times, in {len(retry_counts)} of {len(timing.slots)} slots",
         )
     if record.memory is not None and record.memory.leak:
-        yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
+        yield LabelWithReason(Label.LEAK, f"{units.size(record.memory.leak)} a step")
     if record.not_finite:
-        yield Labelled(Label.NOT_FINITE, f"{units.share(record.not_finite)} of the state")
+        yield LabelWithReason(Label.NOT_FINITE, f"{units.share(record.not_finite)} of the state")
 
 
-def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:
+def _label_uneven_calls(finding: Finding) -> Iterator[LabelWithReason]:
     """Labels a case if its mean over all calls and its fastest calls compare differently with the reference. The label
     removes the verdict, unless mean and fastest calls are both faster than the reference, or both slower.
     """
     ratio, mean_ratio = finding.ratio, finding.typical
     if ratio is None or mean_ratio is None or not is_uneven(ratio, mean_ratio):
         return
-    are_both_faster = ratio.high < 1 and mean_ratio.high < 1
-    are_both_slower = ratio.low > 1 and mean_ratio.low > 1
+    are_both_ratios_faster = ratio.high < 1 and mean_ratio.high < 1
+    are_both_ratios_slower = ratio.low > 1 and mean_ratio.low > 1
     reason = f"against the reference, the mean is {units.change(mean_ratio.point / ratio.point)} off the fastest calls"
-    yield Labelled(Label.UNEVEN, reason, hard=not (are_both_faster or are_both_slower))
+    yield LabelWithReason(Label.UNEVEN, reason, hard=not (are_both_ratios_faster or are_both_ratios_slower))
 
 
-def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
+def _label_failed_aa_interval(aa: Interval | None, rounds: int) -> Iterator[LabelWithReason]:
     """Labels a case whose reference and control differ too much, although both run identical code."""
     if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.distance_from_one >= SAME_BAND:
         low, high = (units.ratio(interval_end).removesuffix("x") for interval_end in (aa.low, aa.high))
-        yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
+        yield LabelWithReason(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 
 
-def _label_contention(timing: Timing, device: str) -> Iterator[Labelled]:
+def _label_contention(timing: Timing, device: str) -> Iterator[LabelWithReason]:
     """Labels a CPU case that other programs disturbed. Cases on a GPU are not labelled: their host always waits for the
     device, so its CPU time shows no disturbance.
     """
     if not device.startswith("cpu") or not is_contended(timing):
         return
-    is_starved = is_contended(timing, STARVED_RATIO)
-    disturbed_slot_count = count_disturbed_slots(timing, STARVED_RATIO if is_starved else DISTURBED_RATIO)
-    slots_text = f"{disturbed_slot_count} of {len(timing.slots)} slots"
-    yield Labelled(
-        Label.CONTENDED, f"less than a fifth of a core in {slots_text}" if is_starved else slots_text, is_starved
+    is_cpu_starved = is_contended(timing, STARVED_RATIO)
+    disturbed_slot_count = count_disturbed_slots(timing, STARVED_RATIO if is_cpu_starved else MIN_DISTURBED_RATIO)
+    disturbed_slots_text = f"{disturbed_slot_count} of {len(timing.slots)} slots"
+    yield LabelWithReason(
+        Label.CONTENDED,
+        f"less than a fifth of a core in {disturbed_slots_text}" if is_cpu_starved else disturbed_slots_text,
+        is_cpu_starved,
     )
 
 
@@ -307,7 +323,7 @@ def compute_host_share(timing: Timing, device: str) -> float:
     return float(host_seconds / step_seconds) if step_seconds > 0 else math.inf
 
 
-def _label_host_bound(timing: Timing, device: str) -> Iterator[Labelled]:
+def _label_host_bound(timing: Timing, device: str) -> Iterator[LabelWithReason]:
     """Labels a step whose time may be set by the host. If the host certainly sets it, the label removes the verdict,
     because the device may be faster than the measured time.
     """
@@ -316,7 +332,7 @@ def _label_host_bound(timing: Timing, device: str) -> Iterator[Labelled]:
         host_time_text = (
             "as long as" if host_share > HOST_LIMITS_SHARE else f"{units.percent(host_share, 0)} of the time that"
         )
-        yield Labelled(
+        yield LabelWithReason(
             Label.LAUNCH_BOUND, f"the host took {host_time_text} the device did", hard=host_share > HOST_LIMITS_SHARE
         )
 
@@ -330,17 +346,17 @@ def _is_bimodal(timing: Timing) -> bool:
     rounds.
     """
     fastest_calls = np.array(list(_find_fastest_calls_by_round(timing).values()))
-    explained_share, lower_count = stats.split_into_clusters(np.sort(fastest_calls))
+    explained_share, lower_count = stats.split_into_two_clusters(np.sort(fastest_calls))
     smaller_cluster_share = min(lower_count, len(fastest_calls) - lower_count) / len(fastest_calls)
-    is_range_wide = float(np.ptp(fastest_calls)) > BIMODAL_GAP * float(np.median(fastest_calls))
+    is_time_range_wide = float(np.ptp(fastest_calls)) > BIMODAL_GAP * float(np.median(fastest_calls))
     return (
-        is_range_wide
+        is_time_range_wide
         and explained_share > BIMODAL_VARIANCE_SHARE
         and smaller_cluster_share >= BIMODAL_MIN_CLUSTER_SHARE
     )
 
 
-def _has_drift(timing: Timing, reference: Timing) -> bool:
+def _has_ratio_drift(timing: Timing, reference: Timing) -> bool:
     """Returns whether the ratio to the reference drifts by more than 2% from the first third of the rounds to the
     last third.
     """
@@ -353,10 +369,10 @@ def _has_drift(timing: Timing, reference: Timing) -> bool:
     log_ratio_drift = abs(
         float(np.median(log_time_ratios[-rounds_per_third:]) - np.median(log_time_ratios[:rounds_per_third]))
     )
-    return abs(stats.correlate_ranks(log_time_ratios)) > DRIFT_CORRELATION and log_ratio_drift > DRIFT_SHARE
+    return abs(stats.correlate_ranks(log_time_ratios)) > MIN_DRIFT_CORRELATION and log_ratio_drift > MIN_DRIFT_LOG_RATIO
 
 
-def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
+def label_shared_device(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
     """Labels a device on which other programs hold memory. Drivers do not report whether these programs ran."""
     if watch is None:
         return
@@ -366,10 +382,10 @@ def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
     if watch.slices:
         words.append(f"{watch.slices} other slice{'s' * (watch.slices > 1)} of the device")
     if words:
-        yield Labelled(Label.SHARED, ", ".join(words))
+        yield LabelWithReason(Label.SHARED, ", ".join(words))
 
 
-def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
+def label_clock_limits(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
     """Yields labels for a device whose clock was reduced, with the driver's reasons.
 
     A power cap has a separate label with the clock that it allows. The label for all other reasons is 'throttled', as
@@ -378,28 +394,30 @@ def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
     """
     if watch is None:
         return
-    reason_bits = watch.throttle or 0
+    throttle_reason_bits = watch.throttle or 0
     share_by_reason = (
         {name: min(1.0, seconds / watch.seconds) for name, seconds in watch.held} if watch.seconds > 0 else {}
     )
     throttled_shares = {name: share for name, share in share_by_reason.items() if share > MIN_THROTTLED_SHARE}
     unexplained_heat_share = throttled_shares.get("thermal", 0.0) - share_by_reason.get("sw-thermal", 0.0)
-    is_hard = (
-        bool(reason_bits & HARDWARE_BITS or throttled_shares.keys() & _HARDWARE_THROTTLE_REASONS)
+    is_hard_label = (
+        bool(throttle_reason_bits & HARDWARE_THROTTLE_BITS or throttled_shares.keys() & _HARDWARE_THROTTLE_REASONS)
         or unexplained_heat_share > MIN_THROTTLED_SHARE
     )
     # 'thermal' is the sum of 'sw-thermal' and 'hw-thermal'.
     if throttled_shares.keys() & {"sw-thermal", "hw-thermal"}:
         throttled_shares.pop("thermal", None)
     words = []
-    for name in dict.fromkeys([*list_throttle_reasons(reason_bits), *throttled_shares]):
-        if name in throttled_shares and name not in CHOSEN_REASONS:
+    for name in dict.fromkeys([*list_throttle_reasons(throttle_reason_bits), *throttled_shares]):
+        if name in throttled_shares and name not in HARMLESS_THROTTLE_REASONS:
             decimal_places = 0 if throttled_shares[name] >= 0.01 else 1
             words.append(f"{name} {units.percent(throttled_shares[name], decimal_places)} of the time")
-        elif name not in CHOSEN_REASONS:
+        elif name not in HARMLESS_THROTTLE_REASONS:
             words.append(name)
     if words:
-        yield Labelled(Label.THROTTLED, ", ".join(words), is_hard)
-    if reason_bits & POWER_CAP_BIT or THROTTLE_REASONS[POWER_CAP_BIT] in throttled_shares:
-        is_clock_valid = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
-        yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if is_clock_valid else "")
+        yield LabelWithReason(Label.THROTTLED, ", ".join(words), is_hard_label)
+    if throttle_reason_bits & POWER_CAP_BIT or THROTTLE_REASONS[POWER_CAP_BIT] in throttled_shares:
+        is_sm_clock_valid = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
+        yield LabelWithReason(
+            Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if is_sm_clock_valid else ""
+        )

@@ -11,13 +11,13 @@ from fp8bench import units
 from fp8bench.model import Capacity, Finding, Interval, Label, Level, Provenance, Record, Series
 from fp8bench.model.specs import RELATIVE_TIMES, STEP, Better, MetricSpec, Rank
 
-Samples = Callable[[], tuple[float, ...]]
+ReadSamples = Callable[[], tuple[float, ...]]
 
 
 class EnergyConditions(NamedTuple):
     """The validity of an energy figure, and the device's power limits in watts during the run."""
 
-    validity: str
+    energy_validity_text: str
     power_limits: tuple[float, ...]
 
 
@@ -48,7 +48,7 @@ class Metric:
     source: str = ""
     energy: EnergyConditions | None = None
     bounds: tuple[float, float] | None = None
-    samples: Samples = field(default=tuple, compare=False, repr=False)
+    samples: ReadSamples = field(default=tuple, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        return self.spec.to_text(self.value)
+        return self.spec.format_value(self.value)
 
 
 class Reference(NamedTuple):
@@ -92,7 +92,7 @@ class MetricSources(NamedTuple):
     record: Record
     finding: Finding | None = None
     reference: Reference | None = None
-    steps: Samples = tuple
+    steps: ReadSamples = tuple
     sample_counts: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -104,9 +104,9 @@ class MetricSources(NamedTuple):
         return self.record.support.is_emulated
 
 
-def unit_of_series(series: Series) -> str:
+def get_series_unit(series: Series) -> str:
     """Returns the unit in which a series is displayed. asv stores some units under other names."""
-    return "x" if series.metric in RELATIVE_TIMES else units.symbol(series.unit)
+    return "x" if series.metric in RELATIVE_TIMES else units.get_unit_symbol(series.unit)
 
 
 def capacity_ratio(record: Record, reference: Record | None) -> float | None:

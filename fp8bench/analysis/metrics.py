@@ -18,7 +18,7 @@ from fp8bench.analysis.energy import (
     energy_figures,
     energy_ratio,
     energy_samples,
-    explain_unresolved,
+    explain_unresolved_energy,
     list_forced_throttling,
     phase_energies,
     why_no_energy,
@@ -28,44 +28,46 @@ from fp8bench.analysis.metric import (
     EnergyConditions,
     Metric,
     MetricSources,
+    ReadSamples,
     Reference,
-    Samples,
     capacity_ratio,
     explain_batch_limit,
 )
 from fp8bench.analysis.ranks import rank_metrics
-from fp8bench.analysis.roofline import phase_roofs
+from fp8bench.analysis.roofline import find_phase_roofs
 from fp8bench.analysis.samples import (
-    mean_sample,
+    compute_sustained_figures,
+    get_sustained_samples,
+    list_step_samples,
+    make_mean_sample,
     phase_medians,
     phase_samples,
     relative_mean_sample,
     relative_samples,
-    step_samples,
-    sustained_figures,
     sustained_ratio,
-    sustained_samples,
 )
-from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
+from fp8bench.analysis.tapes import tape_metrics, yield_coverage_metrics
 from fp8bench.analysis.verdicts import best_seconds, step_seconds_of_calls
 from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Verdict, specs
 from fp8bench.model.consumed import ENERGY_COUNTERS, MIN_COUNTER_CHANGES, TICK_INTERVALS
-from fp8bench.model.specs import STEP, MetricSpec, Rank, memory_of_role, spec_of
+from fp8bench.model.specs import STEP, MetricSpec, Rank, find_metric_spec, memory_of_role
 
 _MEASURED_PROVENANCE = Provenance.MEASURED
 
 
-def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
+def iterate_case_metrics(
+    record: Record, finding: Finding | None, reference: Reference | None = None
+) -> Iterator[Metric]:
     """Yields all metrics of a case, starting with the time of the step, which every case has. Metrics of best cases
     need a finding.
     """
     timing = record.timing
     # Several metrics use these samples, so compute them once, and only if a caller reads them.
-    steps = cache(partial(step_samples, timing)) if timing is not None else tuple
+    steps = cache(partial(list_step_samples, timing)) if timing is not None else tuple
     counts = {"rounds": timing.num_rounds, "count": timing.num_calls} if timing is not None else {}
-    sources = MetricSources(record, finding, reference, steps, counts)
+    metric_sources = MetricSources(record, finding, reference, steps, counts)
     for yield_metrics in METRIC_FUNCTIONS:
-        yield from yield_metrics(sources)
+        yield from yield_metrics(metric_sources)
 
 
 def _mark_as_detail(spec: MetricSpec) -> MetricSpec:
@@ -73,7 +75,7 @@ def _mark_as_detail(spec: MetricSpec) -> MetricSpec:
     return replace(spec, rank=Rank.DETAIL)
 
 
-def _yield_step_time(sources: MetricSources) -> Iterator[Metric]:
+def _yield_step_time_metrics(sources: MetricSources) -> Iterator[Metric]:
     finding, emulated = sources.finding, sources.is_emulated
     metric_without_value = Metric(specs.TIME, provenance=None, cost=emulated, samples=sources.steps)
     if finding is None:
@@ -97,7 +99,7 @@ def _yield_step_time(sources: MetricSources) -> Iterator[Metric]:
     )
 
 
-def _yield_replays(sources: MetricSources) -> Iterator[Metric]:
+def _yield_replay_metrics(sources: MetricSources) -> Iterator[Metric]:
     replays = sources.record.replays
     if replays is None:
         return
@@ -114,7 +116,7 @@ def _yield_replays(sources: MetricSources) -> Iterator[Metric]:
         best=best_seconds(timing),
         rounds=timing.num_rounds,
         count=timing.num_calls,
-        samples=partial(step_samples, timing),
+        samples=partial(list_step_samples, timing),
         why=replays.loaded and f"without loading {replays.loaded}",
     )
 
@@ -123,7 +125,7 @@ def _yield_mean_times(sources: MetricSources) -> Iterator[Metric]:
     timing = sources.record.timing
     if timing is None:
         return
-    samples = partial(mean_sample, timing)
+    samples = partial(make_mean_sample, timing)
     yield Metric(
         specs.MEAN_TIME,
         provenance=_MEASURED_PROVENANCE,
@@ -136,17 +138,17 @@ def _yield_mean_times(sources: MetricSources) -> Iterator[Metric]:
 
 
 def _yield_sustained_step(sources: MetricSources) -> Iterator[Metric]:
-    record, figures = sources.record, sustained_figures(sources.record, sources.finding)
+    record, figures = sources.record, compute_sustained_figures(sources.record, sources.finding)
     values: dict[MetricSpec, float | None] = {}
     if figures is not None and record.is_ok:
         yield Metric(
-            specs.SUSTAINED_TIME,
+            specs.SUSTAINED_STEP_TIME,
             figures.seconds,
             provenance=_MEASURED_PROVENANCE,
             cost=sources.is_emulated,
             count=figures.turns,
             interval=sustained_ratio(record, sources.base),
-            samples=partial(sustained_samples, record),
+            samples=partial(get_sustained_samples, record),
         )
         values = {specs.SUSTAINED_CLOCK: figures.clock, specs.SUSTAINED_POWER: figures.watts}
     values[specs.SM_CLOCK] = record.timing.clock if record.timing is not None else None
@@ -159,7 +161,7 @@ def _join_reasons(*reasons: str) -> str:
     return "; ".join(filter(None, reasons))
 
 
-def _yield_ratio_to_reference(sources: MetricSources) -> Iterator[Metric]:
+def _yield_reference_ratio_metric(sources: MetricSources) -> Iterator[Metric]:
     if sources.record.timing is None or sources.is_emulated:
         return
     interval = sources.finding.ratio if sources.finding is not None else None
@@ -174,18 +176,18 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
     """
     finding, timing = sources.finding, sources.record.timing
     medians_by_phase = phase_medians(timing) if timing is not None and finding is not None else {}
-    best_by_phase: dict[str, float | None] = {}
+    best_seconds_by_phase: dict[str, float | None] = {}
     if finding is None:
-        best_by_phase |= dict.fromkeys(timing.segments.phases if timing is not None else ())
+        best_seconds_by_phase |= dict.fromkeys(timing.segments.phases if timing is not None else ())
     elif finding.best_seconds:
         # Unattributed time is always listed. Other phases are listed only if the step has them.
         phases = finding.phases
-        best_by_phase |= {
+        best_seconds_by_phase |= {
             name: fastest_seconds
             for name, fastest_seconds in phases
             if fastest_seconds or name in medians_by_phase or name == UNATTRIBUTED
         }
-    for phase, fastest_seconds in best_by_phase.items():
+    for phase, fastest_seconds in best_seconds_by_phase.items():
         # If the unattributed time has no samples, it was always zero.
         seconds, share = medians_by_phase.get(phase, (0.0, 0.0) if fastest_seconds == 0 else (None, None))
         time_metric = Metric(
@@ -217,7 +219,7 @@ def _list_phase_labels(finding: Finding | None, phase: str) -> tuple[Label, ...]
     return tuple(label for label in Label if label in labels)
 
 
-def _yield_work_rates(sources: MetricSources) -> Iterator[Metric]:
+def _yield_work_rate_metrics(sources: MetricSources) -> Iterator[Metric]:
     """Yields rates like FLOP/s, and times per unit of work. Yields nothing for emulated cases, which have no speed."""
     if sources.is_emulated:
         return
@@ -238,7 +240,7 @@ def _yield_phase_rates(sources: MetricSources) -> Iterator[Metric]:
     """Yields the rates of each phase, and their shares of the device's peaks. Yields nothing for emulated cases."""
     if sources.is_emulated:
         return
-    for roof in phase_roofs(sources.record, sources.finding):
+    for roof in find_phase_roofs(sources.record, sources.finding):
         labels = _list_phase_labels(sources.finding, roof.count.phase)
         rates = {
             specs.WORK_RATES["flops"]: roof.flop_rate,
@@ -251,13 +253,13 @@ def _yield_phase_rates(sources: MetricSources) -> Iterator[Metric]:
                 yield Metric(spec, best=rate, phase=roof.count.phase, labels=labels)
 
 
-def _scale_samples(samples: Samples, unit_size: float, count: float) -> tuple[float, ...]:
+def _scale_samples(samples: ReadSamples, unit_size: float, count: float) -> tuple[float, ...]:
     return tuple(value * unit_size / count for value in samples())
 
 
-def _yield_measurements(sources: MetricSources) -> Iterator[Metric]:
+def _yield_measured_metrics(sources: MetricSources) -> Iterator[Metric]:
     for measurement in sources.record.measurements:
-        spec = spec_of(measurement.metric)
+        spec = find_metric_spec(measurement.metric)
         yield Metric(
             spec if spec.unit == measurement.unit else replace(spec, unit=measurement.unit),
             statistics.median(measurement.samples) if measurement.samples else None,
@@ -293,9 +295,9 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
         return
     metric_without_value = replace(metric_without_value, count=len(figures.windows), provenance=Provenance.DERIVED)
     samples = partial(energy_samples, energy_use)
-    step_metric = replace(
+    step_energy_metric = replace(
         metric_without_value,
-        value=figures.gross.middle,
+        value=figures.gross_energy.middle,
         provenance=_MEASURED_PROVENANCE,
         why=energy_use.why,
         samples=samples,
@@ -303,10 +305,13 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
     ratio = reference and energy_ratio(record, reference.record, (*labels, *reference.labels))
     if ratio is not None:
         interval = Interval(ratio.point, ratio.low, ratio.high, 0.0)
-        step_metric = replace(
-            step_metric, interval=interval, verdict=ratio.demand.value, why=_join_reasons(ratio.why, energy_use.why)
+        step_energy_metric = replace(
+            step_energy_metric,
+            interval=interval,
+            verdict=ratio.demand.value,
+            why=_join_reasons(ratio.why, energy_use.why),
         )
-    yield step_metric
+    yield step_energy_metric
     yield from _yield_energy_figures(figures, metric_without_value)
     phase_energy = phase_energies(record, finding)
     if phase_energy is not None:
@@ -342,7 +347,7 @@ def _yield_phase_energies(
 
 
 def _yield_energy_figures(figures: EnergyFigures, metric_without_value: Metric) -> Iterator[Metric]:
-    net_joules = figures.net.middle if figures.net else None
+    net_joules = figures.net_energy.middle if figures.net_energy else None
     yield replace(metric_without_value, spec=specs.ENERGY_NET, value=net_joules, why=figures.net_why)
     if figures.uncertainty is not None:
         yield replace(metric_without_value, spec=specs.ENERGY_UNCERTAINTY, value=figures.uncertainty)
@@ -355,12 +360,12 @@ def _yield_energy_figures(figures: EnergyFigures, metric_without_value: Metric) 
         )
 
 
-def _yield_memory(sources: MetricSources) -> Iterator[Metric]:
+def _yield_memory_metrics(sources: MetricSources) -> Iterator[Metric]:
     memory_use = sources.record.memory
     if memory_use is None or not sources.record.is_ok:
         return
     for role, byte_count in memory_use.roles:
-        yield _make_size_metric(spec_of(memory_of_role(role)), byte_count, provenance=Provenance.DERIVED)
+        yield _make_size_metric(find_metric_spec(memory_of_role(role)), byte_count, provenance=Provenance.DERIVED)
     for phase in memory_use.phases:
         yield _make_size_metric(_mark_as_detail(specs.PEAK_MEMORY), phase.allocated, phase.phase)
         if phase.reserved is not None:
@@ -411,7 +416,7 @@ def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
     for statistic in sources.record.statistics:
         figures = {specs.VALUE_COUNT: float(statistic.count), specs.AMAX: statistic.amax}
         for name, share_above, share_vanishing in statistic.outside:
-            for spec, share in ((specs.SHARE_ABOVE, share_above), (specs.SHARE_VANISHING, share_vanishing)):
+            for spec, share in ((specs.ABOVE_RANGE_SHARE, share_above), (specs.SHARE_VANISHING, share_vanishing)):
                 figures[replace(spec, name=spec.replace("*", name))] = share
         for spec, value in figures.items():
             kind_and_role = statistic.kind, statistic.role
@@ -422,20 +427,20 @@ def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
 
 # The functions that yield metrics, in the order of a case's rows.
 METRIC_FUNCTIONS: list[Callable[[MetricSources], Iterator[Metric]]] = [
-    _yield_step_time,
-    _yield_replays,
+    _yield_step_time_metrics,
+    _yield_replay_metrics,
     _yield_mean_times,
     _yield_sustained_step,
-    _yield_ratio_to_reference,
+    _yield_reference_ratio_metric,
     _yield_phase_times,
-    _yield_work_rates,
+    _yield_work_rate_metrics,
     tape_metrics,
-    coverage_metrics,
+    yield_coverage_metrics,
     _yield_phase_rates,
-    _yield_measurements,
+    _yield_measured_metrics,
     rank_metrics,
     _yield_energy,
-    _yield_memory,
+    _yield_memory_metrics,
     _yield_batch_capacity,
     _yield_tensor_statistics,
 ]
@@ -469,4 +474,4 @@ def classify_energy_validity(record: Record) -> EnergyValidity | None:
         return EnergyValidity.THROTTLED
     if len(energy_use.power_limits) > 1:
         return EnergyValidity.LIMIT_CHANGED
-    return EnergyValidity.UNRESOLVED if explain_unresolved(energy_use) else EnergyValidity.CERTIFIED
+    return EnergyValidity.UNRESOLVED if explain_unresolved_energy(energy_use) else EnergyValidity.CERTIFIED

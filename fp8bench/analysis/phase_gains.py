@@ -15,14 +15,14 @@ import numpy as np
 from fp8bench.analysis import stats
 from fp8bench.analysis.verdicts import (
     FINAL_LEVEL,
-    are_cut_unevenly,
+    are_cell_counts_uneven,
     cell_seconds,
     count_common_calls,
     fastest_step_cells,
 )
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Phase, PhaseGain, Timing
 
-_UNATTRIBUTED_INDEX = CELL_PHASES.index(UNATTRIBUTED)
+_UNATTRIBUTED_PHASE_INDEX = CELL_PHASES.index(UNATTRIBUTED)
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class _PhaseTimes:
     with shape (phases, resamples).
     """
 
-    seconds: stats.Floats
-    resampled: stats.Floats
+    seconds: stats.FloatArray
+    resampled_values: stats.FloatArray
 
 
 def find_phase_gains(
@@ -47,15 +47,17 @@ def find_phase_gains(
     """
     # 1. Estimate the phase times of each timing. The reference's times are the mean over its timings.
     common_call_count = count_common_calls(*timings)
-    whole_steps = whole_steps or are_cut_unevenly(
+    whole_steps = whole_steps or are_cell_counts_uneven(
         [cell_seconds(timing, common_call_count, rounds) for timing in timings]
     )
     case, *reference_estimates = [
         _estimate_phase_times(timing, common_call_count, rounds, whole_steps) for timing in timings
     ]
     reference_seconds = np.mean([estimate.seconds for estimate in reference_estimates], axis=0)
-    resampled_gains = np.mean([estimate.resampled for estimate in reference_estimates], axis=0) - case.resampled
-    control_difference = np.ptp([estimate.seconds for estimate in reference_estimates], axis=0)
+    resampled_gains = (
+        np.mean([estimate.resampled_values for estimate in reference_estimates], axis=0) - case.resampled_values
+    )
+    control_seconds_difference = np.ptp([estimate.seconds for estimate in reference_estimates], axis=0)
     # 2. If the reference does not mark phases, add the case's phases (except casts) that the reference lacks to the
     # case's unattributed time.
     if is_reference_unmarked:
@@ -65,48 +67,54 @@ def find_phase_gains(
             if reference_seconds[phase_index] == 0 and name != Phase.CAST
         ]
         for values in (case.seconds, resampled_gains):
-            values[_UNATTRIBUTED_INDEX] += values[unmarked_phase_indices].sum(axis=0)
+            values[_UNATTRIBUTED_PHASE_INDEX] += values[unmarked_phase_indices].sum(axis=0)
             values[unmarked_phase_indices] = 0
     # 3. Compute bounds that hold for all phases of the step together.
     present_phase_indices = np.flatnonzero((case.seconds > 0) | (reference_seconds > 0))
     tail_probability = (1 - FINAL_LEVEL) / 2 / max(1, len(present_phase_indices))
     low, high = np.quantile(resampled_gains, [tail_probability, 1 - tail_probability], axis=1)
-    gains = []
+    phase_gains = []
     for index in present_phase_indices:
-        values = (case.seconds[index], reference_seconds[index], low[index], high[index], control_difference[index])
-        gains.append(PhaseGain(CELL_PHASES[index], *map(float, values)))
-    return tuple(gains)
+        values = (
+            case.seconds[index],
+            reference_seconds[index],
+            low[index],
+            high[index],
+            control_seconds_difference[index],
+        )
+        phase_gains.append(PhaseGain(CELL_PHASES[index], *map(float, values)))
+    return tuple(phase_gains)
 
 
-def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
+def scale_gains_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
     """Scales the seconds of a case so that its gains sum to the ratio that several sessions gave.
 
     Bounds are only widened, so a phase is clear only if it is clear before and after scaling.
     """
     seconds, reference_seconds = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
-    factor = ratio * reference_seconds / seconds if seconds > 0 else 1.0
+    time_scale_factor = ratio * reference_seconds / seconds if seconds > 0 else 1.0
     scaled_gains = []
     for gain in gains:
-        saved_seconds = gain.seconds * (1 - factor)
+        saved_seconds = gain.seconds * (1 - time_scale_factor)
         low, high = min(gain.low, gain.low + saved_seconds), max(gain.high, gain.high + saved_seconds)
-        scaled_gains.append(replace(gain, seconds=gain.seconds * factor, low=low, high=high))
+        scaled_gains.append(replace(gain, seconds=gain.seconds * time_scale_factor, low=low, high=high))
     return tuple(scaled_gains)
 
 
 def _estimate_phase_times(timing: Timing, calls: int, rounds: Sequence[int], whole_steps: bool) -> _PhaseTimes:
     if whole_steps:
         steps = fastest_step_cells(timing, calls, rounds)
-        segment_seconds, resampled_segments = stats.best_steps(steps), stats.resample_fastest_steps(steps)
+        segment_seconds, resampled_segments = stats.average_fastest_steps(steps), stats.resample_fastest_steps(steps)
     else:
         samples = cell_seconds(timing, calls, rounds)
-        segment_seconds, resampled_segments = stats.best_by_segment(samples), stats.resample_segments(samples)
+        segment_seconds, resampled_segments = stats.find_best_by_segment(samples), stats.resample_segments(samples)
     phases = [CELL_PHASES.index(name) for name in timing.segments.phases]
-    phase_of_segment = np.zeros((len(CELL_PHASES), len(phases)))
-    phase_of_segment[phases, range(len(phases))] = 1
-    return _PhaseTimes(phase_of_segment @ segment_seconds, phase_of_segment @ resampled_segments)
+    segment_phase_matrix = np.zeros((len(CELL_PHASES), len(phases)))
+    segment_phase_matrix[phases, range(len(phases))] = 1
+    return _PhaseTimes(segment_phase_matrix @ segment_seconds, segment_phase_matrix @ resampled_segments)
 
 
-class Cause(StrEnum):
+class PhaseGainCause(StrEnum):
     """How the times of phases explain that a precision is faster or not."""
 
     CANCEL = "gains and losses cancel"
@@ -117,10 +125,10 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True)
-class Reason:
+class PhaseGainReason:
     """Why a precision is faster or not, with the phases that show this reason, the largest difference first."""
 
-    cause: Cause
+    cause: PhaseGainCause
     gains: tuple[PhaseGain, ...]
     step_seconds: float
     reference_seconds: float
@@ -129,7 +137,7 @@ class Reason:
 # The cause is CANCEL if the gains, and also the losses, are each more than this many times the net gain.
 _CANCELLING_GAIN_RATIO = 4.0
 # The cause is CASTS if casts add at least this share of the time that faster phases save.
-_CASTS_SHARE = 0.5
+_MIN_CASTS_LOSS_SHARE = 0.5
 # The cause is SMALL_SHARE if the step's time changes by less than the first share of the reference's time, and its
 # faster phases take less than the second.
 _SMALL_GAIN_SHARE, _SMALL_PHASES_SHARE = 0.05, 0.25
@@ -141,7 +149,7 @@ _MIN_SHARE_OF_GAIN = 0.02
 _MAX_SHOWN_PHASES = 3
 
 
-def find_reason(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()) -> Reason | None:
+def find_explaining_phases(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()) -> PhaseGainReason | None:
     """Returns which phases explain a step's speed-up. Returns None if no phase clearly differs, or if the step has only
     one phase.
 
@@ -151,17 +159,17 @@ def find_reason(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()
     net_gain_seconds = reference_seconds - seconds
     largest_phase_difference = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
     min_phase_difference = _MIN_SHARE_OF_GAIN * max(abs(net_gain_seconds), largest_phase_difference)
-    clear_gains = [
+    clear_phase_gains = [
         gain
         for gain in gains
         if gain.is_clear and gain.phase not in unclear_phases and abs(gain.saved_seconds) >= min_phase_difference
     ]
-    if len(gains) < 2 or not clear_gains:
+    if len(gains) < 2 or not clear_phase_gains:
         return None
-    clear_gains.sort(key=lambda gain: -abs(gain.saved_seconds))
-    return Reason(
-        _find_gain_cause(clear_gains, net_gain_seconds, reference_seconds),
-        tuple(_choose_shown_gains(clear_gains)),
+    clear_phase_gains.sort(key=lambda gain: -abs(gain.saved_seconds))
+    return PhaseGainReason(
+        _find_gain_cause(clear_phase_gains, net_gain_seconds, reference_seconds),
+        tuple(_choose_shown_gains(clear_phase_gains)),
         seconds,
         reference_seconds,
     )
@@ -177,30 +185,30 @@ def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
     return shown_gains
 
 
-def _find_gain_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_seconds: float) -> Cause:
-    faster_phases = [gain for gain in clear_gains if gain.saved_seconds > 0]
-    total_gain_seconds = sum(gain.saved_seconds for gain in faster_phases)
+def _find_gain_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_seconds: float) -> PhaseGainCause:
+    positive_phase_gains = [gain for gain in clear_gains if gain.saved_seconds > 0]
+    total_saved_seconds = sum(gain.saved_seconds for gain in positive_phase_gains)
     total_loss_seconds = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
     cast_loss_seconds = -sum(gain.saved_seconds for gain in clear_gains if gain.phase == Phase.CAST)
     if (
-        total_gain_seconds > 0
-        and cast_loss_seconds >= _CASTS_SHARE * total_gain_seconds
+        total_saved_seconds > 0
+        and cast_loss_seconds >= _MIN_CASTS_LOSS_SHARE * total_saved_seconds
         and cast_loss_seconds >= total_loss_seconds / 2
     ):
-        return Cause.CASTS
-    if min(total_gain_seconds, total_loss_seconds) > _CANCELLING_GAIN_RATIO * abs(net_gain):
-        return Cause.CANCEL
-    faster_phase_seconds = sum(gain.reference_seconds for gain in faster_phases)
+        return PhaseGainCause.CASTS
+    if min(total_saved_seconds, total_loss_seconds) > _CANCELLING_GAIN_RATIO * abs(net_gain):
+        return PhaseGainCause.CANCEL
+    faster_phase_seconds = sum(gain.reference_seconds for gain in positive_phase_gains)
     if (
-        faster_phases
+        positive_phase_gains
         and abs(net_gain) < _SMALL_GAIN_SHARE * reference_seconds
         and faster_phase_seconds < _SMALL_PHASES_SHARE * reference_seconds
     ):
-        return Cause.SMALL_SHARE
+        return PhaseGainCause.SMALL_SHARE
     if (
         net_gain > 0
         and abs(clear_gains[0].saved_seconds - net_gain) <= (1 - _ONE_PHASE_SHARE) * net_gain
         and total_loss_seconds <= (1 - _ONE_PHASE_SHARE) * net_gain
     ):
-        return Cause.ONE_PHASE
-    return Cause.PHASES
+        return PhaseGainCause.ONE_PHASE
+    return PhaseGainCause.PHASES

@@ -21,16 +21,16 @@ from fp8bench.model.ranks import Overlap, Transfer
 from fp8bench.model.specs import MetricSpec
 
 # An interval contains the true median with at least this probability.
-CONFIDENCE = 0.9
+INTERVAL_CONFIDENCE = 0.9
 # As a check, products and communication also run one after the other. The time of this sequence, divided by the sum of
 # their separate times, must be within these limits.
-CHECK_SUM_LIMITS = (0.9, 1.1)
+TIME_SUM_RATIO_LIMITS = (0.9, 1.1)
 # A figure is not shown if its interval is wider than this. For exposed time, the width is relative to the time of
 # simultaneous products and communication. For the hidden share, it is a difference of two shares. For an efficiency, it
 # is relative: 80% is still shown if its interval is 60% to 100%.
 MAX_EXPOSED_WIDTH = 0.25
-MAX_HIDDEN_WIDTH = 0.5
-MAX_EFFICIENCY_WIDTH = 0.5
+MAX_HIDDEN_INTERVAL_WIDTH = 0.5
+MAX_EFFICIENCY_INTERVAL_WIDTH = 0.5
 
 
 class MedianInterval(NamedTuple):
@@ -44,35 +44,35 @@ class MedianInterval(NamedTuple):
 class MissingFigure(NamedTuple):
     """The reason why a figure is missing, and the text that is shown instead of the figure."""
 
-    shown_text: str
+    substitute_text: str
     why: str
 
 
 TOO_FEW_ROUNDS = MissingFigure("few", "too few rounds for an interval")
-SUM_MISMATCH = MissingFigure(
+TIME_SUM_MISMATCH = MissingFigure(
     "off",
     "products and communication in sequence do not take {} to {} times the sum of their separate times: "
-    "they disturb each other".format(*CHECK_SUM_LIMITS),
+    "they disturb each other".format(*TIME_SUM_RATIO_LIMITS),
 )
 FASTER_THAN_ALONE = MissingFigure(
     "short",
     "simultaneous products and communication take less time than one of them alone: other programs disturb the rounds",
 )
-WIDE_OVERLAP = MissingFigure(
+OVERLAP_INTERVAL_TOO_WIDE = MissingFigure(
     "wide",
     f"the interval of exposed time is wider than {MAX_EXPOSED_WIDTH:.0%} of the step, or that of the hidden share "
-    f"wider than {100 * MAX_HIDDEN_WIDTH:.0f} points",
+    f"wider than {100 * MAX_HIDDEN_INTERVAL_WIDTH:.0f} points",
 )
-WIDE_EFFICIENCY = MissingFigure(
-    "wide", f"the interval of the efficiency is wider than {MAX_EFFICIENCY_WIDTH:.0%} of its value"
+TOO_WIDE_EFFICIENCY = MissingFigure(
+    "wide", f"the interval of the efficiency is wider than {MAX_EFFICIENCY_INTERVAL_WIDTH:.0%} of its value"
 )
 PIPELINE_WAITING = MissingFigure(units.NONE, "a pipeline's exposed time includes waiting")
-UNPAIRED = MissingFigure(units.NONE, "one rank alone and all ranks were not measured in the same rounds")
+UNPAIRED_EFFICIENCY = MissingFigure(units.NONE, "one rank alone and all ranks were not measured in the same rounds")
 
 
 def find_median_interval(values: Sequence[float]) -> MedianInterval | MissingFigure:
     """Returns the median of the values with an interval that contains the true median with at least the probability
-    CONFIDENCE. Returns why they are missing if there are too few values or any value is not finite.
+    INTERVAL_CONFIDENCE. Returns why they are missing if there are too few values or any value is not finite.
 
     The ends of the interval are two of the values, so it needs no assumption about the distribution. With 5 values they
     are the smallest and the largest (94%), with 8 values the second from either end (93%).
@@ -83,7 +83,7 @@ def find_median_interval(values: Sequence[float]) -> MedianInterval | MissingFig
     probability_outside, value_rank = 0.0, 0
     while value_rank < count:
         probability_outside += 2 * math.comb(count, value_rank) / 2**count
-        if probability_outside > 1 - CONFIDENCE:
+        if probability_outside > 1 - INTERVAL_CONFIDENCE:
             break
         value_rank += 1
     return (
@@ -118,8 +118,10 @@ def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
     for rank in range(len(calls[0][0])):
         step_ns = statistics.median(steps[rank] for steps, _ in calls)
         communication_ns = statistics.median(communication[rank] for _, communication in calls)
-        waiting_ns = statistics.median(communication[rank] - min(communication) for _, communication in calls)
-        median_times.append(RankTimes(rank, step_ns * 1e-9, communication_ns * 1e-9, waiting_ns * 1e-9))
+        median_wait_nanoseconds = statistics.median(
+            communication[rank] - min(communication) for _, communication in calls
+        )
+        median_times.append(RankTimes(rank, step_ns * 1e-9, communication_ns * 1e-9, median_wait_nanoseconds * 1e-9))
     return tuple(median_times)
 
 
@@ -174,7 +176,7 @@ def iterate_rank_calls(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence
             yield from zip(steps, communication, strict=True)
 
 
-class Bubble(NamedTuple):
+class PipelineBubble(NamedTuple):
     """The idle time of pipeline stages divided by their computing time, and the ideal value of this ratio: (p-1)/m
     for p stages and m microbatches.
 
@@ -191,7 +193,7 @@ def count_microbatches(record: Record) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def measure_bubble(record: Record) -> Bubble | None:
+def measure_pipeline_bubble(record: Record) -> PipelineBubble | None:
     """Returns the bubble of a pipeline: the communication time of all ranks divided by their computing time, as the
     median over calls. Returns None if the case is not a pipeline.
     """
@@ -203,7 +205,7 @@ def measure_bubble(record: Record) -> Bubble | None:
         for steps, communication in iterate_rank_calls(record.timing)
         if (busy_ns := sum(steps) - sum(communication)) > 0
     ]
-    return Bubble(statistics.median(shares), (record.case.ranks - 1) / microbatches) if shares else None
+    return PipelineBubble(statistics.median(shares), (record.case.ranks - 1) / microbatches) if shares else None
 
 
 class OverlapFigures(NamedTuple):
@@ -215,7 +217,7 @@ class OverlapFigures(NamedTuple):
     """
 
     exposed_seconds: MedianInterval | MissingFigure
-    hidden_share: MedianInterval | MissingFigure
+    hidden_communication_share: MedianInterval | MissingFigure
     check_sum: float | None = None
 
 
@@ -223,10 +225,10 @@ class _RoundSeconds(NamedTuple):
     compute: float
     communication: float
     simultaneous: float
-    consecutive: float
+    consecutive_seconds: float
 
 
-def overlap_figures(overlap: Overlap) -> OverlapFigures:
+def compute_overlap_figures(overlap: Overlap) -> OverlapFigures:
     """Computes the overlap of communication and products. Differences are computed in each round, so that a slow round
     cancels out.
     """
@@ -234,11 +236,13 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
     if overlap.why or not rounds or not all(seconds.compute > 0 and seconds.communication > 0 for seconds in rounds):
         missing_figure = MissingFigure(units.NONE, overlap.why or "it has no recorded rounds")
         return OverlapFigures(missing_figure, missing_figure)
-    sum_ratio = statistics.median(seconds.consecutive / (seconds.compute + seconds.communication) for seconds in rounds)
-    if not CHECK_SUM_LIMITS[0] <= sum_ratio <= CHECK_SUM_LIMITS[1]:
-        return OverlapFigures(SUM_MISMATCH, SUM_MISMATCH, sum_ratio)
+    consecutive_to_sum_ratio = statistics.median(
+        seconds.consecutive_seconds / (seconds.compute + seconds.communication) for seconds in rounds
+    )
+    if not TIME_SUM_RATIO_LIMITS[0] <= consecutive_to_sum_ratio <= TIME_SUM_RATIO_LIMITS[1]:
+        return OverlapFigures(TIME_SUM_MISMATCH, TIME_SUM_MISMATCH, consecutive_to_sum_ratio)
     exposed_seconds = find_median_interval([seconds.simultaneous - seconds.compute for seconds in rounds])
-    excess_seconds = find_median_interval(
+    seconds_over_longer_part = find_median_interval(
         [seconds.simultaneous - max(seconds.compute, seconds.communication) for seconds in rounds]
     )
     hidden_share = find_median_interval(
@@ -246,30 +250,32 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
     )
     if (
         isinstance(exposed_seconds, MissingFigure)
-        or isinstance(excess_seconds, MissingFigure)
+        or isinstance(seconds_over_longer_part, MissingFigure)
         or isinstance(hidden_share, MissingFigure)
     ):
-        return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, sum_ratio)
-    if excess_seconds.high < 0:
-        return OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, sum_ratio)
-    max_exposed_width = MAX_EXPOSED_WIDTH * statistics.median(seconds.simultaneous for seconds in rounds)
+        return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, consecutive_to_sum_ratio)
+    if seconds_over_longer_part.high < 0:
+        return OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, consecutive_to_sum_ratio)
+    max_exposed_interval_width = MAX_EXPOSED_WIDTH * statistics.median(seconds.simultaneous for seconds in rounds)
     return OverlapFigures(
-        WIDE_OVERLAP if exposed_seconds.high - exposed_seconds.low > max_exposed_width else exposed_seconds,
-        WIDE_OVERLAP if hidden_share.high - hidden_share.low > MAX_HIDDEN_WIDTH else hidden_share,
-        sum_ratio,
+        OVERLAP_INTERVAL_TOO_WIDE
+        if exposed_seconds.high - exposed_seconds.low > max_exposed_interval_width
+        else exposed_seconds,
+        OVERLAP_INTERVAL_TOO_WIDE if hidden_share.high - hidden_share.low > MAX_HIDDEN_INTERVAL_WIDTH else hidden_share,
+        consecutive_to_sum_ratio,
     )
 
 
-def find_overlap(record: Record) -> OverlapFigures | None:
+def measure_overlap(record: Record) -> OverlapFigures | None:
     """Returns the overlap of communication and products in a case. For a pipeline, the hidden share is missing,
     because a pipeline's step also contains waiting.
     """
     if record.overlap is None:
         return None
-    figures = overlap_figures(record.overlap)
+    figures = compute_overlap_figures(record.overlap)
     if isinstance(figures.exposed_seconds, MissingFigure) or count_microbatches(record) is None:
         return figures
-    return figures._replace(hidden_share=PIPELINE_WAITING)
+    return figures._replace(hidden_communication_share=PIPELINE_WAITING)
 
 
 class Efficiency(NamedTuple):
@@ -289,11 +295,11 @@ def compute_efficiency(record: Record) -> Efficiency | None:
     rounds = record.scaling
     if rounds is None:
         return None
-    strong_scaling = _compute_speed_share(rounds.whole, rounds.together, 1 / record.case.ranks)
-    return Efficiency(strong_scaling, _compute_speed_share(rounds.share, rounds.together))
+    strong_scaling = _compute_relative_speed(rounds.whole, rounds.together, 1 / record.case.ranks)
+    return Efficiency(strong_scaling, _compute_relative_speed(rounds.share, rounds.together))
 
 
-def _compute_speed_share(
+def _compute_relative_speed(
     seconds_alone: Sequence[float], seconds_together: Sequence[float], factor: float = 1.0
 ) -> MedianInterval | MissingFigure:
     if (
@@ -301,15 +307,15 @@ def _compute_speed_share(
         or len(seconds_alone) != len(seconds_together)
         or not all(value > 0 for value in (*seconds_alone, *seconds_together))
     ):
-        return UNPAIRED
-    speed_share = find_median_interval(
+        return UNPAIRED_EFFICIENCY
+    relative_speed = find_median_interval(
         [value / all_ranks * factor for value, all_ranks in zip(seconds_alone, seconds_together, strict=True)]
     )
-    is_too_wide = (
-        isinstance(speed_share, MedianInterval)
-        and speed_share.high - speed_share.low > MAX_EFFICIENCY_WIDTH * speed_share.value
+    is_interval_too_wide = (
+        isinstance(relative_speed, MedianInterval)
+        and relative_speed.high - relative_speed.low > MAX_EFFICIENCY_INTERVAL_WIDTH * relative_speed.value
     )
-    return WIDE_EFFICIENCY if is_too_wide else speed_share
+    return TOO_WIDE_EFFICIENCY if is_interval_too_wide else relative_speed
 
 
 def count_sent_bytes(record: Record) -> tuple[float, ...]:
@@ -334,11 +340,11 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
         yield Metric(specs.MEMORY_SKEW, skew * 100)
     if record.transfer is not None:
         yield from _transfer_metrics(record.transfer, sources.finding.median_seconds if sources.finding else None)
-    if (overlap := find_overlap(record)) is not None:
-        yield _make_metric(specs.EXPOSED_TIME, overlap.exposed_seconds)
-        yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden_share, 100.0)
-    if (bubble := measure_bubble(record)) is not None:
-        yield Metric(specs.BUBBLE, bubble.measured_ratio * 100)
+    if (overlap := measure_overlap(record)) is not None:
+        yield _make_metric(specs.EXPOSED_COMMUNICATION_TIME, overlap.exposed_seconds)
+        yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden_communication_share, 100.0)
+    if (bubble := measure_pipeline_bubble(record)) is not None:
+        yield Metric(specs.PIPELINE_BUBBLE, bubble.measured_ratio * 100)
         yield Metric(specs.IDEAL_BUBBLE, bubble.ideal_ratio * 100)
     if (gain := compute_efficiency(record)) is not None:
         yield _make_metric(specs.STRONG_SCALING, gain.strong_scaling, 100)

@@ -21,13 +21,13 @@ from fp8bench.model import Ceiling, Finding, Limit, Phase, Record
 from fp8bench.model.step import PhaseCount
 
 # A phase counts as a phase with products if it has at least this share of the step's FLOPs.
-_MIN_SHARE_OF_PRODUCTS = 0.05
+_MIN_PRODUCT_FLOPS_SHARE = 0.05
 # If a phase reaches less than this share of every ceiling, no ceiling limits it.
 _NEAR_CEILING_SHARE = 0.5
 # A phase is limited by overhead if it takes less than this many times the time of its launches.
-_OVERHEAD_LAUNCHES = 10.0
+_OVERHEAD_LAUNCH_TIME_RATIO = 10.0
 # A measured peak is ignored if its runs differ by more than this share, because other programs then used the device.
-_MAX_RATE_SPREAD = 0.5
+_MAX_MEASURED_RATE_SPREAD = 0.5
 
 
 class LimitingResource(StrEnum):
@@ -46,7 +46,7 @@ class LimitingResource(StrEnum):
 
 
 @dataclass(frozen=True)
-class Roofs:
+class DevicePeaks:
     """The peaks of a device per second: FLOPs by kind of product ('fp8'), bytes and launches. A peak of None is
     unknown.
 
@@ -91,7 +91,7 @@ class Roofs:
 
 
 @dataclass(frozen=True)
-class PhaseRoof:
+class PhaseRoofline:
     """The FLOPs, bytes and launches of a phase, its best-case seconds, and the least seconds that it could take at the
     measured peaks and at the datasheet's peaks.
 
@@ -135,7 +135,7 @@ class PhaseRoof:
             return None
         return (
             LimitingResource.OVERHEAD
-            if self.seconds < _OVERHEAD_LAUNCHES * min_seconds.get(LimitingResource.LAUNCH, 0.0)
+            if self.seconds < _OVERHEAD_LAUNCH_TIME_RATIO * min_seconds.get(LimitingResource.LAUNCH, 0.0)
             else LimitingResource.NONE
         )
 
@@ -152,7 +152,7 @@ class PhaseRoof:
 
 
 @dataclass(frozen=True)
-class Gain:
+class PossibleSpeedup:
     """The largest possible speed-up of a precision over its reference's step, and the actual speed-up.
 
     Products take `share` of the reference's step, and reach `share_of_ceiling` of their peak in that step. The step
@@ -171,45 +171,49 @@ class Gain:
     is_upper_bound: bool = True
 
 
-def upper_bounds_of(ceiling: Ceiling) -> Roofs:
+def upper_bounds_of(ceiling: Ceiling) -> DevicePeaks:
     """Returns peaks that no claim may exceed: measured peaks of products, if repeated measurements agree, and the rate
     of the fastest copies.
     """
-    steady_rates = [rate for rate in ceiling.rates if rate.is_steady]
-    roofs = _collect_measured_roofs(replace(ceiling, rates=tuple(steady_rates)))
-    return Roofs("measured here", roofs.products if roofs else {}, ceiling.bytes)
+    steady_product_rates = [rate for rate in ceiling.rates if rate.is_steady]
+    roofs = _collect_measured_roofs(replace(ceiling, rates=tuple(steady_product_rates)))
+    return DevicePeaks("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
 
-def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
+def collect_roofs(ceiling: Ceiling | None) -> tuple[DevicePeaks | None, DevicePeaks | None]:
     """Returns two sets of peaks: those measured on this machine, and those of the datasheet. A missing set is None."""
     if ceiling is None:
         return None, None
     datasheet = find_datasheet(ceiling.device)
     datasheet_roofs = (
-        Roofs(datasheet.cite("dense", "bandwidth"), datasheet.dense, datasheet.bandwidth) if datasheet else None
+        DevicePeaks(datasheet.cite_figures("dense", "bandwidth"), datasheet.dense, datasheet.bandwidth)
+        if datasheet
+        else None
     )
     return _collect_measured_roofs(ceiling), datasheet_roofs
 
 
-def _collect_measured_roofs(ceiling: Ceiling) -> Roofs | None:
-    rates_with_values = [
-        (rate, rate.value) for rate in ceiling.rates if rate.value is not None and rate.spread <= _MAX_RATE_SPREAD
+def _collect_measured_roofs(ceiling: Ceiling) -> DevicePeaks | None:
+    rate_value_pairs = [
+        (rate, rate.value)
+        for rate in ceiling.rates
+        if rate.value is not None and rate.spread <= _MAX_MEASURED_RATE_SPREAD
     ]
-    if not rates_with_values:
+    if not rate_value_pairs:
         return None
     products: dict[str, float] = {}
-    for rate, value in rates_with_values:
+    for rate, value in rate_value_pairs:
         if rate.limit is Limit.PRODUCT:  # all recipes of a format use the same kernels
             kind = product_kind_of(rate.precision)
             products[kind] = max(value, products.get(kind, 0.0))
     bytes_per_second = max(
-        (value for rate, value in rates_with_values if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None
+        (value for rate, value in rate_value_pairs if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None
     )
-    launches_per_second = next((value for rate, value in rates_with_values if rate.limit is Limit.LAUNCH), None)
-    return Roofs("measured here", products, bytes_per_second, launches_per_second)
+    launches_per_second = next((value for rate, value in rate_value_pairs if rate.limit is Limit.LAUNCH), None)
+    return DevicePeaks("measured here", products, bytes_per_second, launches_per_second)
 
 
-def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
+def find_phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoofline, ...]:
     """Returns the roofline figures of each phase. Phases without counts or time are left out, and so are phases that
     are too short for their markers.
 
@@ -222,7 +226,7 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
     counts = {
         count.phase: replace(count, unknown=count.unknown + bypassed_operator_count) for count in record.tape.phases
     }
-    measured_roofs, datasheet_roofs = roofs_of(record.ceiling)
+    measured_roofs, datasheet_roofs = collect_roofs(record.ceiling)
     is_fused = bool(record.tape.fused)
     roofs = []
     for phase, seconds in finding.phases:
@@ -231,25 +235,29 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
             continue
         measured_seconds = measured_roofs.min_seconds_by_resource(count, is_fused) if measured_roofs else {}
         datasheet_seconds = datasheet_roofs.min_seconds_by_resource(count, is_fused) if datasheet_roofs else {}
-        roofs.append(PhaseRoof(count, seconds, measured_seconds, datasheet_seconds, is_fused))
+        roofs.append(PhaseRoofline(count, seconds, measured_seconds, datasheet_seconds, is_fused))
     return tuple(roofs)
 
 
-def compute_gain(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
+def compute_gain(
+    record: Record, finding: Finding, reference: Record, reference_finding: Finding
+) -> PossibleSpeedup | None:
     """Returns the largest possible and the actual speed-up of a precision. Returns None for emulated precisions, if
     peaks or counts are missing, and if only the case marks its products.
     """
-    ceilings, _ = roofs_of(record.ceiling)
-    roofs, base_roofs = phase_roofs(record, finding), phase_roofs(reference, reference_finding)
-    base_step_seconds = reference_finding.best_seconds
-    if ceilings is None or record.support.is_emulated or not base_step_seconds:
+    ceilings, _ = collect_roofs(record.ceiling)
+    roofs, base_roofs = find_phase_roofs(record, finding), find_phase_roofs(reference, reference_finding)
+    reference_step_seconds = reference_finding.best_seconds
+    if ceilings is None or record.support.is_emulated or not reference_step_seconds:
         return None
     if any(roof.count.unknown for roof in (*roofs, *base_roofs)):
         return None
     # 1. Find the phases with products in the steps of case and reference, their seconds, and the least seconds at the
     # peaks.
     product_roofs, base_product_roofs = _select_product_roofs(roofs), _select_product_roofs(base_roofs)
-    seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (product_roofs, base_product_roofs))
+    seconds, unplanted_step_seconds = (
+        sum(roof.seconds for roof in part) for part in (product_roofs, base_product_roofs)
+    )
     flops_by_path, base_flops_by_path = _list_flops_by_path(product_roofs), _list_flops_by_path(base_product_roofs)
     min_seconds, base_min_seconds = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
     if not base_min_seconds or not min_seconds or not seconds:
@@ -261,26 +269,26 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
     if are_products_marked == [True, False]:
         return None
     # 2. Find the casts that the precision adds.
-    cast_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]
+    cast_phase_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]
     product_kinds = {product_kind_of(path) for path, _ in (*flops_by_path, *base_flops_by_path)}
-    is_steady_by_kind = _find_steady_kinds(record.ceiling)
-    return Gain(
-        base_seconds / base_step_seconds,
-        base_min_seconds / base_seconds,
-        base_step_seconds / (base_step_seconds - base_seconds + min_seconds),
-        base_seconds / seconds,
-        base_seconds / (seconds + sum(cast.seconds for cast in cast_roofs)),
-        sum(cast.count.bytes for cast in cast_roofs),
+    is_steady_by_kind = _find_rate_steadiness(record.ceiling)
+    return PossibleSpeedup(
+        unplanted_step_seconds / reference_step_seconds,
+        base_min_seconds / unplanted_step_seconds,
+        reference_step_seconds / (reference_step_seconds - unplanted_step_seconds + min_seconds),
+        unplanted_step_seconds / seconds,
+        unplanted_step_seconds / (seconds + sum(cast.seconds for cast in cast_phase_roofs)),
+        sum(cast.count.bytes for cast in cast_phase_roofs),
         sum(product.count.bytes for product in product_roofs),
         all(steady for kind, steady in is_steady_by_kind.items() if kind in product_kinds),
     )
 
 
-def _list_flops_by_path(roofs: Sequence[PhaseRoof]) -> list[tuple[str, int]]:
+def _list_flops_by_path(roofs: Sequence[PhaseRoofline]) -> list[tuple[str, int]]:
     return list(chain.from_iterable(roof.count.by_path for roof in roofs))
 
 
-def _find_steady_kinds(ceiling: Ceiling | None) -> dict[str, bool]:
+def _find_rate_steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
     """Returns for each kind of product whether its highest measured rate is certain: whether repeated measurements of
     this rate agree.
     """
@@ -289,13 +297,13 @@ def _find_steady_kinds(ceiling: Ceiling | None) -> dict[str, bool]:
     return {product_kind_of(rate.precision): rate.is_steady for rate in rates}
 
 
-def _select_product_roofs(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
+def _select_product_roofs(roofs: Sequence[PhaseRoofline]) -> list[PhaseRoofline]:
     flops = sum(roof.count.flops for roof in roofs)
-    return [roof for roof in roofs if roof.count.flops > _MIN_SHARE_OF_PRODUCTS * flops]
+    return [roof for roof in roofs if roof.count.flops > _MIN_PRODUCT_FLOPS_SHARE * flops]
 
 
 # Maps the beginning of a dtype's name to the kind of product. The first match counts.
-_KIND_BY_PREFIX = {
+_KIND_BY_DTYPE_PREFIX = {
     "fp32": "fp32",
     "tf32": "tf32",
     "bf16": "bf16",
@@ -348,7 +356,7 @@ class Datasheet:
         """Returns the peak FLOP/s of products in a dtype or precision, or None if unknown."""
         return self.dense.get(product_kind_of(path))
 
-    def cite(self, *figures: str) -> str:
+    def cite_figures(self, *figures: str) -> str:
         """Returns 'datasheet', or 'datasheet, unverified' if any of the fields in `figures` is unverified."""
         return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
 
@@ -357,7 +365,7 @@ def product_kind_of(path: str) -> str:
     """Returns the kind of product for the name of a dtype or recipe, like 'fp8' for 'e4m3fn', or '' for unknown
     names.
     """
-    return next((kind for prefix, kind in _KIND_BY_PREFIX.items() if path.startswith(prefix)), "")
+    return next((kind for prefix, kind in _KIND_BY_DTYPE_PREFIX.items() if path.startswith(prefix)), "")
 
 
 @cache

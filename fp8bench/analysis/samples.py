@@ -25,7 +25,7 @@ from typing import TypeVar
 import numpy as np
 
 from fp8bench.analysis.compare.interval import mean_with_half_width
-from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.stats import FloatArray
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, find_common_rounds, mean_seconds
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
 from fp8bench.model.consumed import POWER_CAP_BIT
@@ -52,11 +52,11 @@ def _cache_latest_timings(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
     return get_result
 
 
-def step_samples(timing: Timing) -> tuple[float, ...]:
-    return tuple(_cell_seconds_by_round(timing).sum(axis=1).tolist()) if timing.slots else ()
+def list_step_samples(timing: Timing) -> tuple[float, ...]:
+    return tuple(_compute_cell_seconds_by_round(timing).sum(axis=1).tolist()) if timing.slots else ()
 
 
-def mean_sample(timing: Timing) -> tuple[float, ...]:
+def make_mean_sample(timing: Timing) -> tuple[float, ...]:
     """Returns the mean seconds of a step over all calls as a single sample. A median over rounds would hide rare slow
     calls.
     """
@@ -68,7 +68,7 @@ def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
     segment_indices = [index for index, name in enumerate(timing.segments.phases) if name == phase]
     if not timing.slots or not segment_indices:
         return ()
-    return tuple(_cell_seconds_by_round(timing)[:, segment_indices].sum(axis=1).tolist())
+    return tuple(_compute_cell_seconds_by_round(timing)[:, segment_indices].sum(axis=1).tolist())
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
@@ -136,11 +136,11 @@ def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
 
 @_cache_latest_timings
 def _step_seconds_by_round(timing: Timing) -> dict[int, float]:
-    return dict(zip((slot.round for slot in timing.slots), step_samples(timing), strict=True))
+    return dict(zip((slot.round for slot in timing.slots), list_step_samples(timing), strict=True))
 
 
 @_cache_latest_timings
-def _mean_seconds_by_round(timing: Timing) -> Floats:
+def _mean_seconds_by_round(timing: Timing) -> FloatArray:
     return mean_seconds(timing, [slot.round for slot in timing.slots])
 
 
@@ -151,7 +151,7 @@ def _mean_seconds_of_rounds(timing: Timing, rounds: Sequence[int]) -> float:
 
 
 @_cache_latest_timings
-def _cell_seconds_by_round(timing: Timing) -> Floats:
+def _compute_cell_seconds_by_round(timing: Timing) -> FloatArray:
     """Returns the seconds of each part of a step (column) in each round (row), from the fastest calls. Every slot
     contributes equally many calls, because a minimum over more calls is lower. Parts that sum to more than the round's
     mean step without waiting are scaled down to it.
@@ -161,53 +161,56 @@ def _cell_seconds_by_round(timing: Timing) -> Floats:
     exceeds_mean = fastest_steps > mean_steps * (1 + _SUM_TOLERANCE)
     if not exceeds_mean.any():
         return fastest_cells
-    scale: Floats = np.divide(mean_steps, fastest_steps, out=np.ones_like(fastest_steps), where=exceeds_mean)[:, None]
+    scale: FloatArray = np.divide(mean_steps, fastest_steps, out=np.ones_like(fastest_steps), where=exceeds_mean)[
+        :, None
+    ]
     return np.multiply(fastest_cells, scale, dtype=np.float64)
 
 
 # Two clocks count as different if they differ by more than this share. Readings of one device's clock vary by 1%.
 _CLOCK_TOLERANCE = 0.02
 # An interval needs this many sustained measurements. Two do not show how much measurements of the same code differ.
-MIN_TURNS = 3
+MIN_SUSTAINED_TURNS = 3
 
 
 @dataclass(frozen=True)
 class Sustained:
     """The median, the lowest and the highest seconds per step in measurements of several seconds, with clock and power.
 
-    `turns` is the number of measurements. `settled_turns` counts those before which clock and temperature had settled;
-    None if unknown. `ratio_to_slots` is the step's sustained time divided by its time in slots of a few milliseconds.
+    `turns` is the number of measurements. `settled_turn_count` counts those before which clock and temperature had
+    settled; None if unknown. `ratio_to_slots` is the step's sustained time divided by its time in slots of a few
+    milliseconds.
     """
 
     seconds: float
     low: float
     high: float
     turns: int
-    settled_turns: int | None = None
+    settled_turn_count: int | None = None
     clock: float | None = None
     watts: float | None = None
     ratio_to_slots: float | None = None
-    by_energy_windows: bool = False
+    is_from_energy_windows: bool = False
 
 
-def sustained_samples(record: Record) -> tuple[float, ...]:
+def get_sustained_samples(record: Record) -> tuple[float, ...]:
     """Returns seconds per step, one value for each measurement of several seconds."""
-    return tuple(map(_step_seconds, _list_valid_turns(record)))
+    return tuple(map(_step_seconds, _list_valid_sustained_turns(record)))
 
 
-def is_at_another_clock(record: Record) -> bool:
+def is_energy_clock_different(record: Record) -> bool:
     """Returns whether a native case's energy was measured under a power cap, or at another clock than its times."""
     windows = record.energy.windows if record.energy is not None else ()
     if record.support.level is not Level.NATIVE or record.timing is None:
         return False
-    clock, slots_clock = _median_without_none([window.sm_clock for window in windows]), record.timing.clock
+    clock, slots_clock = _median_of_known_values([window.sm_clock for window in windows]), record.timing.clock
     is_clock_different = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _CLOCK_TOLERANCE  # type: ignore[operator]
     return is_clock_different or any((window.throttle or 0) & POWER_CAP_BIT for window in windows)
 
 
-def sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:
-    turns, seconds = _list_valid_turns(record), sustained_samples(record)
-    if not turns or not (record.sustained or is_at_another_clock(record)):
+def compute_sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:
+    turns, seconds = _list_valid_sustained_turns(record), get_sustained_samples(record)
+    if not turns or not (record.sustained or is_energy_clock_different(record)):
         return None
     slot_seconds = finding.median_seconds if finding is not None else None
     turn_settlings = [turn.settling for turn in turns if turn.settling is not None]
@@ -217,8 +220,8 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
         max(seconds),
         len(turns),
         sum(settling.settled for settling in turn_settlings) if turn_settlings else None,
-        _median_without_none([turn.clock for turn in turns]),
-        _median_without_none([turn.watts for turn in turns]),
+        _median_of_known_values([turn.clock for turn in turns]),
+        _median_of_known_values([turn.watts for turn in turns]),
         median(seconds) / slot_seconds if slot_seconds else None,
         not record.sustained,
     )
@@ -235,11 +238,11 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
         return None
     if not record.paired or record.paired_with is not None:
         return None
-    paired_seconds = zip(sustained_samples(record), sustained_samples(reference), strict=False)
+    paired_seconds = zip(get_sustained_samples(record), get_sustained_samples(reference), strict=False)
     log_time_ratios = [math.log(seconds / base) for seconds, base in paired_seconds]
     if not log_time_ratios:
         return None
-    if len(log_time_ratios) < MIN_TURNS:
+    if len(log_time_ratios) < MIN_SUSTAINED_TURNS:
         return Interval(
             math.exp(fmean(log_time_ratios)), math.exp(min(log_time_ratios)), math.exp(max(log_time_ratios)), 0.0
         )
@@ -252,7 +255,7 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
     )
 
 
-def _list_valid_turns(record: Record) -> list[SustainedTurn]:
+def _list_valid_sustained_turns(record: Record) -> list[SustainedTurn]:
     """Returns the sustained measurements of a case, or its energy windows if it has none. Drops impossible numbers,
     which an edited file may contain.
     """
@@ -271,6 +274,6 @@ def _step_seconds(turn: SustainedTurn) -> float:
     return sum(turn.seconds) / (turn.steps * len(turn.seconds))
 
 
-def _median_without_none(values: Sequence[float | None]) -> float | None:
+def _median_of_known_values(values: Sequence[float | None]) -> float | None:
     known_values = [value for value in values if value is not None]
     return median(known_values) if known_values else None

@@ -34,7 +34,7 @@ _FLOAT_NAME_PATTERN = re.compile(r"e(\d)m(\d)")
 _TRAILING_DIGITS_PATTERN = re.compile(r"(\d+)$")
 
 
-def operand_bits_of(path: str) -> int:
+def get_operand_bits(path: str) -> int:
     """Returns the number of bits per operand of products in this dtype: 8 for 'e4m3', 4 for 'e2m1x2', and 32 for
     'tf32', which reads float32. Returns 0 if `path` is not a dtype.
     """
@@ -48,7 +48,7 @@ def operand_bits_of(path: str) -> int:
 
 def compute_flops_share(tape: Tape, bits: int) -> float | None:
     """Returns the share of a step's FLOPs in products whose operands have this many bits."""
-    flops = sum(count for path, count in tape.by_path.items() if operand_bits_of(path) == bits)
+    flops = sum(count for path, count in tape.by_path.items() if get_operand_bits(path) == bits)
     return flops / tape.flops if tape.flops else None
 
 
@@ -83,14 +83,14 @@ class ProductWork:
         return {spec: flops for spec, flops in flops_by_spec.items() if flops}
 
 
-def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
+def sum_product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
     """Returns the useful and the additional FLOPs of a recorded step's products. `reference` is the recording of the
     same step without padding and recomputation.
     """
     cast_count = tape.of(Phase.CAST)
     rotation_flops = cast_count.flops if cast_count is not None else 0
     flops = tape.flops - rotation_flops
-    flops_beyond_reference = flops - product_work(reference).useful_flops if reference is not None else 0
+    flops_beyond_reference = flops - sum_product_work(reference).useful_flops if reference is not None else 0
     if reference is None or flops_beyond_reference <= 0:
         return ProductWork(flops, rotation_flops)
     recomputed_flops = min(
@@ -126,17 +126,17 @@ def _count_padding_flops(tape: Tape, reference: Tape) -> int:
     products, references = _list_product_calls(tape), _list_product_calls(reference)
     if len(products) != len(references):
         return 0
-    product_pairs = list(zip(products, references, strict=True))
+    case_and_reference_products = list(zip(products, references, strict=True))
     if not all(
         _matrix_sides_of(padded_product) == _matrix_sides_of(reference_product)
-        or _is_padded(padded_product, reference_product)
-        for padded_product, reference_product in product_pairs
+        or _is_padded_product(padded_product, reference_product)
+        for padded_product, reference_product in case_and_reference_products
     ):
-        product_pairs = list(_pair_by_size(products, references))
+        case_and_reference_products = list(_pair_products_by_size(products, references))
     return sum(
         (padded_product.flops or 0) - (reference_product.flops or 0)
-        for padded_product, reference_product in product_pairs
-        if _is_padded(padded_product, reference_product)
+        for padded_product, reference_product in case_and_reference_products
+        if _is_padded_product(padded_product, reference_product)
     )
 
 
@@ -147,14 +147,21 @@ def _list_product_calls(tape: Tape) -> list[OperatorCount]:
     return calls
 
 
-def _pair_by_size(products: Sequence[OperatorCount], references: Sequence[OperatorCount]) -> Iterator[_OperatorPair]:
-    unpaired_references = sorted(references, key=lambda product: -(product.flops or 0))
+def _pair_products_by_size(
+    products: Sequence[OperatorCount], references: Sequence[OperatorCount]
+) -> Iterator[_OperatorPair]:
+    unpaired_reference_products = sorted(references, key=lambda product: -(product.flops or 0))
     for product in sorted(products, key=lambda product: -(product.flops or 0)):
         index = next(
-            (index for index, reference in enumerate(unpaired_references) if _is_padded(product, reference)), None
+            (
+                index
+                for index, reference in enumerate(unpaired_reference_products)
+                if _is_padded_product(product, reference)
+            ),
+            None,
         )
         if index is not None:
-            yield product, unpaired_references.pop(index)
+            yield product, unpaired_reference_products.pop(index)
 
 
 def _matrix_sides_of(operator: OperatorCount) -> Sequence[int]:
@@ -166,23 +173,23 @@ def _parse_matrix_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
     """Returns the numbers of rows and columns of an operator's first two tensors, parsed from texts like
     'fp32[512,256]'. The tensors are matrices or stacks of matrices.
     """
-    matches = [_SHAPE_PATTERN.search(text) for text in inputs]
-    shapes = [match[1] for match in matches if match]
+    shape_matches = [_SHAPE_PATTERN.search(text) for text in inputs]
+    shapes = [match[1] for match in shape_matches if match]
     return tuple(map(int, ",".join(shapes[:2]).split(","))) if shapes else ()
 
 
-def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
+def _is_padded_product(product: OperatorCount, reference: OperatorCount) -> bool:
     """Returns whether a product may be the padded form of the reference's product. Each side is then at least as long
     as in the reference, and longer by less than _SIDE_PADDING_LIMIT.
     """
-    sides, reference_sides = _matrix_sides_of(product), _matrix_sides_of(reference)
-    side_pairs = zip(sides, reference_sides, strict=False)
-    return len(sides) == len(reference_sides) and all(
-        0 <= side - reference_side < _SIDE_PADDING_LIMIT for side, reference_side in side_pairs
+    product_sides, reference_sides = _matrix_sides_of(product), _matrix_sides_of(reference)
+    matrix_side_pairs = zip(product_sides, reference_sides, strict=False)
+    return len(product_sides) == len(reference_sides) and all(
+        0 <= side - reference_side < _SIDE_PADDING_LIMIT for side, reference_side in matrix_side_pairs
     )
 
 
-def exact_counts_of(tape: Tape) -> tuple[int, int, int]:
+def get_tape_counts(tape: Tape) -> tuple[int, int, int]:
     """Returns the FLOPs, bytes and launches of a recorded step, in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
 
@@ -200,19 +207,21 @@ def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
             samples = partial(tuple, (value,))
             yield Metric(spec, value, phase=phase, why=tape.fused, samples=samples)
     if tape.flops:
-        work = product_work(tape, sources.base.tape if sources.base is not None else None)
-        for spec, flops in ({specs.USEFUL_FLOPS: work.useful_flops} | work.overhead).items():
+        product_work_amounts = sum_product_work(tape, sources.base.tape if sources.base is not None else None)
+        for spec, flops in (
+            {specs.USEFUL_FLOPS: product_work_amounts.useful_flops} | product_work_amounts.overhead
+        ).items():
             yield Metric(spec, float(flops))
     figures = {specs.INTENSITY: compute_intensity(tape)}
-    figures |= {spec: compute_flops_share(tape, bits) for bits, spec in specs.SHARES_BY_BITS.items()}
+    figures |= {spec: compute_flops_share(tape, bits) for bits, spec in specs.FLOP_SHARE_BY_ELEMENT_BITS.items()}
     for spec, figure in figures.items():
         if figure is not None:
             yield Metric(spec, figure)
 
 
-def coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
+def yield_coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
     if sources.record.coverage is not None:
-        yield Metric(specs.SHARE_CONVERTED, sources.record.coverage.share)
+        yield Metric(specs.SHARE_OF_FLOPS_CONVERTED, sources.record.coverage.share)
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,7 @@ class OperatorSums:
 
 
 @dataclass(frozen=True)
-class TapeRow:
+class OperatorTapeRow:
     """One operator, and its sums in each of several recordings."""
 
     phase: str
@@ -261,20 +270,20 @@ class TapeRow:
 _MAX_NAMED_OPERATORS = 4
 
 
-def describe_changes(old: Tape, new: Tape) -> str:
+def describe_tape_changes(old: Tape, new: Tape) -> str:
     """Returns a text with the changes between two recordings, the largest first, or '' if the recordings are equal.
 
     An example is 'mm in gemm: 18 calls, then 20; mul in gemm: 1 MiB, then 2 MiB'.
     """
     changes = [row for row in tabulate_operators([old, new]) if row.differs]
     changes.sort(key=lambda row: -max(sums.bytes for sums in row.sums))
-    words = [_describe_change(row) for row in changes[:_MAX_NAMED_OPERATORS]]
+    words = [_describe_operator_change(row) for row in changes[:_MAX_NAMED_OPERATORS]]
     if len(changes) > _MAX_NAMED_OPERATORS:
         words.append(f"and {len(changes) - _MAX_NAMED_OPERATORS} more operators")
     return "; ".join(words)
 
 
-def _describe_change(row: TapeRow) -> str:
+def _describe_operator_change(row: OperatorTapeRow) -> str:
     old_sums, new_sums = row.sums
     name = f"{row.operator} in {row.phase}{', backward' if row.backward else ''}"
     if old_sums.calls != new_sums.calls:
@@ -282,21 +291,21 @@ def _describe_change(row: TapeRow) -> str:
     return f"{name}: {units.size(old_sums.bytes)}, then {units.size(new_sums.bytes)}"
 
 
-def tabulate_operators(tapes: Sequence[Tape]) -> list[TapeRow]:
+def tabulate_operators(tapes: Sequence[Tape]) -> list[OperatorTapeRow]:
     """Returns the operators of several recordings by phase. In each phase, operators with the most FLOPs or bytes
     come first.
     """
-    sums_by_key: dict[tuple[str, str, bool], list[OperatorSums]] = {}
+    operator_sums_by_key: dict[tuple[str, str, bool], list[OperatorSums]] = {}
     for index, tape in enumerate(tapes):
         for operator in tape.operators:
             key = (operator.phase, operator.operator, operator.backward)
-            sums = sums_by_key.setdefault(key, [OperatorSums()] * len(tapes))
+            sums = operator_sums_by_key.setdefault(key, [OperatorSums()] * len(tapes))
             sums[index] = sums[index] + operator
-    rows = [TapeRow(*key, tuple(sums)) for key, sums in sums_by_key.items()]
-    return sorted(rows, key=_row_sort_key)
+    rows = [OperatorTapeRow(*key, tuple(sums)) for key, sums in operator_sums_by_key.items()]
+    return sorted(rows, key=_make_row_sort_key)
 
 
-def _row_sort_key(row: TapeRow) -> tuple[int, int, int]:
+def _make_row_sort_key(row: OperatorTapeRow) -> tuple[int, int, int]:
     flops = max(sums.flops or 0 for sums in row.sums)
     return CELL_PHASES.index(row.phase), -flops, -max(sums.bytes for sums in row.sums)
 
@@ -305,7 +314,7 @@ _EMULATED_REMARK = "emulated: these are parts of what the emulation costs, not t
 
 
 @dataclass(frozen=True)
-class SharePart:
+class TimeSharePart:
     """A part of a step, or its unattributed time: the share of the step's time, and the seconds, which are None if
     the part was not timed.
     """
@@ -333,7 +342,7 @@ class StepShares:
     emulated: bool = False
 
     @property
-    def rows(self) -> Iterator[SharePart]:
+    def rows(self) -> Iterator[TimeSharePart]:
         """Yields the parts of the step in order of decreasing time, then the unattributed time."""
         shares = self.shares
         if shares is None:
@@ -343,10 +352,16 @@ class StepShares:
             if part.backward:
                 direction = "backward"
             share = part.seconds / shares.whole
-            seconds = self._share_to_seconds(share)
-            yield SharePart(part.kind.value, part.module, direction, part.what, part.calls, share, seconds)
-        yield SharePart(
-            UNATTRIBUTED, "", "", "", 0, shares.unattributed_share, self._share_to_seconds(shares.unattributed_share)
+            seconds = self._convert_share_to_seconds(share)
+            yield TimeSharePart(part.kind.value, part.module, direction, part.what, part.calls, share, seconds)
+        yield TimeSharePart(
+            UNATTRIBUTED,
+            "",
+            "",
+            "",
+            0,
+            shares.unattributed_share,
+            self._convert_share_to_seconds(shares.unattributed_share),
         )
 
     @property
@@ -360,9 +375,11 @@ class StepShares:
         return {**dict(sorted(shares.items(), key=lambda part: -part[1])), UNATTRIBUTED: self.shares.unattributed_share}
 
     @property
-    def by_module(self) -> dict[str, float]:
+    def share_by_module(self) -> dict[str, float]:
         """Shares of the step's time by module in decreasing order, without work outside modules."""
-        return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
+        return (
+            {} if self.shares is None else {name: share for name, share in self.shares.share_by_module.items() if name}
+        )
 
     @property
     def remarks(self) -> Iterator[str]:
@@ -370,11 +387,11 @@ class StepShares:
             return
         if self.emulated:
             yield _EMULATED_REMARK
-        unknown_calls = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
-        for name, calls in unknown_calls.items():
+        unknown_call_counts = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
+        for name, calls in unknown_call_counts.items():
             yield f"unknown: {name}, {calls} calls a step, whose kind of work is unknown"
 
-    def _share_to_seconds(self, share: float) -> float | None:
+    def _convert_share_to_seconds(self, share: float) -> float | None:
         return None if self.seconds is None else share * self.seconds
 
 
@@ -392,7 +409,7 @@ def make_step_shares(record: Record, finding: Finding | None) -> StepShares:
     return StepShares(record.case, record.shares, reason, seconds, record.support.is_emulated)
 
 
-def require_shares(run: Run) -> None:
+def require_step_shares(run: Run) -> None:
     """Raises UsageError for a run that did not record the shares of its steps."""
     if not any(record.shares for record in run.records):
         raise UsageError(f"the run {run.id} has no shares of its steps. Measure it again with --shares.")

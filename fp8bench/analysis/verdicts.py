@@ -43,7 +43,7 @@ VERDICT_BAND = 0.005
 SAME_BAND = 0.02
 # For SAME, the mean over all calls may differ from 1 by this much. The limit is wider than that of the best case,
 # because the mean has more noise. With a limit of 5%, a mean that changed by 5% would sometimes pass.
-SAME_BAND_OF_MEANS = 0.035
+SAME_VERDICT_MEANS_BAND = 0.035
 # The calls of a case are uneven if the intervals of its best-case ratio and its mean ratio are further apart than this
 # share.
 UNEVEN_RATIO = 0.05
@@ -54,8 +54,8 @@ EARLY_SAME_BAND = 0.01
 # the ratio). This limit is kept between 1% and 2%, or is a thirtieth of the effect if that is more. With 2% for every
 # effect, runs that found 3% ended after 24 of 56 rounds. Comparisons of such short runs could not detect a change of
 # 3%.
-_EARLY_HALF_WIDTH_SHARE = 1 / 3
-_EARLY_HALF_WIDTH_LIMITS = (0.01, 0.02)
+_EARLY_VERDICT_WIDTH_SHARE = 1 / 3
+_EARLY_VERDICT_WIDTH_LIMITS = (0.01, 0.02)
 _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT = 1 / 30
 FINAL_LEVEL = 0.99
 MIN_ROUNDS_FOR_VERDICT = 10
@@ -66,7 +66,7 @@ _MAX_CELL_COUNT_RATIO = 2.5
 
 def cell_seconds(
     timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole_steps: bool = False
-) -> stats.Floats:
+) -> stats.FloatArray:
     """Returns the seconds of each cell (column) in each round (row): the minimum over the first `calls` calls of a
     slot.
 
@@ -74,11 +74,11 @@ def cell_seconds(
     """
     selected_slots = _select_slots_of_rounds(timing, rounds)
     shape = (len(selected_slots), calls, len(timing.segments.phases))
-    nanoseconds = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in selected_slots))
-    seconds_by_call = np.fromiter(nanoseconds, np.float64, math.prod(shape)).reshape(shape)
+    cell_nanoseconds = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in selected_slots))
+    seconds_by_call = np.fromiter(cell_nanoseconds, np.float64, math.prod(shape)).reshape(shape)
     if whole_steps:
         seconds_by_call = seconds_by_call.sum(axis=2, keepdims=True)
-    seconds: stats.Floats = seconds_by_call.min(axis=1) * 1e-9
+    seconds: stats.FloatArray = seconds_by_call.min(axis=1) * 1e-9
     return seconds
 
 
@@ -89,7 +89,7 @@ def _select_slots_of_rounds(timing: Timing, rounds: Sequence[int] | None) -> Seq
     return [slot for slot in timing.slots if slot.round in chosen_rounds]
 
 
-def step_seconds_of_calls(timing: Timing) -> stats.Floats:
+def step_seconds_of_calls(timing: Timing) -> stats.FloatArray:
     """Returns the seconds of every call in the order in which they ran."""
     calls = chain.from_iterable(slot.calls_ns for slot in timing.slots)
     return np.array([sum(call) for call in calls], dtype=np.float64) * 1e-9
@@ -114,7 +114,7 @@ def share_below_fastest_step(timing: Timing, calls: int = 0, rounds: Sequence[in
     of that time. Returns 0 if it is not below.
     """
     calls = calls or count_common_calls(timing)
-    best_seconds = float(stats.best_by_segment(cell_seconds(timing, calls, rounds)).sum())
+    best_seconds = float(stats.find_best_by_segment(cell_seconds(timing, calls, rounds)).sum())
     fastest_step_seconds = float(cell_seconds(timing, calls, rounds, whole_steps=True).min())
     return max(0.0, 1 - best_seconds / fastest_step_seconds) if fastest_step_seconds > 0 else 0.0
 
@@ -131,12 +131,14 @@ def best_ratio(
     timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL, whole_steps: bool | None = None
 ) -> Interval:
     """Returns the best case of the first timing divided by the best case of the other timings, in these rounds."""
-    samples = to_comparable(timings, rounds, whole_steps)
+    samples = select_comparable_times(timings, rounds, whole_steps)
     best_cases = list(map(stats.resample_best_case, samples))
     return _to_ratio_interval(best_cases, [sample.sum(axis=1) for sample in samples], level)
 
 
-def _to_ratio_interval(arms: Sequence[stats.Resampled], seconds: Sequence[stats.Floats], level: float) -> Interval:
+def _to_ratio_interval(
+    arms: Sequence[stats.ResampledLogSeconds], seconds: Sequence[stats.FloatArray], level: float
+) -> Interval:
     """Returns the time of the first arm divided by the geometric mean of the other arms, with an interval. With few
     rounds, the interval is only the range.
     """
@@ -144,7 +146,9 @@ def _to_ratio_interval(arms: Sequence[stats.Resampled], seconds: Sequence[stats.
     return stats.replace_interval_by_range(ratio, seconds) if len(seconds[0]) < LEAST_ROUNDS else ratio
 
 
-def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool | None) -> list[stats.Floats]:
+def select_comparable_times(
+    timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool | None
+) -> list[stats.FloatArray]:
     """Returns the seconds of the cells (parts of a step) of each timing, or of whole steps if the cells are not
     comparable.
 
@@ -157,20 +161,20 @@ def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps:
     if whole_steps is None:
         whole_steps = do_cells_compensate(timings, rounds, VERDICT_BAND)
     samples = [] if whole_steps else [cell_seconds(timing, common_call_count, rounds) for timing in timings]
-    if whole_steps or are_cut_unevenly(samples):
+    if whole_steps or are_cell_counts_uneven(samples):
         return [cell_seconds(timing, common_call_count, rounds, whole_steps=True) for timing in timings]
     return samples
 
 
-def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
+def are_cell_counts_uneven(samples: Sequence[stats.FloatArray]) -> bool:
     """Returns whether the numbers of cells (parts of a step) differ too much between cases to compare anything except
     whole steps.
     """
-    cell_counts = [_effective_cell_count(sample) for sample in samples]
-    return max(cell_counts) > _MAX_CELL_COUNT_RATIO * min(cell_counts)
+    effective_cell_counts = [_compute_effective_cell_count(sample) for sample in samples]
+    return max(effective_cell_counts) > _MAX_CELL_COUNT_RATIO * min(effective_cell_counts)
 
 
-def _effective_cell_count(samples: stats.Floats) -> float:
+def _compute_effective_cell_count(samples: stats.FloatArray) -> float:
     """Returns how many equally long cells (parts of a step) would have the same entropy as the cells of a step."""
     cell_time_shares = samples.sum(axis=0)
     cell_time_shares = cell_time_shares[cell_time_shares > 0] / max(float(cell_time_shares.sum()), 1e-300)
@@ -183,13 +187,13 @@ def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = 
     return _to_ratio_interval(list(map(stats.resample_mean, samples)), samples, level)
 
 
-def mean_seconds(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
+def mean_seconds(timing: Timing, rounds: Sequence[int]) -> stats.FloatArray:
     """Returns the mean seconds of a call in each round, without time spent waiting for a core."""
     return np.array([_mean_call_seconds(slot) for slot in _select_slots_of_rounds(timing, rounds)])
 
 
 # The calls of a slot, with the marks between them, take at least this share of their thread's CPU time.
-_MIN_BUSY_SHARE = 0.75
+_MIN_CALLS_CPU_TIME_SHARE = 0.75
 
 
 def _mean_call_seconds(slot: SlotSample) -> float:
@@ -197,18 +201,18 @@ def _mean_call_seconds(slot: SlotSample) -> float:
     running_seconds = seconds - (slot.waited_seconds or 0.0)
     busy_seconds = min(seconds, slot.thread_seconds or 0.0)
     # If the thread waited between two calls, this waiting must not be subtracted from the calls.
-    if running_seconds < _MIN_BUSY_SHARE * busy_seconds:
+    if running_seconds < _MIN_CALLS_CPU_TIME_SHARE * busy_seconds:
         running_seconds = busy_seconds
     # The time of calls is positive, even if the system reports more waiting than time.
     return (running_seconds if running_seconds > 0 else seconds) / len(slot.calls_ns)
 
 
-def reference_timings_of(reference: Timing, control: Timing | None) -> list[Timing]:
+def list_reference_timings(reference: Timing, control: Timing | None) -> list[Timing]:
     """Returns the timings of a reference and of its control, if that ran."""
     return [reference] if control is None or not control.slots else [reference, control]
 
 
-def aa_interval(reference: Timing, control: Timing | None) -> Interval | None:
+def compute_aa_interval(reference: Timing, control: Timing | None) -> Interval | None:
     """Returns the ratio of the control's time to the reference's. Both run identical code, so the interval shows noise.
     Returns None without a control.
     """
@@ -218,7 +222,7 @@ def aa_interval(reference: Timing, control: Timing | None) -> Interval | None:
 
 
 def needs_whole_steps(reference: Timing, control: Timing | None) -> bool:
-    reference_timings = reference_timings_of(reference, control)
+    reference_timings = list_reference_timings(reference, control)
     rounds = find_common_rounds(reference_timings)
     return bool(rounds) and _estimate_noise_floor(reference_timings, rounds)[1]
 
@@ -235,17 +239,17 @@ def _estimate_noise_floor(
     timings = [*reference_timings, case] if case is not None else reference_timings
     if len(reference_timings) < 2:
         return None, do_cells_compensate(timings, rounds, VERDICT_BAND)
-    aa_of_cells = best_ratio(reference_timings[::-1], rounds, whole_steps=False)
+    aa_interval_of_cells = best_ratio(reference_timings[::-1], rounds, whole_steps=False)
     if not do_cells_compensate(timings, rounds, VERDICT_BAND):
-        return aa_of_cells, False
+        return aa_interval_of_cells, False
     aa_of_whole_steps = best_ratio(reference_timings[::-1], rounds, whole_steps=True)
     whole_steps = do_cells_compensate(
-        timings, rounds, max(VERDICT_BAND, min(aa_of_cells.reach, aa_of_whole_steps.reach))
+        timings, rounds, max(VERDICT_BAND, min(aa_interval_of_cells.reach, aa_of_whole_steps.reach))
     )
-    return aa_of_whole_steps if whole_steps else aa_of_cells, whole_steps
+    return aa_of_whole_steps if whole_steps else aa_interval_of_cells, whole_steps
 
 
-def verdict_band(aa: Interval | None) -> float:
+def compute_verdict_band(aa: Interval | None) -> float:
     """Returns the half-width of the band around a ratio of 1 in which a case is neither faster nor slower."""
     return max(VERDICT_BAND, aa.distance_from_one) if aa is not None else VERDICT_BAND
 
@@ -278,39 +282,43 @@ def is_uneven(ratio: Interval, mean_ratio: Interval) -> bool:
     than UNEVEN_RATIO apart, or on opposite sides of 1.
     """
     interval_distance = max(mean_ratio.low / ratio.high, ratio.low / mean_ratio.high)
-    return interval_distance > 1 + UNEVEN_RATIO or _are_opposite(ratio, mean_ratio)
+    return interval_distance > 1 + UNEVEN_RATIO or _have_opposite_directions(ratio, mean_ratio)
 
 
-def mean_agrees(verdict: Verdict, ratio: Interval, mean_ratio: Interval) -> bool:
+def mean_agrees_with_verdict(verdict: Verdict, ratio: Interval, mean_ratio: Interval) -> bool:
     """Returns whether the mean over all calls agrees with a verdict from the best case."""
     if verdict is Verdict.SAME:
-        return mean_ratio.low > 1 - SAME_BAND_OF_MEANS and mean_ratio.high < 1 + SAME_BAND_OF_MEANS
+        return mean_ratio.low > 1 - SAME_VERDICT_MEANS_BAND and mean_ratio.high < 1 + SAME_VERDICT_MEANS_BAND
     if verdict is Verdict.FASTER:
-        return mean_ratio.point < 1 + VERDICT_BAND and not _are_opposite(ratio, mean_ratio)
-    return verdict is Verdict.SLOWER and mean_ratio.point > 1 - VERDICT_BAND and not _are_opposite(ratio, mean_ratio)
+        return mean_ratio.point < 1 + VERDICT_BAND and not _have_opposite_directions(ratio, mean_ratio)
+    return (
+        verdict is Verdict.SLOWER
+        and mean_ratio.point > 1 - VERDICT_BAND
+        and not _have_opposite_directions(ratio, mean_ratio)
+    )
 
 
-def _are_opposite(ratio: Interval, mean_ratio: Interval) -> bool:
+def _have_opposite_directions(ratio: Interval, mean_ratio: Interval) -> bool:
     return (ratio.high < 1 < mean_ratio.low) or (mean_ratio.high < 1 < ratio.low)
 
 
-def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
+def is_case_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     """Returns whether measuring may stop for this case, because its verdict is clear and its interval is narrow. Both
     are judged at the stricter level of early decisions.
     """
-    early_conclusion = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME_BAND)
+    early_conclusion = conclude_comparison(case, reference, control, EARLY_LEVEL, EARLY_SAME_BAND)
     if early_conclusion is None or early_conclusion.verdict is Verdict.UNSURE:
         return False
     ratio = early_conclusion.ratio
     if not math.isfinite(ratio.half_width):
         return False
     log_effect_size = abs(math.log(ratio.point))
-    narrowest, widest = _EARLY_HALF_WIDTH_LIMITS
-    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * log_effect_size), widest)
+    narrowest, widest = _EARLY_VERDICT_WIDTH_LIMITS
+    max_half_width = min(max(narrowest, _EARLY_VERDICT_WIDTH_SHARE * log_effect_size), widest)
     return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * log_effect_size)
 
 
-def conclude(
+def conclude_comparison(
     case: Timing,
     reference: Timing,
     control: Timing | None,
@@ -330,7 +338,7 @@ def conclude(
     If other programs disturbed the fastest rounds (`held_up`), it also contains the mean over all calls. Without a
     `min_half_width`, such an interval is only a range, with level 0.
     """
-    reference_timings = reference_timings_of(reference, control)
+    reference_timings = list_reference_timings(reference, control)
     rounds = find_common_rounds([case, *reference_timings])
     if not rounds:
         return None
@@ -347,11 +355,11 @@ def conclude(
     ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), min_half_width, earlier_log_ratios)
     # 3. Derive the verdict.
     verdict = (
-        decide_verdict(ratio, verdict_band(aa_ratio), same_half_width)
+        decide_verdict(ratio, compute_verdict_band(aa_ratio), same_half_width)
         if len(rounds) >= MIN_ROUNDS_FOR_VERDICT
         else Verdict.UNSURE
     )
-    if not mean_agrees(verdict, ratio, ratio_of_means):
+    if not mean_agrees_with_verdict(verdict, ratio, ratio_of_means):
         verdict = Verdict.UNSURE
     return Conclusion(verdict, ratio, ratio_of_means, aa_ratio, whole_steps)
 
@@ -371,14 +379,14 @@ def log_of_best_ratio(case: Timing, reference: Timing, control: Timing | None) -
     """Returns the logarithm of a case's best-case ratio to its reference, or None if there are too few rounds for an
     interval.
     """
-    reference_timings = reference_timings_of(reference, control)
+    reference_timings = list_reference_timings(reference, control)
     rounds = find_common_rounds([case, *reference_timings])
     if len(rounds) < LEAST_ROUNDS:
         return None
-    samples = to_comparable(
+    samples = select_comparable_times(
         [case, *reference_timings], rounds, _estimate_noise_floor(reference_timings, rounds, case)[1]
     )
-    case_seconds, *seconds = (float(stats.best_by_segment(sample).sum()) for sample in samples)
+    case_seconds, *seconds = (float(stats.find_best_by_segment(sample).sum()) for sample in samples)
     if case_seconds <= 0 or min(seconds) <= 0:
         return None
     return math.log(case_seconds) - float(np.mean(np.log(seconds)))
@@ -395,7 +403,7 @@ def _widen_interval(ratio: Interval, min_half_width: float, earlier_log_ratios: 
     return replace(ratio, low=min(ratio.low, low, lowest_ratio), high=max(ratio.high, high, highest_ratio))
 
 
-def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[str, float], ...]:
+def compute_best_phase_seconds(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[str, float], ...]:
     """Returns the best-case seconds of each phase, which sum to the best case of the step.
 
     With `whole_steps`, all phases are taken from the fastest steps, otherwise each cell (a part of a step) is taken
@@ -405,22 +413,22 @@ def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[
     common_call_count = count_common_calls(timing)
     if whole_steps is None:
         whole_steps = share_below_fastest_step(timing) > VERDICT_BAND
-    best_cells = (
-        stats.best_steps(fastest_step_cells(timing, common_call_count))
+    best_cell_seconds = (
+        stats.average_fastest_steps(fastest_step_cells(timing, common_call_count))
         if whole_steps
-        else stats.best_by_segment(cell_seconds(timing, common_call_count))
+        else stats.find_best_by_segment(cell_seconds(timing, common_call_count))
     )
     seconds_by_phase = dict.fromkeys(CELL_PHASES, 0.0)
-    for phase, seconds in zip(timing.segments.phases, best_cells, strict=True):
+    for phase, seconds in zip(timing.segments.phases, best_cell_seconds, strict=True):
         seconds_by_phase[phase] += float(seconds)
     return tuple(seconds_by_phase.items())
 
 
 def best_seconds(timing: Timing, whole_steps: bool | None = None) -> float:
-    return sum(seconds for _, seconds in best_phases(timing, whole_steps))
+    return sum(seconds for _, seconds in compute_best_phase_seconds(timing, whole_steps))
 
 
-def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.Floats:
+def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.FloatArray:
     """Returns the seconds of each cell (a part of a step) in the fastest step of each round, with shape (rounds,
     cells).
     """
@@ -428,14 +436,14 @@ def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None 
     return np.array(steps, dtype=np.float64) * 1e-9
 
 
-def find_fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
+def find_fastest_candidate(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
     """Returns the index of the candidate with the lowest best-case time relative to the reference, or None if no
     candidate is faster than the reference.
     """
-    reference_timings = reference_timings_of(reference, control)
-    fastest_index, smallest_ratio = None, 1.0
+    reference_timings = list_reference_timings(reference, control)
+    fastest_arm_index, smallest_ratio = None, 1.0
     for index, timing in enumerate(candidates):
         rounds = find_common_rounds([timing, *reference_timings])
         if rounds and (point := best_ratio([timing, *reference_timings], rounds).point) < smallest_ratio:
-            fastest_index, smallest_ratio = index, point
-    return fastest_index
+            fastest_arm_index, smallest_ratio = index, point
+    return fastest_arm_index

@@ -19,7 +19,7 @@ from fp8bench.formats.hardware import (
 )
 from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.shared_precisions import RecipePrecision, get_recipe, native_arithmetic, refuse_pairing
+from fp8bench.nn.shared_precisions import RecipePrecision, get_recipe, native_arithmetic, refuse_backend_pairing
 from fp8bench.protocols import Arithmetic, Backend, Precision, Role
 from fp8bench.registry import backends
 
@@ -90,7 +90,7 @@ class Torchao(Backend):
         assert isinstance(precision, RecipePrecision)
         recipe = TORCHAO_RECIPES.get(precision.plain_mode)
         if recipe is None:
-            return refuse_pairing(self.name, precision, TORCHAO_RECIPES)
+            return refuse_backend_pairing(self.name, precision, TORCHAO_RECIPES)
         support = precision.own_support(facts)
         if support.is_native:
             return native(f"torchao's recipe {recipe}, on torch's scaled product")
@@ -118,7 +118,7 @@ class Torchao(Backend):
         from torch import nn
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        from fp8bench.nn.whole_layers import LibraryArithmetic, LibraryLayer
+        from fp8bench.nn.whole_layers import LibraryLayer, LibraryLayerArithmetic
 
         assert isinstance(precision, RecipePrecision)
         recipe_config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[precision.plain_mode])
@@ -132,7 +132,7 @@ class Torchao(Backend):
             linear.weight = weight
             return LibraryLayer(convert_to_float8_training(linear, config=config))
 
-        return LibraryArithmetic(
+        return LibraryLayerArithmetic(
             self.name, torch.bfloat16, make_linear, separate=lambda: _make_torchao_products(config)
         )
 
@@ -152,7 +152,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
         ScaledMMConfig,
     )
 
-    from fp8bench.nn.whole_layers import SingleProducts
+    from fp8bench.nn.whole_layers import SeparateProductArithmetic
 
     gemm_configs = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
     returns_fp8 = False
@@ -200,7 +200,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
     def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, gradient: bool) -> Tensor:
         return torch.mm(a, b.t()).to(dtype)
 
-    return SingleProducts(torch.bfloat16, quantise, multiply, restore)
+    return SeparateProductArithmetic(torch.bfloat16, quantise, multiply, restore)
 
 
 @backends.register("deepgemm")
@@ -215,7 +215,7 @@ class DeepGemm(Backend):
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.plain_mode != "fp8-block":
-            return refuse_pairing(self.name, precision, ("fp8-block",))
+            return refuse_backend_pairing(self.name, precision, ("fp8-block",))
         if not has_hopper_units(facts):
             return refused(
                 "DeepGEMM takes float32 scales of blocks only on capability 9.0 (H100, H200): choose backend=auto"

@@ -12,7 +12,7 @@ from fp8bench.formats.hardware import is_nvidia, native, nvidia_class, refused
 from fp8bench.formats.product_rules import Product, explain_te_refusal
 from fp8bench.formats.recipes import Accumulator, ScaleRounding
 from fp8bench.model import DeviceFacts, Scalar, Support
-from fp8bench.nn.shared_precisions import RecipePrecision, refuse_pairing
+from fp8bench.nn.shared_precisions import RecipePrecision, refuse_backend_pairing
 from fp8bench.protocols import Arithmetic, Backend, Fused, Precision, Role
 from fp8bench.registry import backends
 
@@ -29,7 +29,7 @@ RECIPE_CLASSES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 # Modes whose casts depend only on the tensor and its role. Such casts can be called separately.
-_SEPARABLE_MODES = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
+_SEPARABLE_CAST_MODES = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
 # A multiple of all sizes that products require. The support of a precision does not depend on shapes.
 _TYPICAL_MATRIX_SIDE = 4096
 # Options of TransformerLayer for a GPT-2 block. The weight qkv holds queries, then keys, then values. Nothing is
@@ -44,7 +44,7 @@ _BLOCK_OPTIONS = {
     "fuse_qkv_params": True,
     "qkv_weight_interleaved": False,
 }
-_BLOCK_WEIGHT_NAMES = (
+_TE_BLOCK_WEIGHT_NAMES = (
     "self_attention.layernorm_qkv.layer_norm_weight",
     "layernorm_mlp.layer_norm_weight",
     "self_attention.layernorm_qkv.weight",
@@ -76,7 +76,7 @@ class TransformerEngine(Backend):
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
         if recipe_arguments(precision) is None:
-            return refuse_pairing(self.name, precision, RECIPE_CLASSES)
+            return refuse_backend_pairing(self.name, precision, RECIPE_CLASSES)
         if not is_nvidia(facts) or facts.capability is None:
             return refused("Transformer Engine runs on NVIDIA's GPUs: choose backend=auto, or another device")
         device = nvidia_class(facts.capability)
@@ -99,7 +99,7 @@ class TransformerEngine(Backend):
         import torch
         import transformer_engine.pytorch as te
 
-        from fp8bench.nn.whole_layers import LibraryArithmetic, LibraryLayer
+        from fp8bench.nn.whole_layers import LibraryLayer, LibraryLayerArithmetic
 
         assert isinstance(precision, RecipePrecision)
         recipe = _make_te_recipe(precision)
@@ -112,8 +112,7 @@ class TransformerEngine(Backend):
             )
             return context
 
-        # Make layers on the meta device, where they draw no random numbers. They get fp8bench's float32 weights
-        # afterwards.
+        # Make layers on the meta device, where they draw no random numbers. They get fp8bench's weights afterwards.
         layer_options = {"bias": False, "params_dtype": torch.float32, "device": "meta"}
         norm_options = {"eps": 1e-5, "normalization": "RMSNorm"}
 
@@ -122,32 +121,38 @@ class TransformerEngine(Backend):
             return wrap_module(te.Linear(inputs, outputs, **layer_options), {"weight": weight})
 
         def make_fused_layer(layers: Fused) -> LibraryLayer:
-            first, *later_weights = layers.weights
+            first_weight, *later_weights = layers.weights
             # There are three kinds: a GPT-2 block, a norm with one product, and a norm with a feed-forward block.
             if layers.heads:
                 return make_block(layers)
             if not later_weights:
-                module = te.LayerNormLinear(first.shape[1], first.shape[0], **norm_options, **layer_options)
-                return wrap_module(module, {"layer_norm_weight": layers.norms[0], "weight": first})
+                module = te.LayerNormLinear(
+                    first_weight.shape[1], first_weight.shape[0], **norm_options, **layer_options
+                )
+                return wrap_module(module, {"layer_norm_weight": layers.norms[0], "weight": first_weight})
             activation_name = "swiglu" if layers.gated else "gelu"
             module = te.LayerNormMLP(
-                first.shape[1], later_weights[0].shape[1], activation=activation_name, **norm_options, **layer_options
+                first_weight.shape[1],
+                later_weights[0].shape[1],
+                activation=activation_name,
+                **norm_options,
+                **layer_options,
             )
             return wrap_module(
-                module, {"layer_norm_weight": layers.norms[0], "fc1_weight": first, "fc2_weight": later_weights[0]}
+                module,
+                {"layer_norm_weight": layers.norms[0], "fc1_weight": first_weight, "fc2_weight": later_weights[0]},
             )
 
         def make_block(layers: Fused) -> LibraryLayer:
             qkv, _, up, _ = layers.weights
             options = {**_BLOCK_OPTIONS, **layer_options}
             module = te.TransformerLayer(qkv.shape[1], up.shape[0], layers.heads, layernorm_epsilon=1e-5, **options)
-            weights_by_name = dict(zip(_BLOCK_WEIGHT_NAMES, (*layers.norms, *layers.weights), strict=True))
+            weights_by_name = dict(zip(_TE_BLOCK_WEIGHT_NAMES, (*layers.norms, *layers.weights), strict=True))
             # The norms of TransformerLayer have biases, while those of fp8bench's model do not. Use zeros that are
             # not trained.
-            zero_bias = torch.zeros_like(layers.norms[0])
+            zeros = torch.zeros_like(layers.norms[0])
             return wrap_module(
-                module,
-                {**weights_by_name, **{name: torch.nn.Parameter(zero_bias, False) for name in _BLOCK_BIAS_NAMES}},
+                module, {**weights_by_name, **{name: torch.nn.Parameter(zeros, False) for name in _BLOCK_BIAS_NAMES}}
             )
 
         def wrap_module(module: Any, weights: Mapping[str, nn.Parameter]) -> LibraryLayer:
@@ -162,11 +167,11 @@ class TransformerEngine(Backend):
 
             return LibraryLayer(
                 multiply=lambda x: run_module(x, None),
-                scales=partial(_read_history_scales, module),
+                scales=partial(_read_delayed_scales, module),
                 multiply_in_step=run_module,
             )
 
-        return LibraryArithmetic(
+        return LibraryLayerArithmetic(
             self.name,
             torch.bfloat16,
             make_linear,
@@ -176,11 +181,11 @@ class TransformerEngine(Backend):
         )
 
     def why_inseparable(self, precision: Precision) -> str:
-        if precision.name in _SEPARABLE_MODES:
+        if precision.name in _SEPARABLE_CAST_MODES:
             return ""
         return (
             f"Transformer Engine casts for {precision.name} only within its layers: choose suite transformer, or "
-            f"{', '.join(_SEPARABLE_MODES)} here"
+            f"{', '.join(_SEPARABLE_CAST_MODES)} here"
         )
 
 
@@ -188,7 +193,7 @@ def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
     """Returns the quantisers and the product that the layers of Transformer Engine 2.20 use, as separate functions."""
     import torch
 
-    from fp8bench.nn.whole_layers import SingleProducts
+    from fp8bench.nn.whole_layers import SeparateProductArithmetic
 
     try:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
@@ -209,8 +214,8 @@ def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
         return quantised_tensor
 
     def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, gradient: bool) -> Tensor:
-        gemm_options = getattr(recipe, "fp8_gemm_dgrad" if gradient else "fp8_gemm_fprop", None)
-        splits_accumulator = getattr(gemm_options, "use_split_accumulator", True)
+        te_gemm_options = getattr(recipe, "fp8_gemm_dgrad" if gradient else "fp8_gemm_fprop", None)
+        splits_accumulator = getattr(te_gemm_options, "use_split_accumulator", True)
         product: Tensor = general_gemm(b, a, out_dtype=dtype, layout="TN", use_split_accumulator=splits_accumulator)[0]
         return product
 
@@ -218,7 +223,7 @@ def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
         values: Tensor = tensor.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
         return values
 
-    return SingleProducts(torch.bfloat16, quantise, multiply, dequantise)
+    return SeparateProductArithmetic(torch.bfloat16, quantise, multiply, dequantise)
 
 
 def recipe_arguments(precision: RecipePrecision) -> dict[str, Any] | None:
@@ -233,19 +238,19 @@ def recipe_arguments(precision: RecipePrecision) -> dict[str, Any] | None:
         or recipe.accumulator is not Accumulator.FP32
     ):
         return None
-    format_argument = {"fp8_format": str(chosen["formats"]).upper()} if "formats" in chosen else {}
-    if format_argument.get("fp8_format") == "E5M2":  # Transformer Engine refuses E5M2 for all roles
+    format_keyword_arguments = {"fp8_format": str(chosen["formats"]).upper()} if "formats" in chosen else {}
+    if format_keyword_arguments.get("fp8_format") == "E5M2":  # Transformer Engine refuses E5M2 for all roles
         return None
-    power_of_two = chosen.get("scale") == ScaleRounding.POWER_OF_TWO
+    uses_power_of_two_scales = chosen.get("scale") == ScaleRounding.POWER_OF_TWO
     match precision.name:
         case "fp8" | "fp8-e4m3":
-            return {"use_power_2_scales": power_of_two, "fp8_format": "E4M3", **format_argument}
+            return {"use_power_2_scales": uses_power_of_two_scales, "fp8_format": "E4M3", **format_keyword_arguments}
         case "fp8-delayed" if recipe.delayed is not None and recipe.delayed.interval == 1:
             delayed = recipe.delayed
             history_arguments = {"amax_history_len": delayed.history, "amax_compute_algo": str(delayed.algorithm)}
-            return {"margin": delayed.margin, **history_arguments, **format_argument}
+            return {"margin": delayed.margin, **history_arguments, **format_keyword_arguments}
         case "fp8-block":
-            return {"use_f32_scales": not power_of_two}
+            return {"use_f32_scales": not uses_power_of_two_scales}
         case "mxfp8" if chosen["scale"] == ScaleRounding.RCEIL and chosen["formats"] == "e4m3":
             return {"fp8_format": "E4M3"}
         case "nvfp4" if chosen["scale"] == ScaleRounding.NEAREST:
@@ -276,7 +281,7 @@ def _make_te_recipe(precision: RecipePrecision) -> Any:
 _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient",))}
 
 
-def _read_history_scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
+def _read_delayed_scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
     """Returns four values for each amax history of a module: the name of the layer, the role of the tensor, its largest
     magnitude, and its scale. The list is empty without delayed scaling.
     """

@@ -18,10 +18,17 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.main import COMMANDS, build_parser, command_module, import_user_code, parse_words, subparsers_by_name
-from fp8bench.cli.option_types import as_texts, split_names
+from fp8bench.cli.main import (
+    COMMANDS,
+    build_parser,
+    import_command_module,
+    import_user_code,
+    parse_command_words,
+    subparsers_by_name,
+)
+from fp8bench.cli.option_types import make_text_tuple, split_names
 from fp8bench.cli.outputs import CommandResult, write_outputs
-from fp8bench.cli.progress import SILENT, TERMINAL
+from fp8bench.cli.progress import SILENT, TERMINAL_JOB_OBSERVER
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import RequestOption, list_request_options, name_fields
@@ -45,9 +52,11 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
                 typed_words += map(str, option.choices or ())
         for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
             typed_words += _list_option_words(keyword, options[keyword], value)
-        arguments = parse_words(build_parser([name]), [name, *typed_words])
+        arguments = parse_command_words(build_parser([name]), [name, *typed_words])
         import_user_code(arguments)
-        result: CommandResult = command_module(name).answer(arguments, TERMINAL if progress else SILENT)
+        result: CommandResult = import_command_module(name).answer(
+            arguments, TERMINAL_JOB_OBSERVER if progress else SILENT
+        )
         with write_outputs(result.files):
             return result
 
@@ -61,27 +70,33 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
 def _check_keywords(name: str, keywords: Iterable[str], allowed_keywords: Collection[str]) -> None:
     for keyword in keywords:
         if keyword not in allowed_keywords:
-            listed_names = f"{', '.join(sorted(allowed_keywords))}; help(fp8bench.{name}) explains them"
-            raise UnknownName(f"argument of {name}", keyword, allowed_keywords, listed_names)
+            argument_names_text = f"{', '.join(sorted(allowed_keywords))}; help(fp8bench.{name}) explains them"
+            raise UnknownName(f"argument of {name}", keyword, allowed_keywords, argument_names_text)
 
 
 def _make_call_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
-    parameters = []
+    signature_parameters = []
     for name, action in options.items():
         kind: Any = _PARAMETER_CLASS.KEYWORD_ONLY
-        default = action.default
+        option_default = action.default
         if not action.option_strings:
             if action.choices:
                 continue
             kind = _PARAMETER_CLASS.VAR_POSITIONAL if action.nargs == "*" else _PARAMETER_CLASS.POSITIONAL_OR_KEYWORD
-            default = _PARAMETER_CLASS.empty if action.nargs != "?" else None
+            option_default = _PARAMETER_CLASS.empty if action.nargs != "?" else None
         elif action.required:
-            default = _PARAMETER_CLASS.empty
-        default = () if default == [] else str(default) if isinstance(default, Path) else default
-        parameters.append(_PARAMETER_CLASS(name, kind, default=default, annotation=python_type(action)))
-    parameters.append(_PARAMETER_CLASS("progress", _PARAMETER_CLASS.KEYWORD_ONLY, default=True, annotation="bool"))
-    parameters.sort(key=lambda parameter: parameter.kind)
-    return inspect.Signature(parameters, return_annotation="CommandResult")
+            option_default = _PARAMETER_CLASS.empty
+        option_default = (
+            () if option_default == [] else str(option_default) if isinstance(option_default, Path) else option_default
+        )
+        signature_parameters.append(
+            _PARAMETER_CLASS(name, kind, default=option_default, annotation=get_python_type(action))
+        )
+    signature_parameters.append(
+        _PARAMETER_CLASS("progress", _PARAMETER_CLASS.KEYWORD_ONLY, default=True, annotation="bool")
+    )
+    signature_parameters.sort(key=lambda parameter: parameter.kind)
+    return inspect.Signature(signature_parameters, return_annotation="CommandResult")
 
 
 def _list_option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
@@ -104,7 +119,7 @@ def _list_option_words(name: str, action: argparse.Action, value: Any) -> list[s
 
 def _format_argument(name: str, value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and name == "set":
-        return f"{value[0]}={','.join(as_texts(value[1]))}"
+        return f"{value[0]}={','.join(make_text_tuple(value[1]))}"
     if isinstance(value, Mapping):
         return ",".join(f"{key}={_format_argument(name, part)}" for key, part in value.items())
     if callable(value):
@@ -139,7 +154,7 @@ _ACCEPTED_TYPES = {
 }  # fmt: skip
 
 
-def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[F], F]:
+def accept_request_fields(*classes: type, excluded: Iterable[str] = ()) -> Callable[[F], F]:
     """Returns a decorator that adds the fields of request classes to the keywords of a function.
 
     The keywords become part of the function's signature. A wrong keyword raises UnknownName, which suggests the most
@@ -191,9 +206,9 @@ def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
             case "memory":
                 field_values[field.name] = types.memory_as_bytes(value)
             case "axis":
-                field_values[field.name] = types.as_pairs(value, types.as_texts)
+                field_values[field.name] = types.as_name_value_pairs(value, types.make_text_tuple)
             case "precision_map":
-                field_values[field.name] = types.as_pairs(value)
+                field_values[field.name] = types.as_name_value_pairs(value)
             case _ if str(field.type).startswith("tuple[str"):
                 field_values[field.name] = types.split_names(value)
             case _:
@@ -204,13 +219,13 @@ def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _name_field_type(kind: str, option: RequestOption | None) -> str:
     type_name, optional, _ = kind.partition(" | None")
     if option is not None and option.choices:
-        type_name = _name_literal_type(option.choices)
+        type_name = _format_literal_type(option.choices)
     elif option is not None and option.parse in ("path", "memory"):
         type_name = {"path": "str | Path", "memory": "int | str"}[option.parse]
     return _ACCEPTED_TYPES.get(type_name, type_name) + optional
 
 
-def _name_literal_type(words: Iterable[object]) -> str:
+def _format_literal_type(words: Iterable[object]) -> str:
     return f"Literal[{', '.join(map(repr, words))}]"
 
 
@@ -223,12 +238,12 @@ def python_keyword(action: argparse.Action) -> str:
     return name_fields(Request).get(action.dest, default_keyword)
 
 
-def python_type(action: argparse.Action) -> str:
+def get_python_type(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "bool"
-    accepted_type = _ACCEPTED_TYPES.get(parsed_type := _name_parser_type(action), parsed_type)
+    accepted_type = _ACCEPTED_TYPES.get(parsed_type := _format_parser_type(action), parsed_type)
     if action.choices:
-        accepted_type = _name_literal_type(action.choices)
+        accepted_type = _format_literal_type(action.choices)
     elif isinstance(action, argparse._AppendAction) and accepted_type == "str":
         accepted_type = "str | Iterable[str]"
     accepted_type += " | bool" if action.nargs == "?" and action.option_strings else ""
@@ -239,7 +254,7 @@ def python_type(action: argparse.Action) -> str:
     )
 
 
-def _name_parser_type(action: argparse.Action) -> str:
+def _format_parser_type(action: argparse.Action) -> str:
     """Returns the name of the type to which an option's values are parsed."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)

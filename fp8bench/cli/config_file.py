@@ -22,34 +22,34 @@ from fp8bench.registry import precisions
 MAX_CONFIG_BYTES = 1 << 20
 
 
-class _TextLoader(yaml.BaseLoader):
+class _TextYamlLoader(yaml.BaseLoader):
     """A YAML loader that keeps scalars as text, and rejects duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
-        if len(mapping) < len(node.value):
+        constructed_mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
+        if len(constructed_mapping) < len(node.value):
             keys = [key.value for key, _ in node.value]
             duplicate_key = next(key for key in keys if keys.count(key) > 1)
             raise yaml.YAMLError(f"the key {duplicate_key!r:.80} occurs twice")
-        return mapping
+        return constructed_mapping
 
 
-def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
+def read_config_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
     """Reads a YAML file as a mapping whose innermost values are texts. Raises UsageError if the file is not readable or
     not such a mapping.
 
     The error names `option`, the option that named the file. `content` describes what the file should contain.
     """
     try:
-        mapping = yaml.load(read_file(file, MAX_CONFIG_BYTES).decode("utf-8-sig"), Loader=_TextLoader)
+        config_mapping = yaml.load(read_file(file, MAX_CONFIG_BYTES).decode("utf-8-sig"), Loader=_TextYamlLoader)
     except OSError as error:
         raise UsageError(f"{option} {file} cannot be read ({error.strerror}). Give a YAML file of {content}.") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{option} {file} cannot be read ({reason:.300}). Give a YAML file of {content}.") from None
-    if not isinstance(mapping, dict) or not all(isinstance(key, str) for key in mapping):
+    if not isinstance(config_mapping, dict) or not all(isinstance(key, str) for key in config_mapping):
         raise UsageError(f"{option} {file} is not a mapping. Give a YAML file of {content}.")
-    return mapping
+    return config_mapping
 
 
 class TrainerKey(NamedTuple):
@@ -57,14 +57,14 @@ class TrainerKey(NamedTuple):
 
     `targets` are options or 'set AXIS', each with a translation of the key's values. The first target that the command
     has is used. An empty translation leaves values unchanged. If no target fits, the key is refused with the advice
-    `instead`.
+    `replacement_text`.
     """
 
     targets: Mapping[str, Mapping[str, str]]
-    instead: str
+    replacement_text: str
 
 
-_TRUE_TO_YES = {"true": "yes", "false": "no"}
+_BOOLEAN_TO_YES_NO = {"true": "yes", "false": "no"}
 _NO_TRANSLATIONS: Mapping[str, str] = {}
 TRAINER_KEYS = {
     "max_grad_norm": TrainerKey(
@@ -78,7 +78,9 @@ TRAINER_KEYS = {
         "torch chooses the kernel of attention here, or a precision emulates it; leave the key out. `fp8bench suite "
         "transformer --set attention=math,flash` compares kernels",
     ),
-    "torch_compile": TrainerKey({"compile": _TRUE_TO_YES, "set compile": _TRUE_TO_YES}, "write true or false"),
+    "torch_compile": TrainerKey(
+        {"compile": _BOOLEAN_TO_YES_NO, "set compile": _BOOLEAN_TO_YES_NO}, "write true or false"
+    ),
     "dataset": TrainerKey({"data": _NO_TRANSLATIONS}, "write data: FILE"),
     "num_epochs": TrainerKey({}, "write steps: N for `fp8bench train`, budget: SECONDS for `fp8bench suite`"),
     "use_wandb": TrainerKey({"log": {"true": "wandb", "false": ""}}, "write log: wandb:PROJECT"),
@@ -111,20 +113,20 @@ def parse_with_config(
     command.set_defaults(**values)
     arguments = parser.parse_args(words)
     for action in command._actions:
-        if _is_repeatable(action) and _is_mapping_option(action) and action.dest in values:
-            file_values = values[action.dest]
-            command_line_values = getattr(arguments, action.dest)[len(file_values) :]
+        if _is_repeatable_option(action) and _is_key_value_option(action) and action.dest in values:
+            config_file_values = values[action.dest]
+            command_line_values = getattr(arguments, action.dest)[len(config_file_values) :]
             command_line_names = {name for name, _ in command_line_values}
-            kept_file_values = [pair for pair in file_values if pair[0] not in command_line_names]
-            setattr(arguments, action.dest, [*kept_file_values, *command_line_values])
+            unoverridden_config_values = [pair for pair in config_file_values if pair[0] not in command_line_names]
+            setattr(arguments, action.dest, [*unoverridden_config_values, *command_line_values])
     return arguments
 
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     """Returns the values in a file. The key of each value is the name under which argparse stores the option."""
-    file_values = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
+    config_file_values = read_config_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
     try:
-        return _parse_options(file_values, command)
+        return _parse_options(config_file_values, command)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
 
@@ -137,21 +139,25 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
     values: dict[str, Any] = {}
     for key, raw_value in content.items():
         try:
-            name, value = _translate_key(key, raw_value, options)
-            action = options.get(name) or options.get(name.replace("_", "-"))
+            name, value = _translate_config_key(key, raw_value, options)
+            option_action = options.get(name) or options.get(name.replace("_", "-"))
             # For an unknown key, suggest the most similar one. All keys of trainers count, even those that this command
             # does not have.
-            if action is None:
-                all_keys = [*options, FP8_SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
-                raise UnknownName("key", key, all_keys, f"the options of {command.prog}, without dashes")
+            if option_action is None:
+                accepted_config_keys = [*options, FP8_SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
+                raise UnknownName("key", key, accepted_config_keys, f"the options of {command.prog}, without dashes")
             if value == "" and key in TRAINER_KEYS:
                 continue
-            parsed_value = _parse_value(command, action, value)
+            parsed_value = _parse_value(command, option_action, value)
         except ValueError as error:
             raise UsageError(f"{key}: {error}.") from None
-        if action.dest in values and not _is_repeatable(action):
+        if option_action.dest in values and not _is_repeatable_option(option_action):
             raise UsageError(f"{key!r} sets what another key sets. Keep one of the two.")
-        values[action.dest] = [*values.get(action.dest, ()), *parsed_value] if _is_repeatable(action) else parsed_value
+        values[option_action.dest] = (
+            [*values.get(option_action.dest, ()), *parsed_value]
+            if _is_repeatable_option(option_action)
+            else parsed_value
+        )
     # 3. Add the FP8 mode to the dtypes.
     is_compiled = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
     if mode := _find_fp8_mode(mode_options, is_compiled):
@@ -159,7 +165,7 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
     return values
 
 
-def _translate_key(key: str, value: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
+def _translate_config_key(key: str, value: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
     """Returns the name of the option that a key sets, and the value of the option. A key of a trainer is translated,
     any other key is the name of the option.
     """
@@ -173,20 +179,20 @@ def _translate_key(key: str, value: Any, options: Mapping[str, Any]) -> tuple[st
             continue
         text = translations.get(text.lower(), text)
         return option, {axis: text} if axis else text
-    raise ValueError(f"{value!r:.80} is not supported: {trainer_key.instead}")
+    raise ValueError(f"{value!r:.80} is not supported: {trainer_key.replacement_text}")
 
 
 def _find_fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
     """Returns the FP8 mode that the file asks for, with its options. Returns '' if `use_fp8` is false or missing."""
-    switch_text = str(mode_options.get(FP8_SWITCH, "false")).lower()
-    if switch_text not in ("true", "false"):
-        raise UsageError(f"{FP8_SWITCH}: expected true or false, got {switch_text!r:.80}.")
-    pairs = [
+    fp8_switch_text = str(mode_options.get(FP8_SWITCH, "false")).lower()
+    if fp8_switch_text not in ("true", "false"):
+        raise UsageError(f"{FP8_SWITCH}: expected true or false, got {fp8_switch_text!r:.80}.")
+    fp8_option_pairs = [
         f"{option}={str(mode_options[key]).lower()}" for key, option in MODE_OPTIONS.items() if key in mode_options
     ]
     # Parse the options even if `use_fp8` is false, so that a wrong option is reported.
-    mode = precisions.canonical(":".join([DELAYED_MODE, *pairs]))
-    if switch_text == "false":
+    mode = precisions.find_canonical_name(":".join([DELAYED_MODE, *fp8_option_pairs]))
+    if fp8_switch_text == "false":
         return ""
     return _find_compiled_mode(mode) if is_compiled else mode
 
@@ -217,11 +223,11 @@ def _options_by_key(command: argparse.ArgumentParser) -> dict[str, argparse.Acti
     return option_by_key
 
 
-def _is_repeatable(action: argparse.Action) -> bool:
+def _is_repeatable_option(action: argparse.Action) -> bool:
     return isinstance(action, argparse._AppendAction)
 
 
-def _is_mapping_option(action: argparse.Action) -> bool:
+def _is_key_value_option(action: argparse.Action) -> bool:
     return "=" in str(action.metavar)
 
 
@@ -230,8 +236,8 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
         if str(value).lower() not in ("true", "false"):
             raise ValueError(f"expected true or false, got {value!r:.80}")
         return action.const if value.lower() == "true" else action.default
-    texts = _list_value_words(action, value)
-    if not _is_repeatable(action):
+    texts = _list_option_value_words(action, value)
+    if not _is_repeatable_option(action):
         texts = [",".join(texts)]
     try:
         parsed_values = [command._get_value(action, text) for text in texts]
@@ -239,17 +245,17 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
             command._check_value(action, part)
     except argparse.ArgumentError as error:
         raise ValueError(error.message) from None
-    return parsed_values if _is_repeatable(action) else parsed_values[0]
+    return parsed_values if _is_repeatable_option(action) else parsed_values[0]
 
 
-def _list_value_words(action: argparse.Action, value: Any) -> list[str]:
+def _list_option_value_words(action: argparse.Action, value: Any) -> list[str]:
     """Returns the words of a command line that set an option to a value of a file."""
-    if isinstance(value, dict) and _is_mapping_option(action):
+    if isinstance(value, dict) and _is_key_value_option(action):
         return [f"{_require_text(name)}={','.join(_list_values(texts))}" for name, texts in value.items()]
-    if isinstance(value, list) and (_is_repeatable(action) or "," in str(action.metavar)):
+    if isinstance(value, list) and (_is_repeatable_option(action) or "," in str(action.metavar)):
         return _list_values(value)
     text = _require_text(value)
-    if _is_repeatable(action) and not _is_mapping_option(action):
+    if _is_repeatable_option(action) and not _is_key_value_option(action):
         return [part.strip() for part in text.split(",")]
     return [text]
 

@@ -22,15 +22,15 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from fp8bench import __version__
-from fp8bench.cli.streams import complain, repair_streams, say, silence_stdout
+from fp8bench.cli.streams import repair_standard_streams, say, silence_stdout, write_sentence_to_stderr
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, OpenStore, UnknownName, UsageError
 from fp8bench.feature_list import list_features, read_feature_help
 from fp8bench.measure.interrupts import treat_end_signals_as_interrupts
-from fp8bench.suggestions import meant_name
+from fp8bench.suggestions import guess_intended_name
 
 DEFAULT_STORE = ".fp8bench"
 # The help groups commands by these verbs. The description of a command begins with its verb.
-COMMAND_VERBS = ("measure", "understand", "decide", "guard", "machine")
+COMMAND_HELP_VERBS = ("measure", "understand", "decide", "guard", "machine")
 # Each core command is a module of cli/commands with the functions add(parser) and run(arguments). The module may have
 # EXAMPLES. If the command has many options, it may have FIRST_OPTIONS: --help then shows only these.
 _CORE_COMMANDS = {
@@ -52,7 +52,7 @@ _FEATURE_BY_COMMAND = {name.replace("_", "-"): name for name in list_features()}
 COMMANDS = (*_CORE_COMMANDS, *_FEATURE_BY_COMMAND)
 
 
-def command_module(name: str) -> ModuleType:
+def import_command_module(name: str) -> ModuleType:
     if name in _FEATURE_BY_COMMAND:
         return importlib.import_module(f"fp8bench.features.{_FEATURE_BY_COMMAND[name]}.command")
     return importlib.import_module(f"fp8bench.cli.commands.{name}")
@@ -72,7 +72,7 @@ def build_parser(requested: Collection[str] = COMMANDS) -> Parser:
         help_text = _CORE_COMMANDS.get(name) or read_feature_help(_FEATURE_BY_COMMAND[name])
         command = commands.add_parser(name, help=help_text, allow_abbrev=False, add_help=name in requested)
         if name in requested:
-            module = command_module(name)
+            module = import_command_module(name)
             module.add(command)
             command.set_examples(getattr(module, "EXAMPLES", ()), getattr(module, "FIRST_OPTIONS", ""))
     return parser
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 
     examples: Sequence[str] = ()
     first_options = ""
-    typed: Sequence[str] = ()
+    typed_words: Sequence[str] = ()
 
     def __init__(self, *words: Any, **keywords: Any) -> None:
         super().__init__(*words, **keywords)
@@ -103,20 +103,22 @@ class Parser(argparse.ArgumentParser):
         wrong_word, nearest_word = "", None
         if invalid_choice:
             wrong_word, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
-            nearest_word = meant_name("choice", wrong_word, choices)
+            nearest_word = guess_intended_name("choice", wrong_word, choices)
             # The user may have left out the only possible word, such as `suite` in `duel suite gemm`.
             if len(choices) == 1 and wrong_word not in COMMANDS:
                 nearest_word = f"{choices[0]} {wrong_word}"
-        first_example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
-        suggestion = shlex.split(first_example)
+        first_usage_example = (
+            "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
+        )
+        suggestion = shlex.split(first_usage_example)
         # If only an option is missing, suggest the command that the user typed with this option added.
         if " are required: --" in message:
-            suggestion = [*self.prog.split(), *self.typed, message.rpartition(" ")[2], "..."]
+            suggestion = [*self.prog.split(), *self.typed_words, message.rpartition(" ")[2], "..."]
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."
         raise UsageError(explanation, wrong_word, nearest_word, suggestion)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.typed = tuple(args or ())
+        self.typed_words = tuple(args or ())
         return super().parse_known_args(args, namespace)
 
     def set_examples(self, examples: Sequence[str], options: str) -> None:
@@ -127,32 +129,36 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self, with_all_options: bool = False) -> str:
         formatter = self._get_formatter()
-        required_actions = [action for action in self._actions if action.required or not action.option_strings]
-        optional_actions = {*self._actions} - {*required_actions}
+        required_parser_actions = [action for action in self._actions if action.required or not action.option_strings]
+        optional_parser_actions = {*self._actions} - {*required_parser_actions}
         formatter.add_usage(
-            self.usage, [_OPTIONS_IN_USAGE, *required_actions] if len(optional_actions) > 2 else required_actions, []
+            self.usage,
+            [_OPTIONS_IN_USAGE, *required_parser_actions]
+            if len(optional_parser_actions) > 2
+            else required_parser_actions,
+            [],
         )  # OPTION ... is shown only if there are options besides --help and --help-all
         formatter.add_text(self.description)
         if self.examples:
             example_lines = "".join(f"\n  {example}" for example in self.examples)
             formatter._add_item(str, [f"for example:{example_lines}\n\n"])
-        for title, actions in self._list_sections(with_all_options or not self.first_options):
+        for title, actions in self._list_help_sections(with_all_options or not self.first_options):
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
-    def _list_sections(self, with_all_options: bool) -> Iterator[tuple[str | None, list[argparse.Action]]]:
-        first_options = {"--help", "--help-all", *self.first_options.split()}
+    def _list_help_sections(self, with_all_options: bool) -> Iterator[tuple[str | None, list[argparse.Action]]]:
+        first_option_names = {"--help", "--help-all", *self.first_options.split()}
         for group in self._action_groups:
-            listed_actions: list[argparse.Action] = []
+            group_actions: list[argparse.Action] = []
             for action in group._group_actions:
                 if isinstance(action, argparse._SubParsersAction):
-                    yield from _group_by_verb(action._choices_actions)
-                elif with_all_options or not action.option_strings or first_options & {*action.option_strings}:
-                    listed_actions.append(action)
-            yield group.title, listed_actions
+                    yield from _group_commands_by_verb(action._choices_actions)
+                elif with_all_options or not action.option_strings or first_option_names & {*action.option_strings}:
+                    group_actions.append(action)
+            yield group.title, group_actions
 
 
 # Stands for all options in the usage line.
@@ -166,13 +172,13 @@ class _HelpAllAction(argparse.Action):
         parser.exit()
 
 
-def _group_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
+def _group_commands_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
     """Yields each verb with its commands. Subcommands have no verb, and come under the title "commands"."""
-    commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*COMMAND_VERBS, "commands")}
+    commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*COMMAND_HELP_VERBS, "commands")}
     for command in map(copy, commands):
         verb, _, words = (command.help or "").partition(": ")
-        command.help = words if verb in COMMAND_VERBS else command.help
-        commands_by_verb[verb if verb in COMMAND_VERBS else "commands"].append(command)
+        command.help = words if verb in COMMAND_HELP_VERBS else command.help
+        commands_by_verb[verb if verb in COMMAND_HELP_VERBS else "commands"].append(command)
     yield from commands_by_verb.items()
 
 
@@ -206,9 +212,9 @@ def _describe_missing_arguments(parser: argparse.ArgumentParser, *names: str) ->
             yield f"{name}: {formatter._expand_help(action)}"
 
 
-def _list_options(parser: argparse.ArgumentParser) -> set[str]:
+def _list_option_strings(parser: argparse.ArgumentParser) -> set[str]:
     options = set(chain.from_iterable(action.option_strings for action in parser._actions))
-    return options.union(*map(_list_options, subparsers_by_name(parser).values()))
+    return options.union(*map(_list_option_strings, subparsers_by_name(parser).values()))
 
 
 def subparsers_by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -219,7 +225,7 @@ def subparsers_by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Ar
     return commands
 
 
-def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+def parse_command_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parses the words of a command line. Raises UnknownName for an unknown option, and refers to the help of the
     command.
     """
@@ -232,7 +238,7 @@ def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     option, help_hint = unknown_words[0].partition("=")[0], f"those of `{command.prog} --help`"
     if any(action.nargs == argparse.REMAINDER for action in command._actions):
         help_hint += f". Options of your script go after it: {command.prog} train.py {unknown_words[0]} VALUE"
-    raise UnknownName("argument", option, _list_options(command), help_hint)
+    raise UnknownName("argument", option, _list_option_strings(command), help_hint)
 
 
 def find_requested_parser(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
@@ -243,25 +249,25 @@ def find_requested_parser(parser: argparse.ArgumentParser, arguments: argparse.N
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    repair_streams()
+    repair_standard_streams()
     try:
-        with treat_end_signals_as_interrupts(), _report_exits(), _report_store_warnings():
+        with treat_end_signals_as_interrupts(), _report_process_exits(), _report_store_warnings():
             exit_code_or_function = _run_command(words)
     except Fp8benchError as error:
-        suggestion = _suggest_command(words, error)
-        complain(f"{error}\n  {shlex.join(suggestion)}" if suggestion else str(error))
+        suggestion = _suggest_corrected_command(words, error)
+        write_sentence_to_stderr(f"{error}\n  {shlex.join(suggestion)}" if suggestion else str(error))
         return error.exit_code
     except ModuleNotFoundError as error:
         if (name := (error.name or "").partition(".")[0]) in ("", "fp8bench"):
             raise
         explanation = f"{name} is not installed for {sys.executable}, and this needs it"
-        complain(f"{explanation}: pip install {_PACKAGE_OF_MODULE.get(name, name)}")
+        write_sentence_to_stderr(f"{explanation}: pip install {_PACKAGE_OF_MODULE.get(name, name)}")
         return UsageError.exit_code
     except KeyboardInterrupt:
-        complain("interrupted")
+        write_sentence_to_stderr("interrupted")
         return EXIT_INTERRUPTED
     except MemoryError:
-        complain(
+        write_sentence_to_stderr(
             "this process ran out of memory. Free some, or raise its limit (ulimit -v). Stored results are intact."
         )
         return EXIT_FAILED
@@ -273,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code_or_function if isinstance(exit_code_or_function, int) else exit_code_or_function()
 
 
-def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
+def _suggest_corrected_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
     """Returns a command line that the user can paste after an error: the corrected command line, the command that the
     error suggests, or one that prints help. Returns an empty sequence if the error's text already has a command.
     """
@@ -308,10 +314,10 @@ def _replace_wrong_word(words: Sequence[str], wrong_word: str, correct_word: str
 def _report_store_warnings() -> Iterator[None]:
     """A context in which warnings about a store's permissions are printed as sentences, without a line of code."""
     with warnings.catch_warnings():
-        show_other_warning = warnings.showwarning
+        original_show_warning = warnings.showwarning
 
         def show_warning(message: Warning | str, category: type[Warning], *arguments: Any, **keywords: Any) -> None:
-            complain(str(message)) if issubclass(category, OpenStore) else show_other_warning(
+            write_sentence_to_stderr(str(message)) if issubclass(category, OpenStore) else original_show_warning(
                 message, category, *arguments, **keywords
             )
 
@@ -320,7 +326,7 @@ def _report_store_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def _report_exits() -> Iterator[None]:
+def _report_process_exits() -> Iterator[None]:
     """A context in which a call of os._exit() in a user's code is reported. Otherwise it would end the process
     silently.
     """
@@ -329,8 +335,10 @@ def _report_exits() -> Iterator[None]:
     def report_exit(status: int) -> NoReturn:
         if os.getpid() == own_pid:  # a forked process may call os._exit()
             caller_frame = sys._getframe(1)
-            call_site = f"{Path(caller_frame.f_code.co_filename).name}, line {caller_frame.f_lineno}"
-            complain(f"{call_site} ended the whole process (os._exit({status})). The command did not finish.")
+            user_call_site = f"{Path(caller_frame.f_code.co_filename).name}, line {caller_frame.f_lineno}"
+            write_sentence_to_stderr(
+                f"{user_call_site} ended the whole process (os._exit({status})). The command did not finish."
+            )
             status = UsageError.exit_code
         exit_now(status)
 
@@ -357,7 +365,7 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
         raise UnknownName("command", words[0], COMMANDS)
     # 2. Make the parser with the options of the requested command only, because importing all commands takes time.
     parser = build_parser([word for word in words if word in COMMANDS][:1])
-    arguments = parse_words(parser, words)
+    arguments = parse_command_words(parser, words)
     if getattr(arguments, "config", None) is not None:
         from fp8bench.cli.config_file import parse_with_config
 
@@ -371,7 +379,7 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
     check_working_directory()
     import_user_code(arguments)
     try:
-        exit_code_or_function = command_module(arguments.command).run(arguments)
+        exit_code_or_function = import_command_module(arguments.command).run(arguments)
     except SystemExit as error:
         from fp8bench.user_code import own_words
 

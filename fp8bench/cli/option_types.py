@@ -27,7 +27,7 @@ _MAX_DURATION_SECONDS = 7 * 24 * 3600
 _ADDRESS_START_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
-def is_address(text: str) -> bool:
+def is_url(text: str) -> bool:
     """Returns whether the text is a URL like s3://bucket. As a path, it would create a folder called `s3:`."""
     return _ADDRESS_START_PATTERN.match(text) is not None
 
@@ -39,7 +39,7 @@ def path(text: str) -> Path:
     # Refuse a zero byte here, because the error of the operating system would not name the option.
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which paths cannot contain")
-    if is_address(text):
+    if is_url(text):
         raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, not a path; mount it, and give the folder")
     return Path(text)
 
@@ -73,14 +73,14 @@ def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def parse_layers(text: str) -> tuple[tuple[str, str], ...]:
-    split_pairs = (word.partition("=") for word in text.split(","))
-    pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in split_pairs)
-    if not all(map(all, pairs)):
+    partitioned_words = (word.partition("=") for word in text.split(","))
+    layer_dtype_pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in partitioned_words)
+    if not all(map(all, layer_dtype_pairs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
     # Refuse a layer with several entries: the last one would silently replace the others.
-    if len(dict(pairs)) != len(pairs):
+    if len(dict(layer_dtype_pairs)) != len(layer_dtype_pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
-    return pairs
+    return layer_dtype_pairs
 
 
 def precision_map(text: str) -> tuple[tuple[str, str], ...]:
@@ -100,24 +100,26 @@ def precision_map(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def whole(rule: Rule) -> Callable[[str], int]:
-    return lambda text: int(_check_rule(rule, text, int(text) if re.fullmatch("[0-9]{1,10}", text) else math.nan))
+    return lambda text: int(
+        _check_option_value(rule, text, int(text) if re.fullmatch("[0-9]{1,10}", text) else math.nan)
+    )
 
 
 def number(rule: Rule) -> Callable[[str], float]:
-    return lambda text: _check_rule(rule, text, parse_number(text))
+    return lambda text: _check_option_value(rule, text, parse_number(text))
 
 
 def number_or_text_parser(rule: Rule) -> Callable[[str], float | str]:
-    return lambda text: _check_rule(rule, text, parse_number_or_text(text))
+    return lambda text: _check_option_value(rule, text, parse_number_or_text(text))
 
 
 def text_parser(rule: Rule) -> Callable[[str], str]:
-    return lambda text: _check_rule(rule, text, text)
+    return lambda text: _check_option_value(rule, text, text)
 
 
 def factors_parser(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
     """Returns a parser of texts like 'NAME=NUMBER,...'. It applies the rule to the pairs of names and numbers."""
-    return lambda text: _check_rule(
+    return lambda text: _check_option_value(
         rule, text, tuple((name, parse_number(value)) for name, value in parse_layers(text))
     )
 
@@ -130,10 +132,10 @@ def memory(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
     # A request uses 0 for ALL_MEMORY. Replace a 0 that a user typed by a number that the rule rejects.
-    return _check_rule(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
+    return _check_option_value(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
 
 
-def _check_rule(rule: Rule, text: str, value: T) -> T:
+def _check_option_value(rule: Rule, text: str, value: T) -> T:
     if not rule.holds(value):
         raise argparse.ArgumentTypeError(f"expected {rule.words}, got {text!r}")
     return value
@@ -141,8 +143,8 @@ def _check_rule(rule: Rule, text: str, value: T) -> T:
 
 def parse_duration(text: str) -> float:
     """Parses a duration in seconds, as '90s', '10m', '1.5h' or a bare number."""
-    factor = _SECONDS_PER_UNIT.get(text[-1:])
-    seconds = parse_number(text[:-1]) * factor if factor else parse_number(text)
+    unit_seconds = _SECONDS_PER_UNIT.get(text[-1:])
+    seconds = parse_number(text[:-1]) * unit_seconds if unit_seconds else parse_number(text)
     # The comparison also rejects NaN.
     if not 0 <= seconds < _MAX_DURATION_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
@@ -153,7 +155,7 @@ class Sessions(NamedTuple):
     """How many times a run is measured, each time in fresh processes, and the pause between two times in seconds."""
 
     runs: int = 1
-    pause: float = 0.0
+    pause_seconds: float = 0.0
 
 
 def parse_sessions(text: str) -> Sessions:
@@ -169,13 +171,13 @@ def split_names(value: object) -> tuple[str, ...]:
     return cast(tuple[str, ...], tuple(value) if isinstance(value, Iterable) else value)
 
 
-def as_pairs(values: object, parse: Callable[[Any], Any] = lambda value: value) -> Any:
+def as_name_value_pairs(values: object, parse: Callable[[Any], Any] = lambda value: value) -> Any:
     if isinstance(values, Mapping):
         return tuple((name, parse(value)) for name, value in values.items())
     return () if values is None else values
 
 
-def as_texts(value: object) -> tuple[str, ...]:
+def make_text_tuple(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (str(value),)
     return tuple(str(part) for part in value)
@@ -188,10 +190,10 @@ def memory_as_bytes(value: Any) -> Any:
     return value
 
 
-def parse_folder(name: str, value: object) -> Path:
+def parse_folder_option(name: str, value: object) -> Path:
     if not isinstance(value, str | Path) or not str(value):
         raise UsageError(f"{name} cannot be {value!r:.80}: give a folder.")
     # Refuse a URL: it would create a folder called 's3:', where nobody would look for a store.
-    if is_address(str(value)):
+    if is_url(str(value)):
         raise UsageError(f"{name} cannot be {value!r:.80}, which is an address: mount it, and give the folder.")
     return Path(value)

@@ -98,7 +98,7 @@ _PARSER_BY_TYPE_PREFIX: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 }
 
 
-def add_common(group: argparse._ActionsContainer, *options: str, **overrides: str) -> None:
+def add_common_options(group: argparse._ActionsContainer, *options: str, **overrides: str) -> None:
     """Adds options that several commands share. `overrides` replaces arguments that argparse gets, such as `help`."""
     request_options = options_from_fields()
     for option in options:

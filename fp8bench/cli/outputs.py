@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import parse_log_target
-from fp8bench.cli.streams import complain, say
+from fp8bench.cli.streams import say, write_sentence_to_stderr
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.model.request import PROFILERS
 from fp8bench.registry import backends
-from fp8bench.report.data.loggers import LogTarget, check_target
-from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
+from fp8bench.report.data.loggers import LogTarget, check_log_target
+from fp8bench.report.data.plain import PlainRows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
 from fp8bench.report.notebook import page_as_html
 from fp8bench.report.page import markdown
@@ -50,7 +50,7 @@ class CommandResult:
     found: Any
     page: Callable[[], Page]
     as_value: Callable[[], Any] = dict
-    as_rows: Callable[[], Rows] = lambda: ((), ())
+    as_rows: Callable[[], PlainRows] = lambda: ((), ())
     whole: Callable[[], Page] | None = None
     code: int = EXIT_OK
     files: Mapping[str, tuple[Path | None, str]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class CommandResult:
         if getattr(self.found, "path", ""):
             from fp8bench.jobs.after_run import report_result
 
-            report_result(self.found, arguments.store, complain)
+            report_result(self.found, arguments.store, write_sentence_to_stderr)
         return self.code
 
 
@@ -94,26 +94,26 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--no-report and --{page_options[0]} contradict each other. Leave one out.")
     # 2. Refuse exports of a dry run, because it has no data.
     if values.get("dry_run"):
-        check_files({"--write-plan": values.get("write_plan")})
-        stdout_options = ["json or --csv"] if values["json"] or values["csv"] is not None else []
+        check_output_files({"--write-plan": values.get("write_plan")})
+        stdout_option_names = ["json or --csv"] if values["json"] or values["csv"] is not None else []
         export_options = [name for name in ("trace", "log", "live") if values.get(name)]
         if str(values.get("trace")) in PROFILERS:
             # A dry run prints the command of the profiler, so --trace is allowed.
             export_options.remove("trace")
-        for name in (*stdout_options, *page_options, *export_options):
+        for name in (*stdout_option_names, *page_options, *export_options):
             raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
     # 3. Refuse files that cannot be written. Later, the error would come after an hour of measuring.
     if values.get("csv") not in (None, "-"):
-        check_files({"--csv": values["csv"]}, "a file, or '-'")
+        check_output_files({"--csv": values["csv"]}, "a file, or '-'")
     for name in ("html", "md", "live"):
         if str(values.get(name)) == "-":
             raise UsageError(f"--{name} '-' would be a file of that name. Give another name.")
-    check_files({f"--{name}": values.get(name) for name in ("html", "md", "output", "live")})
+    check_output_files({f"--{name}": values.get(name) for name in ("html", "md", "output", "live")})
     for target in values.get("log", ()):
-        check_target(target)
+        check_log_target(target)
 
 
-def parse_log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
+def parse_result_log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
     """Parses and checks the targets that a Python caller passes as `log`."""
     texts = [target_texts] if isinstance(target_texts, str) else target_texts
     try:
@@ -121,21 +121,21 @@ def parse_log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"log: {error}.") from None
     for target in targets:
-        check_target(target)
+        check_log_target(target)
     return targets
 
 
-def check_files(files: Mapping[str, str | Path | None], expected: str = "a file") -> None:
+def check_output_files(files: Mapping[str, str | Path | None], expected: str = "a file") -> None:
     """Raises UsageError if the file of an option cannot be written. The check writes nothing, so it does not find every
     reason.
     """
     for option, file in files.items():
-        reason = _explain_unwritable(Path(file)) if file is not None else ""
+        reason = _explain_unwritable_path(Path(file)) if file is not None else ""
         if reason:
             raise UsageError(f"{option} {str(file)!r:.200} cannot be written: {reason}. Give {expected}.")
 
 
-def _explain_unwritable(path: Path) -> str:
+def _explain_unwritable_path(path: Path) -> str:
     try:
         if path.is_dir():
             return "it is a directory"
@@ -167,10 +167,10 @@ def write_outputs(text_by_option: Mapping[str, tuple[str | Path | None, str]], r
 
 def read_requested_outputs(arguments: argparse.Namespace) -> RequestedOutputs:
     from fp8bench.jobs.after_run import RequestedOutputs
-    from fp8bench.jobs.report_files import Pages
+    from fp8bench.jobs.report_files import ReportDestinations
 
     values = vars(arguments)
-    requested_pages = Pages(values.get("html"), values.get("md"), values.get("open", False))
+    requested_pages = ReportDestinations(values.get("html"), values.get("md"), values.get("open", False))
     return RequestedOutputs(requested_pages if values.get("report", True) else None, tuple(values.get("log", ())))
 
 
@@ -178,7 +178,7 @@ def tell(
     arguments: argparse.Namespace,
     page: Callable[[], Page],
     document: Callable[[], Any] = dict,
-    rows: Callable[[], Rows] = lambda: ((), ()),
+    rows: Callable[[], PlainRows] = lambda: ((), ()),
     full_page: Callable[[], Page] | None = None,
     repeat_hint: str = "",
 ) -> None:

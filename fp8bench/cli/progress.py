@@ -18,18 +18,18 @@ from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.remaining_time import RemainingTime
-from fp8bench.cli.streams import complain, terminal_width
+from fp8bench.cli.streams import terminal_width, write_sentence_to_stderr
 from fp8bench.jobs.observer import JobObserver, ReportProgress
 from fp8bench.model import Case, Plan, Record
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
-from fp8bench.report.panels import shared_params, show_params, together
+from fp8bench.report.panels import format_case_params, shared_params, together
 
 REDRAW_SECONDS = 0.2
 # The remaining time is estimated only after this time and this share of the job, because an earlier estimate would
 # jump.
 _MIN_ELAPSED_SECONDS = 3.0
-_MIN_DONE_SHARE = 0.05
+_MIN_FINISHED_WORK_SHARE = 0.05
 # A run that prints nothing for 30 seconds seems to hang. So a thread checks every _CHECK_SECONDS whether a line is due.
 _MAX_SILENT_SECONDS, _CHECK_SECONDS = 26.0, 2.0
 _ERASE_LINE_CODE = "\r\x1b[2K"
@@ -117,8 +117,8 @@ class LiveBlock(_TerminalWriter):
 
     def _make_erase_codes(self) -> str:
         """Returns the control codes that move the cursor to the first line and erase everything from there."""
-        move_up_code = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
-        return f"\r{move_up_code}\x1b[J"
+        cursor_up_code = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
+        return f"\r{cursor_up_code}\x1b[J"
 
 
 def _terminal_size(stream: TextIO | None) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def describe_time_left(seconds: float, share: float) -> str:
     """Returns the remaining time as ', about 42 s left', estimated from the elapsed seconds and the finished share.
     Returns '' if it is too early for an estimate.
     """
-    if seconds < _MIN_ELAPSED_SECONDS or not _MIN_DONE_SHARE <= share <= 1:
+    if seconds < _MIN_ELAPSED_SECONDS or not _MIN_FINISHED_WORK_SHARE <= share <= 1:
         return ""
     return f", about {units.clock(seconds * (1 - share) / share)} left"
 
@@ -153,7 +153,7 @@ class _PlanProgress:
         self._start_plan(Plan(()))
 
     def _start_plan(self, plan: Plan) -> None:
-        self._names = _name_settings(plan)
+        self._names = _name_plan_settings(plan)
         # Groups whose cases are all skipped are not measured.
         num_groups = sum(any(planned.runs for planned in group.cases) for group in plan)
         planning_seconds = self._clock() - self._start_time
@@ -165,25 +165,25 @@ class _PlanProgress:
 
     def _describe_time_left(self, now: float) -> str:
         """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
-        is_too_early = now - self._start_time < _MIN_ELAPSED_SECONDS
-        return "" if is_too_early else f", about {units.clock(self._remaining.predict(now))} left"
+        is_early_for_estimate = now - self._start_time < _MIN_ELAPSED_SECONDS
+        return "" if is_early_for_estimate else f", about {units.clock(self._remaining.predict(now))} left"
 
 
-def _name_settings(plan: Plan) -> dict[str, str]:
+def _name_plan_settings(plan: Plan) -> dict[str, str]:
     """Returns a short name for each setting of a plan, such as 'gemm m=256': its workload, and the parameters in which
     it differs from other settings.
     """
     cases = [group.cases[0].case for group in plan]
-    name_by_setting = {}
+    setting_names = {}
     cases_by_suite = together((case.workload, case) for case in cases)
     for suite, suite_cases in cases_by_suite.items():
-        all_params = [(*case.params, ("device", case.device)) for case in suite_cases]
-        common_params = shared_params(all_params)
-        for case, params in zip(suite_cases, all_params, strict=True):
-            name_by_setting[case.setting] = (
-                f"{suite} {show_params(pair for pair in params if pair not in common_params)}".rstrip()
+        suite_case_params = [(*case.params, ("device", case.device)) for case in suite_cases]
+        common_params = shared_params(suite_case_params)
+        for case, params in zip(suite_cases, suite_case_params, strict=True):
+            setting_names[case.setting] = (
+                f"{suite} {format_case_params(pair for pair in params if pair not in common_params)}".rstrip()
             )
-    return name_by_setting
+    return setting_names
 
 
 class RunProgress(_PlanProgress, LiveLine):
@@ -239,7 +239,7 @@ class _LogLines:
         return ""
 
 
-class GroupLines(_PlanProgress, _LogLines, SilentObserver):
+class GroupProgressLines(_PlanProgress, _LogLines, SilentObserver):
     """Receives the progress of a run that has no terminal. Prints a line after each group if there are several groups,
     and at least every 30 seconds.
     """
@@ -268,9 +268,9 @@ class GroupLines(_PlanProgress, _LogLines, SilentObserver):
         if self._cases[setting] == 0 and num_groups > 1:
             num_done = sum(not cases for cases in self._cases.values())
             self._printed_at = now = self._clock()
-            time_left = self._describe_time_left(now) if num_done < num_groups else ""
+            time_left_text = self._describe_time_left(now) if num_done < num_groups else ""
             elapsed_text = units.clock(now - self._start_time)
-            self._print(f"{num_done}/{num_groups} groups after {elapsed_text}{time_left}: {self._names[setting]}")
+            self._print(f"{num_done}/{num_groups} groups after {elapsed_text}{time_left_text}: {self._names[setting]}")
 
 
 @contextmanager
@@ -292,7 +292,7 @@ def call_in_thread(function: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-class CountedLines(_LogLines):
+class CountedProgressLines(_LogLines):
     """Prints the progress of a job without a terminal, in separate lines. The job counts its finished parts."""
 
     _share = 0.0
@@ -305,16 +305,16 @@ class CountedLines(_LogLines):
         return describe_time_left(now - self._start_time, self._share)
 
 
-class TerminalJob:
+class TerminalJobObserver:
     """Reports the progress of a job on the command line."""
 
     def note(self, sentence: str) -> None:
-        complain(sentence)
+        write_sentence_to_stderr(sentence)
 
     @contextmanager
     def measuring(self) -> Iterator[Observer]:
         if not is_watched(sys.stderr, os.environ):
-            lines = GroupLines(complain)
+            lines = GroupProgressLines(write_sentence_to_stderr)
             with call_in_thread(lines.print_if_due):
                 yield lines
             return
@@ -324,7 +324,7 @@ class TerminalJob:
     @contextmanager
     def counting(self) -> Iterator[ReportProgress]:
         if not is_watched(sys.stderr, os.environ):
-            lines = CountedLines(complain)
+            lines = CountedProgressLines(write_sentence_to_stderr)
             with call_in_thread(lines.print_if_due):
                 yield lines.tell
             return
@@ -339,7 +339,7 @@ class TerminalJob:
             yield tell
 
 
-class SilentJob:
+class SilentJobProgress:
     """Reports no progress."""
 
     def note(self, sentence: str) -> None: ...
@@ -351,5 +351,5 @@ class SilentJob:
         return nullcontext(lambda *_: None)
 
 
-TERMINAL: JobObserver = TerminalJob()
-SILENT: JobObserver = SilentJob()
+TERMINAL_JOB_OBSERVER: JobObserver = TerminalJobObserver()
+SILENT: JobObserver = SilentJobProgress()

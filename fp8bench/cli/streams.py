@@ -14,15 +14,15 @@ from typing import TextIO
 from fp8bench.errors import NotPrinted
 
 
-def repair_streams() -> None:
+def repair_standard_streams() -> None:
     """Replaces a missing stdout or stderr by a silent stream. Letters that a stream cannot encode will be escaped."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+        standard_stream = getattr(sys, name)
         # pythonw and some daemons start without streams.
-        if stream is None:
+        if standard_stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+        elif isinstance(standard_stream, io.TextIOWrapper):
+            standard_stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:
@@ -38,22 +38,22 @@ def say(text: str) -> None:
         raise NotPrinted(f"stdout cannot be written ({error.strerror}).") from None
 
 
-def complain(text: str) -> None:
+def write_sentence_to_stderr(text: str) -> None:
     """Writes a sentence to stderr, wrapped at COLUMNS or the width of the terminal. If stderr is a file, the sentence
     stays on one line.
 
     A line of the text that begins with a blank is a command to copy, and is not wrapped.
     """
     from fp8bench.report.elements import printable
-    from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
+    from fp8bench.report.terminal.layout import INDENT, MIN_TERMINAL_WIDTH, wrap
 
     columns_variable = os.environ.get("COLUMNS", "")
     width = (int(columns_variable) if columns_variable.isdecimal() else 0) or terminal_width(sys.stderr)
     lines: list[str] = []
     for line in map(printable, f"fp8bench: {text}".splitlines()):
         # Do not wrap lines in a log, so that whole sentences can be searched.
-        is_wrapped = width and not line.startswith(" ")
-        lines += wrap(line, max(width, MIN_WIDTH), hang=INDENT * 2) if is_wrapped else [line]
+        should_wrap_line = width and not line.startswith(" ")
+        lines += wrap(line, max(width, MIN_TERMINAL_WIDTH), hang=INDENT * 2) if should_wrap_line else [line]
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()

@@ -60,7 +60,7 @@ class Cpu(Device):
     def available(self) -> tuple[DeviceFacts, ...]:
         import torch
 
-        size, shared = read_last_cache()
+        size, shared = read_last_level_cache()
         return (
             DeviceFacts(
                 "cpu",
@@ -98,11 +98,13 @@ class Cpu(Device):
         """
         if sys.platform != "linux":
             raise CannotLimit(f"{sys.platform} cannot limit the memory of a process, as Linux can (RLIMIT_DATA)")
-        earlier_limits = _limit_data_bytes(read_data_bytes() + limit * _HEAP_FRAGMENTATION_FACTOR + _NON_TENSOR_BYTES)
+        previous_data_limits = _limit_data_bytes(
+            read_data_bytes() + limit * _HEAP_FRAGMENTATION_FACTOR + _NON_TENSOR_BYTES
+        )
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, earlier_limits)
+            resource.setrlimit(resource.RLIMIT_DATA, previous_data_limits)
 
     def free_bytes(self) -> int:
         return free_bytes()
@@ -121,8 +123,8 @@ def _limit_data_bytes(allowed_bytes: int) -> tuple[int, int]:
     had before.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-    finite_limits = [number for number in (soft_limit, hard_limit) if number != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([allowed_bytes, *finite_limits]), hard_limit))
+    finite_data_byte_limits = [number for number in (soft_limit, hard_limit) if number != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([allowed_bytes, *finite_data_byte_limits]), hard_limit))
     return soft_limit, hard_limit
 
 
@@ -177,14 +179,14 @@ def free_bytes() -> int:
     return min([available_bytes, *(max(0, limit - used_bytes) for limit, used_bytes in _read_container_memory())])
 
 
-def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
+def read_last_level_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
     """Returns the size in bytes of the last-level cache of a usable core, and how many cores share it. Returns 0, 0
     if unknown.
     """
-    usable_core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    usable_core_index = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     # The level, the bytes and the number of sharing cores of each cache.
     usable_caches = [(0, 0, 0)]
-    for index in (system / f"cpu{usable_core}" / "cache").glob("index*"):
+    for index in (system / f"cpu{usable_core_index}" / "cache").glob("index*"):
         try:
             level, size, shared_cpu_list = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
             sharing_core_count = 0

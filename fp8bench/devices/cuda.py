@@ -64,7 +64,7 @@ def explain_missing_kernels(arch: str, build_names: Sequence[str]) -> str:
     if (
         not build_names
         or is_built_in
-        or (device is not None and any(_can_run(device, target) for target in built_architectures))
+        or (device is not None and any(_can_run_architecture(device, target) for target in built_architectures))
     ):
         return ""
     return (
@@ -85,7 +85,7 @@ def _parse_architecture(name: str) -> _Architecture | None:
     return _Architecture(parts[1] == "sm", int(parts[2]), int(parts[3]), parts[4]) if parts else None
 
 
-def _can_run(device: _Architecture, target: _Architecture) -> bool:
+def _can_run_architecture(device: _Architecture, target: _Architecture) -> bool:
     """Returns whether a GPU of the architecture `device` can run code that was built for the architecture `target`."""
     if target.suffix == "a":
         return (device.major, device.minor) == (target.major, target.minor)

@@ -21,11 +21,11 @@ from torch import Tensor
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
 from fp8bench.formats.quantise import (
     copy_signs,
-    float_bits,
     limit_magnitudes,
     round_magnitudes,
     round_to_grid,
     round_values,
+    view_float_as_bits,
 )
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 
@@ -47,15 +47,15 @@ def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
     a power of two.
     """
     is_usable_amax = amax.isfinite() & (amax > 0)
-    factor = torch.where(is_usable_amax, divide_nearest(_fill_like(amax, fmt.largest), amax), 1.0).clamp(
-        max=_LARGEST_SCALE_FACTOR
-    )
+    scale_factor = torch.where(
+        is_usable_amax, divide_to_nearest_float32(_make_filled_tensor(amax, fmt.largest), amax), 1.0
+    ).clamp(max=_LARGEST_SCALE_FACTOR)
     if rounding is ScaleRounding.POWER_OF_TWO:
-        factor = factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
-    return factor
+        scale_factor = scale_factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
+    return scale_factor
 
 
-def divide_nearest(dividend: Tensor, divisor: Tensor) -> Tensor:
+def divide_to_nearest_float32(dividend: Tensor, divisor: Tensor) -> Tensor:
     """Returns the correctly rounded float32 quotient. In a compiled GPU kernel, the plain quotient by a constant, or
     a reciprocal, may differ from it in the last bit.
 
@@ -69,7 +69,11 @@ def divide_nearest(dividend: Tensor, divisor: Tensor) -> Tensor:
 
 def reciprocal(factor: Tensor) -> Tensor:
     """Returns the correctly rounded float32 reciprocal of a factor."""
-    return factor.reciprocal() if factor.device.type == "cpu" else divide_nearest(torch.ones_like(factor), factor)
+    return (
+        factor.reciprocal()
+        if factor.device.type == "cpu"
+        else divide_to_nearest_float32(torch.ones_like(factor), factor)
+    )
 
 
 def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
@@ -82,18 +86,20 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     The smallest scale is 2^-127, which blocks of zeros have too. The largest is 2^(128 - e), for blocks with an
     infinity. The scale is NaN where amax is NaN. The inverse is a number even there.
     """
-    carry_bits = mx_carry(fmt, rounding)
+    carry_bits = compute_mx_rounding_carry(fmt, rounding)
     bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have either sign
     raised_exponent_bits = (bits.clamp(max=_EXPONENT_MASK) + carry_bits).bitwise_and(_EXPONENT_MASK)
     scale_exponent_bits = (raised_exponent_bits - mx_largest_exponent(fmt)).clamp(min=0)
-    inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - scale_exponent_bits)
+    scale_inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - scale_exponent_bits)
     # `nan_mask` has all bits set where amax is NaN. It replaces torch.where, which for single blocks would take longer
     # than all other operations.
     nan_mask = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_BIT)
-    return _make_power_of_two(scale_exponent_bits).view(torch.int32).bitwise_or(nan_mask).view(torch.float32), inverse
+    return _make_power_of_two(scale_exponent_bits).view(torch.int32).bitwise_or(nan_mask).view(
+        torch.float32
+    ), scale_inverse
 
 
-def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
+def compute_mx_rounding_carry(fmt: Format, rounding: ScaleRounding) -> int:
     """Returns the number that is added to the bits of amax before its mantissa is dropped. A carry into the exponent
     doubles the scale. The carry occurs in these cases.
 
@@ -103,7 +109,7 @@ def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
     - RCEIL: if the mantissa is above that of the format's largest value.
     """
     return {
-        ScaleRounding.RCEIL: _MANTISSA_MASK - (float_bits(fmt.largest) & _MANTISSA_MASK),
+        ScaleRounding.RCEIL: _MANTISSA_MASK - (view_float_as_bits(fmt.largest) & _MANTISSA_MASK),
         ScaleRounding.CEIL: _MANTISSA_MASK,
         ScaleRounding.EVEN: 1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1),
         ScaleRounding.FLOOR: 0,
@@ -120,7 +126,7 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     element. The scale is at least 2^-126, and 1 where amax is zero, infinite or NaN.
     """
     is_usable_amax = amax.isfinite() & (amax > 0)
-    scale = divide_nearest(amax, _fill_like(amax, E4M3.largest * E2M1.largest))
+    scale = divide_to_nearest_float32(amax, _make_filled_tensor(amax, E4M3.largest * E2M1.largest))
     return torch.where(is_usable_amax, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
 
 
@@ -129,18 +135,20 @@ def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRoundin
 
     Infinity becomes 448, and NaN stays NaN. If NEAREST rounds a scale to zero, all elements of its block become zero.
     """
-    scale = divide_nearest(divide_nearest(amax, _fill_like(amax, E2M1.largest)), tensor_scale)
+    scale = divide_to_nearest_float32(
+        divide_to_nearest_float32(amax, _make_filled_tensor(amax, E2M1.largest)), tensor_scale
+    )
     return _round_up_to_grid(scale, E4M3) if rounding is ScaleRounding.UP else round_values(scale, E4M3)
 
 
-def block_maxima(blocks: Tensor, block_dimensions: tuple[int, ...] | None = None) -> Tensor:
+def compute_block_maxima(blocks: Tensor, block_dimensions: tuple[int, ...] | None = None) -> Tensor:
     """Returns the largest value of each block, or NaN if a value of the block is NaN. The reduced dimensions stay,
     with size 1.
     """
     return blocks.amax(block_dimensions or ((1, 3) if blocks.dim() == _RECTANGLE_DIMENSIONS else (1,)), keepdim=True)
 
 
-def element_steps(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
+def compute_block_steps(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
     """Returns the step of each block: the number by which its elements are multiplied to decode them. `amax` has the
     largest magnitude of each block. With e8m0 and e4m3 scales, the step is NaN where amax is NaN.
     """
@@ -152,7 +160,7 @@ def element_steps(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
     return nvfp4_block_scale(amax, tensor_scale, scaling.rounding) * tensor_scale
 
 
-def _fill_like(amax: Tensor, number: float) -> Tensor:
+def _make_filled_tensor(amax: Tensor, number: float) -> Tensor:
     """Returns a tensor filled with a number. Divisions need it, because torch may replace a division by a plain
     number by a multiplication.
     """
@@ -161,11 +169,13 @@ def _fill_like(amax: Tensor, number: float) -> Tensor:
 
 def _round_up_to_grid(values: Tensor, fmt: Format) -> Tensor:
     """Rounds magnitudes up to the format's grid, at most to the format's largest value."""
-    smallest_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
-    exponent_bits = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_bits)
-    grid_step_bits = exponent_bits - (fmt.mantissa_bits << _MANTISSA_BITS)
-    inverse = (2 * _EXPONENT_BIAS << _MANTISSA_BITS) - grid_step_bits
-    return ((values * inverse.view(torch.float32)).ceil() * grid_step_bits.view(torch.float32)).clamp(max=fmt.largest)
+    smallest_exponent_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
+    exponent_bits = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_exponent_bits)
+    grid_spacing_bits = exponent_bits - (fmt.mantissa_bits << _MANTISSA_BITS)
+    grid_step_inverse_bits = (2 * _EXPONENT_BIAS << _MANTISSA_BITS) - grid_spacing_bits
+    return ((values * grid_step_inverse_bits.view(torch.float32)).ceil() * grid_spacing_bits.view(torch.float32)).clamp(
+        max=fmt.largest
+    )
 
 
 def _make_power_of_two(exponent: Tensor) -> Tensor:
@@ -177,14 +187,18 @@ def _make_power_of_two(exponent: Tensor) -> Tensor:
 
 _RECTANGLE_DIMENSIONS = 4
 
-Lanes = Sequence[Tensor]
+TensorLanes = Sequence[Tensor]
 
 # With these modes of rounding scales, only an infinite element can saturate.
 _SATURATION_FREE_ROUNDINGS = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 
 def block_values(
-    lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
+    lanes: TensorLanes,
+    fmt: Format,
+    scaling: Scaling,
+    tensor_scale: Tensor | None = None,
+    random: TensorLanes | None = None,
 ) -> list[Tensor]:
     """Returns the values of blocks after rounding with this format and scaling, in the same layout.
 
@@ -196,11 +210,11 @@ def block_values(
 
 
 def block_magnitudes(
-    magnitudes: Lanes,
+    magnitudes: TensorLanes,
     fmt: Format,
     scaling: Scaling,
     tensor_scale: Tensor | None = None,
-    random: Lanes | None = None,
+    random: TensorLanes | None = None,
     scales_first: bool = False,
 ) -> list[Tensor]:
     """Rounds magnitudes (numbers without signs) as `block_values` does. With `scales_first`, all scales are computed
@@ -218,15 +232,15 @@ def block_magnitudes(
         random,
         saturate=may_lose_infinity or scaling.rounding not in _SATURATION_FREE_ROUNDINGS,
     )
-    return [element * scaled_blocks.decoding for element in elements]
+    return [element * scaled_blocks.decoding_multipliers for element in elements]
 
 
 def block_elements(
-    lanes: Lanes,
+    lanes: TensorLanes,
     fmt: Format,
     scaling: Scaling,
     tensor_scale: Tensor | None = None,
-    random: Lanes | None = None,
+    random: TensorLanes | None = None,
     block_dimensions: tuple[int, ...] | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Returns elements on the format's grid, the blocks' scales, and NVFP4's tensor scale. In the scales, the
@@ -254,17 +268,17 @@ def block_elements(
 
 class _ScaledBlocks(NamedTuple):
     """Blocks before rounding: the scaled magnitudes, the scales of the blocks, and NVFP4's tensor scale. Elements are
-    multiplied by `decoding` to decode them.
+    multiplied by `decoding_multipliers` to decode them.
     """
 
     magnitudes: list[Tensor]
     scales: Tensor
     tensor_scale: Tensor | None
-    decoding: Tensor
+    decoding_multipliers: Tensor
 
 
 def _scale_blocks(
-    magnitudes: Lanes,
+    magnitudes: TensorLanes,
     fmt: Format,
     scaling: Scaling,
     tensor_scale: Tensor | None,
@@ -272,22 +286,22 @@ def _scale_blocks(
     block_dimensions: tuple[int, ...] | None = None,
 ) -> _ScaledBlocks:
     # The largest magnitude of each block.
-    amax = block_maxima(reduce(torch.maximum, magnitudes), block_dimensions)
-    store_scales: Callable[[Tensor], Tensor] = _store_scales if scales_first else lambda scales: scales
+    amax = compute_block_maxima(reduce(torch.maximum, magnitudes), block_dimensions)
+    store_scales_function: Callable[[Tensor], Tensor] = _store_scales if scales_first else lambda scales: scales
     # For float32 scales, multiply by the inverse. Then a kernel divides once for a block instead of once for an
     # element.
     if scaling.scale is None:
-        factor = store_scales(float_factor(amax, fmt, scaling.rounding))
-        scales = store_scales(reciprocal(factor))
-        return _ScaledBlocks([magnitude * factor for magnitude in magnitudes], scales, None, scales)
+        scale_factor = store_scales_function(float_factor(amax, fmt, scaling.rounding))
+        scales = store_scales_function(reciprocal(scale_factor))
+        return _ScaledBlocks([magnitude * scale_factor for magnitude in magnitudes], scales, None, scales)
     # MX scales are powers of two, so multiplying by the inverse is exact.
     if scaling.scale is E8M0:
-        scales, inverse = map(store_scales, mx_scale(amax, fmt, scaling.rounding))
-        return _ScaledBlocks([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
+        scales, scale_inverse = map(store_scales_function, mx_scale(amax, fmt, scaling.rounding))
+        return _ScaledBlocks([magnitude * scale_inverse for magnitude in magnitudes], scales, None, scales)
     # The largest of the blocks' magnitudes is that of the tensor, so no second pass over the tensor is needed.
     chosen_tensor_scale = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
     scales = nvfp4_block_scale(amax, chosen_tensor_scale, scaling.rounding)
-    decoding_scales = store_scales(scales * chosen_tensor_scale)
+    decoding_scales = store_scales_function(scales * chosen_tensor_scale)
     # where a scale is zero, every element becomes zero and keeps its sign
     magnitude_divisor = torch.where(decoding_scales == 0, torch.inf, decoding_scales)
     return _ScaledBlocks(
@@ -296,7 +310,7 @@ def _scale_blocks(
 
 
 def _round_elements(
-    scaled: _ScaledBlocks, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool
+    scaled: _ScaledBlocks, fmt: Format, scaling: Scaling, random: TensorLanes | None, saturate: bool
 ) -> list[Tensor]:
     random_lanes: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
     lane_pairs = list(zip(scaled.magnitudes, random_lanes, strict=True))

@@ -17,10 +17,10 @@ from fp8bench.formats.blocks import float_factor, reciprocal
 from fp8bench.formats.codes import CODE_DTYPES, cast_elements
 from fp8bench.formats.compiling import Definition, Kernel, draw_example
 from fp8bench.formats.grids import Format
-from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
+from fp8bench.formats.recipes import Amax, DelayedScaling, ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
-ALIGNED_SIDE = 16
+ALIGNED_COLUMN_COUNT = 16
 SQUARE_SIDE = 128
 # The numbers of squares in example matrices. Matrices and transposed matrices have different examples, because one
 # kernel may handle both.
@@ -29,10 +29,10 @@ _TURNED_DOWN, _TURNED_ACROSS = 44, 52
 _SQUARES_DOWN, _SQUARES_ACROSS = 9, 10
 # Inductor's option for writing several scalars in one kernel. By default Inductor makes several kernels, because the
 # scalars share no memory.
-FUSED_SCALARS = {"score_fusion_memory_threshold": 1}
+FUSED_SCALAR_OPTIONS = {"score_fusion_memory_threshold": 1}
 # Inductor's options for two things: loops follow the order of the operand in memory, and one kernel finds maxima and
 # writes codes even if there are few rows.
-OPERAND_ORDER = {"pick_loop_orders": False, "split_reductions": False}
+OPERAND_ORDER_CONFIG = {"pick_loop_orders": False, "split_reductions": False}
 
 
 def view_squares(matrix: Tensor, side: int) -> Tensor:
@@ -46,12 +46,12 @@ def view_stretches(matrix: Tensor, side: int, block: int, turned: bool = False) 
     groups of columns, columns).
 
     A stretch is a part of a row with `block` elements, or a whole row if `block` is 0. A group has `side` rows or
-    columns, but ALIGNED_SIDE columns if there are blocks.
+    columns, but ALIGNED_COLUMN_COUNT columns if there are blocks.
     """
     if turned:
-        parts = (-1, block // ALIGNED_SIDE, ALIGNED_SIDE) if block else (1, len(matrix) // side, side)
+        parts = (-1, block // ALIGNED_COLUMN_COUNT, ALIGNED_COLUMN_COUNT) if block else (1, len(matrix) // side, side)
         return matrix.view(*parts, matrix.shape[1] // side, side).permute(0, 3, 4, 1, 2)
-    parts = (-1, block // ALIGNED_SIDE, ALIGNED_SIDE) if block else (1, matrix.shape[1] // side, side)
+    parts = (-1, block // ALIGNED_COLUMN_COUNT, ALIGNED_COLUMN_COUNT) if block else (1, matrix.shape[1] // side, side)
     return matrix.view(len(matrix) // side, side, *parts).permute(2, 0, 1, 3, 4)
 
 
@@ -66,8 +66,8 @@ class CodesKernel(Kernel):
     element once.
 
     The arguments are the matrix and each output, all viewed as squares (view_squares). If `scaled`, the last argument
-    is the scale: a single number, or with `by_square` one number for each square, (down, 1, across, 1). If the format
-    is None, the matrix consists of bytes that are codes already.
+    is the scale: a single number, or with `has_scale_per_square` one number for each square, (down, 1, across, 1). If
+    the format is None, the matrix consists of bytes that are codes already.
     """
 
     fmt: Format | None
@@ -77,7 +77,7 @@ class CodesKernel(Kernel):
     straight: bool
     turned: bool
     scaled: bool
-    by_square: bool = False
+    has_scale_per_square: bool = False
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         source, *outputs = tensors
@@ -89,7 +89,7 @@ class CodesKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         squares_down, squares_across = (
-            (_SQUARES_DOWN, _SQUARES_ACROSS) if self.by_square else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
+            (_SQUARES_DOWN, _SQUARES_ACROSS) if self.has_scale_per_square else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
         )
         rows, columns = squares_down * self.side, squares_across * self.side
         # A kernel may write codes of the matrix, of its transpose, or of both.
@@ -98,12 +98,12 @@ class CodesKernel(Kernel):
             outputs.append(view_squares(_allocate_codes(self, rows, columns), self.side))
         if self.turned:
             outputs.append(view_transposed_squares(_allocate_codes(self, columns, rows), self.side))
-        shape = (squares_down, 1, squares_across, 1) if self.by_square else ()
+        shape = (squares_down, 1, squares_across, 1) if self.has_scale_per_square else ()
         scale = [torch.full(shape, 0.75, device=self.device)] if self.scaled else []
         return [view_squares(draw_example((rows, columns), self.source, self.device), self.side), *outputs, *scale]
 
     def free(self) -> list[Sequence[int]]:
-        scale: list[Sequence[int]] = [(0, 2) if self.by_square else ()]
+        scale: list[Sequence[int]] = [(0, 2) if self.has_scale_per_square else ()]
         return [*[(0, 2)] * (1 + self.straight + self.turned), *(scale if self.scaled else [])]
 
 
@@ -125,10 +125,10 @@ class RowCodesKernel(Kernel):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        source, out, inverse = tensors
+        source, out, scale_inverse = tensors
         scale = float_factor(source.abs().amax((3, 4), keepdim=True).to(torch.float32), self.fmt, self.rounding)
         out.copy_(cast_elements(source, self.fmt, scale))
-        inverse.copy_(reciprocal(scale))
+        scale_inverse.copy_(reciprocal(scale))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -143,7 +143,7 @@ class RowCodesKernel(Kernel):
         return [(0, 1), (0, 1), (0, 1)] if self.block else [(1, 3), (1, 3), (1,)]
 
     def options(self) -> Mapping[str, object]:
-        return OPERAND_ORDER
+        return OPERAND_ORDER_CONFIG
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ class SquareScalesKernel(Kernel):
     block: int
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        source, scale, inverse, turned_inverse = tensors
+        source, scale, scale_inverse, turned_inverse = tensors
         factor = float_factor(source.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
         scale.copy_(factor)
-        for memory in (inverse, turned_inverse):
+        for memory in (scale_inverse, turned_inverse):
             memory.copy_(reciprocal(factor))
         return ()
 
@@ -175,15 +175,15 @@ class SquareScalesKernel(Kernel):
         ).transpose(1, 2)
         scale = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS, device=self.device)
         # In memory, the two outputs for inverse scales have rows with different padding.
-        inverse = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS + 3, device=self.device)[:, :_SQUARES_ACROSS]
+        scale_inverse = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS + 3, device=self.device)[:, :_SQUARES_ACROSS]
         turned_inverse = torch.empty(_SQUARES_ACROSS, _SQUARES_DOWN + 2, device=self.device)[:, :_SQUARES_DOWN].t()
-        return [source, scale, inverse, turned_inverse]
+        return [source, scale, scale_inverse, turned_inverse]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1)] * 4
 
     def options(self) -> Mapping[str, object]:
-        return {**FUSED_SCALARS, **OPERAND_ORDER}
+        return {**FUSED_SCALAR_OPTIONS, **OPERAND_ORDER_CONFIG}
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,10 @@ class ScaleKernel(Kernel):
     device: str
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        amax, scale, inverse = tensors
+        amax, scale, scale_inverse = tensors
         factor = float_factor(amax, self.fmt, self.rounding)
         scale.copy_(factor)
-        inverse.copy_(reciprocal(factor))
+        scale_inverse.copy_(reciprocal(factor))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -210,7 +210,7 @@ class ScaleKernel(Kernel):
         return [(), (), ()]
 
     def options(self) -> Mapping[str, object]:
-        return FUSED_SCALARS
+        return FUSED_SCALAR_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,11 @@ class DelayedScaleKernel(Kernel):
     """
 
     fmt: Format
-    delayed: Delayed
+    delayed: DelayedScaling
     device: str
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        used_scale, inverse, history, casts, scale, amax = tensors
+        used_scale, scale_inverse, history, casts, scale, amax = tensors
         # If amax is not finite, record 0 instead. Otherwise it would spoil all scales until its entry in the history
         # is overwritten.
         is_finite, cast_count = amax.isfinite(), casts + 1
@@ -247,24 +247,24 @@ class DelayedScaleKernel(Kernel):
         is_scale_due = is_finite & (used_amax > 0) & (cast_count.remainder(self.delayed.interval) == 0)
         # Copy the scale of this cast first, because compiled code writes memory in the order of the arguments.
         values = scale, reciprocal(scale), new_history, cast_count, torch.where(is_scale_due, next_scale, scale)
-        for memory, value in zip((used_scale, inverse, history, casts, scale), values, strict=True):
+        for memory, value in zip((used_scale, scale_inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
         return ()
 
     def examples(self) -> list[Tensor]:
-        used_scale, inverse, amax, scale = (torch.ones((), device=self.device) for _ in range(4))
+        used_scale, scale_inverse, amax, scale = (torch.ones((), device=self.device) for _ in range(4))
         history = torch.zeros(self.delayed.history, device=self.device)
-        return [used_scale, inverse, history, torch.zeros((), dtype=torch.int32, device=self.device), scale, amax]
+        return [used_scale, scale_inverse, history, torch.zeros((), dtype=torch.int32, device=self.device), scale, amax]
 
     def free(self) -> list[Sequence[int]]:
         return [()] * 6
 
     def options(self) -> Mapping[str, object]:
-        return {**FUSED_SCALARS, "split_reductions": False}
+        return {**FUSED_SCALAR_OPTIONS, "split_reductions": False}
 
 
 @dataclass(frozen=True)
-class CurrentCodesKernel(Definition):
+class CurrentScaleCodesKernel(Definition):
     """Casts a matrix with its current scale. Writes codes of the matrix, of its transpose, or of both.
 
     The arguments are the row-major matrix, memory for the scale and its inverse, and memory for codes. This definition,
@@ -280,9 +280,9 @@ class CurrentCodesKernel(Definition):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        x, scale, inverse, *outputs = tensors
-        ScaleKernel(self.fmt, self.rounding, self.device)(largest_magnitude(x), scale, inverse)
-        return _write_codes(cast_elements(x, self.fmt, scale), self.straight, outputs)
+        x, scale, scale_inverse, *outputs = tensors
+        ScaleKernel(self.fmt, self.rounding, self.device)(largest_magnitude(x), scale, scale_inverse)
+        return _write_oriented_codes(cast_elements(x, self.fmt, scale), self.straight, outputs)
 
 
 @dataclass(frozen=True)
@@ -294,17 +294,17 @@ class DelayedCodesKernel(Definition):
     """
 
     fmt: Format
-    delayed: Delayed
+    delayed: DelayedScaling
     source: torch.dtype
     device: str
     straight: bool
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        x, history, casts, scale, used_scale, inverse, *outputs = tensors
-        update_scale = DelayedScaleKernel(self.fmt, self.delayed, self.device)
-        update_scale(used_scale, inverse, history, casts, scale, largest_magnitude(x))
-        return _write_codes(cast_elements(x, self.fmt, used_scale), self.straight, outputs)
+        x, history, casts, scale, used_scale, scale_inverse, *outputs = tensors
+        scale_update_kernel = DelayedScaleKernel(self.fmt, self.delayed, self.device)
+        scale_update_kernel(used_scale, scale_inverse, history, casts, scale, largest_magnitude(x))
+        return _write_oriented_codes(cast_elements(x, self.fmt, used_scale), self.straight, outputs)
 
 
 @dataclass(frozen=True)
@@ -323,16 +323,16 @@ class SquareCodesKernel(Definition):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        x, inverse, turned_inverse, *outputs = tensors
+        x, scale_inverse, turned_inverse, *outputs = tensors
         stored_tensor = quantise(x, self.fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=self.rounding))
         assert stored_tensor.scales is not None
         squares_down, squares_across = stored_tensor.scales.shape
-        inverse[:, :squares_across].copy_(stored_tensor.scales)
+        scale_inverse[:, :squares_across].copy_(stored_tensor.scales)
         turned_inverse[:, :squares_down].copy_(stored_tensor.scales.t())
-        return _write_codes(stored_tensor.codes.view(CODE_DTYPES[self.fmt.name]), self.straight, outputs)
+        return _write_oriented_codes(stored_tensor.codes.view(CODE_DTYPES[self.fmt.name]), self.straight, outputs)
 
 
-def _write_codes(codes: Tensor, straight: bool, outputs: Sequence[Tensor]) -> tuple[()]:
+def _write_oriented_codes(codes: Tensor, straight: bool, outputs: Sequence[Tensor]) -> tuple[()]:
     for number, out in enumerate(outputs):
         out.copy_(codes if straight and number == 0 else codes.t())
     return ()

@@ -47,11 +47,11 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Returns the float32 values of codes."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for part, target_part in _split_into_pieces(codes, values):
-        target_part.copy_(_decode(part, fmt))
+        target_part.copy_(_decode_codes(part, fmt))
     return values
 
 
-def pack(codes: Tensor, fmt: Format) -> Tensor:
+def pack_codes(codes: Tensor, fmt: Format) -> Tensor:
     """Packs two e2m1 codes into a byte along the last dimension. Returns codes of other formats unchanged.
 
     The first of two codes is in the lower half of the byte, as in torch's float4_e2m1fn_x2. The upper half of the
@@ -64,7 +64,7 @@ def pack(codes: Tensor, fmt: Format) -> Tensor:
     return codes[..., ::2] | codes[..., 1::2].bitwise_left_shift(4)
 
 
-def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
+def unpack_codes(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
     """Returns packed codes as one code in each byte. A row gets `columns` codes, by default two for each of its packed
     bytes. If the number of columns is odd, the second half of the last packed byte is unused.
     """
@@ -126,7 +126,7 @@ def encode_values(values: Tensor, fmt: Format) -> Tensor:
     return magnitude_codes | e4m3_codes.bitwise_right_shift(7).bitwise_left_shift(fmt.bits - 1)
 
 
-def _decode(codes: Tensor, fmt: Format) -> Tensor:
+def _decode_codes(codes: Tensor, fmt: Format) -> Tensor:
     if fmt in _HALF_DTYPES:
         return codes.view(_HALF_DTYPES[fmt]).to(torch.float32)
     if fmt is TF32:
@@ -151,7 +151,7 @@ CODE_DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def torch_codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
+def encode_with_torch(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     """Returns the codes of `x` in torch's dtype, contiguous. If a `scale` is given, `x` is multiplied by it first.
     Values above the format's largest become the largest.
     """
@@ -159,7 +159,7 @@ def torch_codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
 
 
 def cast_elements(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """Returns the codes that `torch_codes` returns, but in the memory layout of `x`."""
+    """Returns the codes that `encode_with_torch` returns, but in the memory layout of `x`."""
     values = x.to(torch.float32)
     # The first operation makes a new tensor, because a float32 tensor without a scale belongs to the caller.
     scaled_values = values.clamp(-fmt.largest, fmt.largest) if scale is None else (values * scale)

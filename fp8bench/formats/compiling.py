@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Inductor's options for one GPU launch of several independent kernels, whatever their sizes. The kernels share no
 # memory, so Inductor's limit on peak memory does not matter.
-ONE_LAUNCH: Mapping[str, object] = {
+ONE_LAUNCH_OPTIONS: Mapping[str, object] = {
     "combo_kernels": True,
     "combo_kernel_allow_mixed_sizes": 2,
     "combo_kernel_peak_memory_pct_threshold": None,
@@ -68,7 +68,7 @@ class Kernel(Definition):
 
 
 @dataclass(frozen=True)
-class PairKernel(Kernel):
+class CombinedKernel(Kernel):
     """Two kernels in one GPU launch, for two views of a tensor.
 
     The arguments are those of the first kernel, then those of the second. Neither kernel may read what the other
@@ -96,7 +96,7 @@ class PairKernel(Kernel):
         return [*self.first.free(), *self.second.free()]
 
     def options(self) -> Mapping[str, object]:
-        return {**self.first.options(), **ONE_LAUNCH}
+        return {**self.first.options(), **ONE_LAUNCH_OPTIONS}
 
 
 def draw_example(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
@@ -142,29 +142,34 @@ def _compile(kernel: Kernel) -> Compiled:
     vector_widths = vector_width.vector_widths(kernel.device) if any(kernel.free()) else ()
     # Timing the vector widths is slow, so the fastest width is stored for all processes.
     if len(vector_widths) < 2:
-        return Compiled(_compile_with_width(kernel, *vector_widths), *vector_widths)
-    stored_width_choice = vector_width.StoredChoice(_describe_graph(kernel))
+        return Compiled(_compile_with_vector_width(kernel, *vector_widths), *vector_widths)
+    stored_width_choice = vector_width.StoredWidthChoice(_describe_kernel_graph(kernel))
     bits = stored_width_choice.read()
     return (
-        Compiled(_compile_with_width(kernel, bits), bits)
+        Compiled(_compile_with_vector_width(kernel, bits), bits)
         if bits
         else _compile_fastest(kernel, vector_widths, stored_width_choice)
     )
 
 
-def _compile_fastest(kernel: Kernel, widths: Sequence[int], stored_choice: vector_width.StoredChoice) -> Compiled:
-    compiled_by_width: dict[int, Callable[..., object]] = {}
+def _compile_fastest(kernel: Kernel, widths: Sequence[int], stored_choice: vector_width.StoredWidthChoice) -> Compiled:
+    compiled_kernel_by_width: dict[int, Callable[..., object]] = {}
     for bits in widths:
         with contextlib.suppress(Exception):  # a compiler may raise any error
-            compiled_by_width[bits] = _compile_with_width(kernel, bits)
-    if not compiled_by_width:
-        return Compiled(_compile_with_width(kernel, widths[0]), widths[0])  # raise the compiler's error
-    bits, seconds = vector_width.measure_fastest(compiled_by_width, kernel.examples())
+            compiled_kernel_by_width[bits] = _compile_with_vector_width(kernel, bits)
+    if not compiled_kernel_by_width:
+        return Compiled(_compile_with_vector_width(kernel, widths[0]), widths[0])  # raise the compiler's error
+    bits, seconds = vector_width.measure_fastest(compiled_kernel_by_width, kernel.examples())
     bits = stored_choice.store(bits, kernel=str(kernel), seconds=seconds)
-    return Compiled(compiled_by_width[bits] if bits in compiled_by_width else _compile_with_width(kernel, bits), bits)
+    return Compiled(
+        compiled_kernel_by_width[bits]
+        if bits in compiled_kernel_by_width
+        else _compile_with_vector_width(kernel, bits),
+        bits,
+    )
 
 
-def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
+def _compile_with_vector_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
     """Compiles a kernel with vectors of `bits`. With 0 torch chooses the width.
 
     It calls Inductor directly and not torch.compile, for two reasons. A function of torch.compile checks guards, so
@@ -184,7 +189,7 @@ def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
     return run
 
 
-def _describe_graph(kernel: Kernel) -> str:
+def _describe_kernel_graph(kernel: Kernel) -> str:
     """Returns the text of a kernel's graph and inputs, which identifies the compiled code."""
     _, graph, inputs = _trace_graph(kernel)
     return "\n".join([graph.code, *(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}" for tensor in inputs)])
@@ -210,8 +215,8 @@ def _list_inductor_options(kernel: Kernel, bits: int, config: object) -> dict[st
         # Without this option Inductor compiles a test file and loads it in a process of 110 MB, only to learn what
         # torch knows already.
         options["cpp.vec_isa_ok"] = True
-    supported_names = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
-    return {name: value for name, value in options.items() if name in supported_names}
+    inductor_option_names = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
+    return {name: value for name, value in options.items() if name in inductor_option_names}
 
 
 def _trace_graph(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:

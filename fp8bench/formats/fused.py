@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8bench.formats.blocks import block_magnitudes, block_values, reciprocal
 from fp8bench.formats.compiling import Kernel, draw_example
 from fp8bench.formats.grids import BF16, E4M3, E8M0, Format, Overflow
-from fp8bench.formats.quantise import element_random_bits, round_magnitudes, round_values
+from fp8bench.formats.quantise import compute_element_random_bits, round_magnitudes, round_values
 from fp8bench.formats.recipes import Scaling
 
 _BITS_PER_HALF_WORD = 16
@@ -51,7 +51,7 @@ def view_result_as_words(out: Tensor, has_pairs: bool) -> Tensor:
     return out
 
 
-def split_lanes(source: Tensor) -> list[Tensor]:
+def split_words_into_lanes(source: Tensor) -> list[Tensor]:
     """Splits words into lanes, one float32 tensor for each value of a word."""
     if source.dtype is not torch.int32:
         return [source.to(torch.float32)]
@@ -80,14 +80,14 @@ def split_float_lanes(source: Tensor) -> list[Tensor]:
     return [half_word.view(torch.float32) for half_word in half_words]
 
 
-def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = False) -> Tensor:
+def join_value_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = False) -> Tensor:
     """Joins two lanes, the first and the second values of words, into words of numbers with the dtype `target`. Returns
     a single lane unchanged. With `is_exact`, `target` can represent every number, so nothing is rounded.
     """
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
-        return _join_float_words([value.view(torch.int32) for value in values])
+        return _join_float64_words([value.view(torch.int32) for value in values])
     rounded_lanes = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
     low_bits, high_bits = (tensor.view(torch.int32) for tensor in rounded_lanes)
     return (
@@ -97,7 +97,9 @@ def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = F
     )
 
 
-def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtype, is_exact: bool = False) -> Tensor:
+def join_magnitude_lanes(
+    values: Sequence[Tensor], origin: Tensor, target: torch.dtype, is_exact: bool = False
+) -> Tensor:
     """Joins lanes of magnitudes into words of numbers with the dtype `target`. The numbers get the signs of `origin`,
     the words from which the magnitudes were computed.
     """
@@ -108,15 +110,15 @@ def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtyp
         return bits[0].bitwise_or(sign_bits).view(torch.float32)
     if target is torch.float32:
         words = origin.bitwise_left_shift(_BITS_PER_HALF_WORD), origin
-        pairs = zip(bits, words, strict=True)
-        return _join_float_words([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in pairs])
+        bit_word_pairs = zip(bits, words, strict=True)
+        return _join_float64_words([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in bit_word_pairs])
     # Two lanes: a word holds two bfloat16 numbers, each of which is the upper half of a float32.
     low_bits, high_bits = bits if is_exact else map(_round_to_bf16, bits)
     low_bits = low_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
     return low_bits.bitwise_or(high_bits.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
 
 
-def _join_float_words(bits: list[Tensor]) -> Tensor:
+def _join_float64_words(bits: list[Tensor]) -> Tensor:
     low_bits, high_bits = (bit.to(torch.int64) for bit in bits)
     return low_bits.bitwise_and(_LOW_WORD_MASK).bitwise_or(high_bits.bitwise_left_shift(_WORD_BITS))
 
@@ -125,8 +127,12 @@ def _round_to_bf16(bits: Tensor) -> Tensor:
     """Rounds magnitudes so that the upper half of their bits is the nearest bfloat16. NaN stays NaN, even a NaN with
     all bits set.
     """
-    bounded_bits = bits.bitwise_and(_MAGNITUDE_MASK).clamp(max=_LARGEST_NAN_BITS)
-    return bounded_bits + bounded_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(1) + (_LOW_HALF_MASK >> 1)
+    bounded_magnitude_bits = bits.bitwise_and(_MAGNITUDE_MASK).clamp(max=_LARGEST_NAN_BITS)
+    return (
+        bounded_magnitude_bits
+        + bounded_magnitude_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(1)
+        + (_LOW_HALF_MASK >> 1)
+    )
 
 
 class Layout(StrEnum):
@@ -147,7 +153,7 @@ class Layout(StrEnum):
 
 
 # The dimensions of the tensor of words whose sizes are dynamic, by layout.
-_FREE_DIMENSIONS = {
+_DYNAMIC_DIMENSIONS_BY_LAYOUT = {
     Layout.FLAT: (0,),
     Layout.ROWS: (0, 1),
     Layout.BLOCKS: (0,),
@@ -158,7 +164,7 @@ _FREE_DIMENSIONS = {
 
 
 # Blocks with at least this many columns are read in pairs of values: half as many words fill a vector of 256 bits.
-_SHORTEST_PAIRED_BLOCK = 16
+_MIN_PAIRED_BLOCK_COLUMNS = 16
 
 
 # Example sizes of the dynamic dimensions. No block has one of these sizes.
@@ -194,11 +200,13 @@ class ValuesKernel(Kernel):
         return f"{self.fmt.name}{scaling_text}{rounding_text}, {dtypes}, {self.layout!s}, {self.device}"
 
     @property
-    def has_pairs(self) -> bool:
+    def reads_value_pairs(self) -> bool:
         """Whether the kernel reads two bfloat16 values as one 32-bit word. It reads single values if a block in words
         would be shorter than a vector.
         """
-        has_short_blocks = self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _SHORTEST_PAIRED_BLOCK
+        has_short_blocks = (
+            self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _MIN_PAIRED_BLOCK_COLUMNS
+        )
         return self.source is torch.bfloat16 and not has_short_blocks
 
     @property
@@ -206,7 +214,9 @@ class ValuesKernel(Kernel):
         """Whether a CPU kernel computes all scales before it rounds any value. The kernel then reads its input twice,
         which takes less time than computing scales one at a time.
         """
-        return self.device == "cpu" and (self.has_pairs or (self.scaling is not None and self.scaling.scale is E4M3))
+        return self.device == "cpu" and (
+            self.reads_value_pairs or (self.scaling is not None and self.scaling.scale is E4M3)
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -227,15 +237,19 @@ class ValuesKernel(Kernel):
         """
         # The number of optional tensors is fixed when the kernel is compiled.
         source, out, *optional_tensors = tensors
-        factor = optional_tensors[0] if self.factor else None
+        scale_factor = optional_tensors[0] if self.factor else None
         random_lanes = self._draw_random_lanes(source, optional_tensors[-1]) if self.stochastic else None
         # Magnitudes need fewer instructions than signed numbers, but only work for formats whose zero has a sign.
         if self.fmt.signed_zero:
-            rounded_lanes = self._round_lanes(split_magnitudes(source), factor, random_lanes)
-            out.copy_(join_magnitudes(rounded_lanes, source, self.target, self.is_exact))
+            rounded_lanes = self._round_value_lanes(split_magnitudes(source), scale_factor, random_lanes)
+            out.copy_(join_magnitude_lanes(rounded_lanes, source, self.target, self.is_exact))
         else:
             out.copy_(
-                join_lanes(self._round_lanes(split_lanes(source), factor, random_lanes), self.target, self.is_exact)
+                join_value_lanes(
+                    self._round_value_lanes(split_words_into_lanes(source), scale_factor, random_lanes),
+                    self.target,
+                    self.is_exact,
+                )
             )
         return ()
 
@@ -250,19 +264,19 @@ class ValuesKernel(Kernel):
             Layout.RECTANGLES: (_EXAMPLE_ROWS, self.block[0], _EXAMPLE_COLUMNS, self.block[1]),
         }
         x = draw_example(shapes[self.layout], self.source, self.device)
-        inputs = view_as_words(x, self.has_pairs)
-        out = view_result_as_words(torch.empty_like(x, dtype=self.target), self.has_pairs)
+        inputs = view_as_words(x, self.reads_value_pairs)
+        out = view_result_as_words(torch.empty_like(x, dtype=self.target), self.reads_value_pairs)
         # The factor is an argument of the kernel. Computing it here would need a second kernel, which reduces the
         # tensor first.
-        factors = {Layout.ROWS: (inputs.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
-        factor = torch.full(factors.get(self.layout, ()), 0.75, dtype=torch.float32, device=self.device)
+        factor_shapes = {Layout.ROWS: (inputs.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
+        scale_factor = torch.full(factor_shapes.get(self.layout, ()), 0.75, dtype=torch.float32, device=self.device)
         if self.layout is Layout.COLUMNS:
-            factor = view_result_as_words(factor, self.has_pairs)
+            scale_factor = view_result_as_words(scale_factor, self.reads_value_pairs)
         key = torch.zeros((), dtype=torch.int32, device=self.device)
-        return [inputs, out, *([factor] if self.factor else []), *([key] if self.stochastic else [])]
+        return [inputs, out, *([scale_factor] if self.factor else []), *([key] if self.stochastic else [])]
 
     def free(self) -> list[Sequence[int]]:
-        free_dimensions = _FREE_DIMENSIONS[self.layout]
+        free_dimensions = _DYNAMIC_DIMENSIONS_BY_LAYOUT[self.layout]
         factor = {Layout.ROWS: (0,), Layout.COLUMNS: (1,)}.get(self.layout, ())
         return [
             free_dimensions,
@@ -274,20 +288,22 @@ class ValuesKernel(Kernel):
     def options(self) -> Mapping[str, object]:
         # Inductor's propagation of indices would make Inductor compute the indices in a column one at a time, without
         # vectors.
-        draws_upright = self.stochastic and self.layout is Layout.UPRIGHT
-        return {"constant_and_index_propagation": False} if draws_upright else {}
+        is_upright_stochastic = self.stochastic and self.layout is Layout.UPRIGHT
+        return {"constant_and_index_propagation": False} if is_upright_stochastic else {}
 
-    def _round_lanes(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
+    def _round_value_lanes(
+        self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
+    ) -> list[Tensor]:
         """Returns rounded values. If the format has a signed zero, `values` and the result are magnitudes."""
         if self.scaling is None:
-            return self._round_with_factor(values, factor, random)
+            return self._round_lanes_with_factor(values, factor, random)
         if self.layout is Layout.UPRIGHT:
             return self._round_upright_blocks(values, factor, random)
         if self.fmt.signed_zero:
             return block_magnitudes(values, self.fmt, self.scaling, factor, random, self.computes_scales_first)
         return block_values(values, self.fmt, self.scaling, factor, random)
 
-    def _round_with_factor(
+    def _round_lanes_with_factor(
         self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
     ) -> list[Tensor]:
         random_lanes: Sequence[Tensor | None] = random or [None] * len(values)
@@ -296,12 +312,14 @@ class ValuesKernel(Kernel):
                 self._round_lane(value, random_lane) for value, random_lane in zip(values, random_lanes, strict=True)
             ]
         # Each column has its own factor. Two columns that share a word have different factors.
-        factors = split_float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
+        lane_factors = split_float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
         rounded_lanes = [
             self._round_lane(value * lane_factor, random_bits)
-            for value, lane_factor, random_bits in zip(values, factors, random_lanes, strict=True)
+            for value, lane_factor, random_bits in zip(values, lane_factors, random_lanes, strict=True)
         ]
-        return [tensor * reciprocal(lane_factor) for tensor, lane_factor in zip(rounded_lanes, factors, strict=True)]
+        return [
+            tensor * reciprocal(lane_factor) for tensor, lane_factor in zip(rounded_lanes, lane_factors, strict=True)
+        ]
 
     def _round_lane(self, values: Tensor, random: Tensor | None) -> Tensor:
         round_function = round_magnitudes if self.fmt.signed_zero else round_values
@@ -325,15 +343,15 @@ class ValuesKernel(Kernel):
         """Returns random numbers for each lane. Elements are counted along the rows of the operand, even if the operand
         is transposed in memory.
         """
-        values_per_word = 2 if self.has_pairs else 1
+        values_per_word = 2 if self.reads_value_pairs else 1
         columns = torch.arange(source.shape[-1], dtype=torch.int32, device=key.device) * values_per_word
         rows = torch.arange(prod(source.shape[:-1]), dtype=torch.int32, device=key.device).view(*source.shape[:-1], 1)
         # Blocks run down a column in memory, but their elements are numbered along the rows of the operand.
         if self.layout is Layout.UPRIGHT:
             columns = columns * (source.shape[0] * source.shape[1])
             return [
-                element_random_bits(columns + (rows + lane * source.shape[0] * source.shape[1]), key)
+                compute_element_random_bits(columns + (rows + lane * source.shape[0] * source.shape[1]), key)
                 for lane in range(values_per_word)
             ]
         rows = rows * (source.shape[-1] * values_per_word)
-        return [element_random_bits(rows + (columns + lane), key) for lane in range(values_per_word)]
+        return [compute_element_random_bits(rows + (columns + lane), key) for lane in range(values_per_word)]

@@ -73,12 +73,12 @@ class Format:
         """The possible treatments of values that are too large: SATURATE, and also INFINITY if the format has infinity,
         or else NAN if it has NaN.
         """
-        overflows = [Overflow.SATURATE]
+        overflow_treatments = [Overflow.SATURATE]
         if self.has_infinity:
-            overflows.append(Overflow.INFINITY)
+            overflow_treatments.append(Overflow.INFINITY)
         elif self.has_nan:
-            overflows.append(Overflow.NAN)
-        return tuple(overflows)
+            overflow_treatments.append(Overflow.NAN)
+        return tuple(overflow_treatments)
 
 
 # The OCP 8-bit formats, as on NVIDIA's GPUs. 'fn' means finite: all codes except NaN are numbers.

@@ -37,7 +37,7 @@ class DeviceClass:
     def is_amd(self) -> bool:
         return bool(self.arch)
 
-    def at_least(self, first: tuple[int, int]) -> bool:
+    def has_compute_capability(self, first: tuple[int, int]) -> bool:
         """Returns whether this is a class of NVIDIA's devices with at least the compute capability `first`."""
         return self.capability is not None and self.capability >= first
 
@@ -65,33 +65,37 @@ RTX5090 = DeviceClass(
 MI300X = DeviceClass("mi300x", "MI300X, MI325X: CDNA3, gfx942", arch="gfx942", aliases=("cdna3", "mi325x", "gfx942"))
 MI350X = DeviceClass("mi350x", "MI350X, MI355X: CDNA4, gfx950", arch="gfx950", aliases=("cdna4", "mi355x", "gfx950"))
 
-CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
+DEVICE_CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 
 def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
     """Returns the class of NVIDIA's devices for a compute capability: the newest listed class with the same major
     version and no higher minor version. Returns a new class if none is listed.
     """
-    listed_classes = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
-    older_classes = [kind for kind in listed_classes if kind.capability and kind.capability <= capability]
-    if older_classes:
-        return older_classes[-1]
-    return DeviceClass("", f"compute capability {_write_capability(capability)}", capability)
+    classes_of_major_version = [
+        kind for kind in DEVICE_CLASSES if kind.capability and kind.capability[0] == capability[0]
+    ]
+    older_device_classes = [
+        kind for kind in classes_of_major_version if kind.capability and kind.capability <= capability
+    ]
+    if older_device_classes:
+        return older_device_classes[-1]
+    return DeviceClass("", f"compute capability {_format_capability(capability)}", capability)
 
 
 def amd_class(arch: str) -> DeviceClass | None:
     """Returns the class of AMD's devices with an instruction set, for example 'gfx942:sramecc+:xnack-'. Returns None if
     the instruction set is not listed.
     """
-    return next((kind for kind in CLASSES if kind.is_amd and kind.arch == arch.partition(":")[0]), None)
+    return next((kind for kind in DEVICE_CLASSES if kind.is_amd and kind.arch == arch.partition(":")[0]), None)
 
 
 def find_device_class(word: str) -> DeviceClass:
     """Returns the class of devices with this name or alias ('h100', 'hopper'). Raises UnknownName."""
-    classes_by_name = {name: kind for kind in CLASSES for name in (kind.name, *kind.aliases)}
-    if word.lower() not in classes_by_name:
-        raise UnknownName("class of devices", word, list(classes_by_name))
-    return classes_by_name[word.lower()]
+    device_class_by_name = {name: kind for kind in DEVICE_CLASSES for name in (kind.name, *kind.aliases)}
+    if word.lower() not in device_class_by_name:
+        raise UnknownName("class of devices", word, list(device_class_by_name))
+    return device_class_by_name[word.lower()]
 
 
 AMPERE = (8, 0)
@@ -117,10 +121,10 @@ def support_from_capability(facts: DeviceFacts, first_capability: tuple[int, int
     """
     device_capability = facts.capability or (0, 0)
     if device_capability >= first_capability:
-        return native(f"{words} units from compute capability {_write_capability(first_capability)}")
+        return native(f"{words} units from compute capability {_format_capability(first_capability)}")
     return refused(
-        f"{words} needs compute capability {_write_capability(first_capability)}; this device has "
-        f"{_write_capability(device_capability)}"
+        f"{words} needs compute capability {_format_capability(first_capability)}; this device has "
+        f"{_format_capability(device_capability)}"
     )
 
 
@@ -151,17 +155,17 @@ def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
     unknown kind gets refused support.
     """
     if not facts.accelerated:
-        return emulated_because(f"no hardware for {words}")
+        return make_emulated_support(f"no hardware for {words}")
     if facts.kind == "cuda" or is_intel(facts):
-        return emulated_because(f"no native backend for {words} yet")
+        return make_emulated_support(f"no native backend for {words} yet")
     return refuse_unknown_kind(facts, words)
 
 
-def emulated_because(reason: str) -> Support:
+def make_emulated_support(reason: str) -> Support:
     return emulated(f"{reason}: values rounded, products in fp32")
 
 
-def _write_capability(pair: tuple[int, int]) -> str:
+def _format_capability(pair: tuple[int, int]) -> str:
     return f"{pair[0]}.{pair[1]}"
 
 
@@ -170,7 +174,7 @@ _MULTIPLYING_NAME_PATTERN = re.compile(r"gemm|nvjet|cutlass|xmma|cijk|matmul|sca
 _REDUCING_NAME_PATTERN = re.compile(r"reduce|splitk_?reduce|memset", re.IGNORECASE)
 # The number of bits of the operands that a kernel multiplies, by patterns in its name. The fewest bits come first,
 # because a name also contains the type of the result.
-_BITS_BY_NAME = (
+_FORMAT_BITS_BY_NAME = (
     (4, re.compile(r"e2m1|float_?4|[mn][xv]_?f(p)?4|(?<![a-z0-9])fp4", re.IGNORECASE)),
     (8, re.compile(r"e4m3|e5m2|float_?8|fp8|f8f8|nvjet_(sm\d+_)?qq|_F8[BHS]?|_b8", re.IGNORECASE)),
     (16, re.compile(r"bf16|bfloat16|f16|half_t|hgemm|16816|nvjet_(sm\d+_)?[th]s[th]|_[BH][BHS]S", re.IGNORECASE)),
@@ -178,20 +182,20 @@ _BITS_BY_NAME = (
 )  # fmt: skip
 
 
-def multiplied_bits(name: str) -> int | None:
+def find_operand_bits(name: str) -> int | None:
     """Returns the number of bits of the operands that a GPU kernel multiplies, read from the kernel's name. Returns
     None if the kernel does not multiply, or if the name does not show the bits.
     """
     if _REDUCING_NAME_PATTERN.search(name) or not _MULTIPLYING_NAME_PATTERN.search(name):
         return None
-    return next((bits for bits, words in _BITS_BY_NAME if words.search(name)), None)
+    return next((bits for bits, words in _FORMAT_BITS_BY_NAME if words.search(name)), None)
 
 
 def find_wider_kernel(names: Iterable[str], most_bits: int) -> str:
     """Returns the name of the first kernel that multiplies, if all kernels that multiply have operands of more than
     `most_bits`. Returns '' otherwise.
     """
-    kernel_operand_bits = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]
+    kernel_operand_bits = [(name, bits) for name in names if (bits := find_operand_bits(name)) is not None]
     if not kernel_operand_bits or any(bits <= most_bits for _, bits in kernel_operand_bits):
         return ""
     return kernel_operand_bits[0][0]

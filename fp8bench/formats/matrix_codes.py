@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.code_kernels import ALIGNED_SIDE
-from fp8bench.formats.codes import CODE_DTYPES, torch_codes
+from fp8bench.formats.code_kernels import ALIGNED_COLUMN_COUNT
+from fp8bench.formats.codes import CODE_DTYPES, encode_with_torch
 from fp8bench.formats.grids import Format
 from fp8bench.formats.memory_layout import is_aligned
 from fp8bench.formats.recipes import Scaling
@@ -24,13 +24,13 @@ from fp8bench.formats.scaled import factor, matrix_shape, quantise
 Memory = tuple[Any, ...]
 
 
-class DelayedCodes(NamedTuple):
+class DelayedScaleCodes(NamedTuple):
     """The results of a cast with a delayed scale: the scale by which the cast multiplied, the inverse of this scale for
     decoding, the codes, and the codes of the transpose, which are None if they were not requested.
     """
 
     scale: Tensor
-    inverse: Tensor
+    inverse_scale: Tensor
     straight: Tensor
     turned: Tensor | None
 
@@ -55,7 +55,7 @@ def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[T
         assert scaled_tensor.scales is not None
         return scaled_tensor.codes.view(CODE_DTYPES[fmt.name]), store_by_columns(scaled_tensor.scales)
     scale, inverse = factor(x, fmt, scaling)
-    return torch_codes(x, fmt, scale), inverse
+    return encode_with_torch(x, fmt, scale), inverse
 
 
 def square_codes_by_operations(
@@ -63,16 +63,16 @@ def square_codes_by_operations(
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     scaled_tensor = quantise(x, fmt, scaling)
     assert scaled_tensor.scales is not None
-    straight_codes = scaled_tensor.codes.view(CODE_DTYPES[fmt.name])
-    straight_codes_and_scales = straight_codes, by_squares(scaled_tensor.scales)
+    untransposed_codes = scaled_tensor.codes.view(CODE_DTYPES[fmt.name])
+    untransposed_codes_and_scales = untransposed_codes, by_squares(scaled_tensor.scales)
     return (
-        (straight_codes_and_scales, (straight_codes.t().contiguous(), by_squares(scaled_tensor.scales.t())))
+        (untransposed_codes_and_scales, (untransposed_codes.t().contiguous(), by_squares(scaled_tensor.scales.t())))
         if both
-        else (straight_codes_and_scales,)
+        else (untransposed_codes_and_scales,)
     )
 
 
-def fill_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
+def pad_to_complete_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
     """Returns the matrix, extended by zeros to complete blocks, and whether its blocks were complete before."""
     height, width = x.shape
     rows, columns = -height % down if down else 0, -width % across if across else 0
@@ -84,11 +84,11 @@ def as_row_major(x: Tensor) -> tuple[Tensor, bool]:
     row-major, `x` is copied.
     """
     if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
-        matrix, is_turned = x.t(), True
+        matrix, is_transposed = x.t(), True
     else:
-        matrix, is_turned = x.contiguous().view(matrix_shape(x.shape)), False
-    return (matrix if is_aligned(matrix) else matrix.clone()), is_turned
+        matrix, is_transposed = x.contiguous().view(matrix_shape(x.shape)), False
+    return (matrix if is_aligned(matrix) else matrix.clone()), is_transposed
 
 
-def choose_side(lengths: Sequence[int]) -> int:
-    return ALIGNED_SIDE if not any(length % ALIGNED_SIDE for length in lengths) else 1
+def choose_aligned_side(lengths: Sequence[int]) -> int:
+    return ALIGNED_COLUMN_COUNT if not any(length % ALIGNED_COLUMN_COUNT for length in lengths) else 1

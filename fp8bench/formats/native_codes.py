@@ -18,7 +18,7 @@ from fp8bench.formats.blocks import float_factor, reciprocal
 from fp8bench.formats.code_kernels import (
     SQUARE_SIDE,
     CodesKernel,
-    CurrentCodesKernel,
+    CurrentScaleCodesKernel,
     DelayedCodesKernel,
     DelayedScaleKernel,
     RowCodesKernel,
@@ -29,25 +29,25 @@ from fp8bench.formats.code_kernels import (
     view_stretches,
     view_transposed_squares,
 )
-from fp8bench.formats.codes import CODE_DTYPES, torch_codes
-from fp8bench.formats.compiling import Definition, Kernel, PairKernel
+from fp8bench.formats.codes import CODE_DTYPES, encode_with_torch
+from fp8bench.formats.compiling import CombinedKernel, Definition, Kernel
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.matrix_codes import (
-    DelayedCodes,
+    DelayedScaleCodes,
     Memory,
     allocate,
     allocate_codes,
     allocate_scaled_codes,
     as_row_major,
-    choose_side,
-    fill_blocks,
+    choose_aligned_side,
+    pad_to_complete_blocks,
     row_codes_by_operations,
     square_codes_by_operations,
 )
-from fp8bench.formats.memory_layout import MOST_ELEMENTS
+from fp8bench.formats.memory_layout import MAX_INDEXED_ELEMENTS
 from fp8bench.formats.quantise import check_input
-from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling, count_blocks
-from fp8bench.formats.scale_layouts import allocate_square_scales, transpose_rows
+from fp8bench.formats.recipes import Amax, DelayedScaling, ScaleRounding, Scaling, count_blocks
+from fp8bench.formats.scale_layouts import allocate_square_scales, transpose_row_major
 from fp8bench.formats.triton_casts import find_triton_kernels, uses_triton
 
 # The number of GPU kernels that one call of an operator launches if torch compiles it, counted with torch 2.13 and 2.11
@@ -61,15 +61,15 @@ LAUNCHES = {
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     """Returns contiguous codes of `x`, or of `x` times `scale` if it is given. Values that are too large saturate."""
     if torch.compiler.is_compiling():
-        return torch_codes(x, fmt, scale)
+        return encode_with_torch(x, fmt, scale)
     check_input(x)
     straight_codes: Tensor = _make_codes(x, scale, fmt, True, False)[0]
     return straight_codes
 
 
-def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
+def cast_codes_with_transpose(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
-        straight_codes = torch_codes(x, fmt, scale)
+        straight_codes = encode_with_torch(x, fmt, scale)
         return straight_codes, straight_codes.t().contiguous()
     check_input(x)
     return _make_codes(x, scale, fmt, True, True)
@@ -78,8 +78,8 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
 def transpose_codes(straight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return straight.t().contiguous()
-    turned_codes: Tensor = _make_codes(straight.view(torch.uint8), None, None, False, True)[1]
-    return turned_codes.view(straight.dtype)
+    transposed_codes: Tensor = _make_codes(straight.view(torch.uint8), None, None, False, True)[1]
+    return transposed_codes.view(straight.dtype)
 
 
 def _make_codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, turned: bool) -> tuple[Any, Any]:
@@ -100,7 +100,7 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes_by_operations(x, fmt, Scaling(1, block, rounding=rounding))
     check_input(x)
-    rows = _RowCast.of(x.detach(), fmt, block)
+    rows = _RowScaledCast.of(x.detach(), fmt, block)
     out, inverse = run_cast("row_codes", None, (rows.matrix,), (fmt.name, rounding.value, block), rows.allocate)
     return rows.result(out, inverse)
 
@@ -112,7 +112,7 @@ def row_codes_both(
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
-    straight_cast, turned_cast = (_RowCast.of(tensor, fmt, block) for tensor in (x.detach(), x.detach().t()))
+    straight_cast, turned_cast = (_RowScaledCast.of(tensor, fmt, block) for tensor in (x.detach(), x.detach().t()))
     matrices, plain_arguments = (straight_cast.matrix, turned_cast.matrix), (fmt.name, rounding.value, block)
     memory = run_cast(
         "row_codes_both", None, matrices, plain_arguments, lambda: straight_cast.allocate() + turned_cast.allocate()
@@ -120,7 +120,7 @@ def row_codes_both(
     return straight_cast.result(*memory[:2]), turned_cast.result(*memory[2:])
 
 
-class _RowCast(NamedTuple):
+class _RowScaledCast(NamedTuple):
     """A cast with scales for (parts of) rows. `matrix` has complete blocks, and the input has `columns` columns."""
 
     matrix: Tensor
@@ -129,8 +129,8 @@ class _RowCast(NamedTuple):
     fmt: Format
 
     @classmethod
-    def of(cls, x: Tensor, fmt: Format, block: int) -> _RowCast:
-        return cls(fill_blocks(x, 1, block)[0], x.shape[1], block, fmt)
+    def of(cls, x: Tensor, fmt: Format, block: int) -> _RowScaledCast:
+        return cls(pad_to_complete_blocks(x, 1, block)[0], x.shape[1], block, fmt)
 
     def allocate(self) -> tuple[Tensor, Tensor]:
         """Allocates memory for codes and scales."""
@@ -142,7 +142,7 @@ class _RowCast(NamedTuple):
     def result(self, out: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         data = out if out.shape[1] == self.columns else out[:, : self.columns].contiguous()
         # torch's products check strides even in dimensions of size 1. Block scales must be stored column by column.
-        return data, transpose_rows(inverse) if self.block else inverse.view(-1, 1)
+        return data, transpose_row_major(inverse) if self.block else inverse.view(-1, 1)
 
 
 def square_codes(
@@ -158,7 +158,7 @@ def square_codes(
     if uses_triton(x.device):
         return _square_codes_by_triton(x.detach(), fmt, rounding, both)
     rows, columns = x.shape
-    x, is_whole = fill_blocks(x.detach(), SQUARE_SIDE, SQUARE_SIDE)
+    x, is_whole = pad_to_complete_blocks(x.detach(), SQUARE_SIDE, SQUARE_SIDE)
     matrix, is_swapped = as_row_major(x)
     squares_down, squares_across = (length // SQUARE_SIDE for length in matrix.shape)
     scale = torch.empty(squares_down, squares_across, dtype=torch.float32, device=x.device)
@@ -167,11 +167,11 @@ def square_codes(
         matrix, scale, inverse[:, :squares_across], turned_inverse[:, :squares_down].t(), fmt.name, rounding.value
     )
     # Pass `scale`, because `codes` expects the scales in the memory order of the squares.
-    results = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
+    results = cast_codes_with_transpose(x, fmt, scale) if both else (codes(x, fmt, scale),)
     inverse_scales = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)
     return tuple(
-        (data if is_whole else data[:height, :width].contiguous(), transpose_rows(memory))
+        (data if is_whole else data[:height, :width].contiguous(), transpose_row_major(memory))
         for data, memory, (height, width) in zip(results, inverse_scales, shapes, strict=False)
     )
 
@@ -181,18 +181,18 @@ def _square_codes_by_triton(
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     squares_down, squares_across = (count_blocks(length, SQUARE_SIDE) for length in x.shape)
     inverse, turned_inverse = allocate_square_scales(squares_down, squares_across, x.device)
-    straight_codes, turned_codes = run_cast(
+    straight_codes, transposed_codes = run_cast(
         "square_codes",
         both,
         (x, inverse, turned_inverse),
         (fmt.name, rounding.value),
         lambda: allocate_codes(x, fmt, both),
     )
-    result = (straight_codes, transpose_rows(inverse))
-    return (result,) if turned_codes is None else (result, (turned_codes, transpose_rows(turned_inverse)))
+    result = (straight_codes, transpose_row_major(inverse))
+    return (result,) if transposed_codes is None else (result, (transposed_codes, transpose_row_major(turned_inverse)))
 
 
-def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
+def compute_current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
     """Returns the factor that multiplies a tensor with this `amax` before its cast, and its inverse for decoding."""
     if torch.compiler.is_compiling():
         scale = float_factor(amax, fmt, rounding)
@@ -220,27 +220,27 @@ def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -
 
 
 def delayed_codes(
-    x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed, both: bool
-) -> DelayedCodes:
+    x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: DelayedScaling, both: bool
+) -> DelayedScaleCodes:
     """Casts in one pass with the delayed scale and updates it like `delayed_scale`. Requires `casts_in_one_call`."""
     check_input(x)
-    plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
+    non_tensor_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
     inputs = x.detach(), history, casts, scale
-    return DelayedCodes(
-        *run_cast("delayed_codes", both, inputs, plain_arguments, lambda: allocate_scaled_codes(x, fmt, both))
+    return DelayedScaleCodes(
+        *run_cast("delayed_codes", both, inputs, non_tensor_arguments, lambda: allocate_scaled_codes(x, fmt, both))
     )
 
 
 def delayed_scale(
-    amax: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed
+    amax: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: DelayedScaling
 ) -> tuple[Tensor, Tensor]:
     """Returns the scale for this cast, which earlier casts have determined, and the inverse of the scale.
 
     Then records `amax`, and updates the scale if this is due. Changes `history`, `casts` and `scale` in place.
     """
     used_scale, inverse = torch.empty_like(scale), torch.empty_like(scale)
-    plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
-    torch.ops.fp8bench.delayed_scale(amax, history, casts, scale, used_scale, inverse, *plain_arguments)
+    non_tensor_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
+    torch.ops.fp8bench.delayed_scale(amax, history, casts, scale, used_scale, inverse, *non_tensor_arguments)
     return used_scale, inverse
 
 
@@ -253,24 +253,24 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
         out, turned = turned, out
     # If each square has a scale, their number gives the side of a square. Otherwise, the matrix's shape decides.
     has_square_scales = scale is not None and scale.dim() == 2
-    side = len(matrix) // len(scale) if scale is not None and has_square_scales else choose_side(matrix.shape)
+    side = len(matrix) // len(scale) if scale is not None and has_square_scales else choose_aligned_side(matrix.shape)
     kernel_flags = out is not None, turned is not None, scale is not None, has_square_scales
     kernel = CodesKernel(FORMATS.get(fmt), x.dtype, str(x.device), side, *kernel_flags)
-    kernel_views = [view_squares(matrix, side)]
+    kernel_tensor_views = [view_squares(matrix, side)]
     if out is not None:
-        kernel_views.append(view_squares(out.view(matrix.shape), side))
+        kernel_tensor_views.append(view_squares(out.view(matrix.shape), side))
     if turned is not None:
-        kernel_views.append(view_transposed_squares(turned.view(matrix.shape[::-1]), side))
+        kernel_tensor_views.append(view_transposed_squares(turned.view(matrix.shape[::-1]), side))
     if scale is not None:
-        kernel_views.append(scale[:, None, :, None] if has_square_scales else scale.reshape(()))
-    return run_kernel(kernel, *kernel_views)
+        kernel_tensor_views.append(scale[:, None, :, None] if has_square_scales else scale.reshape(()))
+    return run_kernel(kernel, *kernel_tensor_views)
 
 
 def _run_row_codes(*arguments: Any) -> Launch | None:
     return _prepare_row_cast(*arguments).run()
 
 
-def _run_row_codes_both(
+def _run_two_row_casts(
     x: Tensor, y: Tensor, out: Tensor, inverse: Tensor, out_of_y: Tensor, inverse_of_y: Tensor, *recipe: Any
 ) -> Launch | None:
     return _prepare_row_cast(x, out, inverse, *recipe).run_together_with(
@@ -280,7 +280,7 @@ def _run_row_codes_both(
 
 def _prepare_row_cast(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> PreparedCall:
     matrix, is_turned = as_row_major(x)
-    side = choose_side(x.shape[:1] if block else x.shape)
+    side = choose_aligned_side(x.shape[:1] if block else x.shape)
     kernel = RowCodesKernel(*_kernel_fields(x, fmt, rounding), side, block, is_turned)
     scales = inverse.view(len(inverse), -1, side, 1, 1)
     return PreparedCall(
@@ -292,11 +292,11 @@ def _kernel_fields(x: Tensor, fmt: str, rounding: str) -> tuple[Format, ScaleRou
     return FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device)
 
 
-def _run_current_codes(
+def _run_current_scale_codes(
     x: Tensor, scale: Tensor, inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
 ) -> Launch | None:
     matrix, _, outputs, orientations = _matrix_and_outputs(x, out, turned)
-    kernel = CurrentCodesKernel(*_kernel_fields(x, fmt, rounding), *orientations)
+    kernel = CurrentScaleCodesKernel(*_kernel_fields(x, fmt, rounding), *orientations)
     return run_kernel(kernel, matrix, scale, inverse, *outputs)
 
 
@@ -315,12 +315,12 @@ def _run_delayed_codes(
     interval: int,
 ) -> Launch | None:
     matrix, _, outputs, orientations = _matrix_and_outputs(x, out, turned)
-    delayed = Delayed(len(history), Amax(algorithm), margin, interval)
+    delayed = DelayedScaling(len(history), Amax(algorithm), margin, interval)
     kernel = DelayedCodesKernel(FORMATS[fmt], delayed, x.dtype, str(x.device), *orientations)
     return run_kernel(kernel, matrix, history, casts, scale, used, inverse, *outputs)
 
 
-def _run_square_codes(
+def _launch_square_codes_kernel(
     x: Tensor, inverse: Tensor, turned_inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
 ) -> Launch | None:
     matrix, is_swapped, outputs, orientations = _matrix_and_outputs(x, out, turned)
@@ -346,7 +346,7 @@ def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: T
     run_kernel(kernel, view_squares(matrix, block).transpose(1, 2), scale, inverse, turned)
 
 
-def _run_scale(amax: Tensor, scale: Tensor, inverse: Tensor, fmt: str, rounding: str) -> None:
+def _run_scale_kernel(amax: Tensor, scale: Tensor, inverse: Tensor, fmt: str, rounding: str) -> None:
     run_kernel(ScaleKernel(FORMATS[fmt], ScaleRounding(rounding), str(amax.device)), amax, scale, inverse)
 
 
@@ -362,7 +362,7 @@ def _run_delayed_scale(
     margin: int,
     interval: int,
 ) -> None:
-    delayed = Delayed(len(history), Amax(algorithm), margin, interval)
+    delayed = DelayedScaling(len(history), Amax(algorithm), margin, interval)
     kernel = DelayedScaleKernel(FORMATS[fmt], delayed, str(scale.device))
     run_kernel(kernel, used, inverse, history, casts, scale, amax)
 
@@ -381,7 +381,7 @@ class PreparedCall(NamedTuple):
         """Runs this call and `second` as one kernel if exactly one matrix is transposed, otherwise one by one."""
         # If both matrices had the same orientation, the compiler would assume that their sizes are always equal.
         if self.turned != second.turned:
-            return run_kernel(PairKernel(self.kernel, second.kernel), *self.tensors, *second.tensors)
+            return run_kernel(CombinedKernel(self.kernel, second.kernel), *self.tensors, *second.tensors)
         self.run()
         second.run()
         return None
@@ -396,7 +396,7 @@ class Launch(NamedTuple):
 
 def run_kernel(kernel: Definition, *tensors: Tensor) -> Launch | None:
     """Runs the hand-written or compiled kernel. If neither exists, runs separate operations with the same results."""
-    is_indexable = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
+    is_indexable = max(tensor.numel() for tensor in tensors) <= MAX_INDEXED_ELEMENTS
     triton_kernels = find_triton_kernels(kernel, tensors) if is_indexable and uses_triton(tensors[0].device) else None
     is_compilable = triton_kernels is not None or (is_indexable and isinstance(kernel, Kernel))
     compiled_kernel = operators.KERNELS.get(triton_kernels or kernel) if is_compilable else None
@@ -422,7 +422,7 @@ def run_cast(
     """
     x = inputs[0]
     assert x is not None
-    if not uses_triton(x.device) or operators.is_observed(x):
+    if not uses_triton(x.device) or operators.are_operators_observed(x):
         outputs = allocate()
         getattr(torch.ops.fp8bench, name)(*inputs, *outputs, *plain_arguments)
         return outputs
@@ -445,25 +445,25 @@ def run_cast(
         return memory
     # 3. Plan and launch. Launches that read copies of the inputs cannot be repeated.
     memory = allocate()
-    launch = _IMPLEMENTATIONS[name](*inputs, *memory, *plain_arguments)
+    launch = _KERNEL_IMPLEMENTATIONS[name](*inputs, *memory, *plain_arguments)
     addresses += [out.data_ptr() for out in memory if out is not None]
     if launch is not None and {*launch.addresses} <= {*addresses}:
-        layouts = [None if out is None else (out.shape, out.stride(), out.dtype) for out in memory]
+        layouts = tuple(None if out is None else (out.shape, out.stride(), out.dtype) for out in memory)
         select_addresses = itemgetter(*map(addresses.index, launch.addresses))
-        operators.KERNELS.relaunches[key] = operators.Relaunch(tuple(layouts), launch.repeat, select_addresses)
+        operators.KERNELS.relaunches[key] = operators.Relaunch(layouts, launch.repeat, select_addresses)
     return memory
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., Launch | None]] = {}
+_KERNEL_IMPLEMENTATIONS: dict[str, Callable[..., Launch | None]] = {}
 
 
-def define_cast(name: str, schema: str, run: Callable[..., Launch | None]) -> None:
+def register_cast_operator(name: str, schema: str, run: Callable[..., Launch | None]) -> None:
     """Registers an operator that `run_cast` calls."""
 
     def call_run(*arguments: object) -> None:
         run(*arguments)
 
-    _IMPLEMENTATIONS[name] = run
+    _KERNEL_IMPLEMENTATIONS[name] = run
     operators.define_operator(name, schema, call_run)
 
 
@@ -472,29 +472,29 @@ _DELAYED_SCHEMA = (
     "str fmt, str algorithm, int margin, int interval"
 )
 _ROWS_SCHEMA = "Tensor x, Tensor y, Tensor(a!) out, Tensor(b!) inverse, Tensor(c!) out_of_y, Tensor(d!) inverse_of_y"
-_OUT_SCHEMA = "Tensor(y!) out, Tensor(z!)? turned"
+_OUTPUT_ARGUMENTS_SCHEMA = "Tensor(y!) out, Tensor(z!)? turned"
 _DELAYED_CODES_SCHEMA = (
     "Tensor x, Tensor(a!) history, Tensor(b!) casts, Tensor(c!) scale, Tensor(d!) used, Tensor(e!) inverse, "
-    f"{_OUT_SCHEMA}, str fmt, str algorithm, int margin, int interval"
+    f"{_OUTPUT_ARGUMENTS_SCHEMA}, str fmt, str algorithm, int margin, int interval"
 )
-_SQUARES_SCHEMA = "Tensor matrix, Tensor(a!) scale, Tensor(b!) inverse, Tensor(c!) turned, str fmt, str rounding"
+_SQUARE_SCALES_SCHEMA = "Tensor matrix, Tensor(a!) scale, Tensor(b!) inverse, Tensor(c!) turned, str fmt, str rounding"
 for _name, _arguments, _run in (
     ("codes", "Tensor x, Tensor? scale, Tensor(a!)? out, Tensor(b!)? turned, str fmt", _run_codes),
     ("row_codes", "Tensor x, Tensor(a!) out, Tensor(b!) inverse, str fmt, str rounding, int block", _run_row_codes),
-    ("row_codes_both", f"{_ROWS_SCHEMA}, str fmt, str rounding, int block", _run_row_codes_both),
-    ("square_scales", _SQUARES_SCHEMA, _run_square_scales),
+    ("row_codes_both", f"{_ROWS_SCHEMA}, str fmt, str rounding, int block", _run_two_row_casts),
+    ("square_scales", _SQUARE_SCALES_SCHEMA, _run_square_scales),
     (
         "current_codes",
-        f"Tensor x, Tensor(a!) scale, Tensor(b!) inverse, {_OUT_SCHEMA}, str fmt, str rounding",
-        _run_current_codes,
+        f"Tensor x, Tensor(a!) scale, Tensor(b!) inverse, {_OUTPUT_ARGUMENTS_SCHEMA}, str fmt, str rounding",
+        _run_current_scale_codes,
     ),
     ("delayed_codes", _DELAYED_CODES_SCHEMA, _run_delayed_codes),
     (
         "square_codes",
-        f"Tensor x, Tensor(a!) inverse, Tensor(b!) turned_inverse, {_OUT_SCHEMA}, str fmt, str rounding",
-        _run_square_codes,
+        f"Tensor x, Tensor(a!) inverse, Tensor(b!) turned_inverse, {_OUTPUT_ARGUMENTS_SCHEMA}, str fmt, str rounding",
+        _launch_square_codes_kernel,
     ),
-    ("scale", "Tensor amax, Tensor(a!) scale, Tensor(b!) inverse, str fmt, str rounding", _run_scale),
+    ("scale", "Tensor amax, Tensor(a!) scale, Tensor(b!) inverse, str fmt, str rounding", _run_scale_kernel),
     ("delayed_scale", _DELAYED_SCHEMA, _run_delayed_scale),
 ):
-    (define_cast if "codes" in _name else operators.define_operator)(_name, f"({_arguments}) -> ()", _run)
+    (register_cast_operator if "codes" in _name else operators.define_operator)(_name, f"({_arguments}) -> ()", _run)

@@ -19,8 +19,8 @@ from torch import Tensor
 from fp8bench.formats import quantise, scaled
 from fp8bench.formats.compiling import Compiled, Definition, compile_kernel
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
-from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, choose_layout, kernel_factor
-from fp8bench.formats.quantise import check_input, seed_key
+from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, choose_layout, compute_kernel_factor
+from fp8bench.formats.quantise import check_input, compute_seed_key
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 
 _QUANTISER_SCHEMA = (
@@ -29,7 +29,7 @@ _QUANTISER_SCHEMA = (
 )
 # The names of the operators. They differ in what has a scale: nothing, a tensor, a row, a block with a float32 scale, a
 # block with an e8m0 scale, or a block with an e4m3 scale.
-FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
+OPERATOR_FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
 
 
 class Relaunch(NamedTuple):
@@ -58,7 +58,7 @@ class Relaunch(NamedTuple):
         return tuple(outputs) if self.launch(self.take(addresses)) else None
 
 
-def is_observed(x: Tensor) -> bool:
+def are_operators_observed(x: Tensor) -> bool:
     """Returns whether some mechanism must see each operator that is called for `x`: a dispatch mode, a functorch
     transform, or a tensor subclass.
     """
@@ -189,7 +189,7 @@ def _run_quantiser(
     # Without a compiled kernel, torch's separate operations compute the same bits.
     kernel = KERNELS.get(layout.kernel) if layout else None
     if layout is not None and kernel is not None:
-        _run_kernel(kernel, layout, x, out, kernel_factor(x, quantisation, layout, scale), seed)
+        _run_kernel(kernel, layout, x, out, compute_kernel_factor(x, quantisation, layout, scale), seed)
     elif scaling is None:
         quantise.round_to(x, quantisation.fmt, out, overflow=quantisation.overflow, seed=seed)
     else:
@@ -199,11 +199,13 @@ def _run_quantiser(
 def _run_kernel(
     kernel: Compiled, layout: MemoryLayout, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
 ) -> None:
-    writes_out_directly = layout.can_write_into(out)
-    result_memory = layout.empty(out.device) if not writes_out_directly else out.t() if layout.turned else out
-    optional_tensors = [tensor for tensor in (factor, None if seed is None else seed_key(seed)) if tensor is not None]
+    writes_output_directly = layout.can_write_into(out)
+    result_memory = layout.empty(out.device) if not writes_output_directly else out.t() if layout.turned else out
+    optional_tensors = [
+        tensor for tensor in (factor, None if seed is None else compute_seed_key(seed)) if tensor is not None
+    ]
     kernel.run(layout.view_as_words(layout.matrix(x)), layout.view_result_as_words(result_memory), *optional_tensors)
-    if not writes_out_directly:
+    if not writes_output_directly:
         layout.copy_result(result_memory, out)
 
 
@@ -222,5 +224,5 @@ def define_operator(name: str, schema: str, run: Callable[..., object]) -> None:
     _LIBRARY.impl(name, lambda *arguments: None, "Meta")  # type: ignore[no-untyped-call]
 
 
-for _family in FAMILIES:
+for _family in OPERATOR_FAMILIES:
     define_operator(_family, _QUANTISER_SCHEMA, _run_quantiser)

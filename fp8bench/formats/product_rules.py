@@ -24,7 +24,7 @@ from fp8bench.model import DeviceFacts
 Sides = tuple[int, int, int]
 
 
-class Scheme(StrEnum):
+class ScalingScheme(StrEnum):
     """The kinds of scaled matrix products, by format and by which elements share a scale."""
 
     TENSOR = "FP8 with a scale a tensor"
@@ -36,11 +36,22 @@ class Scheme(StrEnum):
     NVFP4 = "NVFP4"
 
 
-MX_SCHEMES = (Scheme.MXFP8, Scheme.MXFP6, Scheme.MXFP4)
-FP8_SCHEMES = (Scheme.TENSOR, Scheme.ROW, Scheme.BLOCK)
+MX_SCHEMES = (ScalingScheme.MXFP8, ScalingScheme.MXFP6, ScalingScheme.MXFP4)
+FP8_SCHEMES = (ScalingScheme.TENSOR, ScalingScheme.ROW, ScalingScheme.BLOCK)
 FNUZ_FORMATS = (E4M3FNUZ, E5M2FNUZ)
-_MX_BY_FORMAT = {E4M3: Scheme.MXFP8, E5M2: Scheme.MXFP8, E3M2: Scheme.MXFP6, E2M3: Scheme.MXFP6, E2M1: Scheme.MXFP4}
-_FP8_BY_EXTENT = {(0, 0): Scheme.TENSOR, (1, 0): Scheme.ROW, (1, 128): Scheme.BLOCK, (128, 128): Scheme.BLOCK}
+_MX_BY_FORMAT = {
+    E4M3: ScalingScheme.MXFP8,
+    E5M2: ScalingScheme.MXFP8,
+    E3M2: ScalingScheme.MXFP6,
+    E2M3: ScalingScheme.MXFP6,
+    E2M1: ScalingScheme.MXFP4,
+}
+_FP8_BY_EXTENT = {
+    (0, 0): ScalingScheme.TENSOR,
+    (1, 0): ScalingScheme.ROW,
+    (1, 128): ScalingScheme.BLOCK,
+    (128, 128): ScalingScheme.BLOCK,
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +73,14 @@ class Product:
         return self.m, self.n, self.k
 
     @property
-    def scheme(self) -> Scheme | None:
+    def scheme(self) -> ScalingScheme | None:
         """The scheme of this product; None if its two operands belong to different schemes."""
         schemes = {_find_operand_scheme(treatment) for treatment in (self.a, self.b)}
         return schemes.pop() if len(schemes) == 1 else None
 
 
 @dataclass(frozen=True)
-class Objection:
+class ProductObjection:
     """The reason why a product is refused. The product would be accepted if M, N and K were padded to `multiples`,
     which is None if padding does not help.
     """
@@ -78,21 +89,21 @@ class Objection:
     multiples: Sides | None = None
 
 
-def _find_operand_scheme(treatment: Treatment) -> Scheme | None:
+def _find_operand_scheme(treatment: Treatment) -> ScalingScheme | None:
     scaling, fmt = treatment.scaling, treatment.fmt
     if scaling is None:  # without scaling, the product gets scales of 1
-        return Scheme.TENSOR if fmt in (E4M3, E5M2, *FNUZ_FORMATS) else None
+        return ScalingScheme.TENSOR if fmt in (E4M3, E5M2, *FNUZ_FORMATS) else None
     if scaling.scale is E8M0:
         return _MX_BY_FORMAT[fmt]
     if scaling.scale is E4M3:
-        return Scheme.NVFP4
+        return ScalingScheme.NVFP4
     return _FP8_BY_EXTENT.get((scaling.rows, scaling.columns)) if fmt in (E4M3, E5M2, *FNUZ_FORMATS) else None
 
 
 BLACKWELL = (10, 0)
 
 
-def explain_missing(product: Product, device: DeviceClass) -> str:
+def explain_missing_product_kind(product: Product, device: DeviceClass) -> str:
     """Returns why a class of devices cannot compute a product of this kind, whatever its sizes. Returns '' if it
     can.
     """
@@ -103,13 +114,13 @@ def explain_missing(product: Product, device: DeviceClass) -> str:
         )
         return f"no units multiply {operands_text}"
     return (
-        _explain_missing_units(scheme, device)
+        _explain_missing_product_units(scheme, device)
         or _explain_other_formats(product, device)
         or _explain_missing_in_torch(scheme, device)
     )
 
 
-def list_objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
+def list_product_objections(product: Product, device: DeviceClass) -> tuple[ProductObjection, ...]:
     """Returns why torch's scaled_mm, or a library that it calls, refuses a product that the class of devices
     supports.
     """
@@ -122,21 +133,29 @@ def _describe_treatment(treatment: Treatment) -> str:
     )
 
 
-def _explain_missing_units(scheme: Scheme, device: DeviceClass) -> str:
+def _explain_missing_product_units(scheme: ScalingScheme, device: DeviceClass) -> str:
     # 1. Refuse devices without hardware for low-precision products.
     if not device.is_nvidia and not device.is_amd:
         return "no CPU has units for it: emulated, in any shape"
     # 2. FP8 units exist on NVIDIA's GPUs from Ada on, and on all AMD devices that are listed.
     if scheme in FP8_SCHEMES:
-        return "" if device.is_amd or device.at_least(ADA) else "NVIDIA's FP8 units begin at compute capability 8.9"
+        return (
+            ""
+            if device.is_amd or device.has_compute_capability(ADA)
+            else "NVIDIA's FP8 units begin at compute capability 8.9"
+        )
     # 3. Hardware for blocks of 32 elements (MX) or 16 elements (NVFP4) came later. Some devices support only one of the
     # two.
-    if device.is_amd and scheme is Scheme.NVFP4:
+    if device.is_amd and scheme is ScalingScheme.NVFP4:
         return "AMD has no units for NVFP4's scales"
     if device.is_amd:
         return "" if device is MI350X else "AMD's units for MX blocks begin with gfx950, the MI350"
     words = "MX blocks" if scheme in MX_SCHEMES else "NVFP4"
-    return "" if device.at_least(BLACKWELL) else f"NVIDIA's units for {words} begin at compute capability 10.0"
+    return (
+        ""
+        if device.has_compute_capability(BLACKWELL)
+        else f"NVIDIA's units for {words} begin at compute capability 10.0"
+    )
 
 
 def _explain_other_formats(product: Product, device: DeviceClass) -> str:
@@ -148,42 +167,44 @@ def _explain_other_formats(product: Product, device: DeviceClass) -> str:
     return ""
 
 
-def _explain_missing_in_torch(scheme: Scheme, device: DeviceClass) -> str:
-    if scheme is Scheme.MXFP6:
+def _explain_missing_in_torch(scheme: ScalingScheme, device: DeviceClass) -> str:
+    if scheme is ScalingScheme.MXFP6:
         return "it has units for FP6, but torch has neither the format nor the product"
-    if scheme is Scheme.BLOCK and device is not H100:
+    if scheme is ScalingScheme.BLOCK and device is not H100:
         # cuBLAS supports these scales on compute capability 9.0 only. ROCm's libraries do not support them.
         return "scaled_mm takes scales of 128 elements on compute capability 9.0 only"
-    if scheme is Scheme.MXFP4 and device.is_nvidia and device is not B200:
+    if scheme is ScalingScheme.MXFP4 and device.is_nvidia and device is not B200:
         return "its kernel for MXFP4, FBGEMM's, is for compute capability 10.0 only"
     return ""
 
 
-def _list_kind_objections(product: Product, device: DeviceClass) -> Iterator[Objection]:
+def _list_kind_objections(product: Product, device: DeviceClass) -> Iterator[ProductObjection]:
     if product.row_major:
-        yield Objection("the second operand is stored row by row, but its contraction must be the innermost dimension")
+        yield ProductObjection(
+            "the second operand is stored row by row, but its contraction must be the innermost dimension"
+        )
     if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:
         # cuBLASLt has this restriction. AMD's libraries do not have it.
-        yield Objection("two E5M2 operands are not multiplied on NVIDIA's GPUs")
-    if product.scheme is Scheme.ROW and device is not H100:
+        yield ProductObjection("two E5M2 operands are not multiplied on NVIDIA's GPUs")
+    if product.scheme is ScalingScheme.ROW and device is not H100:
         # On Hopper cuBLAS supports row scales since 12.9. Elsewhere the kernels of CUTLASS and hipBLASLt accept fewer
         # formats.
         if product.b.fmt not in (E4M3, FNUZ_FORMATS[0]):
             reason = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
-            yield Objection(reason)
+            yield ProductObjection(reason)
         if product.output not in _name_row_output_dtypes(device).split(" or "):
             reason = f"with a scale a row the output is {_name_row_output_dtypes(device)}, not {product.output}"
-            yield Objection(reason)
-    if product.scheme in (Scheme.BLOCK, Scheme.MXFP8) and not product.a.fmt is product.b.fmt is E4M3:
-        yield Objection(f"with scales of {_BLOCK_ELEMENTS[product.scheme]} elements both operands are E4M3")
+            yield ProductObjection(reason)
+    if product.scheme in (ScalingScheme.BLOCK, ScalingScheme.MXFP8) and not product.a.fmt is product.b.fmt is E4M3:
+        yield ProductObjection(f"with scales of {_BLOCK_ELEMENTS[product.scheme]} elements both operands are E4M3")
     if product.scheme in MX_SCHEMES and device.is_amd and product.output == "fp32":
-        yield Objection("MX products give bf16 or fp16 on AMD's GPUs, not fp32")
+        yield ProductObjection("MX products give bf16 or fp16 on AMD's GPUs, not fp32")
 
 
-_BLOCK_ELEMENTS = {Scheme.BLOCK: 128, Scheme.MXFP8: 32}
+_BLOCK_ELEMENTS = {ScalingScheme.BLOCK: 128, ScalingScheme.MXFP8: 32}
 
 
-def rows_give_float32(facts: DeviceFacts) -> bool:
+def do_row_scales_give_float32(facts: DeviceFacts) -> bool:
     """Returns whether products with a scale for each row return float32.
 
     cuBLAS returns float32. torch uses cuBLAS on compute capability 9.0 since CUDA 12.9, and torch's tests require
@@ -193,7 +214,7 @@ def rows_give_float32(facts: DeviceFacts) -> bool:
     return is_nvidia(facts) and facts.capability == H100.capability and cuda_version >= (12, 9)
 
 
-def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
+def find_grouped_size_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
     """Returns a number by which the sizes of torch's scaled_grouped_mm must be divisible; 0 if scaled_grouped_mm cannot
     compute these products.
 
@@ -204,32 +225,32 @@ def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: Dev
     if not is_nvidia(facts) or facts.capability is None or facts.capability[0] not in (9, 10):
         return 0
     schemes = {Product(32, 32, 32, a, b).scheme if a.fmt is b.fmt is E4M3 else None for a, b in products}
-    if schemes == {Scheme.ROW}:
+    if schemes == {ScalingScheme.ROW}:
         return 16
-    return 32 if schemes == {Scheme.MXFP8} and facts.capability == B200.capability else 0
+    return 32 if schemes == {ScalingScheme.MXFP8} and facts.capability == B200.capability else 0
 
 
 def _name_row_output_dtypes(device: DeviceClass) -> str:
     return "bf16" if device.is_amd else "bf16 or fp16"
 
 
-def _list_shape_objections(product: Product, device: DeviceClass) -> Iterator[Objection]:
+def _list_shape_objections(product: Product, device: DeviceClass) -> Iterator[ProductObjection]:
     for index, side in enumerate("MNK"):
         # Report only the largest required multiple that a side violates. Larger multiples come first.
-        factors = (rule[index] for rule in _list_required_multiples(product.scheme, device))
-        if factor := next((factor for factor in factors if product.sides[index] % factor), 0):
+        required_multiples = (rule[index] for rule in _list_side_multiples(product.scheme, device))
+        if factor := next((factor for factor in required_multiples if product.sides[index] % factor), 0):
             m, n, k = (factor if place == index else 1 for place in range(3))
-            yield Objection(f"{side}={product.sides[index]} is no multiple of {factor}", (m, n, k))
+            yield ProductObjection(f"{side}={product.sides[index]} is no multiple of {factor}", (m, n, k))
 
 
-def _list_required_multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[Sides]:
+def _list_side_multiples(scheme: ScalingScheme | None, device: DeviceClass) -> Iterator[Sides]:
     if scheme in MX_SCHEMES and device.is_amd:
         # scaled_mm requires multiples of 32. Along K, hipBLASLt's kernels need multiples of 128, according to torch's
         # tests and its older entry point.
         yield 32, 32, 128
     elif scheme in MX_SCHEMES:
         yield 1, 1, 32  # the hardware multiplies complete blocks, and torch tests nothing else
-    elif scheme is Scheme.NVFP4:
+    elif scheme is ScalingScheme.NVFP4:
         yield 1, 1, 32  # cuBLAS: a byte has two codes, and rows start at multiples of 16 bytes
     # All scaled products: cuBLASLt needs rows that start at multiples of 16 bytes, for both operands and the output.
     yield 1, 16, 16
@@ -237,7 +258,7 @@ def _list_required_multiples(scheme: Scheme | None, device: DeviceClass) -> Iter
 
 HOPPER = (9, 0)
 DESKTOP_BLACKWELL = (12, 0)
-_TE_SCHEMES = (Scheme.TENSOR, Scheme.BLOCK, Scheme.MXFP8, Scheme.NVFP4)
+_TE_SCHEMES = (ScalingScheme.TENSOR, ScalingScheme.BLOCK, ScalingScheme.MXFP8, ScalingScheme.NVFP4)
 
 
 def explain_te_refusal(product: Product, device: DeviceClass) -> str:
@@ -248,12 +269,12 @@ def explain_te_refusal(product: Product, device: DeviceClass) -> str:
     scheme = product.scheme
     if scheme not in _TE_SCHEMES:
         return ""
-    if not device.at_least(ADA):
+    if not device.has_compute_capability(ADA):
         return "its FP8 begins at compute capability 8.9"
-    if scheme is Scheme.BLOCK and not device.at_least(HOPPER):
+    if scheme is ScalingScheme.BLOCK and not device.has_compute_capability(HOPPER):
         return "its blocks of 128 begin at compute capability 9.0, with CUDA 12.9"
-    if scheme is Scheme.MXFP8 and device.at_least(DESKTOP_BLACKWELL):
+    if scheme is ScalingScheme.MXFP8 and device.has_compute_capability(DESKTOP_BLACKWELL):
         return "it refuses MXFP8 from compute capability 12.0 on, where some layouts of products are missing"
-    if scheme in (Scheme.MXFP8, Scheme.NVFP4) and not device.at_least(BLACKWELL):
+    if scheme in (ScalingScheme.MXFP8, ScalingScheme.NVFP4) and not device.has_compute_capability(BLACKWELL):
         return f"its {scheme} begins at compute capability 10.0"
     return "it has no recipe with E5M2 in every role" if product.a.fmt is product.b.fmt is E5M2 else ""

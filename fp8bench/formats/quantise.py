@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8bench.formats.grids import E8M0, Format, Overflow
 
-RANDOM_BITS = 24
+ROUNDING_RANDOM_BITS = 24
 
 _GOLDEN_RATIO = -0x61C88647
 _WORD_BITS = 32
@@ -41,31 +41,35 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
     repeat.
     """
     if prod(shape) <= _LARGEST_INDEX:
-        return element_random_bits(
-            torch.arange(prod(shape), dtype=torch.int32, device=seed.device).view(shape), seed_key(seed)
+        return compute_element_random_bits(
+            torch.arange(prod(shape), dtype=torch.int32, device=seed.device).view(shape), compute_seed_key(seed)
         )
     element_index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
-    return element_random_bits(_low_word(element_index), seed_key(seed, element_index.bitwise_right_shift(_WORD_BITS)))
+    return compute_element_random_bits(
+        _get_low_32_bits(element_index), compute_seed_key(seed, element_index.bitwise_right_shift(_WORD_BITS))
+    )
 
 
-def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
+def compute_seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
     """Returns the int32 key of a seed, as a tensor without dimensions. With `stretch`, the number of each element's
     stretch (2^32 consecutive elements), returns a key for each element.
     """
     seed = seed.reshape(())
-    high_word = _low_word(seed.bitwise_right_shift(_WORD_BITS))
-    first_word = high_word if stretch is None else _low_word(stretch) * _GOLDEN_RATIO + high_word
-    return _mix_bits(_mix_bits(first_word) + _low_word(seed))
+    high_word = _get_low_32_bits(seed.bitwise_right_shift(_WORD_BITS))
+    first_word = high_word if stretch is None else _get_low_32_bits(stretch) * _GOLDEN_RATIO + high_word
+    return _hash_word_bits(_hash_word_bits(first_word) + _get_low_32_bits(seed))
 
 
-def element_random_bits(index: Tensor, key: Tensor) -> Tensor:
+def compute_element_random_bits(index: Tensor, key: Tensor) -> Tensor:
     """Returns the random number of each element. `index` is the int32 index of the element in its stretch (2^32
     consecutive elements). Traced kernels contain this function.
     """
-    return _shift_right(_mix_bits(_mix_bits(index + key) + key * _GOLDEN_RATIO), _WORD_BITS - RANDOM_BITS)
+    return _shift_right(
+        _hash_word_bits(_hash_word_bits(index + key) + key * _GOLDEN_RATIO), _WORD_BITS - ROUNDING_RANDOM_BITS
+    )
 
 
-def _low_word(wide: Tensor) -> Tensor:
+def _get_low_32_bits(wide: Tensor) -> Tensor:
     return wide.to(torch.int32)
 
 
@@ -74,7 +78,7 @@ def _shift_right(word: Tensor, count: int) -> Tensor:
     return word.bitwise_right_shift(count).bitwise_and((1 << (_WORD_BITS - count)) - 1)
 
 
-def _mix_bits(word: Tensor) -> Tensor:
+def _hash_word_bits(word: Tensor) -> Tensor:
     """Mixes the bits of a word of 32 bits. Different words get different results, and every bit of the result depends
     on every bit of the word. The constants are those of C. Wellons' low-bias hash (2018).
     """
@@ -87,7 +91,7 @@ _EXPONENT_MASK = 0x7F800000
 _SIGN_MASK = -0x80000000
 _HALF_MANTISSA_RANGE = 0x00400000
 # The bits of 2^-127, the smallest value of e8m0, as a float32.
-_SMALLEST_POWER_BITS = 0x00400000
+_SMALLEST_E8M0_BITS = 0x00400000
 _SMALLEST_NORMAL_BITS = 0x00800000
 _FLOAT32_BIAS = 127
 _MANTISSA_BITS = 23
@@ -114,7 +118,7 @@ def round_magnitudes(
     """Rounds numbers without signs as `round_values` does, for formats other than e8m0."""
     has_float32_exponents = fmt.min_exponent == _FLOAT32_MIN_EXPONENT
     if has_float32_exponents:
-        return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
+        return _apply_overflow_rule(_round_float32_bits(magnitudes, fmt, random), fmt, overflow)
     # Clamp magnitudes to a limit that is high enough to detect overflow after rounding, and low enough to avoid
     # infinite sums.
     clamp_limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
@@ -133,21 +137,23 @@ def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None)
     exponent_bits = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest_exponent_bits)
     if random is not None:
         return _round_stochastically(magnitudes, exponent_bits, fmt, random)
-    rounding_constant = exponent_bits.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
-    return (magnitudes + rounding_constant).sub_(rounding_constant)
+    grid_rounding_addend = exponent_bits.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(
+        torch.float32
+    )
+    return (magnitudes + grid_rounding_addend).sub_(grid_rounding_addend)
 
 
 def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
     # Build both powers of two from bits, which is exact.
     exponent_shift = fmt.mantissa_bits << _MANTISSA_BITS
     step = (exponent - exponent_shift).view(torch.float32)
-    inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + exponent_shift - exponent).view(torch.float32)
-    steps = magnitudes * inverse
+    step_inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + exponent_shift - exponent).view(torch.float32)
+    steps = magnitudes * step_inverse
     floor_steps = steps.floor()
     # Round the remainder to 24 bits first. Otherwise even the tiniest values would be rounded up with a probability of
     # 2^-24.
-    rounds_up = ((steps - floor_steps) * float(1 << RANDOM_BITS)).round() > random
-    return (floor_steps + rounds_up.to(torch.float32)).mul_(step)
+    round_up_mask = ((steps - floor_steps) * float(1 << ROUNDING_RANDOM_BITS)).round() > random
+    return (floor_steps + round_up_mask.to(torch.float32)).mul_(step)
 
 
 def copy_signs(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
@@ -167,10 +173,10 @@ def limit_magnitudes(magnitudes: Tensor, fmt: Format) -> Tensor:
 
     NaN becomes the largest value too, so callers must handle NaN.
     """
-    return magnitudes.view(torch.int32).clamp(max=float_bits(fmt.largest)).view(torch.float32)
+    return magnitudes.view(torch.int32).clamp(max=view_float_as_bits(fmt.largest)).view(torch.float32)
 
 
-def float_bits(value: float) -> int:
+def view_float_as_bits(value: float) -> int:
     """Returns the bits of a float32 as an integer."""
     return int.from_bytes(struct.pack(">f", value))
 
@@ -185,24 +191,26 @@ def _replace_overflow(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Te
     return torch.where(magnitudes > fmt.largest, overflow_value, magnitudes)
 
 
-def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+def _apply_overflow_rule(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     """Replaces infinities by the format's largest value, if values saturate. This is for tf32 and bf16: their only
     other overflow is infinity, which rounding already gives.
     """
     return rounded.clamp_(-fmt.largest, fmt.largest) if overflow is Overflow.SATURATE else rounded
 
 
-def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
+def _round_float32_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
     """Rounds float32 values by their bits, for formats with the exponents of float32. There, a carry out of the largest
     exponent gives infinity.
     """
-    dropped_bits = _MANTISSA_BITS - fmt.mantissa_bits
+    dropped_mantissa_bits = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
     if random is None:
-        rounding_addend = bits.bitwise_right_shift(dropped_bits).bitwise_and(1) + ((1 << (dropped_bits - 1)) - 1)
+        rounding_addend = bits.bitwise_right_shift(dropped_mantissa_bits).bitwise_and(1) + (
+            (1 << (dropped_mantissa_bits - 1)) - 1
+        )
     else:
-        rounding_addend = random.bitwise_and((1 << dropped_bits) - 1)
-    rounded_bits = (bits + rounding_addend).bitwise_and(-(1 << dropped_bits))
+        rounding_addend = random.bitwise_and((1 << dropped_mantissa_bits) - 1)
+    rounded_bits = (bits + rounding_addend).bitwise_and(-(1 << dropped_mantissa_bits))
     # do not change NaN: a carry out of its mantissa would give -0
     is_finite = bits.bitwise_and(~_SIGN_MASK) < _EXPONENT_MASK
     return torch.where(is_finite, rounded_bits, bits).view(torch.float32)
@@ -215,18 +223,18 @@ def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | 
     bits = values.view(torch.int32)
     # Between 2^-127 and 2^-126 a float32 is subnormal. Remove its leading bit and shift its mantissa, as in a normal
     # number with the exponent bits 0.
-    subnormal_bits = bits.sub(_SMALLEST_POWER_BITS).clamp(min=0).bitwise_left_shift(1)
+    subnormal_bits = bits.sub(_SMALLEST_E8M0_BITS).clamp(min=0).bitwise_left_shift(1)
     scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
     rounding_addend = _HALF_MANTISSA_RANGE if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
     # If the exponent bits are still 0 after rounding, the result is 2^-127.
     rounded_powers = (
-        (scale_bits + rounding_addend).bitwise_and(_EXPONENT_MASK).clamp(min=_SMALLEST_POWER_BITS).view(torch.float32)
+        (scale_bits + rounding_addend).bitwise_and(_EXPONENT_MASK).clamp(min=_SMALLEST_E8M0_BITS).view(torch.float32)
     )
-    limited_powers = rounded_powers.clamp(max=E8M0.largest)
+    clamped_powers = rounded_powers.clamp(max=E8M0.largest)
     if overflow is Overflow.NAN:
-        limited_powers = torch.where(rounded_powers > E8M0.largest, torch.nan, limited_powers)
+        clamped_powers = torch.where(rounded_powers > E8M0.largest, torch.nan, clamped_powers)
     # e8m0 has no code for zero and negative numbers, so they become NaN.
-    return torch.where(values > 0, limited_powers, torch.nan)
+    return torch.where(values > 0, clamped_powers, torch.nan)
 
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -51,7 +51,7 @@ class ScaleRounding(StrEnum):
     UP = "up"
 
 
-ROUNDINGS = {
+SCALE_ROUNDINGS_BY_FORMAT = {
     None: (ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO),
     E8M0: (ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
     E4M3: (ScaleRounding.NEAREST, ScaleRounding.UP),
@@ -73,8 +73,8 @@ class Scaling:
 
     def __post_init__(self) -> None:
         # Refuse rounding modes of scales that no hardware has.
-        if self.rounding not in ROUNDINGS[self.scale]:
-            choices_text = ", ".join(ROUNDINGS[self.scale])
+        if self.rounding not in SCALE_ROUNDINGS_BY_FORMAT[self.scale]:
+            choices_text = ", ".join(SCALE_ROUNDINGS_BY_FORMAT[self.scale])
             scale_format = self.scale.name if self.scale else "float32"
             raise RecipeRefused(f"scales in {scale_format} are not rounded by {self.rounding!s}. Give {choices_text}.")
 
@@ -83,9 +83,9 @@ class Scaling:
         """The name of the scaling: 'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of
         the scales.
         """
-        extent_text = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
+        scale_extent_text = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
         scale_format = f" {self.scale.name}" if self.scale else ""
-        return f"{extent_text}{scale_format} {self.rounding}"
+        return f"{scale_extent_text}{scale_format} {self.rounding}"
 
     @property
     def turns(self) -> bool:
@@ -109,12 +109,12 @@ SQUARE = Scaling(128, 128)
 SQUARE_POWER_OF_TWO = Scaling(128, 128, rounding=ScaleRounding.POWER_OF_TWO)
 MX = Scaling(1, 32, E8M0, ScaleRounding.RCEIL)
 NVFP4 = Scaling(1, 16, E4M3, ScaleRounding.NEAREST)
-NVFP4_UP = Scaling(1, 16, E4M3, ScaleRounding.UP)
+NVFP4_ROUNDED_UP = Scaling(1, 16, E4M3, ScaleRounding.UP)
 NVFP4_SQUARE = Scaling(16, 16, E4M3, ScaleRounding.NEAREST)
 
 
 LONGEST_HISTORY = 1 << 16
-LARGEST_MARGIN = 32
+MAX_SCALE_MARGIN = 32
 # The significant bits of sums in Hopper's FP8 units, and the allowed range for sums with fewer bits than the 24 of
 # float32.
 HOPPER_SUM_BITS = 14
@@ -141,7 +141,7 @@ class Accumulator(StrEnum):
 
 
 @dataclass(frozen=True)
-class Delayed:
+class DelayedScaling:
     """Delayed scaling: the scale of a tensor is computed from its largest magnitudes in earlier steps.
 
     The scale is the format's largest value / (amax * 2^margin). It is computed again every `interval` casts, from the
@@ -181,7 +181,7 @@ class Recipe:
     input: Treatment
     weight: Treatment
     gradient: Treatment
-    delayed: Delayed | None = None
+    delayed: DelayedScaling | None = None
     hadamard: bool = False
     high_weight_gradient: bool = False
     accumulator: Accumulator = Accumulator.FP32
@@ -200,7 +200,7 @@ class Recipe:
 
     # Cached, because it is read for every cast.
     @cached_property
-    def per_tensor(self) -> bool:
+    def has_tensor_scales_only(self) -> bool:
         return all(
             treatment.scaling is not None and treatment.scaling.rows == 0 and treatment.scaling.scale is None
             for treatment in self.treatments
@@ -211,7 +211,7 @@ class Recipe:
         return all(treatment.scaling is None for treatment in self.treatments)
 
     @property
-    def in_blocks(self) -> bool:
+    def has_block_scaling(self) -> bool:
         """Whether the scaling of any role divides a row into several blocks, each with a scale."""
         return any(treatment.scaling is not None and treatment.scaling.columns > 0 for treatment in self.treatments)
 
@@ -220,19 +220,19 @@ class Recipe:
         """Pairs of operands, one pair for each product: forward, input gradient and weight gradient. A weight gradient
         that is computed in bf16 is left out.
         """
-        low_products = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
-        return low_products[:2] if self.high_weight_gradient else low_products
+        product_format_pairs = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
+        return product_format_pairs[:2] if self.high_weight_gradient else product_format_pairs
 
     @property
     def keeps_source(self) -> bool:
         """Whether the transpose of an operand must be cast again from its source, because the codes of the operand
         cannot be reused.
         """
-        do_all_scalings_turn = all(
+        do_scalings_suit_transpose = all(
             treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments
         )
         is_stochastic = any(treatment.stochastic for treatment in self.treatments)
-        return self.hadamard or self.high_weight_gradient or is_stochastic or not do_all_scalings_turn
+        return self.hadamard or self.high_weight_gradient or is_stochastic or not do_scalings_suit_transpose
 
 
 # The formats of inputs, weights and gradients, by the names that FP8 training uses.

@@ -27,17 +27,17 @@ _ROWS_PER_TILE_QUARTER = TILE_ROWS // TILE_COLUMNS
 
 def store_by_columns(scales: Tensor) -> Tensor:
     """Returns the scales of 1x128 blocks, stored column by column."""
-    return transpose_rows(scales.t())
+    return transpose_row_major(scales.t())
 
 
 def store_square_scales(scales: Tensor) -> Tensor:
     """Returns the scales of 128x128 blocks in the layout that Hopper's products read."""
-    return transpose_rows(pad(scales, (0, -scales.shape[1] % TILE_COLUMNS)))
+    return transpose_row_major(pad(scales, (0, -scales.shape[1] % TILE_COLUMNS)))
 
 
 def allocate_square_scales(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Allocates scales for the 128x128 blocks of a matrix and of its transpose. Rows are padded with zeros to multiples
-    of 4. `transpose_rows` converts either result to the layout that products read.
+    of 4. `transpose_row_major` converts either result to the layout that products read.
     """
     padded_across, padded_down = round_up(across, TILE_COLUMNS), round_up(down, TILE_COLUMNS)
     allocate_tensor = torch.empty if (padded_across, padded_down) == (across, down) else torch.zeros
@@ -47,7 +47,7 @@ def allocate_square_scales(down: int, across: int, device: torch.device) -> tupl
     )
 
 
-def transpose_rows(matrix: Tensor) -> Tensor:
+def transpose_row_major(matrix: Tensor) -> Tensor:
     """Returns the transpose of a row-major matrix. Sets its strides explicitly, because torch also checks those of
     dimensions of size 1.
     """
@@ -72,10 +72,10 @@ def swizzle_into(memory: Tensor, scales: Tensor) -> Tensor:
     scales_down, scales_across = scales.shape
     padded_scales = pad(scales, (0, -scales_across % TILE_COLUMNS, 0, -scales_down % TILE_ROWS))
     tiles_down, tiles_across = padded_scales.shape[0] // TILE_ROWS, padded_scales.shape[1] // TILE_COLUMNS
-    tiles = padded_scales.view(tiles_down, TILE_COLUMNS, _ROWS_PER_TILE_QUARTER, tiles_across, TILE_COLUMNS).permute(
-        0, 3, 2, 1, 4
-    )
-    memory.view(tiles.shape).copy_(tiles)
+    scale_tiles = padded_scales.view(
+        tiles_down, TILE_COLUMNS, _ROWS_PER_TILE_QUARTER, tiles_across, TILE_COLUMNS
+    ).permute(0, 3, 2, 1, 4)
+    memory.view(scale_tiles.shape).copy_(scale_tiles)
     return memory
 
 
@@ -84,8 +84,8 @@ def count_tile_bytes(down: int, across: int) -> int:
     return round_up(down, TILE_ROWS) * round_up(across, TILE_COLUMNS)
 
 
-def unswizzle(swizzled: Tensor, down: int, across: int) -> Tensor:
+def unswizzle_scales(swizzled: Tensor, down: int, across: int) -> Tensor:
     """Returns the (down, across) matrix of the scales in tiles. It reverses `swizzle`."""
-    tiles_across = count_blocks(across, TILE_COLUMNS)
-    tiles = swizzled.view(-1, tiles_across, _ROWS_PER_TILE_QUARTER, TILE_COLUMNS, TILE_COLUMNS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tiles_across * TILE_COLUMNS)[:down, :across]
+    horizontal_tile_count = count_blocks(across, TILE_COLUMNS)
+    scale_tiles = swizzled.view(-1, horizontal_tile_count, _ROWS_PER_TILE_QUARTER, TILE_COLUMNS, TILE_COLUMNS)
+    return scale_tiles.permute(0, 3, 2, 1, 4).reshape(-1, horizontal_tile_count * TILE_COLUMNS)[:down, :across]

@@ -17,21 +17,21 @@ from torch.nn.functional import pad
 
 from fp8bench.formats.blocks import (
     block_elements,
-    block_maxima,
     block_values,
-    element_steps,
+    compute_block_maxima,
+    compute_block_steps,
     float_factor,
     nvfp4_tensor_scale,
     reciprocal,
 )
-from fp8bench.formats.codes import encode, pack
+from fp8bench.formats.codes import encode, pack_codes
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.formats.quantise import check_input, random_bits, round_to
 from fp8bench.formats.recipes import Scaling, count_blocks
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledTensor:
     """A stored tensor: codes and their scales. value = element * scale (* tensor scale).
 
     `codes` have the tensor's shape, but in the last dimension two e2m1 codes share a byte. `scales` are codes of the
@@ -96,7 +96,7 @@ def quantise(
     scaling: Scaling | None,
     *,
     seed: Tensor | None = None,
-) -> Scaled:
+) -> ScaledTensor:
     """Returns `x` as codes and scales. Decoding them (element * scale) gives the result of `values` bit for bit. A
     block whose scale is NaN is stored as zeros. A NaN gets an arbitrary code if neither the format nor the scale has a
     code for it.
@@ -117,7 +117,7 @@ def quantise(
     return _pack_elements(_join_blocks(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling)
 
 
-class Blocks(NamedTuple):
+class ScaleBlocks(NamedTuple):
     """The magnitudes of a tensor in blocks that share a scale. `peaks` are the largest magnitudes of the blocks.
     Elements are decoded by multiplying them with their block's number in `steps`.
     """
@@ -127,7 +127,7 @@ class Blocks(NamedTuple):
     steps: Tensor
 
 
-def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> Blocks:
+def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> ScaleBlocks:
     """Splits the magnitudes of a tensor into blocks, in a layout of blocks.py, without rounding. The blocks have the
     same decoding factors (steps) as in `values`.
 
@@ -135,11 +135,11 @@ def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: 
     """
     if _has_no_blocks(scaling):
         largest_magnitudes = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
-        steps = element_steps(largest_magnitudes, fmt, scaling) if scale is None else reciprocal(scale)
-        return Blocks(magnitudes, largest_magnitudes, steps)
+        steps = compute_block_steps(largest_magnitudes, fmt, scaling) if scale is None else reciprocal(scale)
+        return ScaleBlocks(magnitudes, largest_magnitudes, steps)
     blocks = _split_blocks(magnitudes, scaling)
-    largest_magnitudes = block_maxima(blocks)
-    return Blocks(blocks, largest_magnitudes, element_steps(largest_magnitudes, fmt, scaling))
+    largest_magnitudes = compute_block_maxima(blocks)
+    return ScaleBlocks(blocks, largest_magnitudes, compute_block_steps(largest_magnitudes, fmt, scaling))
 
 
 def _has_no_blocks(scaling: Scaling) -> bool:
@@ -231,10 +231,10 @@ def _pack_elements(
     tensor_scale: Tensor | None,
     fmt: Format,
     scaling: Scaling | None,
-) -> Scaled:
+) -> ScaledTensor:
     shape = elements.shape
-    codes = pack(encode(elements if shape else elements.view(1), fmt), fmt)
+    codes = pack_codes(encode(elements if shape else elements.view(1), fmt), fmt)
     if scales is not None and scaling is not None:
         scales = scales if scaling.scale is None else encode(scales, scaling.scale)
         scales = scales.reshape(() if not scaling.rows else _count_blocks(shape, scaling)[:2])
-    return Scaled(codes, scales, tensor_scale, fmt, scaling, shape)
+    return ScaledTensor(codes, scales, tensor_scale, fmt, scaling, shape)

@@ -154,14 +154,14 @@ def _find_kernel_path(kernel: Any) -> Path | None:
     if kernel.device != "cpu" or (compiler := shutil.which(os.environ.get("CXX", "g++"))) is None:
         return None
     # The compiler's size and time identify it. To ask for its version would start a process.
-    compiler_status = Path(compiler).resolve().stat()
+    compiler_file_status = Path(compiler).resolve().stat()
     options = sorted(f"{key}={value}" for key, value in os.environ.items() if key.startswith(_OPTION_PREFIX))
     parts = (
         str(kernel),
         *_describe_environment(),
         compiler,
-        str(compiler_status.st_size),
-        str(compiler_status.st_mtime_ns),
+        str(compiler_file_status.st_size),
+        str(compiler_file_status.st_mtime_ns),
         *(option for option in options if not option.startswith(_IGNORED_OPTIONS)),
         *map(str, vector_width.vector_widths("cpu")),
     )
@@ -209,12 +209,12 @@ def _read_owned_file(path: Path) -> bytes:
 
 def _can_others_write(status: os.stat_result) -> bool:
     """Returns whether another user can write to a file with this status."""
-    if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+    if status.st_mode & stat.S_IWGRP and not _is_private_user_group(status.st_gid):
         return True
     return bool(status.st_mode & stat.S_IWOTH)
 
 
-def _is_private_group(group: int) -> bool:
+def _is_private_user_group(group: int) -> bool:
     """Returns whether a group has the user's name and no other member. Systems with umask 002 set up such groups."""
     try:
         group_entry, user_name = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fp8bench.formats import operators
 from fp8bench.formats.blocks import block_elements, mx_scale, nvfp4_tensor_scale
-from fp8bench.formats.code_kernels import FUSED_SCALARS, OPERAND_ORDER
+from fp8bench.formats.code_kernels import FUSED_SCALAR_OPTIONS, OPERAND_ORDER_CONFIG
 from fp8bench.formats.codes import CODE_DTYPES, cast_elements, encode_values
-from fp8bench.formats.compiling import ONE_LAUNCH, Kernel, draw_example
+from fp8bench.formats.compiling import ONE_LAUNCH_OPTIONS, Kernel, draw_example
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
-from fp8bench.formats.matrix_codes import as_row_major, fill_blocks
-from fp8bench.formats.memory_layout import MOST_ELEMENTS
-from fp8bench.formats.native_codes import Launch, PreparedCall, define_cast, run_cast, run_kernel
-from fp8bench.formats.quantise import Draw, check_input, element_random_bits, round_values, seed_key
+from fp8bench.formats.matrix_codes import as_row_major, pad_to_complete_blocks
+from fp8bench.formats.memory_layout import MAX_INDEXED_ELEMENTS
+from fp8bench.formats.native_codes import Launch, PreparedCall, register_cast_operator, run_cast, run_kernel
+from fp8bench.formats.quantise import Draw, check_input, compute_element_random_bits, compute_seed_key, round_values
 from fp8bench.formats.recipes import ScaleRounding, Scaling, count_blocks
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, count_tile_bytes, swizzle, swizzle_into
 from fp8bench.formats.scaled import largest_magnitude, quantise
@@ -34,26 +34,26 @@ _QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
 _SCALES_PER_TILE = TILE_ROWS * TILE_COLUMNS
-# The last two dimensions of the views that `Places` makes: the rows and the columns of a block.
-_BLOCK_DIMENSIONS = (5, 6)
+# The last two dimensions of the views that `TileViews` makes: the rows and the columns of a block.
+_BLOCK_DIMENSION_INDICES = (5, 6)
 
 
 @dataclass(frozen=True)
-class Places:
+class TileViews:
     """Makes views of a matrix, its codes and its scales. All views have the same order of dimensions.
 
     The order is (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, columns of a block).
-    A quarter is 32 of the 128 rows of a tile. If scales are not `tiled`, a block counts as a tile. If the matrix is
-    `turned`, its transpose is row-major, and tiles across come first, so that neighbours in memory are read together.
+    A quarter is 32 of the 128 rows of a tile. Without `is_tiled`, a block counts as a tile. If the matrix is `turned`,
+    its transpose is row-major, and tiles across come first, so that neighbours in memory are read together.
     """
 
     scaling: Scaling
-    tiled: bool
+    is_tiled: bool
     turned: bool
 
     @property
     def smallest_shape(self) -> tuple[int, int]:
-        return (TILE_ROWS, TILE_COLUMNS * self.scaling.columns) if self.tiled else self.block
+        return (TILE_ROWS, TILE_COLUMNS * self.scaling.columns) if self.is_tiled else self.block
 
     @property
     def block(self) -> tuple[int, int]:
@@ -64,9 +64,7 @@ class Places:
         return (0, 2) if self.turned else (0, 3)
 
     def matrix(self, memory: Tensor) -> Tensor:
-        """Returns an operand as a view of tiles and blocks. The operand is row-major in memory, or its transpose is if
-        `turned`.
-        """
+        """Views an operand as tiles and blocks. It is row-major in memory, or its transpose is if `turned`."""
         return self._view_blocks(memory.t() if self.turned else memory, self.scaling.columns)
 
     def codes(self, memory: Tensor, codes_per_byte: int) -> Tensor:
@@ -85,10 +83,10 @@ class Places:
         """
         if self.writes_by_index:
             return memory
-        if not self.tiled:
+        if not self.is_tiled:
             return self._view_blocks(memory.view(row_count, -1), 1)
-        tiles = memory.view(row_count // TILE_ROWS, -1, _QUARTER_ROWS, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
-        return self.put_in_order(tiles.permute(0, 4, 2, 3, 1, 5, 6))
+        scale_tiles = memory.view(row_count // TILE_ROWS, -1, _QUARTER_ROWS, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
+        return self.permute_to_view(scale_tiles.permute(0, 4, 2, 3, 1, 5, 6))
 
     def scale_indices(self, parts: Tensor) -> Tensor:
         """Returns the int32 index in memory of the scale of each row of a block. `parts`, a view of the matrix or of
@@ -105,7 +103,7 @@ class Places:
         tiles_across, tile_row = parts.shape[order[4]], line * self.scaling.rows + row
         # Without tiles, scales are row-major. With tiles, 16 consecutive scales belong to four rows, one from each
         # quarter of the tile's 128 rows.
-        if not self.tiled:
+        if not self.is_tiled:
             return (down * self.scaling.rows + row) * tiles_across + across
         tile_index = down * tiles_across + across
         return tile_index * _SCALES_PER_TILE + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
@@ -113,11 +111,11 @@ class Places:
     def _view_blocks(self, matrix: Tensor, length: int) -> Tensor:
         """Returns a matrix as a view of tiles and blocks. Each block has `length` columns."""
         rows = self.scaling.rows
-        quarters, lines, columns = (TILE_COLUMNS, _QUARTER_ROWS // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
-        tiles_across = matrix.shape[1] // (columns * length)
-        return self.put_in_order(matrix.view(-1, quarters, lines, rows, tiles_across, columns, length))
+        quarters, lines, columns = (TILE_COLUMNS, _QUARTER_ROWS // rows, TILE_COLUMNS) if self.is_tiled else (1, 1, 1)
+        horizontal_tile_count = matrix.shape[1] // (columns * length)
+        return self.permute_to_view(matrix.view(-1, quarters, lines, rows, horizontal_tile_count, columns, length))
 
-    def put_in_order(self, parts: Tensor) -> Tensor:
+    def permute_to_view(self, parts: Tensor) -> Tensor:
         """Permutes dimensions from (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to
         the order of this class's views.
         """
@@ -128,13 +126,12 @@ class Places:
 class TiledCodesKernel(Kernel):
     """Writes the codes of blocks, and the bytes of their scales. Each row of a block gets a scale.
 
-    The arguments are the operand, memory for codes and memory for scales, all in the views that Places makes. For NVFP4
-    the tensor scale follows. If rounding is `stochastic`, the last argument is the key of the seed. Two E2M1 codes
-    share a byte.
+    The arguments are the operand, memory for codes and memory for scales, all in the views that TileViews makes. For
+    NVFP4 the tensor scale follows, and for `stochastic` rounding the key of the seed. Two E2M1 codes share a byte.
     """
 
     fmt: Format
-    places: Places
+    places: TileViews
     source: torch.dtype
     device: str
     stochastic: bool = False
@@ -150,14 +147,14 @@ class TiledCodesKernel(Kernel):
         random_lanes = self._draw_random_bits(source, optional_tensors.pop()) if self.stochastic else None
         # torch's cast rounds to nearest even, so it can be used here
         if self.codes_per_byte == 1 and not self.stochastic:
-            amax = source.abs().amax(_BLOCK_DIMENSIONS, keepdim=True).to(torch.float32)
+            amax = source.abs().amax(_BLOCK_DIMENSION_INDICES, keepdim=True).to(torch.float32)
             block_scales, inverse = mx_scale(amax, self.fmt, scaling.rounding)
             codes = [cast_elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
         else:
             value_lanes = [lane.to(torch.float32) for lane in self._split_lanes(source)]
             tensor_scale = optional_tensors[0] if optional_tensors else None
             rounded_lanes, block_scales, _ = block_elements(
-                value_lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSIONS
+                value_lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSION_INDICES
             )
             codes = [
                 encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded_lanes
@@ -167,8 +164,7 @@ class TiledCodesKernel(Kernel):
         # A block in one row has one scale, so the scales are copied in order. A square repeats its scale for each row.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
-        # Each element writes its scale, although one element of a row would be enough. Writing fewer would need a
-        # second kernel.
+        # Each element writes its scale, although one of a row would be enough: that would need a second kernel.
         else:
             scales.index_put_((self.places.scale_indices(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
@@ -186,12 +182,14 @@ class TiledCodesKernel(Kernel):
             torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns)
         )
         indices = row_index.view(*down_sizes, source.shape[5], 1, 1, 1) * columns + column_index.view(*across_sizes, -1)
-        return [element_random_bits(lane, key) for lane in self._split_lanes(self.places.put_in_order(indices))]
+        return [
+            compute_element_random_bits(lane, key) for lane in self._split_lanes(self.places.permute_to_view(indices))
+        ]
 
     def examples(self) -> list[Tensor]:
-        min_rows, min_columns = self.places.smallest_shape
+        min_expert_rows, min_columns = self.places.smallest_shape
         down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
-        rows, columns = down * min_rows, across * min_columns
+        rows, columns = down * min_expert_rows, across * min_columns
         shape = (columns, rows) if self.places.turned else (rows, columns)
         x = draw_example(shape, self.source, self.device)
         out = torch.empty(rows, columns // self.codes_per_byte, dtype=torch.uint8, device=self.device)
@@ -206,16 +204,16 @@ class TiledCodesKernel(Kernel):
         return [*example_views, *tensor_scale, *key]
 
     def free(self) -> list[Sequence[int]]:
-        scalar_count = (self.places.scaling.scale is E4M3) + self.stochastic
+        scalar_argument_count = (self.places.scaling.scale is E4M3) + self.stochastic
         scales: Sequence[int] = (0,) if self.places.writes_by_index else self.places.free
-        return [self.places.free, self.places.free, scales, *[()] * scalar_count]
+        return [self.places.free, self.places.free, scales, *[()] * scalar_argument_count]
 
     def options(self) -> Mapping[str, object]:
-        return OPERAND_ORDER
+        return OPERAND_ORDER_CONFIG
 
 
 @dataclass(frozen=True)
-class PairsKernel(Kernel):
+class CodePairsKernel(Kernel):
     """Writes E2M1 codes without a scale, two in a byte. The arguments are a matrix viewed as (rows, pairs, 2) and
     memory for (rows, pairs) bytes. If `turned`, the transpose of the matrix is row-major.
     """
@@ -228,8 +226,8 @@ class PairsKernel(Kernel):
         pairs, out = tensors
         # E2M1 has no NaN. So NaN becomes the largest value, as in a GPU's saturating conversions.
         values = pairs.to(torch.float32).nan_to_num(E2M1.largest, torch.inf, -torch.inf)
-        first, second = (encode_values(round_values(values[..., number], E2M1), E2M1) for number in (0, 1))
-        out.copy_(first.bitwise_or(second.bitwise_left_shift(4)))
+        first_codes, second_codes = (encode_values(round_values(values[..., number], E2M1), E2M1) for number in (0, 1))
+        out.copy_(first_codes.bitwise_or(second_codes.bitwise_left_shift(4)))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -271,7 +269,7 @@ class TensorScalesKernel(Kernel):
             first = torch.arange(2, device=last.device) == 0
             new_last.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
             for key, step in zip(keys, self.steps, strict=True):
-                key.copy_(seed_key(last + step))
+                key.copy_(compute_seed_key(last + step))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -281,14 +279,14 @@ class TensorScalesKernel(Kernel):
         return [*amaxes, *(torch.ones((), device=self.device) for _ in range(self.copies)), *seeds, *keys]
 
     def free(self) -> list[Sequence[int]]:
-        scalar_count = self.copies + (2 + len(self.steps) if self.steps else 0)
-        return [*[(0,)] * self.tensors, *[()] * scalar_count]
+        scalar_argument_count = self.copies + (2 + len(self.steps) if self.steps else 0)
+        return [*[(0,)] * self.tensors, *[()] * scalar_argument_count]
 
     def options(self) -> Mapping[str, object]:
-        return {**OPERAND_ORDER, **FUSED_SCALARS, **ONE_LAUNCH, "unroll_reductions_threshold": 1}
+        return {**OPERAND_ORDER_CONFIG, **FUSED_SCALAR_OPTIONS, **ONE_LAUNCH_OPTIONS, "unroll_reductions_threshold": 1}
 
 
-FLOAT_BYTES = 4
+FLOAT32_BYTES = 4
 _ALL_CODE_DTYPES = {**CODE_DTYPES, E2M1.name: torch.float4_e2m1fn_x2}
 
 
@@ -307,7 +305,9 @@ def tiled_codes(
         return _cast_by_operations(x, fmt, scaling, *_draw_seeds(draw, 1))
     tiled_cast = _TiledCast.of(x, fmt, scaling, draw is not None)
     _write_scales_and_keys([tiled_cast], x, draw, () if amaxes is None else (amaxes,))
-    run_cast("tiled_codes", None, tiled_cast.arguments, (tiled_cast.tiled, *_operator_arguments(fmt, scaling)), tuple)
+    run_cast(
+        "tiled_codes", None, tiled_cast.arguments, (tiled_cast.is_tiled, *_operator_arguments(fmt, scaling)), tuple
+    )
     return tiled_cast.result()
 
 
@@ -320,12 +320,12 @@ def tiled_codes_both(
     """
     check_input(x)
     if not (_can_use_kernel(x) and _can_use_kernel(turned)):
-        first, second = _draw_seeds(draw, 2)
-        return _cast_by_operations(x, fmt, scaling, first), _cast_by_operations(turned, fmt, scaling, second)
+        first_seed, second_seed = _draw_seeds(draw, 2)
+        return _cast_by_operations(x, fmt, scaling, first_seed), _cast_by_operations(turned, fmt, scaling, second_seed)
     straight_cast, transpose = (_TiledCast.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
     _write_scales_and_keys([straight_cast, transpose], x, draw, amaxes)
-    plain_arguments = straight_cast.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
-    run_cast("tiled_codes_both", None, (*straight_cast.arguments, *transpose.arguments), plain_arguments, tuple)
+    non_tensor_arguments = (straight_cast.is_tiled, transpose.is_tiled, *_operator_arguments(fmt, scaling))
+    run_cast("tiled_codes_both", None, (*straight_cast.arguments, *transpose.arguments), non_tensor_arguments, tuple)
     return straight_cast.result(), transpose.result()
 
 
@@ -334,10 +334,10 @@ def unscaled_codes(x: Tensor) -> Tensor:
     number of elements is extended by a zero.
     """
     check_input(x)
-    matrix, _ = fill_blocks(x.detach(), 1, 2)
+    matrix, _ = pad_to_complete_blocks(x.detach(), 1, 2)
     out = torch.empty(len(matrix), matrix.shape[1] // 2, dtype=torch.uint8, device=x.device)
     if torch.compiler.is_compiling():
-        PairsKernel(x.dtype, str(x.device), False)(_view_element_pairs(matrix, False), out)
+        CodePairsKernel(x.dtype, str(x.device), False)(_view_element_pairs(matrix, False), out)
     else:
         torch.ops.fp8bench.unscaled_codes(matrix, out)
     return out.view(torch.float4_e2m1fn_x2)
@@ -365,7 +365,7 @@ def _draw_seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
 
 
 def _can_use_kernel(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and 0 < x.numel() <= MOST_ELEMENTS
+    return not torch.compiler.is_compiling() and 0 < x.numel() <= MAX_INDEXED_ELEMENTS
 
 
 def _operator_arguments(fmt: Format, scaling: Scaling) -> tuple[str, int, int, str, str]:
@@ -383,7 +383,7 @@ class _TiledCast(NamedTuple):
     scales: Tensor
     tensor_scale: Tensor | None
     key: Tensor | None
-    tiled: bool
+    is_tiled: bool
     memory: Tensor
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -392,15 +392,14 @@ class _TiledCast(NamedTuple):
     def of(cls, x: Tensor, fmt: Format, scaling: Scaling, stochastic: bool) -> _TiledCast:
         is_nvfp4, rows = scaling.scale is E4M3, len(x)
         # Kernels see only complete blocks. `result` cuts off the elements that complete them.
-        matrix, _ = fill_blocks(x.detach(), scaling.rows, scaling.columns)
+        matrix, _ = pad_to_complete_blocks(x.detach(), scaling.rows, scaling.columns)
         down, across = len(matrix), matrix.shape[1] // scaling.columns
         # Scales and NVFP4's tensor scale are in the same memory, because products expect that.
         tile_bytes, codes_per_byte = count_tile_bytes(rows, across), 2 if fmt is E2M1 else 1
-        memory = torch.empty(tile_bytes + is_nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
+        memory = torch.empty(tile_bytes + is_nvfp4 * FLOAT32_BYTES, dtype=torch.uint8, device=x.device)
         tensor_scale = memory[tile_bytes:].view(torch.float32).view(()) if is_nvfp4 else None
         key = torch.empty((), dtype=torch.int32, device=x.device) if stochastic else None
-        # Only complete tiles are written directly. Other scales are first written row by row and then copied into
-        # tiles.
+        # Only complete tiles are written directly. Other scales are written row by row, then copied into tiles.
         fills_tiles = not rows % TILE_ROWS and not across % TILE_COLUMNS
         scales = memory[:tile_bytes] if fills_tiles else torch.empty(down * across, dtype=torch.uint8, device=x.device)
         codes = torch.empty(down, matrix.shape[1] // codes_per_byte, dtype=torch.uint8, device=x.device)
@@ -413,8 +412,8 @@ class _TiledCast(NamedTuple):
 
     def result(self) -> tuple[Tensor, Tensor]:
         codes, tensor_scale = self.codes, self.tensor_scale
-        if not self.tiled:
-            size = len(self.memory) - (FLOAT_BYTES if tensor_scale is not None else 0)
+        if not self.is_tiled:
+            size = len(self.memory) - (FLOAT32_BYTES if tensor_scale is not None else 0)
             swizzle_into(self.memory[:size], self.scales.view(len(codes), -1)[: self.shape[0]])
         if codes.shape != self.shape:
             codes = codes[: self.shape[0], : self.shape[1]].contiguous()
@@ -427,10 +426,10 @@ def _cast_by_operations(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor |
     scales = scaled_tensor.scales
     assert scales is not None
     row_scales = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
-    memory, codes = swizzle(row_scales), scaled_tensor.codes.view(_ALL_CODE_DTYPES[fmt.name])
+    scale_memory, codes = swizzle(row_scales), scaled_tensor.codes.view(_ALL_CODE_DTYPES[fmt.name])
     if scaled_tensor.tensor_scale is None:
-        return codes, memory.view(torch.float8_e8m0fnu)
-    return codes, torch.cat((memory, scaled_tensor.tensor_scale.reshape(1).view(torch.uint8)))
+        return codes, scale_memory.view(torch.float8_e8m0fnu)
+    return codes, torch.cat((scale_memory, scaled_tensor.tensor_scale.reshape(1).view(torch.uint8)))
 
 
 def _run_tiled_codes(*arguments: Any) -> Launch | None:
@@ -440,8 +439,8 @@ def _run_tiled_codes(*arguments: Any) -> Launch | None:
 def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
     # Each of the two matrices has five arguments. Two flags for tiled scales and the recipe follow.
     tensors, second_tensors, (first_tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
-    first, second = [*tensors, first_tiled, *recipe], [*second_tensors, second_tiled, *recipe]
-    return _prepare_tiled_cast(*first).run_together_with(_prepare_tiled_cast(*second))
+    first_arguments, second_arguments = [*tensors, first_tiled, *recipe], [*second_tensors, second_tiled, *recipe]
+    return _prepare_tiled_cast(*first_arguments).run_together_with(_prepare_tiled_cast(*second_arguments))
 
 
 def _prepare_tiled_cast(
@@ -450,26 +449,26 @@ def _prepare_tiled_cast(
     scales: Tensor,
     tensor_scale: Tensor | None,
     key: Tensor | None,
-    tiled: bool,
+    is_tiled: bool,
     fmt: str,
     rows: int,
     columns: int,
     scale_format: str,
     rounding: str,
 ) -> PreparedCall:
-    matrix, is_turned = as_row_major(x)
-    places = Places(Scaling(rows, columns, FORMATS[scale_format], ScaleRounding(rounding)), tiled, is_turned)
+    matrix, is_transposed = as_row_major(x)
+    places = TileViews(Scaling(rows, columns, FORMATS[scale_format], ScaleRounding(rounding)), is_tiled, is_transposed)
     kernel = TiledCodesKernel(FORMATS[fmt], places, x.dtype, str(x.device), key is not None)
     kernel_views = places.matrix(matrix), places.codes(out, kernel.codes_per_byte), places.scales(scales, len(out))
     return PreparedCall(
-        kernel, (*kernel_views, *(tensor for tensor in (tensor_scale, key) if tensor is not None)), is_turned
+        kernel, (*kernel_views, *(tensor for tensor in (tensor_scale, key) if tensor is not None)), is_transposed
     )
 
 
 def _run_unscaled_codes(x: Tensor, out: Tensor) -> None:
     if x.numel():
         matrix, is_turned = as_row_major(x)
-        run_kernel(PairsKernel(x.dtype, str(x.device), is_turned), _view_element_pairs(matrix, is_turned), out)
+        run_kernel(CodePairsKernel(x.dtype, str(x.device), is_turned), _view_element_pairs(matrix, is_turned), out)
 
 
 def _run_tensor_scales(
@@ -490,8 +489,8 @@ _RECIPE_SCHEMA = "str fmt, int rows, int columns, str scale_format, str rounding
 _SCALES_SCHEMA = (
     "Tensor[] amaxes, Tensor(a!)[] tensor_scales, Tensor? last, Tensor(b!)? new_last, Tensor(c!)[] keys, int[] steps"
 )
-define_cast("tiled_codes", f"({_CAST_SCHEMA}, bool tiled, {_RECIPE_SCHEMA}) -> ()", _run_tiled_codes)
-define_cast(
+register_cast_operator("tiled_codes", f"({_CAST_SCHEMA}, bool tiled, {_RECIPE_SCHEMA}) -> ()", _run_tiled_codes)
+register_cast_operator(
     "tiled_codes_both",
     f"({_CAST_SCHEMA}, {_TRANSPOSE_SCHEMA}, bool tiled, bool tiled_y, {_RECIPE_SCHEMA}) -> ()",
     _run_tiled_codes_both,

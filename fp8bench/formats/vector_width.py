@@ -31,7 +31,7 @@ from fp8bench.files import (
 from fp8bench.protocols import limit_to_one_thread
 
 NARROW_BITS, WIDE_BITS = 256, 512
-_TIMED_CALLS = 7
+_TIMED_CALL_COUNT = 7
 # Wider vectors must save at least this fraction of the time. Otherwise, noise would choose between nearly equal times.
 _LEAST_TIME_SAVING = 0.1
 
@@ -40,8 +40,8 @@ def vector_widths(device: str) -> tuple[int, ...]:
     """Returns the vector widths in bits to choose from, the narrow one first. Returns () if torch has only one width,
     or no vectors.
     """
-    has_both_widths = device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return (NARROW_BITS, WIDE_BITS) if has_both_widths else ()
+    has_two_vector_widths = device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return (NARROW_BITS, WIDE_BITS) if has_two_vector_widths else ()
 
 
 def inductor_options(bits: int) -> dict[str, object]:
@@ -62,22 +62,22 @@ def measure_fastest(
     """Returns the width to use, and for each width the CPU seconds of its fastest call."""
     call_seconds: dict[int, list[float]] = {bits: [] for bits in kernels}
     with limit_to_one_thread():
-        for turn in range(1 + _TIMED_CALLS):
+        for turn in range(1 + _TIMED_CALL_COUNT):
             for bits, kernel in kernels.items():
                 start = time.thread_time()
                 kernel(*arguments)
                 if turn:  # the first call takes longer, so do not count it
                     call_seconds[bits].append(time.thread_time() - start)
     fastest_seconds = {bits: min(seconds) for bits, seconds in call_seconds.items()}
-    return choose_width(fastest_seconds), fastest_seconds
+    return choose_vector_width(fastest_seconds), fastest_seconds
 
 
-def choose_width(seconds: Mapping[int, float]) -> int:
+def choose_vector_width(seconds: Mapping[int, float]) -> int:
     narrow_bits, fastest_bits = min(seconds), min(seconds, key=lambda bits: seconds[bits])
     return fastest_bits if seconds[fastest_bits] < (1 - _LEAST_TIME_SAVING) * seconds[narrow_bits] else narrow_bits
 
 
-class StoredChoice:
+class StoredWidthChoice:
     """The vector width that was chosen for one kernel on this machine, in a file next to torch's compiled kernels.
     `made_of` is the text of the kernel's graph. Each compiler, version of torch and processor has separate choices.
     """

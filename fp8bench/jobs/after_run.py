@@ -13,18 +13,25 @@ from typing import Any
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
-from fp8bench.jobs.kinds import K, Kind, kinds
+from fp8bench.jobs.kinds import K, ResultKind, kinds
 from fp8bench.jobs.report_files import (
-    Pages,
+    ReportDestinations,
     open_in_browser,
     short_path,
     write_report,
     write_result_report,
 )
 from fp8bench.model import Run
-from fp8bench.report.data.loggers import LoggedScalar, LogSource, LogTarget, ScalarLogger, run_log_source, run_scalars
+from fp8bench.report.data.loggers import (
+    LoggedScalar,
+    LogSource,
+    LogTarget,
+    ScalarLogger,
+    iterate_run_scalars,
+    run_log_source,
+)
 from fp8bench.store.asv.view import update_view
-from fp8bench.store.figures.history import cache_figures
+from fp8bench.store.figures.history import cache_commit_figures
 from fp8bench.store.runs.listing import find_store_of_run
 
 # A callback that gets a sentence about the outcome of a step.
@@ -33,11 +40,11 @@ ReportNote = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RequestedOutputs:
-    """The outputs to write for a run besides its history. Without `pages`, no report is written. `log` are the
+    """The outputs to write for a run besides its history. Without `report_pages`, no report is written. `log` are the
     loggers that get scalars.
     """
 
-    pages: Pages | None = None
+    report_pages: ReportDestinations | None = None
     log: Sequence[LogTarget] = ()
 
 
@@ -57,18 +64,18 @@ def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: ReportNote
         return False
     if run.finished:
         return publish_run(run, store, outputs, note)
-    if outputs.pages is not None and outputs.pages.are_requested:
+    if outputs.report_pages is not None and outputs.report_pages.are_report_pages_requested:
         note(f"report: not written, because the run was interrupted; `fp8bench report {run.id}` writes it")
     return True
 
 
 def publish_run(run: Run, store: Path, outputs: RequestedOutputs, note: ReportNote) -> bool:
     """Writes the report of a run and logs the run's scalars. Returns False after an interrupt."""
-    if outputs.pages is not None:
+    if outputs.report_pages is not None:
         try:
-            page = write_report([run], store, outputs.pages)
+            page = write_report([run], store, outputs.report_pages)
             note(f"report: {short_path(page)}")
-            if outputs.pages.browser and (problem := open_in_browser(page)):
+            if outputs.report_pages.browser and (problem := open_in_browser(page)):
                 note(f"report: {problem}")
         except StoreError as error:
             note(f"report: {error} The run is kept; `fp8bench report {run.id}` writes it again")
@@ -83,7 +90,7 @@ def add_to_history(run: Run, store: Path, view: bool = True) -> str:
     update, or '' if there is nothing to report.
     """
     sentence = update_view(run, store) if view else ""
-    cache_figures(store, Path(run.path))
+    cache_commit_figures(store, Path(run.path))
     return sentence
 
 
@@ -91,10 +98,10 @@ def log_run(run: Run, targets: Sequence[LogTarget], note: ReportNote) -> bool:
     """Logs the scalars of a run. Returns False after an interrupt."""
     if not targets:
         return True
-    return _log_scalars("run", run_log_source(run), run_scalars(run, findings(run)), targets, note)
+    return _log_scalars("run", run_log_source(run), iterate_run_scalars(run, findings(run)), targets, note)
 
 
-def log_result(kind: Kind[K], result: K, targets: Sequence[LogTarget], note: ReportNote) -> bool:
+def log_result(kind: ResultKind[K], result: K, targets: Sequence[LogTarget], note: ReportNote) -> bool:
     source = kind.log_source(result) if targets else None
     if source is None:
         return True

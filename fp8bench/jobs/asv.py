@@ -10,16 +10,16 @@ from fp8bench.jobs.after_run import add_to_history
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
-from fp8bench.store.commit_runs import explain_outside_history, find_commit, make_tracked_run, runs_of_commit
-from fp8bench.store.points import extract_points, merge_points
+from fp8bench.store.commit_runs import explain_outside_history, find_commit, read_runs_of_commit, track_run
+from fp8bench.store.points import extract_history_points, merge_points
 
 # The outcome of a case: ("samples", numbers), ("failed", reason), or ("none", reason) if it was not measured.
-Outcome = tuple[str, object]
+CellOutcome = tuple[str, object]
 
 
 def measure_for_asv(
     request: Request, store: Path, root: Path, observer: Observer, asv_commit: str = ""
-) -> dict[str, dict[Cell, Outcome]]:
+) -> dict[str, dict[Cell, CellOutcome]]:
     """Measures all cases of a workload's grid for asv, and stores the run. Returns outcomes by series (an asv
     benchmark) and cell (its parameter values). They belong to the commit under which asv saves results (`asv_commit`),
     or to the run's commit if asv saves none ('').
@@ -35,7 +35,7 @@ def measure_for_asv(
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:
         raise KeyboardInterrupt
-    measured_run_points = extract_points(run)
+    measured_run_points = extract_history_points(run)
     if not measured_run_points.points:
         reason = measured_run_points.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
@@ -43,33 +43,37 @@ def measure_for_asv(
     # this run measured a different commit, use only stored points.
     commit = (find_commit(asv_commit, root) if asv_commit else None) or str(run.environment.get("commit"))
     mismatch_reason = _explain_other_commit(commit, run) if asv_commit else ""
-    points = _list_earlier_points(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []
+    points = (
+        _list_points_of_other_runs(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []
+    )
     if not mismatch_reason:
         points += measured_run_points.points
-    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured_run_points.series}
+    outcomes: dict[str, dict[Cell, CellOutcome]] = {
+        metric_series.name: {} for metric_series in measured_run_points.series
+    }
     for (name, cell), point in merge_points(points, measured_run_points.series).items():
-        outcomes.setdefault(name, {})[cell] = _make_outcome(point)
+        outcomes.setdefault(name, {})[cell] = _make_point_outcome(point)
     # 3. Mark cases without results as failed.
     for point in measured_run_points.points:
         if mismatch_reason:
-            outcome = ("failed", mismatch_reason) if point.samples else _make_outcome(point)
-            outcomes[point.series].setdefault(point.cell, outcome)
+            point_outcome = ("failed", mismatch_reason) if point.samples else _make_point_outcome(point)
+            outcomes[point.series].setdefault(point.cell, point_outcome)
         elif point.status is Status.FAILED:
-            outcomes[point.series][point.cell] = _make_outcome(point)
+            outcomes[point.series][point.cell] = _make_point_outcome(point)
     return outcomes
 
 
-def _list_earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
+def _list_points_of_other_runs(run: Run, store: Path, commit: str) -> list[Point]:
     """Returns the points (measured values) of other runs of the commit, with the machine and interpreter of `run`, and
     with its versions of the series.
     """
-    tracked_run = make_tracked_run(run)
+    tracked_run = track_run(run)
     if tracked_run is None:
         return []
     versions = {(point.series, point.version) for point in tracked_run.content.points}
     points: list[Point] = []
-    for earlier in runs_of_commit(store, commit):
-        if earlier.run.id != run.id and earlier.identity.home.is_same(tracked_run.identity.home):
+    for earlier in read_runs_of_commit(store, commit):
+        if earlier.run.id != run.id and earlier.identity.home.is_same_interpreter(tracked_run.identity.home):
             points += [point for point in earlier.content.points if (point.series, point.version) in versions]
     return points
 
@@ -82,7 +86,7 @@ def _explain_other_commit(commit: str, run: Run) -> str:
     return explain_outside_history(run)
 
 
-def _make_outcome(point: Point) -> Outcome:
+def _make_point_outcome(point: Point) -> CellOutcome:
     if point.samples:
         return "samples", list(point.samples)
     return ("failed" if point.status is Status.FAILED else "none"), point.reason

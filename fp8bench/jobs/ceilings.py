@@ -19,7 +19,7 @@ from fp8bench.analysis.roofline import Datasheet, load_datasheets, product_kind_
 from fp8bench.errors import UsageError
 from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import ProcessWorker, Worker, claim_process
+from fp8bench.measure.handle import ProcessWorker, Worker, register_process_run
 from fp8bench.measure.sensors.device_state import read_device_settings
 from fp8bench.measure.sensors.meter import open_meter
 from fp8bench.model import (
@@ -60,8 +60,8 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
     """Measures the suite `ceilings` on the devices of the request, and stores it as a run. Raises UsageError if the
     request has options that would have no effect.
     """
-    default_request = Request(CEILINGS, devices=request.devices, threads=request.threads)
-    if request != default_request:
+    default_ceilings_request = Request(CEILINGS, devices=request.devices, threads=request.threads)
+    if request != default_ceilings_request:
         raise UsageError(
             "the suite ceilings measures the peak rates of a device. It takes only --devices, --threads and "
             "options for output. Leave other options out."
@@ -70,7 +70,7 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
     started = now()
     # 1. Measure the rates of each device.
     groups: list[list[Record]] = []
-    with claim_process(True), ProcessWorker(Settings(request.threads)) as worker:
+    with register_process_run(True), ProcessWorker(Settings(request.threads)) as worker:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, request.threads)
         for device in choose_devices(request, facts):
@@ -80,8 +80,8 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
                 groups.append([_make_record(rate, device) for rate in rates])
     # 2. Write the records as a run with one group for each kind of limit.
     plans = [[PlannedCase(record.case, record.support, record.work) for record in group] for group in groups]
-    plan = Plan(tuple(Group(tuple(cases), reference=0) for cases in plans))
-    run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
+    ceiling_plan = Plan(tuple(Group(tuple(cases), reference=0) for cases in plans))
+    run = Run(secrets.token_hex(4), started, command, request, ceiling_plan, environment, facts)
     writer = start_run(run, store)
     try:
         for group in groups:
@@ -117,7 +117,7 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     )
     # The time of 1e9 FLOPs or bytes, or of one launch, at the measured rate.
     timed_work_amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
-    times = Measurement(specs.CEILING_TIME, "s", tuple(timed_work_amount / run for run in rate.runs))
+    time_measurement = Measurement(specs.CEILING_TIME, "s", tuple(timed_work_amount / run for run in rate.runs))
     return Record(
         case,
         support,
@@ -125,7 +125,7 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
         Work(),
         is_reference,
         detail=f"{describe_shape(rate)}; {describe_spread(rate)}",
-        measurements=(rates, times),
+        measurements=(rates, time_measurement),
         ceiling=Ceiling(rates=(rate,), device=device.name),
     )
 
@@ -150,7 +150,7 @@ _QUOTE_SYNTAX = (
 
 
 @dataclass(frozen=True)
-class Quote:
+class DeviceFigureQuote:
     """A number that somebody claims for a figure of a device, such as a peak from a datasheet. `number` is None if the
     user asks for the figure instead of claiming a number.
     """
@@ -161,7 +161,7 @@ class Quote:
     number: float | None
 
     @property
-    def datasheet_field(self) -> tuple[str, float, str]:
+    def datasheet_conversion(self) -> tuple[str, float, str]:
         """The datasheet field that holds this figure, the factor that converts `number` to the field's unit, and the
         unit of `number`.
         """
@@ -171,7 +171,7 @@ class Quote:
         """Returns the number of this figure in a datasheet, in the unit of `number`; None if the datasheet lacks it.
         With `sparse`, returns the peak for operands with 2:4 sparsity.
         """
-        field, factor, _ = self.datasheet_field
+        field, factor, _ = self.datasheet_conversion
         value: float | None = None
         if field == _PEAK_DATASHEET_FIELD:
             value = (device.sparse if sparse else device.dense).get(product_kind_of(self.figure))
@@ -187,7 +187,7 @@ class Quote:
         )
 
 
-def parse_quote(text: str) -> Quote:
+def parse_quoted_figure(text: str) -> DeviceFigureQuote:
     """Parses a quoted figure. Raises UsageError for invalid text, or for a figure that no datasheet has."""
     # 1. Split the text into the device, the figure, and the number at the end.
     parts = text.replace(",", " ").split()
@@ -202,46 +202,50 @@ def parse_quote(text: str) -> Quote:
     if figure not in _DATASHEET_FIGURES and not product_kind_of(figure):
         raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is not a figure of a datasheet. {_QUOTE_SYNTAX}.")
     # 2. Find the datasheets of devices whose names contain these words.
-    name_words = {word.lower() for word in name} - set(_VENDORS)
-    datasheets_by_name = {sheet.name.replace(",", ""): sheet for sheet in load_datasheets()}
+    device_name_words = {word.lower() for word in name} - set(_VENDORS)
+    datasheets_by_name = {datasheet.name.replace(",", ""): datasheet for datasheet in load_datasheets()}
     matching_datasheets = [
-        sheet
-        for sheet_name, sheet in datasheets_by_name.items()
-        if name_words and name_words <= {*sheet_name.lower().split()}
+        datasheet
+        for sheet_name, datasheet in datasheets_by_name.items()
+        if device_name_words and device_name_words <= {*sheet_name.lower().split()}
     ]
     if not matching_datasheets:
         raise UsageError(
             f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(datasheets_by_name)}."
         )
     # 3. Select the datasheets that publish the figure.
-    parsed_quote = Quote(text, tuple(matching_datasheets), figure, number)
-    publishing_datasheets = tuple(sheet for sheet in matching_datasheets if parsed_quote.of(sheet) is not None)
+    parsed_quote = DeviceFigureQuote(text, tuple(matching_datasheets), figure, number)
+    publishing_datasheets = tuple(
+        datasheet for datasheet in matching_datasheets if parsed_quote.of(datasheet) is not None
+    )
     if not publishing_datasheets:
-        sheet = matching_datasheets[0]
-        if reason := sheet.lacks.get(product_kind_of(figure)):
-            raise UsageError(f"--peak {text!r:.80}: {sheet.name} has no peak of {figure}: {reason} ({sheet.source}).")
-        raise UsageError(f"--peak {text!r:.80}: the vendor of {sheet.name} publishes no {figure}.")
+        datasheet = matching_datasheets[0]
+        if reason := datasheet.lacks.get(product_kind_of(figure)):
+            raise UsageError(
+                f"--peak {text!r:.80}: {datasheet.name} has no peak of {figure}: {reason} ({datasheet.source})."
+            )
+        raise UsageError(f"--peak {text!r:.80}: the vendor of {datasheet.name} publishes no {figure}.")
     return replace(parsed_quote, devices=publishing_datasheets)
 
 
-def describe_quotes(quotes: Sequence[Quote]) -> Iterator[str]:
+def describe_quoted_figures(quotes: Sequence[DeviceFigureQuote]) -> Iterator[str]:
     for quote in quotes:
-        yield from _describe_quote(quote)
+        yield from _describe_quoted_peak(quote)
     devices = chain.from_iterable(quote.devices for quote in quotes)
     # A datasheet is marked `published` if fp8bench has never measured such a device.
     if any(device.published for device in devices):
         yield "  published figures only: fp8bench does not run on such a device"
 
 
-def is_wrong(quote: Quote) -> bool:
+def is_quote_wrong(quote: DeviceFigureQuote) -> bool:
     return quote.number is not None and not any(quote.is_equal_to(quote.of(device)) for device in quote.devices)
 
 
-def _describe_quote(quote: Quote) -> Iterator[str]:
-    field, _, unit = quote.datasheet_field
+def _describe_quoted_peak(quote: DeviceFigureQuote) -> Iterator[str]:
+    field, _, unit = quote.datasheet_conversion
     if quote.number is None:
         yield f"{quote.text}:"
-    elif is_wrong(quote):
+    elif is_quote_wrong(quote):
         names = " or ".join(device.name for device in quote.devices)
         yield f"{quote.text}: WRONG: {quote.number:g} {unit} is not {quote.figure} of {names}"
         for explanation in _explain_wrong_number(quote):
@@ -251,10 +255,10 @@ def _describe_quote(quote: Quote) -> Iterator[str]:
         yield f"{quote.text}: right of {names}"
     for device in quote.devices:
         figure = f"{quote.of(device):g} {unit}{', dense' * (field == _PEAK_DATASHEET_FIELD)}"
-        yield f"  {device.name}: {figure} ({device.cite(field)}, {device.date}, {device.source})"
+        yield f"  {device.name}: {figure} ({device.cite_figures(field)}, {device.date}, {device.source})"
 
 
-def _explain_wrong_number(quote: Quote) -> Iterator[str]:
+def _explain_wrong_number(quote: DeviceFigureQuote) -> Iterator[str]:
     """Yields sentences that explain a wrong quoted number. The number may belong to another figure: a peak with
     sparsity, or a figure of a different dtype or device.
     """
@@ -264,7 +268,9 @@ def _explain_wrong_number(quote: Quote) -> Iterator[str]:
         kinds_with_peak = [kind for kind, peak in device.dense.items() if quote.is_equal_to(peak / 1e12)]
         if kinds_with_peak and quote.figure not in _DATASHEET_FIGURES:
             yield f"that is the peak of {' and '.join(kinds_with_peak)} on {device.name}"
-    other_datasheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
+    unquoted_datasheets = [datasheet for datasheet in load_datasheets() if datasheet not in quote.devices]
     for sparse in (False, True):
-        if names := [sheet.name for sheet in other_datasheets if quote.is_equal_to(quote.of(sheet, sparse))]:
+        if names := [
+            datasheet.name for datasheet in unquoted_datasheets if quote.is_equal_to(quote.of(datasheet, sparse))
+        ]:
             yield f"that is {'sparse ' * sparse}{quote.figure} of {', '.join(names)}"

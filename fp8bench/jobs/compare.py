@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import ComparedSides, compare
-from fp8bench.analysis.compare.sides import Side, hardware_of, make_side, name_machines
+from fp8bench.analysis.compare.sides import ComparisonSide, collect_hardware_facts, make_comparison_side, name_machines
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Run
 from fp8bench.report.words.naming import many
 from fp8bench.store.commit_runs import ChosenRuns, find_runs
-from fp8bench.store.runs.listing import remove_copies
+from fp8bench.store.runs.listing import list_distinct_runs
 from fp8bench.store.runs.run_file import load_run
 
 
 def compare_named_sides(old_name: str, new_name: str, store: Path, observer: JobObserver) -> ComparedSides:
     # Find the files of both sides before reading any, so that a missing file is reported for the right side.
-    chosen_side_runs = [find_runs(name, store) for name in (old_name, new_name)]
-    old, new = (read_runs(chosen, observer) for chosen in chosen_side_runs)
+    chosen_runs_by_side = [find_runs(name, store) for name in (old_name, new_name)]
+    old, new = (read_runs(chosen, observer) for chosen in chosen_runs_by_side)
     return compare_runs(old_name, old, new_name, new, observer)
 
 
@@ -30,18 +30,18 @@ def compare_runs(
     """Compares the runs of two named sides. If a side has runs of several machines, compares only one machine that both
     sides have. Raises UsageError if they have no machine in common then, or if a run is on both sides.
     """
-    remove_copies(Path(run.path) for run in (*old, *new)).check_refusals()
-    common_ids = {run.id for run in old} & {run.id for run in new}
-    if common_ids:
+    list_distinct_runs(Path(run.path) for run in (*old, *new)).raise_for_refused_files()
+    common_run_ids = {run.id for run in old} & {run.id for run in new}
+    if common_run_ids:
         raise UsageError(
-            f"{old_name!r:.80} and {new_name!r:.80} have the run {min(common_ids)} in common. Give two sides of "
+            f"{old_name!r:.80} and {new_name!r:.80} have the run {min(common_run_ids)} in common. Give two sides of "
             "different runs."
         )
     # Compare only runs of one machine if a side (old or new) has runs of several. If both sides have several machines
     # in common, choose the machine with the newest run of the new side.
-    old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
+    old_machines, new_machines = (dict.fromkeys(map(collect_hardware_facts, side)) for side in (old, new))
     if len(old_machines) > 1 or len(new_machines) > 1:
-        comparable_runs = [run for run in new if hardware_of(run) in old_machines]
+        comparable_runs = [run for run in new if collect_hardware_facts(run) in old_machines]
         if not comparable_runs:
             machine_texts = [" and ".join(name_machines(machines)) for machines in (old_machines, new_machines)]
             raise UsageError(
@@ -49,20 +49,22 @@ def compare_runs(
                 "runs of several machines are not combined. Give the runs of one by their ids, with commas (`fp8bench "
                 "history list --runs`)."
             )
-        machine = hardware_of(max(comparable_runs, key=lambda run: run.started))
-        excluded_machines = [hardware_of(run) for run in (*old, *new) if hardware_of(run) != machine]
+        machine = collect_hardware_facts(max(comparable_runs, key=lambda run: run.started))
+        excluded_machines = [
+            collect_hardware_facts(run) for run in (*old, *new) if collect_hardware_facts(run) != machine
+        ]
         name, *excluded_names = name_machines([machine, *excluded_machines])
         observer.note(
             f"comparing only runs of {name}, and leaving out {many(len(excluded_machines), 'run')} of "
             f"{' and '.join(excluded_names)}. Name runs by their ids to compare runs of other machines"
         )
-        old = [run for run in old if hardware_of(run) == machine]
-        new = [run for run in new if hardware_of(run) == machine]
+        old = [run for run in old if collect_hardware_facts(run) == machine]
+        new = [run for run in new if collect_hardware_facts(run) == machine]
     return compare(_make_comparison_side(old_name, old), _make_comparison_side(new_name, new))
 
 
-def _make_comparison_side(name: str, runs: Sequence[Run]) -> Side:
-    return make_side(name, [(run, findings(run)) for run in runs])
+def _make_comparison_side(name: str, runs: Sequence[Run]) -> ComparisonSide:
+    return make_comparison_side(name, [(run, findings(run)) for run in runs])
 
 
 def read_runs(chosen: ChosenRuns, observer: JobObserver) -> list[Run]:

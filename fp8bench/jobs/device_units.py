@@ -29,7 +29,7 @@ _TENSOR_CORES = (
     ((7, 5), "2nd generation tensor cores: fp16, int8 (none in a GTX 16xx)"),
     ((7, 0), "1st generation tensor cores: fp16"),
 )
-_MATRIX_CORES = {
+_AMD_MATRIX_CORES = {
     "gfx950": "4th generation matrix cores: bf16, fp16, int8, fp8, and fp6 and fp4 with MX scales",
     "gfx942": "3rd generation matrix cores: bf16, fp16, int8, fp8 (FNUZ, not OCP)",
     "gfx90a": "2nd generation matrix cores: bf16, fp16, int8",
@@ -42,7 +42,9 @@ def describe_units(facts: DeviceFacts, cpuinfo: Path = CPUINFO) -> str:
     if facts.kind == "cpu":
         return _describe_cpu(cpuinfo)
     if facts.hip:
-        return _MATRIX_CORES.get(facts.arch.partition(":")[0], f"the units of {facts.arch or facts.name} are unknown")
+        return _AMD_MATRIX_CORES.get(
+            facts.arch.partition(":")[0], f"the units of {facts.arch or facts.name} are unknown"
+        )
     for min_capability, unit_names in _TENSOR_CORES:
         if (facts.capability or (0, 0)) >= min_capability:
             return unit_names
@@ -55,5 +57,5 @@ def _describe_cpu(cpuinfo: Path) -> str:
     except OSError:
         return "not known: the system has no /proc/cpuinfo"
     cpu_flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    unit_names = [unit for flag, unit in _CPU_UNITS.items() if flag in cpu_flags]
-    return ", ".join(unit_names) or "none for less than fp32"
+    compute_unit_names = [unit for flag, unit in _CPU_UNITS.items() if flag in cpu_flags]
+    return ", ".join(compute_unit_names) or "none for less than fp32"

@@ -23,12 +23,12 @@ from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import CEILINGS, SWITCHES_SET
 from fp8bench.plan.asked_suites import find_suites, known_suites
-from fp8bench.plan.checked_workload import checked_axes, merge_layers
+from fp8bench.plan.checked_workload import list_checked_axes, merge_layers
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import Precision, Workload
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
-from fp8bench.store.series import check_grid
+from fp8bench.store.series import check_history_grid
 from fp8bench.units import seconds, size
 
 # The most seconds to wait for a compilation. Without torch's cache it takes half a minute, but `fp8bench doctor`
@@ -66,10 +66,10 @@ def examine(calibrate: bool) -> Iterator[str]:
 
 
 def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
-    load = facts["load_1min"]
+    one_minute_load = facts["load_1min"]
     count = facts["cpu_count"]
-    is_busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
-    yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if is_busy else "")
+    is_processor_busy = isinstance(one_minute_load, float) and isinstance(count, int) and one_minute_load > 0.7 * count
+    yield f"cores     {count}, load {one_minute_load}" + (": busy, expect wider intervals" if is_processor_busy else "")
     cpu_governor = facts["cpu_governor"]
     yield (
         f"clocks    governor {cpu_governor}" if cpu_governor else "clocks    governor not readable (a virtual machine?)"
@@ -80,12 +80,12 @@ def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
 
 
 def _describe_device(facts: DeviceFacts) -> Iterator[str]:
-    details = [size(facts.memory_bytes)]
+    device_details = [size(facts.memory_bytes)]
     if facts.capability is not None:
-        details.append(f"compute capability {facts.capability[0]}.{facts.capability[1]}")
+        device_details.append(f"compute capability {facts.capability[0]}.{facts.capability[1]}")
     if facts.cuda or facts.hip:
-        details.append(f"CUDA {facts.cuda}" if facts.cuda else f"HIP {facts.hip}")
-    yield f"{facts.key}: {facts.name} ({', '.join(details)})"
+        device_details.append(f"CUDA {facts.cuda}" if facts.cuda else f"HIP {facts.hip}")
+    yield f"{facts.key}: {facts.name} ({', '.join(device_details)})"
     if facts.unusable:
         yield f"  nothing runs on it: {facts.unusable}"
         return
@@ -112,7 +112,7 @@ def describe_backends(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
         backend = backends.get(name)
         version = facts.version_of(backend.package)
         # `missing` and `backend` return why the backend cannot be used, or ''. `backend` also imports it.
-        reason = backend.missing(version) or worker.within(START_SECONDS).backend(name)
+        reason = backend.missing(version) or worker.with_time_limit(START_SECONDS).backend(name)
         if reason:
             yield f"{name:<9} {reason}"
             continue
@@ -137,24 +137,24 @@ def describe_compiler(worker: Worker, facts: Sequence[DeviceFacts], limit: float
     worker does not answer within `limit` seconds counts as too slow. Quantisers that do not compile run eagerly, and
     slowly.
     """
-    if why_eager := read_switches(os.environ).why_eager:
-        return f"not tried: {why_eager}"
-    device_texts = []
+    if eager_reason := read_switches(os.environ).why_eager:
+        return f"not tried: {eager_reason}"
+    compiled_device_texts = []
     for device in (device for device in facts if not device.unusable):
         try:
-            device_texts.append(f"{device.key}: {worker.within(limit).compiler(device)}")
+            compiled_device_texts.append(f"{device.key}: {worker.with_time_limit(limit).compiler(device)}")
         except WorkerHung:
             advice = "The first run compiles them, or fp8bench doctor --calibrate does it now"
-            device_texts.append(
+            compiled_device_texts.append(
                 f"{device.key}: kernels are probably not compiled yet (no answer in {limit:g} s). {advice}"
             )
         except WorkerError as error:
-            device_texts.append(f"{device.key}: compiling ended the worker: {error}")
-    return "; ".join(device_texts)
+            compiled_device_texts.append(f"{device.key}: compiling ended the worker: {error}")
+    return "; ".join(compiled_device_texts)
 
 
 def _describe_overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    measuring_overheads = worker.within(START_SECONDS).overheads(facts)
+    measuring_overheads = worker.with_time_limit(START_SECONDS).overheads(facts)
     yield f"overhead of measuring on {facts.key} (best of many)"
     yield f"  phase marker on    {seconds(measuring_overheads.marker_on)}   (goal 600 ns on a CPU)"
     yield f"  phase marker off   {seconds(measuring_overheads.marker_off)}   (goal 200 ns)"
@@ -178,9 +178,9 @@ def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = 
         for device in facts:
             yield f"{device.key:<8} {device.name}, {size(device.memory_bytes)}"
         present_device_kinds = {device.kind for device in facts}
-        for kind in devices.names():
-            if kind not in present_device_kinds:
-                yield f"{kind:<8} none on this machine"
+        for device_kind in devices.names():
+            if device_kind not in present_device_kinds:
+                yield f"{device_kind:<8} none on this machine"
     elif subject == "backends":
         for backend in backends.names():
             yield f"{backend:<8} {backends.get(backend).summary}"
@@ -204,7 +204,7 @@ def _describe_suite(name: str) -> str:
 def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
     yield f"{workload.name}: {workload.summary}"
     yield f"axes, with their default values on {facts.key} (--set AXIS=A,B):"
-    for axis in checked_axes(workload, facts):
+    for axis in list_checked_axes(workload, facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
     # A case's layers depend on its parameters, so list the layers of the default cases.
     plan = make_plan(Request(workload.name, devices=(facts.key,)), (facts,))
@@ -218,7 +218,7 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
     if grid is None:
         return
     try:
-        check_grid(workload)
+        check_history_grid(workload)
     except UsageError as error:
         yield str(error)
         return
@@ -233,9 +233,9 @@ _MAX_LINE_LENGTH = 78
 def _list_precisions(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     """Yields a line for each precision that shows how each device supports it. The lines fit into any terminal."""
     for precision in list_precisions_by_rank():
-        levels = ", ".join(f"{precision.support(device).level} on {device.key}" for device in facts)
+        support_levels_text = ", ".join(f"{precision.support(device).level} on {device.key}" for device in facts)
         aliases = _format_precision_aliases(precision.name)
-        yield f"{precision.name:<12} {levels}{f'  (also {aliases})' if aliases else ''}"
+        yield f"{precision.name:<12} {support_levels_text}{f'  (also {aliases})' if aliases else ''}"
         yield from textwrap.wrap(precision.summary, _MAX_LINE_LENGTH, initial_indent="  ", subsequent_indent="  ")
     yield "definition and options of a precision: fp8bench list precisions NAME"
 
@@ -245,13 +245,13 @@ def _describe_precision(precision: Precision, facts: tuple[DeviceFacts, ...]) ->
     yield f"{precision.name}{f' (also {aliases})' if aliases else ''}: {precision.summary}"
     for device in facts:
         support = precision.support(device)
-        note = "" if support.is_native and not support.reason else f": {support.reason}"
-        yield f"    on {device.key} {support.level.value}{note}"
+        support_note = "" if support.is_native and not support.reason else f": {support.reason}"
+        yield f"    on {device.key} {support.level.value}{support_note}"
     option_by_text = {f"{option.name}={option.default}": option for option in precision.options}
     width = max(map(len, option_by_text), default=0)
     for option_text, option in option_by_text.items():
-        alias_note = f" (also {', '.join(option.aliases)})" if option.aliases else ""
-        yield f"    :{option_text:<{width}}  {option.description}{alias_note}"
+        option_alias_note = f" (also {', '.join(option.aliases)})" if option.aliases else ""
+        yield f"    :{option_text:<{width}}  {option.description}{option_alias_note}"
     if precision.takes_backend:
         yield f"    :backend={AUTO}  library that computes products: {', '.join((AUTO, *backends.names()))}"
     if precision.options:

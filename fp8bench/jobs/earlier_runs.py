@@ -16,7 +16,7 @@ from fp8bench.store.runs.run_file import load_header, load_run
 _MAX_RUNS, _MAX_FILES = 5, 50
 
 
-def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
+def find_earlier_step_seconds(run: Run, store: Path) -> dict[str, list[float]]:
     """Returns for each case the best step times, in seconds, of the latest runs before this one, newest first. A run
     counts if it measured the same suite on the same machine, even at a different commit.
     """

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from fp8bench.feature_list import import_feature_modules
 from fp8bench.files import is_not_folder
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import Page
 from fp8bench.store.kept_lines import find_files_by_name
 from fp8bench.store.runs.listing import listing
@@ -26,24 +26,24 @@ from fp8bench.store.runs.listing import listing
 K = TypeVar("K")
 
 
-class View(NamedTuple):
+class ResultView(NamedTuple):
     """How a result is shown: as a page for people, and as a value or rows for programs."""
 
     page: Callable[[], Page]
     value: Callable[[], Any] = dict
-    rows: Callable[[], Rows] = lambda: ((), ())
+    rows: Callable[[], PlainRows] = lambda: ((), ())
 
 
 @dataclass(frozen=True)
-class KeptTable:
+class RunTableOption:
     """A table of a run that an option of `fp8bench show` selects."""
 
     name: str
     help: str
-    view: Callable[[Any, Path], View]
+    view: Callable[[Any, Path], ResultView]
 
 
-class SparePart(NamedTuple):
+class RemovableFiles(NamedTuple):
     """Files and folders that can be removed together. Processes lock the file `lock` while they use them."""
 
     paths: Sequence[Path]
@@ -51,7 +51,7 @@ class SparePart(NamedTuple):
     lock: Path | None = None
 
 
-class Kind(ABC, Generic[K]):
+class ResultKind(ABC, Generic[K]):
     """A kind of stored result, such as a training.
 
     `pattern` matches the files of this kind in a store; '' if the kind has no files. Each result has either a folder
@@ -105,10 +105,10 @@ class Kind(ABC, Generic[K]):
         """Loads a file. Raises StoreError if it is not of this kind."""
 
     @abstractmethod
-    def view(self, kept: K) -> View:
+    def view(self, kept: K) -> ResultView:
         """Returns what `fp8bench show` prints."""
 
-    def whole_view(self, kept: K) -> View:
+    def make_complete_view(self, kept: K) -> ResultView:
         """Returns what `fp8bench show --all` prints."""
         return self.view(kept)
 
@@ -118,11 +118,11 @@ class Kind(ABC, Generic[K]):
         """
         yield from ()
 
-    def spare(self, store: Path) -> Iterator[SparePart]:
+    def spare(self, store: Path) -> Iterator[RemovableFiles]:
         """Yields files that are not needed to read stored results."""
         yield from ()
 
-    def report(self, kept: K) -> View | None:
+    def report(self, kept: K) -> ResultView | None:
         return None
 
     def log_source(self, kept: K) -> LogSource | None:
@@ -136,35 +136,37 @@ class Kind(ABC, Generic[K]):
         yield from ()
 
 
-def kinds() -> list[Kind[Any]]:
+def kinds() -> list[ResultKind[Any]]:
     return list(chain.from_iterable(getattr(module, "KINDS", ()) for module in import_feature_modules("kind")))
 
 
-def join_results(names: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:
+def join_results(names: Sequence[str], store: Path) -> tuple[ResultKind[Any], Any] | None:
     """Combines the stored results that `names` refer to. Returns their kind and the combined result; None if they
     cannot be combined.
     """
-    for kind in kinds():
-        if (result := kind.join(names, store)) is not None:
-            return kind, result
+    for result_kind in kinds():
+        if (result := result_kind.join(names, store)) is not None:
+            return result_kind, result
     return None
 
 
-def find_results(name: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:
+def find_results(name: str, store: Path, only_runs: bool = False) -> list[tuple[ResultKind[Any], Path]]:
     """Returns the results that a word means, except runs. 'last' means the result of any kind that was started last."""
-    is_last = name == "last"
+    is_last_result_requested = name == "last"
     results = []
-    for kind in kinds():
-        path = kind.newest(store) if is_last else kind.find(name, store)
+    for result_kind in kinds():
+        path = result_kind.newest(store) if is_last_result_requested else result_kind.find(name, store)
         if path is not None:
-            results.append((kind, path))
-    if not is_last or not results:
+            results.append((result_kind, path))
+    if not is_last_result_requested or not results:
         return results
     if only_runs:
         return []
-    newest_name, kind, path = max(((kind.names(path)[-1], kind, path) for kind, path in results), key=itemgetter(0))
+    newest_name, result_kind, path = max(
+        ((result_kind.names(path)[-1], result_kind, path) for result_kind, path in results), key=itemgetter(0)
+    )
     try:
         run = listing(store).newest
     except (OSError, ValueError):
         return []  # the caller then searches for a run, and raises the error if it finds none
-    return [(kind, path)] if run is None or newest_name > run.name else []
+    return [(result_kind, path)] if run is None or newest_name > run.name else []

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fp8bench.errors import NotSent, UsageError
-from fp8bench.measure.handle import claim_process
-from fp8bench.measure.limits import Limits
+from fp8bench.errors import ModelNotSendable, UsageError
+from fp8bench.measure.handle import register_process_run
+from fp8bench.measure.limits import RequestTimeLimits
 from fp8bench.model import Request, Run
 from fp8bench.model.run import PROFILE_ORIGIN
 from fp8bench.model.step import Coverage
@@ -20,7 +20,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Observer
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import split_target
-from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS, OPTIMIZERS, Model
+from fp8bench.workloads.model import LOADED_MODELS, MODEL_MAKERS_IN_PROCESS, OPTIMIZERS, Model
 
 
 def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, An
     }
 
 
-def profile_axes(
+def make_profile_axes(
     target: str, forward: bool, optimizer: str, compiled: bool, skip: Sequence[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if forward and optimizer != OPTIMIZERS[0]:
@@ -72,21 +72,22 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
 def find_model_coverage(maker: str) -> Coverage:
     """Runs one untimed step of the model on a CPU, and returns which of its products would be converted to fp8."""
     request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (check_function_name(maker),)),))
-    with claim_process(True), open_worker(request, None) as worker:
+    with register_process_run(True), open_worker(request, None) as worker:
         facts = worker.probe()
         plan = make_plan(request, facts, None)
-        limits = Limits()
+        limits = RequestTimeLimits()
         examine(plan, facts, worker, limits)
         planned_case = next(
             planned_case for planned_case in plan.groups[0].cases if planned_case.case.precision == "fp8"
         )
         device = next(fact for fact in facts if fact.key == "cpu")
         return (
-            worker.within(limits.for_untimed_pass(planned_case.work)).coverage(planned_case.case, device) or Coverage()
+            worker.with_time_limit(limits.for_untimed_pass(planned_case.work)).coverage(planned_case.case, device)
+            or Coverage()
         )
 
 
-def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
+def profile_live_model(parts: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
     """Profiles a live model. The request contains only the name of its class.
 
     Workers load the model from a file. A model that cannot be pickled is measured in this process, and a note in the
@@ -101,9 +102,9 @@ def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer
                 try:
                     file = _write_model(parts, name, Path(folder))
                     return profile(replace(request, imports=(*request.imports, str(file))), store, observer, command)
-                except NotSent as error:
+                except ModelNotSendable as error:
                     reason = f"it cannot be sent to a worker process: {error}"
-        LIVE_MODELS[name] = lambda: parts
+        MODEL_MAKERS_IN_PROCESS[name] = lambda: parts
         in_process_request = replace(request, isolation=False, case_timeout=None)
         import torch
 
@@ -115,16 +116,16 @@ def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer
                 in_process_request, store, observer, command, f"{name} was measured in this process: {reason}"
             )
     finally:
-        LIVE_MODELS.pop(name, None)
+        MODEL_MAKERS_IN_PROCESS.pop(name, None)
 
 
 # The source code of a module that workers import in order to load the model.
-_LOADING_MODULE = """\
+_MODEL_LOADER_SOURCE = """\
 from functools import partial
 
-from fp8bench.workloads.model import LIVE_MODELS, load_sent_model
+from fp8bench.workloads.model import MODEL_MAKERS_IN_PROCESS, load_sent_model
 
-LIVE_MODELS[{name!r}] = partial(load_sent_model, {file!r})
+MODEL_MAKERS_IN_PROCESS[{name!r}] = partial(load_sent_model, {file!r})
 """
 
 
@@ -137,6 +138,6 @@ def _write_model(parts: tuple[Any, ...], name: str, folder: Path) -> Path:
     try:
         torch.save(parts, file)
     except Exception as error:
-        raise NotSent(own_words(error)) from error
-    module.write_text(_LOADING_MODULE.format(name=name, file=str(file)))
+        raise ModelNotSendable(own_words(error)) from error
+    module.write_text(_MODEL_LOADER_SOURCE.format(name=name, file=str(file)))
     return module

@@ -26,14 +26,14 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.run import FleetPlan
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import execute, now, resume
-from fp8bench.plan.cells import list_cells
+from fp8bench.plan.cells import list_plan_cells
 from fp8bench.protocols import Observer
-from fp8bench.store.fleet_plans import cell_folder, check_cell, iterate_plan_runs
+from fp8bench.store.fleet_plans import check_cell, get_cell_folder, iterate_plan_runs
 from fp8bench.store.reruns import store_ratios
 from fp8bench.store.runs.run_file import check_store, find_incomplete_groups, load_run
 from fp8bench.units import clock, percent
 
-_WAIT_UPDATE_SECONDS = 1.0
+_WAITING_UPDATE_SECONDS = 1.0
 
 
 def execute_sessions(
@@ -67,7 +67,7 @@ def _wait_between_sessions(run: Run, pause: float, observer: Observer, number: i
             observer.working(
                 case, f"session {number} of {sessions} begins in {clock(remaining)}", 1 - remaining / pause
             )
-            time.sleep(min(_WAIT_UPDATE_SECONDS, remaining))
+            time.sleep(min(_WAITING_UPDATE_SECONDS, remaining))
     except KeyboardInterrupt:
         return False
     return True
@@ -91,7 +91,7 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
         request = Request(
             "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_CASE_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
         )
-        ratio_logs: list[float] = []
+        log_ratios: list[float] = []
         with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
             for number in range(_STANDARD_CASE_RUNS):
                 run = execute(
@@ -105,25 +105,25 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
                     break
                 store_ratios(run.records, run, store)
                 ratios = (finding.ratio for finding in findings(run).values())
-                ratio_logs += [math.log(ratio.point) for ratio in ratios if ratio is not None]
+                log_ratios += [math.log(ratio.point) for ratio in ratios if ratio is not None]
         yield f"difference between runs on {device}"
-        if len(ratio_logs) < 2:
+        if len(log_ratios) < 2:
             yield "  unknown: the standard case, a 512x512x512 GEMM in fp32 and bf16, gave fewer than two ratios"
             continue
-        largest_difference = math.exp(max(ratio_logs) - min(ratio_logs)) - 1
-        spread = math.expm1(statistics.stdev(ratio_logs))
+        largest_difference = math.exp(max(log_ratios) - min(log_ratios)) - 1
+        spread = math.expm1(statistics.stdev(log_ratios))
         yield (
-            f"  the speed-up of bf16 over fp32 for a 512x512x512 GEMM, in {len(ratio_logs)} fresh processes, differs "
+            f"  the speed-up of bf16 over fp32 for a 512x512x512 GEMM, in {len(log_ratios)} fresh processes, differs "
             f"by at most {percent(largest_difference, 2)}, with a standard deviation of {percent(spread, 2)}; stored, "
             "because it widens the intervals of later runs"
         )
 
 
-FLEET_ORIGIN = "fleet"
+FLEET_RUN_ORIGIN = "fleet"
 
 
-def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
-    fleet_cells = list_cells(plan, facts)
+def make_fleet_plan(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
+    fleet_cells = list_plan_cells(plan, facts)
     if not fleet_cells:
         raise UsageError("nothing would be measured on this machine, so there is no cell. See --dry-run.")
     return FleetPlan(secrets.token_hex(4), now(), command, request, fleet_cells, __version__)
@@ -136,18 +136,20 @@ def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, 
     An interrupted run is resumed if machine and software are the same. Otherwise the cell is measured from the start.
     """
     check_cell(plan, number)
-    cell_name = plan.name_of(number)
-    with exclusive_lock(cell_folder(plan, number, store), f"cell {cell_name} into {store}"):
-        started_runs = [head for place, head in iterate_plan_runs(plan, store) if place == number]
-        finished_run = next((run for head in started_runs if (run := load_run(Path(head.path))).finished), None)
+    cell_name = plan.format_cell_id(number)
+    with exclusive_lock(get_cell_folder(plan, number, store), f"cell {cell_name} into {store}"):
+        started_cell_runs = [head for place, head in iterate_plan_runs(plan, store) if place == number]
+        finished_run = next((run for head in started_cell_runs if (run := load_run(Path(head.path))).finished), None)
         if finished_run is not None and not find_incomplete_groups(finished_run):
             return False, finished_run
-        for head in started_runs:
+        for head in started_cell_runs:
             try:
                 return resume(Path(head.path), store, observer, command)
             except UsageError:
                 continue  # this run was started on a different machine, or with different software
-        return True, execute(plan.request, store, observer, command, FLEET_ORIGIN, cell=(cell_name, plan.cells[number]))
+        return True, execute(
+            plan.request, store, observer, command, FLEET_RUN_ORIGIN, cell=(cell_name, plan.cells[number])
+        )
 
 
 @contextmanager

@@ -9,20 +9,20 @@ from pathlib import Path
 from fp8bench.analysis.tapes import CaseTape
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.limits import Limits
+from fp8bench.measure.limits import RequestTimeLimits
 from fp8bench.model import Request, Run
 from fp8bench.pipeline import open_worker
 from fp8bench.plan.make import make_plan
-from fp8bench.plan.resolve import resolve
+from fp8bench.plan.resolve import resolve_request
 
 
 def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[CaseTape]:
     """Records a tape of every case of a request. Nothing is timed or stored."""
-    corpus = resolve(request, os.environ).corpus(store)
+    corpus = resolve_request(request, os.environ).corpus(store)
     case_tapes: list[CaseTape] = []
     with open_worker(request, corpus) as worker, observer.counting() as report_progress:
         facts = worker.probe()
-        facts_by_device = {fact.key: fact for fact in facts}
+        device_facts_by_key = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
         planned_cases = list(chain.from_iterable(group.cases for group in plan))
         for planned_case in planned_cases:
@@ -32,8 +32,8 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[C
             reason = planned_case.skip
             if planned_case.runs:
                 try:
-                    time_limit = Limits(request.case_timeout).for_untimed_pass(planned_case.work)
-                    tape = worker.within(time_limit).tape(case, facts_by_device[case.device])
+                    time_limit = RequestTimeLimits(request.case_timeout).for_untimed_pass(planned_case.work)
+                    tape = worker.with_time_limit(time_limit).tape(case, device_facts_by_key[case.device])
                 except WorkerError as error:
                     reason = str(error)
                     worker.restart()

@@ -31,13 +31,13 @@ _PCIE_LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 # 450 GB/s of an H100.
 _NVLINK_DATA_SHARE = 16 / 17
 # Search at most this many runs, newest first, for the measured rate of an all-reduce.
-_MAX_RUNS = 200
+_MAX_SEARCHED_RUNS = 200
 _NVIDIA_SMI_FIELDS = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
-class TopologyLine:
+class TopologyFileLine:
     """A line of the topology file. If `value` is None, the line is a comment. `source` names the origin of
     the value.
     """
@@ -66,9 +66,9 @@ def write_topology(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
         raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
         raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
-    kinds = count_links(_query_nvidia_smi("topo", "-m"))
-    yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
-    yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'no links'}"
+    kinds = count_gpu_links_by_kind(_query_nvidia_smi("topo", "-m"))
+    yield from (f"{name} {memory_text} MiB" for name, memory_text, *_ in gpus)
+    yield f"between GPUs: {', '.join(f'{count} x {link_kind}' for link_kind, count in kinds.items()) or 'no links'}"
     for name, rate in list_active_ports(infiniband):
         yield f"{name}: {rate:g} Gb/s"
     lines = list(_make_topology_lines(gpus, kinds, store, infiniband))
@@ -84,19 +84,19 @@ def write_topology(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
 
 def _make_topology_lines(
     gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband: Path
-) -> Iterator[TopologyLine]:
-    name, memory, *pcie = gpus[0]
-    yield TopologyLine("node", len(gpus), "", "nvidia-smi")
-    is_number = re.fullmatch(r"[\d.]+", memory)
-    yield TopologyLine(
+) -> Iterator[TopologyFileLine]:
+    name, memory_text, *pcie = gpus[0]
+    yield TopologyFileLine("node", len(gpus), "", "nvidia-smi")
+    is_number = re.fullmatch(r"[\d.]+", memory_text)
+    yield TopologyFileLine(
         "memory",
-        float(memory) if is_number else None,
+        float(memory_text) if is_number else None,
         "MiB",
         "nvidia-smi" if is_number else "the driver does not report it",
     )
     measured_bandwidth = find_measured_bandwidth(store, len(gpus))
-    has_nvlinks = any(kind.startswith("NV") for kind in kinds)
-    nvlink_signal_rate = sum_link_rates(_query_nvidia_smi("nvlink", "-s")) if has_nvlinks else None
+    has_nvlinks = any(link_kind.startswith("NV") for link_kind in kinds)
+    nvlink_signal_rate = sum_nvlink_rates(_query_nvidia_smi("nvlink", "-s")) if has_nvlinks else None
     link_rate: float | None
     if measured_bandwidth is not None:
         link_rate = measured_bandwidth[0] / 1e9
@@ -107,30 +107,31 @@ def _make_topology_lines(
     else:
         link_rate = _compute_pcie_rate(*pcie)
         source = f"PCIe {pcie[0]} x{pcie[1]}, not measured"
-    yield TopologyLine("inside", link_rate, "GB/s", source)
+    yield TopologyFileLine("inside", link_rate, "GB/s", source)
     port_rate_per_gpu = sum(port_rate for _, port_rate in list_active_ports(infiniband)) / 8 / len(gpus)
     source = (
         "a GPU's share of the active InfiniBand or RoCE ports, not measured" if port_rate_per_gpu else "no active port"
     )
-    yield TopologyLine("between", port_rate_per_gpu or None, "GB/s", source)
+    yield TopologyFileLine("between", port_rate_per_gpu or None, "GB/s", source)
     yield from (_find_product_rate(precision, name, store) for precision in ("bf16", "fp8"))
 
 
-def _find_product_rate(precision: str, name: str, store: Path) -> TopologyLine:
+def _find_product_rate(precision: str, name: str, store: Path) -> TopologyFileLine:
     """Returns the line of the topology file with the rate of matrix products in a precision: the newest measured
     ceiling of the device, or else the peak of its datasheet.
     """
-    bounds = [
+    ceiling_rates = [
         ceilings.bound(Limit.PRODUCT, precision) for ceilings in load_ceilings_history(store) if ceilings.device == name
     ]
-    if rate := next(filter(None, reversed(bounds)), None):
-        return TopologyLine(precision, rate / 1e12, "TFLOP/s", "measured ceiling")
-    sheet = find_datasheet(name)
-    peak = sheet.peak(precision) if sheet is not None else None
-    if sheet is None or peak is None:
-        return TopologyLine(precision, None, "", "unknown: fp8bench suite ceilings measures it")
-    source = f"{sheet.cite('dense')}, which real products do not reach: fp8bench suite ceilings measures their rate"
-    return TopologyLine(precision, peak / 1e12, "TFLOP/s", source)
+    if rate := next(filter(None, reversed(ceiling_rates)), None):
+        return TopologyFileLine(precision, rate / 1e12, "TFLOP/s", "measured ceiling")
+    datasheet = find_datasheet(name)
+    peak = datasheet.peak(precision) if datasheet is not None else None
+    if datasheet is None or peak is None:
+        return TopologyFileLine(precision, None, "", "unknown: fp8bench suite ceilings measures it")
+    citation = datasheet.cite_figures("dense")
+    source = f"{citation}, which real products do not reach: fp8bench suite ceilings measures their rate"
+    return TopologyFileLine(precision, peak / 1e12, "TFLOP/s", source)
 
 
 def _query_nvidia_smi(*options: str) -> list[str]:
@@ -152,7 +153,7 @@ def _query_nvidia_smi(*options: str) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.strip()]
 
 
-def count_links(matrix: list[str]) -> dict[str, int]:
+def count_gpu_links_by_kind(matrix: list[str]) -> dict[str, int]:
     """Counts the links between GPUs by their kind ('NV18', 'PIX', 'SYS'), from the matrix that nvidia-smi prints."""
     counts = Counter[str]()
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
@@ -164,15 +165,15 @@ def count_links(matrix: list[str]) -> dict[str, int]:
     return counts
 
 
-def sum_link_rates(status: list[str]) -> float:
+def sum_nvlink_rates(status: list[str]) -> float:
     """Returns the summed signal rate of a GPU's active links in GB/s, the smallest such sum of all GPUs."""
-    sums: list[float] = []
+    link_rate_sums: list[float] = []
     for line in status:
         if line.startswith("GPU "):
-            sums.append(0.0)
-        elif sums and (rate := re.search(r"Link \d+: ([\d.]+) GB/s", line)):
-            sums[-1] += float(rate[1])
-    return min(sums, default=0.0)
+            link_rate_sums.append(0.0)
+        elif link_rate_sums and (rate := re.search(r"Link \d+: ([\d.]+) GB/s", line)):
+            link_rate_sums[-1] += float(rate[1])
+    return min(link_rate_sums, default=0.0)
 
 
 def _compute_pcie_rate(generation: str, width: str) -> float | None:
@@ -188,10 +189,10 @@ def list_active_ports(folder: Path) -> list[tuple[str, float]]:
     for port in sorted(folder.glob("*/ports/*")):
         try:
             rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
-            is_active = "ACTIVE" in (port / "state").read_text()
+            is_port_active = "ACTIVE" in (port / "state").read_text()
         except OSError:
             continue
-        if rate and is_active:
+        if rate and is_port_active:
             named_port_rates.append((f"{port.parts[-3]} port {port.name}", float(rate[1])))
     return named_port_rates
 
@@ -200,7 +201,7 @@ def find_measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
     """Returns the best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and the id of its run. The newest run
     with such an all-reduce is used.
     """
-    for file in islice(iterate_newest_files(store), _MAX_RUNS):
+    for file in islice(iterate_newest_files(store), _MAX_SEARCHED_RUNS):
         try:
             run = load_run(file)
         except StoreError:  # the file is not a run, or comes from a different version

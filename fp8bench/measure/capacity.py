@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.limits import Limits
+from fp8bench.measure.limits import RequestTimeLimits
 from fp8bench.measure.passes import CaseOutcome, ran_out_of_memory
 from fp8bench.model import Capacity, DeviceFacts, Level, MemoryUse, PlannedCase
 from fp8bench.protocols import Observer
@@ -22,7 +22,7 @@ from fp8bench.units import size
 # Extrapolate a line for at most this many batches. After that, search by bisection.
 _MAX_PREDICTIONS = 4
 # If the prediction exceeds the last attempt by more than this factor, a third of the predicted batch is tried first.
-_MAX_BATCH_JUMP = 8
+_MAX_BATCH_GROWTH_FACTOR = 8
 # The number of steps that are timed with the largest batch.
 _TIMED_STEPS = 8
 
@@ -40,7 +40,7 @@ class BatchAttempt:
 
 
 @dataclass
-class NumberSearch:
+class LargestNumberSearch:
     """Searches the largest number from 1 to `largest_number` that fits in memory. The first attempt is `start`.
 
     `room` is the available memory in bytes, None if unknown.
@@ -54,13 +54,13 @@ class NumberSearch:
     _prediction_count: int = 0
 
     @property
-    def largest_fitting(self) -> BatchAttempt | None:
+    def largest_fitting_batch(self) -> BatchAttempt | None:
         return max(
             (attempt for attempt in self.attempts if attempt.fits), key=lambda attempt: attempt.number, default=None
         )
 
     @property
-    def smallest_failing(self) -> BatchAttempt | None:
+    def smallest_failing_batch(self) -> BatchAttempt | None:
         return min(
             (attempt for attempt in self.attempts if not attempt.fits), key=lambda attempt: attempt.number, default=None
         )
@@ -75,7 +75,7 @@ class NumberSearch:
             number = self._choose_next_number()
 
     def _choose_next_number(self) -> int | None:
-        fitting, failing = self.largest_fitting, self.smallest_failing
+        fitting, failing = self.largest_fitting_batch, self.smallest_failing_batch
         if failing is None:
             assert fitting is not None
             return self._choose_larger_number(fitting.number) if fitting.number < self.largest_number else None
@@ -100,7 +100,9 @@ class NumberSearch:
             candidate_number = fitting_number + self._number_increment
             self._number_increment *= 2
         return min(
-            candidate_number if candidate_number <= _MAX_BATCH_JUMP * fitting_number else candidate_number // 3,
+            candidate_number
+            if candidate_number <= _MAX_BATCH_GROWTH_FACTOR * fitting_number
+            else candidate_number // 3,
             self.largest_number,
         )
 
@@ -134,7 +136,7 @@ class NoSearch(Exception):
 
 
 @dataclass(frozen=True)
-class CapacityRule:
+class CapacitySearchRule:
     """How to search the largest batch. `limit` is the memory in bytes that a batch must fit into; None is the
     device's memory. `plan_with_batch` plans a case with a given batch.
     """
@@ -151,17 +153,17 @@ class CapacityPass:
 
     _worker: Worker
     _device_facts: Mapping[str, DeviceFacts]
-    _time_limits: Limits
+    _time_limits: RequestTimeLimits
     _observer: Observer
-    _batch_search_rule: CapacityRule
+    _capacity_search_rule: CapacitySearchRule
 
     def find_largest_batches(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             facts = self._device_facts[outcome.planned.case.device]
-            batch_search = _BatchSearch(
-                outcome.planned, facts, self._worker, self._time_limits, self._observer, self._batch_search_rule
+            largest_batch_search = _BatchSearch(
+                outcome.planned, facts, self._worker, self._time_limits, self._observer, self._capacity_search_rule
             )
-            outcome.note(capacity=batch_search.find_capacity())
+            outcome.note(capacity=largest_batch_search.find_batch_capacity())
         if any(self._device_facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             # Counting memory may leave a profiler attached to the process. It would slow down launches, so the timing
             # needs a new process.
@@ -177,15 +179,15 @@ class CapacityPass:
         facts = self._device_facts[planned.case.device]
         if capacity is None or not capacity.batch or planned.support.is_emulated:
             return
-        planned_batch = self._batch_search_rule.plan_with_batch(planned, capacity.batch, facts)
+        planned_batch = self._capacity_search_rule.plan_with_batch(planned, capacity.batch, facts)
         assert planned_batch is not None
         self._observer.working(planned.case, f"timing a batch of {capacity.batch}", 1.0)
         try:
             time_limit = self._time_limits.for_first_step(planned_batch.work, 2 * _TIMED_STEPS)
-            step_seconds = self._worker.within(time_limit).pace(planned_batch.case, facts, _TIMED_STEPS)
+            step_seconds = self._worker.with_time_limit(time_limit).pace(planned_batch.case, facts, _TIMED_STEPS)
         except WorkerError as error:
             self._worker.restart()
-            outcome.add_detail(f"its largest batch could not be timed: {error}")
+            outcome.append_detail_text(f"its largest batch could not be timed: {error}")
             return
         outcome.note(capacity=replace(capacity, seconds=step_seconds))
 
@@ -195,49 +197,56 @@ class _BatchSearch:
     _planned_case: PlannedCase
     _device_facts: DeviceFacts
     _worker: Worker
-    _time_limits: Limits
+    _time_limits: RequestTimeLimits
     _observer: Observer
-    _capacity_rule: CapacityRule
+    _capacity_rule: CapacitySearchRule
 
-    def find_capacity(self) -> Capacity:
+    def find_batch_capacity(self) -> Capacity:
         axis, byte_limit = workloads.get(self._planned_case.case.workload).batch_axis, self._capacity_rule.limit
-        first_batch_size = dict(self._planned_case.case.params).get(axis)
+        planned_batch_size = dict(self._planned_case.case.params).get(axis)
         batch_attempts: list[BatchAttempt] = []
-        batch_multiple, room_bytes = 1, byte_limit or self._device_facts.memory_bytes
+        batch_size_multiple, room_bytes = 1, byte_limit or self._device_facts.memory_bytes
         try:
             # 1. Begin the search with the planned batch. Try only multiples of `batch_multiple`, because the precision
             # may refuse other batches.
-            if not isinstance(first_batch_size, int) or isinstance(first_batch_size, bool) or first_batch_size < 1:
+            if (
+                not isinstance(planned_batch_size, int)
+                or isinstance(planned_batch_size, bool)
+                or planned_batch_size < 1
+            ):
                 raise NoSearch(
-                    f"its {axis} is {first_batch_size!r}: the search needs a whole number from 1 to begin with"
+                    f"its {axis} is {planned_batch_size!r}: the search needs a whole number from 1 to begin with"
                 )
-            batch_multiple = self._find_batch_multiple()
-            largest_batch_number = self._find_plan_limit(batch_multiple)
-            batch_number_search = NumberSearch(
-                min(max(1, first_batch_size // batch_multiple), largest_batch_number),
+            batch_size_multiple = self._find_batch_multiple()
+            largest_batch_number = self._find_plan_limit(batch_size_multiple)
+            largest_number_search = LargestNumberSearch(
+                min(max(1, planned_batch_size // batch_size_multiple), largest_batch_number),
                 largest_batch_number,
                 room_bytes,
                 batch_attempts,
             )
-            batch_number_search.run(lambda number: self._try_batch_number(number, batch_multiple))
+            largest_number_search.run(lambda number: self._try_batch_number(number, batch_size_multiple))
         except NoSearch as cause:
-            return Capacity(axis, byte_limit, grain=batch_multiple, why=str(cause), attempts=len(batch_attempts))
+            return Capacity(axis, byte_limit, grain=batch_size_multiple, why=str(cause), attempts=len(batch_attempts))
         # 2. Report the largest batch that ran, and why the next one did not.
-        largest, smallest_failing = batch_number_search.largest_fitting, batch_number_search.smallest_failing
+        largest, smallest_failing_batch = (
+            largest_number_search.largest_fitting_batch,
+            largest_number_search.smallest_failing_batch,
+        )
         beyond, reason = (
-            (smallest_failing.number * batch_multiple, smallest_failing.why)
-            if smallest_failing is not None
+            (smallest_failing_batch.number * batch_size_multiple, smallest_failing_batch.why)
+            if smallest_failing_batch is not None
             else (None, "")
         )
         if largest is None:
             return Capacity(
-                axis, byte_limit, 0, batch_multiple, beyond=beyond, why=reason, attempts=len(batch_attempts)
+                axis, byte_limit, 0, batch_size_multiple, beyond=beyond, why=reason, attempts=len(batch_attempts)
             )
         # 3. An emulated case stores more bytes than hardware with this format would. Estimate the largest batch on
         # such hardware.
-        batch = largest.number * batch_multiple
+        batch = largest.number * batch_size_multiple
         device_batch = (
-            self._estimate_device_batch(batch, batch_multiple, room_bytes)
+            self._estimate_device_batch(batch, batch_size_multiple, room_bytes)
             if self._planned_case.support.is_emulated
             else None
         )
@@ -246,7 +255,7 @@ class _BatchSearch:
             axis,
             byte_limit,
             batch,
-            batch_multiple,
+            batch_size_multiple,
             tokens,
             largest.taken,
             beyond,
@@ -260,7 +269,7 @@ class _BatchSearch:
         planned_batch = self._plan_batch(batch)
         self._observer.working(self._planned_case.case, f"trying a batch of {batch}", 1.0)
         try:
-            used_bytes = self._worker.within(self._time_limits.for_untimed_pass(planned_batch.work)).try_batch(
+            used_bytes = self._worker.with_time_limit(self._time_limits.for_untimed_pass(planned_batch.work)).try_batch(
                 planned_batch.case, self._device_facts, byte_limit
             )
         except WorkerError as cause:
@@ -278,15 +287,17 @@ class _BatchSearch:
         """Returns the power of two by which a batch must be divisible, so that the precision accepts it. Raises
         NoSearch if no such power is found.
         """
-        batch_multiple = 1
-        while batch_multiple <= _MAX_BATCH_MULTIPLE:
+        batch_size_multiple = 1
+        while batch_size_multiple <= _MAX_BATCH_MULTIPLE:
             planned_batches = [
-                self._capacity_rule.plan_with_batch(self._planned_case, batch_multiple * factor, self._device_facts)
+                self._capacity_rule.plan_with_batch(
+                    self._planned_case, batch_size_multiple * factor, self._device_facts
+                )
                 for factor in _TRIED_BATCH_FACTORS
             ]
             if all(planned is None or planned.support.level is not Level.REFUSED for planned in planned_batches):
-                return batch_multiple
-            batch_multiple *= 2
+                return batch_size_multiple
+            batch_size_multiple *= 2
         raise NoSearch(f"the precision refuses multiples of all powers of two up to {_MAX_BATCH_MULTIPLE}")
 
     def _find_plan_limit(self, batch_multiple: int) -> int:
@@ -330,7 +341,7 @@ class _BatchSearch:
         planned_batch = self._plan_batch(batch)
         self._observer.working(self._planned_case.case, f"estimating the memory of a batch of {batch}", 1.0)
         try:
-            memory_use = self._worker.within(self._time_limits.for_untimed_pass(planned_batch.work)).memory(
+            memory_use = self._worker.with_time_limit(self._time_limits.for_untimed_pass(planned_batch.work)).memory(
                 planned_batch.case, self._device_facts
             )
         except WorkerError as cause:

@@ -45,10 +45,10 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
     the time. All rates are measured once before any is measured again, so that differences between runs show how the
     machine changes. If the worker is lost, only the rate that it measured is lost.
     """
-    bench = worker.within(COMPILE_SECONDS)
+    remote_bench = worker.with_time_limit(COMPILE_SECONDS)
     # The first run searches the best shape of each rate, and gets a separate part of the time.
-    rates = list(bench.ceiling_rates(device))
-    spent_seconds_of_rates = [0.0] * len(rates)
+    rates = list(remote_bench.ceiling_rates(device))
+    spent_seconds_by_rate = [0.0] * len(rates)
     for run in range(1 + RUNS_PER_RATE):
         seconds_per_rate_run = (
             (_SEARCH_TIME_SHARE if run == 0 else (1 - _SEARCH_TIME_SHARE) / RUNS_PER_RATE)
@@ -57,15 +57,15 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
         )
         for index, rate in enumerate(rates):
             # If a rate has used its share of CEILING_SECONDS, stop its runs, so that the other rates get their time.
-            is_rate_too_slow = run > MIN_RUNS_PER_RATE and spent_seconds_of_rates[index] > CEILING_SECONDS / len(rates)
+            is_rate_too_slow = run > MIN_RUNS_PER_RATE and spent_seconds_by_rate[index] > CEILING_SECONDS / len(rates)
             if rate.why or is_rate_too_slow:
                 continue
             start = time.monotonic()
             try:
-                rates[index] = bench.ceiling(device, rate, seconds_per_rate_run)
+                rates[index] = remote_bench.ceiling(device, rate, seconds_per_rate_run)
             except WorkerError as error:
                 # The fault is stored as the reason why this rate is missing. A new worker measures the other rates.
                 rates[index] = replace(rate, runs=(), why=str(error)[:200])
                 worker.restart()
-            spent_seconds_of_rates[index] += time.monotonic() - start
+            spent_seconds_by_rate[index] += time.monotonic() - start
     return Ceilings(tuple(rates), device=device.name)

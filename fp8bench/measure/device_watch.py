@@ -19,7 +19,7 @@ from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.measure.sensors.rapl import CPU_CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, describe_missing_readings, subtract_counters
-from fp8bench.model.stopping import ClockLook, Settling, fit_slopes, is_clock_flat
+from fp8bench.model.stopping import ClockSample, DeviceSettling, fit_clock_slopes, is_clock_flat
 
 # The arm runs for this many seconds between two readings of the device.
 _SECONDS_BETWEEN_READINGS = 0.15
@@ -27,42 +27,44 @@ _SECONDS_BETWEEN_READINGS = 0.15
 
 @dataclass(frozen=True)
 class Settler:
-    """Runs an arm until the device's clock and temperature are constant, or only the clock if `is_brisk` (in runs of
-    about 10 s).
+    """Runs an arm until the device's clock and temperature are constant, or only the clock if `settles_clock_only` (in
+    runs of about 10 s).
     """
 
     device: DeviceReader
     limit: float
     clock: Callable[[], float] = time.monotonic
-    is_brisk: bool = False
+    settles_clock_only: bool = False
 
-    def warm_up_device(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
+    def warm_up_device(self, arm: MeasuredArm, worker: Worker) -> DeviceSettling | None:
         """Runs an arm until the device has settled or the time limit is reached. Returns the readings, or None if the
         device reports neither clock nor temperature.
         """
         start = self.clock()
-        readings = [self._read_clock_and_temperature(start)]
-        if readings[0].clock is None and readings[0].temperature is None:
+        clock_looks = [self._read_clock_and_temperature(start)]
+        if clock_looks[0].clock is None and clock_looks[0].temperature is None:
             return None
         steps_per_run = max(1, round(_SECONDS_BETWEEN_READINGS / arm.step_seconds))
-        has_settled = False
-        while not has_settled and readings[-1].at < self.limit:
-            worker.within(arm.limits.for_slot(arm.step_seconds, steps_per_run)).loop(arm.key, steps_per_run)
-            readings.append(self._read_clock_and_temperature(start))
-            has_settled = is_clock_flat(readings) if self.is_brisk else fit_slopes(readings).is_flat
-        return Settling(tuple(readings), has_settled, self.limit)
+        has_device_settled = False
+        while not has_device_settled and clock_looks[-1].at < self.limit:
+            worker.with_time_limit(arm.limits.for_slot(arm.step_seconds, steps_per_run)).loop(arm.key, steps_per_run)
+            clock_looks.append(self._read_clock_and_temperature(start))
+            has_device_settled = (
+                is_clock_flat(clock_looks) if self.settles_clock_only else fit_clock_slopes(clock_looks).is_flat
+            )
+        return DeviceSettling(tuple(clock_looks), has_device_settled, self.limit)
 
-    def _read_clock_and_temperature(self, start: float) -> ClockLook:
+    def _read_clock_and_temperature(self, start: float) -> ClockSample:
         values = {
             name: read.number for name, read in self.device.read_changing_state().items() if isinstance(read, Reading)
         }
         clock_hertz = values.get("sm_clock", values.get(CPU_CLOCK))
-        return ClockLook(self.clock() - start, clock_hertz, values.get("temperature"))
+        return ClockSample(self.clock() - start, clock_hertz, values.get("temperature"))
 
 
 # The part of the time that may be spent on reading the driver. A reading takes up to milliseconds, in which the
 # device idles.
-_READING_TIME_SHARE = 0.05
+_DRIVER_READING_TIME_SHARE = 0.05
 
 
 class SessionWatch:
@@ -74,7 +76,7 @@ class SessionWatch:
     def __init__(
         self,
         device: DeviceReader,
-        warm_up: Settling | None = None,
+        warm_up: DeviceSettling | None = None,
         clock: Callable[[], float] = time.monotonic,
         pid: int | None = None,
         idle_workers: int = 0,
@@ -99,7 +101,9 @@ class SessionWatch:
         clock_reading = state["sm_clock"]
         arm.slots[-1] = replace(slot, clock=clock_reading.number if isinstance(clock_reading, Reading) else None)
         # The slower the driver is, the later the next reading is due. So reading takes a fixed part of the time.
-        self._next_reading_at = max(self._next_reading_at, seconds) + (self._clock() - seconds) / _READING_TIME_SHARE
+        self._next_reading_at = (
+            max(self._next_reading_at, seconds) + (self._clock() - seconds) / _DRIVER_READING_TIME_SHARE
+        )
 
     def finish(self) -> None:
         self._throttled = subtract_counters(self._throttled_seconds_at_start, self._device.read_throttled_seconds())
@@ -115,18 +119,18 @@ class SessionWatch:
         return max(0, int(process_count.number) - self._idle_workers) if isinstance(process_count, Reading) else None
 
     def summarise_arm(self, arm: MeasuredArm) -> DeviceWatch:
-        readings = self._readings.get(arm.key, [])
+        arm_readings = self._readings.get(arm.key, [])
         throttled_seconds = {name: read.number for name, read in self._throttled.items() if isinstance(read, Reading)}
         summary: dict[str, Any] = {}
         for name, (value_name, summarise) in SUMMARIES.items():
-            numbers = [read.number for look in readings if isinstance(read := look[value_name], Reading)]
+            numbers = [read.number for look in arm_readings if isinstance(read := look[value_name], Reading)]
             summary[name] = summarise(numbers) if numbers else None
         summary["sm_clock"] = arm.timing().clock
         return DeviceWatch(
-            looks=len(readings),
+            looks=len(arm_readings),
             seconds=self._seconds,
             held=tuple((name, seconds) for name, seconds in throttled_seconds.items() if seconds > 0),
-            why="; ".join(describe_missing_readings(*readings, self._throttled)),
+            why="; ".join(describe_missing_readings(*arm_readings, self._throttled)),
             warm_up=self._warm_up,
             others=self._other_processes,
             slices=max(0, self._device.mig_instance_count - 1),

@@ -17,16 +17,16 @@ from pathlib import Path
 from fp8bench.model import Environment, Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 from fp8bench.model.run import BUSY_CORES_FACT, TORCH_VARIABLES
-from fp8bench.store.asv.identity import find_identity, list_identity_facts
+from fp8bench.store.asv.identity import find_machine_identity, list_identity_facts
 from fp8bench.user_code import hash_user_code
 
 _CPU_TIMES_FILE, _SLEEP_SECONDS = "/proc/stat", 0.05
-_RECORDED_VARIABLES = (QUANTISERS_VARIABLE, *TORCH_VARIABLES)
+_RECORDED_ENV_VARIABLES = (QUANTISERS_VARIABLE, *TORCH_VARIABLES)
 
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 # The time limit for a call of git, in seconds. It is long, because git is slow on a busy machine, and a run without
 # git's answer has no commit.
-_GIT_SECONDS = 60
+_GIT_TIMEOUT_SECONDS = 60
 
 
 def gather(
@@ -58,9 +58,9 @@ def gather(
         BUSY_CORES_FACT: _measure_busy_cores(),
         "threads": threads,
         "imports_sha256": hash_user_code(imports),
-        **list_identity_facts(find_identity()),
+        **list_identity_facts(find_machine_identity()),
         **_read_commit(folder or Path()),
-        **{f"env_{name}": os.environ[name] for name in _RECORDED_VARIABLES if name in os.environ},
+        **{f"env_{name}": os.environ[name] for name in _RECORDED_ENV_VARIABLES if name in os.environ},
         **software,
     }
     return Environment(facts)
@@ -90,10 +90,10 @@ def _read_cpu_ticks() -> list[int]:
     return [int(word) for word in counts[1:9]]
 
 
-def describe_load() -> str:
+def describe_current_load() -> str:
     """Returns the load and the number of cores, for example 'load 3.1 on 2 cores'."""
-    load = _read_system_load()
-    return f"load {load} on {os.cpu_count()} cores" if load is not None else f"{os.cpu_count()} cores"
+    system_load = _read_system_load()
+    return f"load {system_load} on {os.cpu_count()} cores" if system_load is not None else f"{os.cpu_count()} cores"
 
 
 def _read_file(path: str) -> str | None:
@@ -167,14 +167,14 @@ def _run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_GIT_SECONDS,
+            timeout=_GIT_TIMEOUT_SECONDS,
             check=False,
             env={**os.environ, "LC_ALL": "C"},
         )
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", f"git cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"git gave no answer for {_GIT_SECONDS} s")
+        return subprocess.CompletedProcess(command, 124, "", f"git gave no answer for {_GIT_TIMEOUT_SECONDS} s")
 
 
 def _read_git_output(folder: Path, *arguments: str) -> str | None:

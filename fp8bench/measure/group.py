@@ -17,26 +17,26 @@ from functools import partial
 from typing import TypeVar
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, raise_as_arm_failure
-from fp8bench.measure.capacity import CapacityPass, CapacityRule
+from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, QuantiserCompilation, raise_as_arm_failure
+from fp8bench.measure.capacity import CapacityPass, CapacitySearchRule
 from fp8bench.measure.ceilings import derive_ceiling
 from fp8bench.measure.device_watch import SessionWatch, Settler
 from fp8bench.measure.handle import CountingWorker, Worker
-from fp8bench.measure.limits import DEFAULT_LIMITS, HANG_SECONDS, Limits
+from fp8bench.measure.limits import DEFAULT_TIME_LIMITS, HANG_SECONDS, RequestTimeLimits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, ran_out_of_memory
-from fp8bench.measure.rounds import ChooseFastest, JudgeArm, ReplayPass, RoundSession
+from fp8bench.measure.rounds import ChooseFastest, IsComparisonDecided, RoundSession, StepReplayPass
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, PlannedCase, Record
-from fp8bench.model.stopping import Settling, StoppingRule
+from fp8bench.model.stopping import DeviceSettling, StoppingRule
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import precisions, workloads
 
 # Two workers may measure at the same time if the machine has this many times the memory that one worker needs.
 _TWO_WORKERS_MEMORY_FACTOR = 4
 # A case is small if its device has more than this many times the memory that one state needs at least.
-_SMALL_CASE_FACTOR = 64
+_SMALL_CASE_MEMORY_FACTOR = 64
 _Answers = TypeVar("_Answers")
 # A session is a set of arms that are timed in the same rounds. Its plan: the reference (or None), whether there is a
 # control arm, and the candidates.
@@ -44,12 +44,12 @@ _SessionPlan = tuple[CaseOutcome | None, bool, list[CaseOutcome]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupMethod:
+class MeasurementMethod:
     """Defines how a group is measured: when rounds stop, how long a request may take, and which untimed passes run.
 
-    `judge` decides whether a case needs no more rounds. `choose` finds the fastest case, which is then timed again;
-    None skips this. `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0
-    skips the warm-up. `lost_devices` maps each device that no longer answers to the reason; all groups share it.
+    `judge` decides whether a case needs no more rounds. `choose_fastest` finds the fastest case, which is then timed
+    again; None skips this. `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to
+    settle; 0 skips the warm-up. `lost_devices` maps each device that no longer answers to the reason, for all groups.
 
     `tapes` records a step's operators, and `shares` measures the parts of its time, both in a worker that no longer
     times anything. Without `tapes_apart`, tapes are recorded in the timing worker. `checks_late_steps` turns on two
@@ -60,16 +60,16 @@ class GroupMethod:
     """
 
     rule: StoppingRule
-    judge: JudgeArm
+    judge: IsComparisonDecided
     seed: int
-    limits: Limits = DEFAULT_LIMITS
-    quantisers: Quantisers | None = None
+    limits: RequestTimeLimits = DEFAULT_TIME_LIMITS
+    quantisers: QuantiserCompilation | None = None
     windows: WindowRule | None = None
-    capacity: CapacityRule | None = None
+    capacity: CapacitySearchRule | None = None
     trace_folder: TraceFolder | None = None
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
     warm_up_seconds: float = 0.0
-    choose: ChooseFastest | None = None
+    choose_fastest: ChooseFastest | None = None
     tapes: bool = False
     tapes_apart: bool = True
     checks_late_steps: bool = True
@@ -92,7 +92,7 @@ class GroupMeasurement:
     _facts: Mapping[str, DeviceFacts]
     _worker: Worker
     _observer: Observer
-    _method: GroupMethod
+    _method: MeasurementMethod
     _device_meter: Meter | None = None
     _untimed_worker: Worker | None = None
     _counting_worker: CountingWorker | None = None
@@ -110,34 +110,34 @@ class GroupMeasurement:
     def run(self) -> tuple[Record, ...]:
         """Times the group's cases, runs the untimed passes, and returns the records in the order of the plan."""
         # 1. Time the sessions. After a fault, time all of them again, because the remaining states may be damaged.
-        self._drop_lost_devices()
-        self._make_passes(self._worker).check_products(self._list_alive())
+        self._fail_cases_of_lost_devices()
+        self._make_passes(self._worker).check_products(self._list_usable())
         while self._time_sessions() == "again":
             for outcome in self._outcomes:
-                outcome.reset_draft()
+                outcome.reset_draft_record()
         timed_reference_outcome = self._find_reference()
         # 2. Start the worker for untimed passes only now: an earlier start would have disturbed the timing.
         if self._untimed_worker is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # the first request to the worker reports the reason
                 self._untimed_worker.begin()
-        passes = self._make_passes(self._worker)
+        worker_passes = self._make_passes(self._worker)
         # 3. Run the untimed passes of each case. If there is a second worker, it measures memory.
         with self._measuring_memory_in_second_worker() as memory_outcomes:
-            self._run_untimed_passes(passes, timed_reference_outcome, memory_outcomes is None)
+            self._run_untimed_passes(worker_passes, timed_reference_outcome, memory_outcomes is None)
         if memory_outcomes is not None:
-            self._store_memory_figures(passes, memory_outcomes)
+            self._store_memory_figures(worker_passes, memory_outcomes)
         # 4. Run passes that need an idle second worker: recording operators in it, or searching the largest batch.
         if self._untimed_worker is self._second_worker:
-            self._record_operators(passes)
+            self._record_operators(worker_passes)
         if self._method.capacity is not None:  # the search may need all memory
             limits, rule = self._method.limits, self._method.capacity
             capacity_pass = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             capacity_pass.find_largest_batches([outcome for outcome in self._outcomes if outcome.may_fit_memory])
         # If the counting worker cannot count allocator calls, its `why` is the reason.
         if self._counting_worker is not None:
-            self._make_passes(self._counting_worker).count_allocations(self._list_alive(), self._counting_worker.why)
+            self._make_passes(self._counting_worker).count_allocations(self._list_usable(), self._counting_worker.why)
         reference = self._find_reference()
-        for outcome in self._list_alive():
+        for outcome in self._list_usable():
             ceilings = self._method.ceilings.get(outcome.planned.case.device)
             outcome.note(ceiling=derive_ceiling(outcome.planned, ceilings))
         return tuple(outcome.make_record(outcome is reference, outcome.planned.skip) for outcome in self._outcomes)
@@ -146,7 +146,7 @@ class GroupMeasurement:
         """Runs the passes that follow the timing. `timed_reference` is the reference that was timed."""
         # 1. Measure numerical errors first. A case that fails here skips the other passes.
         untimed_passes = self._select_untimed_passes() or passes
-        passes.measure_errors(self._list_alive(), self._errors)
+        passes.measure_errors(self._list_usable(), self._errors)
         reference = self._find_reference()
         # If the reference has failed, the other cases have nothing to be compared with.
         if reference is not timed_reference:
@@ -156,17 +156,17 @@ class GroupMeasurement:
             passes.ask("statistics", [reference])
         # 2. Check which products a step computes and what it changes, and measure transfers and coverage. Measure
         # memory last of these passes, because torch's profiler could disturb the passes after it.
-        passes.ask("products", self._list_alive())
-        untimed_passes.check_effects(self._list_alive())
-        passes.measure_transfers(self._list_alive())
+        passes.ask("products", self._list_usable())
+        untimed_passes.check_step_effects(self._list_usable())
+        passes.measure_transfers(self._list_usable())
         # Coverage is how much of a user's model is converted. Only a worker knows such a model's layers (`examined`).
-        examined = [outcome for outcome in self._list_alive() if workloads.get(outcome.planned.case.workload).examined]
+        examined = [case for case in self._list_usable() if workloads.get(case.planned.case.workload).examined]
         passes.ask("coverage", examined)
         if with_memory:
-            untimed_passes.measure_memory(self._list_alive(), self._device_meter, self._method.checks_late_steps)
+            untimed_passes.measure_memory(self._list_usable(), self._device_meter, self._method.checks_late_steps)
         # 3. Record traces and operators at the end, because these tools run code around every operation of a step.
         if self._method.trace_folder is not None:
-            passes.record_traces(self._list_alive(), self._method.trace_folder)
+            passes.record_step_traces(self._list_usable(), self._method.trace_folder)
         if self._untimed_worker is not self._second_worker:
             self._record_operators(passes)
 
@@ -175,13 +175,13 @@ class GroupMeasurement:
         method = self._method
         if self._untimed_worker is not None and (method.tapes or method.shares):
             untimed_passes = self._select_untimed_passes() or self._make_passes(self._untimed_worker)
-            untimed_passes.ask("tape", self._list_alive() if method.tapes and method.tapes_apart else ())
-            untimed_passes.measure_shares(self._list_alive() if method.shares else ())
+            untimed_passes.ask("tape", self._list_usable() if method.tapes and method.tapes_apart else ())
+            untimed_passes.measure_step_shares(self._list_usable() if method.shares else ())
             # Restart a worker that used a GPU (not in a brisk group), so that it frees the memory for later cases.
-            untimed_passes.leave_gpus(self._list_alive())
+            untimed_passes.release_gpu_memory(self._list_usable())
         # Skip cases that take long to prepare, for example to compile: recording operators prepares a case again.
         if method.tapes and not method.tapes_apart:
-            passes.ask("tape", [outcome for outcome in self._list_alive() if not outcome.planned.work.setup_seconds])
+            passes.ask("tape", [outcome for outcome in self._list_usable() if not outcome.planned.work.setup_seconds])
 
     @contextmanager
     def _measuring_memory_in_second_worker(self) -> Iterator[dict[str, CaseOutcome] | None]:
@@ -194,7 +194,7 @@ class GroupMeasurement:
             yield None
             return
         # Leave out cases whose step torch compiles, because the second worker would have to compile it again.
-        waiting = [outcome for outcome in self._list_alive() if not outcome.planned.work.setup_seconds]
+        waiting = [outcome for outcome in self._list_usable() if not outcome.planned.work.setup_seconds]
         with self._running_in_second_worker(partial(self._measure_memory, self._second_worker), waiting, results):
             yield results
 
@@ -202,21 +202,21 @@ class GroupMeasurement:
     def _measuring_errors_in_second_worker(self) -> Iterator[None]:
         """While the `with` block runs, the second worker measures numerical errors of small cases."""
         small_case_outcomes = [
-            CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small_case(outcome.planned)
+            CaseOutcome(outcome.planned) for outcome in self._list_usable() if self._is_small_case(outcome.planned)
         ]
         # Skip this if numerical errors are known already, from an earlier session or from earlier groups.
         if self._second_worker is None or self._errors or not small_case_outcomes:
             yield
             return
-        passes = self._make_passes(self._second_worker, SilentObserver(), True)
-        with self._running_in_second_worker(passes.measure_errors, small_case_outcomes, self._errors):
+        worker_passes = self._make_passes(self._second_worker, SilentObserver(), True)
+        with self._running_in_second_worker(worker_passes.measure_errors, small_case_outcomes, self._errors):
             yield
 
     def _is_small_case(self, planned: PlannedCase) -> bool:
         """Returns whether a case needs little memory and no long preparation. False if its memory is unknown."""
         least_bytes, static_scales = planned.work.least_memory, planned.case.static
         needs_preparation = static_scales is not None or planned.work.setup_seconds > 0
-        is_size_small = 0 < _SMALL_CASE_FACTOR * least_bytes < self._facts[planned.case.device].memory_bytes
+        is_size_small = 0 < _SMALL_CASE_MEMORY_FACTOR * least_bytes < self._facts[planned.case.device].memory_bytes
         return is_size_small and not needs_preparation
 
     @contextmanager
@@ -237,28 +237,28 @@ class GroupMeasurement:
 
     def _store_memory_figures(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
         """Stores the memory figures that the second worker measured. The first worker measures the remaining cases."""
-        unmeasured = [outcome for outcome in self._list_alive() if outcome.planned.case.id not in measured]
-        for outcome in self._list_alive():
+        unmeasured = [outcome for outcome in self._list_usable() if outcome.planned.case.id not in measured]
+        for outcome in self._list_usable():
             if outcome.planned.case.id in measured:
-                outcome.take_memory(measured[outcome.planned.case.id])
+                outcome.copy_memory_figures(measured[outcome.planned.case.id])
         passes.measure_memory(unmeasured, self._device_meter, self._method.checks_late_steps)
 
     def _measure_memory(self, worker: Worker, waiting: list[CaseOutcome], results: dict[str, CaseOutcome]) -> None:
         """Measures the memory of the waiting cases, with compiled quantisers if a case was timed with them."""
-        passes = self._make_passes(worker, SilentObserver(), True)
+        worker_passes = self._make_passes(worker, SilentObserver(), True)
         while waiting:
             timed_outcome = waiting.pop(0)
             case, timing = timed_outcome.planned.case, timed_outcome.draft.timing
             try:
                 if timing is not None and timing.fused:
                     arm = MeasuredArm(case.id, timed_outcome.planned, self._facts[case.device], self._method.limits)
-                    arm.prepare(worker, Quantisers())
+                    arm.prepare(worker, QuantiserCompilation())
                     arm.release_states(worker)
             except (WorkerError, CompilingFailed):
                 return  # the first worker measures the cases that are still waiting
             # Use a separate outcome, because passes of the first worker write into the case's outcome at the same time.
             results[case.id] = CaseOutcome(timed_outcome.planned)
-            passes.measure_memory([results[case.id]], self._device_meter, self._method.checks_late_steps)
+            worker_passes.measure_memory([results[case.id]], self._device_meter, self._method.checks_late_steps)
 
     def _make_passes(self, worker: Worker, observer: Observer | None = None, is_untimed: bool = False) -> Passes:
         return Passes(worker, self._facts, self._method.limits, observer or self._observer, is_untimed)
@@ -282,31 +282,31 @@ class GroupMeasurement:
         for outcome in self._outcomes:
             outcome.note(paired=False, paired_with=None, control=None, fresh=None)  # fresh: the fastest, timed again
 
-    def _list_alive(self) -> list[CaseOutcome]:
+    def _list_usable(self) -> list[CaseOutcome]:
         return [outcome for outcome in self._outcomes if outcome.planned.runs and not outcome.failure]
 
     def _find_reference(self) -> CaseOutcome | None:
         planned_reference_outcome = self._outcomes[self._measured_group.reference]
-        remaining = self._list_alive()
+        remaining = self._list_usable()
         if planned_reference_outcome in remaining:
             return planned_reference_outcome
-        eligible_outcomes = [outcome for outcome in remaining if outcome.planned.support.is_native] or remaining
-        return min(eligible_outcomes, key=lambda one: precisions.get(one.planned.case.precision).rank, default=None)
+        reference_candidates = [outcome for outcome in remaining if outcome.planned.support.is_native] or remaining
+        return min(reference_candidates, key=lambda one: precisions.get(one.planned.case.precision).rank, default=None)
 
     def _time_sessions(self) -> str:
         """Times all sessions. Returns 'again' if a fault forces the group to start over, else 'done'."""
         reference = self._find_reference()
         if reference is None:
             return "done"
-        candidates = [outcome for outcome in self._list_alive() if outcome is not reference]
+        candidates = [outcome for outcome in self._list_usable() if outcome is not reference]
         # A session that does not fit in memory is split into smaller sessions, which are timed next.
-        waiting_session_plans: list[_SessionPlan] = [(reference, True, candidates)]
-        while waiting_session_plans:
-            session_plan = waiting_session_plans.pop(0)
+        pending_session_plans: list[_SessionPlan] = [(reference, True, candidates)]
+        while pending_session_plans:
+            session_plan = pending_session_plans.pop(0)
             session = self._make_session(session_plan)
             failure: ArmFailed | None = None
             try:
-                self._measure_session(session, len(waiting_session_plans) + 1)
+                self._time_round_session(session, len(pending_session_plans) + 1)
             except ArmFailed as arm_failure:
                 failure = arm_failure
             except CompilingFailed:
@@ -317,11 +317,11 @@ class GroupMeasurement:
             if failure is None:
                 continue
             # Time the session again only if memory ran out, because the same arms may fit in smaller sessions.
-            smaller_session_plans = self._split_session(session_plan) if ran_out_of_memory(failure.cause) else []
+            smaller_session_plans = self._split_session_plan(session_plan) if ran_out_of_memory(failure.cause) else []
             if not smaller_session_plans:
                 self._record_arm_failure(failure)
                 return "again"
-            waiting_session_plans[:0] = smaller_session_plans
+            pending_session_plans[:0] = smaller_session_plans
         return "done"
 
     def _make_session(self, session_plan: _SessionPlan) -> RoundSession:
@@ -340,57 +340,57 @@ class GroupMeasurement:
     def _make_progress_callback(self, activity: str) -> Callable[[MeasuredArm, float], None]:
         return lambda arm, share: self._observer.working(arm.planned.case, activity, share)
 
-    def _measure_session(self, session: RoundSession, session_count: int) -> None:
+    def _time_round_session(self, session: RoundSession, session_count: int) -> None:
         # 1. Build the states of all arms, and choose how many calls a slot has.
         for arm in session.arms:
-            activity = "finding scales" if arm.planned.case.static else "preparing"
-            self._observer.working(arm.planned.case, activity, 0.0)
+            activity_text = "finding scales" if arm.planned.case.static else "preparing"
+            self._observer.working(arm.planned.case, activity_text, 0.0)
         method = self._method
         with self._measuring_errors_in_second_worker():
             session.prepare(
                 self._worker, method.quantisers, lambda arm, text: self._observer.working(arm.planned.case, text, 0.0)
             )
         # 2. Time rounds until the stopping rule ends them. Remaining sessions share the group's time, if it is limited.
-        session_watch = self._start_session_watch(session)
-        after_slot = session_watch.read_state_after_slot if session_watch else None
+        device_watch = self._start_session_watch(session)
+        read_slot_state = device_watch.read_state_after_slot if device_watch else None
         rule = method.rule.after(time.monotonic() - self._start, session_count)
         report_progress = self._make_progress_callback("measuring")
-        end_reason = session.run(self._worker, rule, method.judge, self._seed, report_progress, after=after_slot)
+        end_reason = session.run(self._worker, rule, method.judge, self._seed, report_progress, after=read_slot_state)
         # 3. Time the fastest candidate again, because the fastest of several noisy timings is biased.
         fastest = None
-        if method.choose is not None:
+        if method.choose_fastest is not None:
             report_progress = self._make_progress_callback("timing the fastest again")
             fastest = session.time_fastest_again(
-                method.choose, self._worker, method.rule, self._seed + 1, report_progress, after_slot
+                method.choose_fastest, self._worker, method.rule, self._seed + 1, report_progress, read_slot_state
             )
-        if session_watch:
-            session_watch.finish()
+        if device_watch:
+            device_watch.finish()
         # Examine late steps before any other call, which could reveal to the suite's code that the timing is over.
-        self._check_work(session)
+        self._check_late_step_work(session)
         session.check_states(self._worker)  # raises ArmFailed if the timed steps have damaged a state
-        pairing_fields = {}
+        paired_timing_fields = {}
         # 4. Store the timings.
         if (base_arm := session.reference) is not None:
             reference_timing = base_arm.timing()
             control_timing = session.control.timing() if session.control else None
             if self._find_outcome(base_arm).draft.timing is None:
-                record_fields = base_arm.record_fields()
-                self._find_outcome(base_arm).note(**record_fields, control=control_timing, stopped=end_reason)
+                case_record_fields = base_arm.record_fields()
+                self._find_outcome(base_arm).note(**case_record_fields, control=control_timing, stopped=end_reason)
             else:  # the reference already has a timing, so these samples belong to the candidates of this session
-                pairing_fields = {"paired_with": reference_timing, "control": control_timing}
+                paired_timing_fields = {"paired_with": reference_timing, "control": control_timing}
         for arm in session.candidates:
-            record_fields = {**arm.record_fields(), **pairing_fields}
-            self._find_outcome(arm).note(**record_fields, stopped=end_reason, paired=base_arm is not None)
+            case_record_fields = {**arm.record_fields(), **paired_timing_fields}
+            self._find_outcome(arm).note(**case_record_fields, stopped=end_reason, paired=base_arm is not None)
         if fastest is not None:
             self._find_outcome(fastest[0]).note(fresh=fastest[1])
         # 5. Measure energy and replays of captured steps last, so that they cannot disturb the timing.
-        self._store_watch_and_energy(session, session_watch)
+        self._store_watch_and_energy(session, device_watch)
         self._measure_replays(session)
 
-    def _check_work(self, session: RoundSession) -> None:
+    def _check_late_step_work(self, session: RoundSession) -> None:
         """Examines late steps (after the timing) to find out what work timed steps did. Skips emulated cases."""
-        checked_arms = session.arms if self._method.tapes and self._method.checks_late_steps else []
-        for arm in checked_arms:
+        arms_with_late_steps = session.arms if self._method.tapes and self._method.checks_late_steps else []
+        for arm in arms_with_late_steps:
             if arm is not session.control and not arm.is_emulated:
                 with raise_as_arm_failure(arm):
                     self._find_outcome(arm).note(**arm.examine_late_steps(self._worker))
@@ -399,19 +399,19 @@ class GroupMeasurement:
         """Times replays of captured steps, without the host. Runs last, because a capture may damage an arm's state."""
         arms = [arm for arm in session.arms if arm is not session.control]
         pending_arms = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
-        replay_pass = ReplayPass(self._seed, self._make_progress_callback("replaying steps"))
-        replays_by_arm = replay_pass.measure(pending_arms, self._worker)
+        replay_pass = StepReplayPass(self._seed, self._make_progress_callback("replaying steps"))
+        replays_by_arm_key = replay_pass.measure(pending_arms, self._worker)
         for arm in pending_arms:
-            self._find_outcome(arm).note(replays=replays_by_arm[arm.key])
+            self._find_outcome(arm).note(replays=replays_by_arm_key[arm.key])
 
-    def _warm_up_device(self, first: MeasuredArm, device: DeviceReader) -> Settling | None:
+    def _warm_up_device(self, first: MeasuredArm, device: DeviceReader) -> DeviceSettling | None:
         """Runs the reference until its device has settled. Returns None for an emulated reference."""
         if first.is_emulated or not self._method.warm_up_seconds:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)
         with raise_as_arm_failure(first):
-            settler = Settler(device, self._method.warm_up_seconds, is_brisk=self._method.brisk)
-            return settler.warm_up_device(first, self._worker)
+            device_settler = Settler(device, self._method.warm_up_seconds, settles_clock_only=self._method.brisk)
+            return device_settler.warm_up_device(first, self._worker)
 
     def _start_session_watch(self, session: RoundSession) -> SessionWatch | None:
         """Warms the device up. Returns the `SessionWatch` that reads its state between slots; None without sensors."""
@@ -421,8 +421,8 @@ class GroupMeasurement:
         if device.has_no_sensors and not session.arms[0].facts.accelerated:
             return None
         idle_worker, warm_up = self._brisk_untimed_worker, self._warm_up_device(session.arms[0], device)
-        has_idle_process = idle_worker is not None and idle_worker.pid is not None
-        return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=int(has_idle_process))
+        has_idle_worker_process = idle_worker is not None and idle_worker.pid is not None
+        return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=int(has_idle_worker_process))
 
     def _store_watch_and_energy(self, session: RoundSession, watch: SessionWatch | None) -> None:
         # Leave out the control, because it repeats the reference.
@@ -436,8 +436,8 @@ class GroupMeasurement:
         # Leave out arms whose energy, or speed in long windows (`sustained`), an earlier session has stored.
         pending = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
         # With `turn_seconds`, an arm runs steps for at least that long in each window.
-        activity = "running for seconds" if rule.turn_seconds else "measuring energy"
-        window_pass = WindowPass(self._device_meter, rule, self._seed, self._make_progress_callback(activity))
+        activity_text = "running for seconds" if rule.sustained_turn_seconds else "measuring energy"
+        window_pass = WindowPass(self._device_meter, rule, self._seed, self._make_progress_callback(activity_text))
         results = window_pass.measure([arm for _, arm in pending], self._worker)
         for outcome, arm in pending:
             outcome.note(
@@ -447,14 +447,14 @@ class GroupMeasurement:
         if rule.phases:
             pending = [(outcome, arm) for outcome, arm in pending if results[arm.key].windows]
             report_progress = self._make_progress_callback("measuring energy of phases")
-            phase_window_pass = WindowPass(self._device_meter, rule, self._seed + 2, report_progress)
-            phase_energies = phase_window_pass.measure_phases([arm for _, arm in pending], self._worker)
+            phase_energy_pass = WindowPass(self._device_meter, rule, self._seed + 2, report_progress)
+            phase_energies = phase_energy_pass.measure_phases([arm for _, arm in pending], self._worker)
             power_limits = self._device_meter.read_power_limits()
             for outcome, arm in pending:
                 if (energy_use := outcome.draft.energy) is not None:
                     outcome.note(energy=replace(energy_use, phases=phase_energies[arm.key], power_limits=power_limits))
 
-    def _split_session(self, session_plan: _SessionPlan) -> list[_SessionPlan]:
+    def _split_session_plan(self, session_plan: _SessionPlan) -> list[_SessionPlan]:
         """Returns smaller sessions that replace a session that does not fit in memory, or [] if it cannot be split."""
         reference, with_control, candidates = session_plan
         if reference is None:
@@ -470,26 +470,26 @@ class GroupMeasurement:
         return [*reference_session_plans, (None, False, candidates)]
 
     def _record_arm_failure(self, failure: ArmFailed) -> None:
-        cause = failure.cause
-        if not ran_out_of_memory(cause):
+        cause, lacked_memory = failure.cause, ran_out_of_memory(failure.cause)
+        if not lacked_memory:
             self._worker.restart()  # after an error on a GPU, no further request of the process works
-        self._find_outcome(failure.arm).fail_case(OUT_OF_MEMORY if ran_out_of_memory(cause) else str(cause), cause)
-        if not ran_out_of_memory(cause) and failure.arm.facts.accelerated:
+        self._find_outcome(failure.arm).fail_case(OUT_OF_MEMORY if lacked_memory else str(cause), cause)
+        if not lacked_memory and failure.arm.facts.accelerated:
             self._check_device(failure.arm)
 
     def _check_device(self, arm: MeasuredArm) -> None:
         """Marks a device as lost if even a new worker cannot use it. All later cases on it would fail."""
         try:
-            self._worker.within(HANG_SECONDS).answers(arm.facts)
+            self._worker.with_time_limit(HANG_SECONDS).answers(arm.facts)
         except WorkerError as cause:
             if not ran_out_of_memory(cause):
                 self._worker.restart()
                 device = arm.planned.case.device
                 self._method.lost_devices[device] = f"{device} does not answer a fresh process either: {cause}"
-                self._drop_lost_devices()
+                self._fail_cases_of_lost_devices()
 
-    def _drop_lost_devices(self) -> None:
-        for outcome in self._list_alive():
+    def _fail_cases_of_lost_devices(self) -> None:
+        for outcome in self._list_usable():
             outcome.failure = self._method.lost_devices.get(outcome.planned.case.device, "")
 
     def _release_session(self, session: RoundSession) -> ArmFailed | None:

@@ -48,7 +48,7 @@ _runs_lock = threading.Lock()
 
 
 @contextmanager
-def claim_process(isolation: bool) -> Iterator[None]:
+def register_process_run(isolation: bool) -> Iterator[None]:
     """Registers a run of this process until the `with` block ends. Raises UsageError if the run would disturb another
     run in this process.
 
@@ -115,24 +115,24 @@ class Worker(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def within(self, seconds: float) -> RemoteBench:
+    def with_time_limit(self, seconds: float) -> RemoteBench:
         """Returns a proxy for the worker's Bench. Each method sends a request, and waits up to `seconds` for the
         answer.
         """
         return cast("RemoteBench", _RequestSender(self, seconds))
 
     def probe(self) -> tuple[DeviceFacts, ...]:
-        return self.within(START_SECONDS).probe()
+        return self.with_time_limit(START_SECONDS).probe()
 
     def software(self) -> dict[str, Scalar | None]:
-        return self.within(START_SECONDS).software()
+        return self.with_time_limit(START_SECONDS).software()
 
     def modules_under(self, folder: Path) -> tuple[str, ...]:
-        return self.within(HANG_SECONDS).modules_under(str(folder))
+        return self.with_time_limit(HANG_SECONDS).modules_under(str(folder))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Frees a state. Returns the names of the threads and processes that the state leaves running."""
-        return self.within(HANG_SECONDS).release(key)
+        return self.with_time_limit(HANG_SECONDS).release(key)
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ class LocalWorker(Worker):
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            fault = describe_fault(error)
+            worker_fault = describe_fault(error)
         # Raise outside of the except block: there the exception would keep the frames and their tensors in memory.
-        raise WorkerFault(*self._bench.recover(fault))
+        raise WorkerFault(*self._bench.recover_from_fault(worker_fault))
 
     def close(self) -> None:
         if self._bench is not None:
@@ -272,7 +272,7 @@ class ProcessWorker(Worker):
                     f"no answer to {name!r} within {limit:g} s{delay_text}; the worker was ended"
                     + (" (--case-timeout sets the limit)" if self._module in TIME_LIMITED_MODULES else "")
                 )
-            number, reply = _parse_answer(process.receive_answer())
+            number, reply = _parse_worker_answer(process.receive_answer())
         # On every failure the worker is ended, because its state is unknown. The next request gets a new worker.
         except (EOFError, OSError):
             end_description, was_killed = process.describe_end(), process.was_killed
@@ -306,7 +306,7 @@ def start_workers_early(request: Request, with_second: bool) -> Iterator[tuple[P
     """
     worker_count = 0
     if request.isolation and request.ranks is None:
-        worker_count = 2 if with_second and _has_room_for_two(request) else 1
+        worker_count = 2 if with_second and _has_room_for_two_workers(request) else 1
     with ExitStack() as stack:
         settings = Settings(request.threads, request.seed, request.imports)
         workers = [stack.enter_context(ProcessWorker(settings)) for _ in range(worker_count)]
@@ -320,7 +320,7 @@ def start_workers_early(request: Request, with_second: bool) -> Iterator[tuple[P
 _MIN_FREE_BYTES = 2 << 30
 
 
-def _has_room_for_two(request: Request) -> bool:
+def _has_room_for_two_workers(request: Request) -> bool:
     """Returns whether the machine has cores and memory for two workers. False if the system does not report its
     cores.
     """
@@ -329,7 +329,7 @@ def _has_room_for_two(request: Request) -> bool:
     return devices.get("cpu").free_bytes() >= _MIN_FREE_BYTES
 
 
-def _parse_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:
+def _parse_worker_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:
     match answer:
         case (int(number), ("ok", _) | ("fault", str(), str(), str(), bool()) as reply):
             return number, reply
@@ -360,18 +360,20 @@ class CountingWorker(ProcessWorker):
 
 
 @contextmanager
-def counting_worker(settings: Settings) -> Iterator[CountingWorker]:
+def open_counting_worker(settings: Settings) -> Iterator[CountingWorker]:
     with tempfile.TemporaryDirectory(prefix="fp8bench-probe-") as folder:
-        probe_or_reason = compile_probe(Path(folder))
-        reason = probe_or_reason if isinstance(probe_or_reason, str) else ""
-        worker = CountingWorker(settings, None if isinstance(probe_or_reason, str) else probe_or_reason, reason)
+        allocation_probe_or_reason = compile_allocator_probe(Path(folder))
+        reason = allocation_probe_or_reason if isinstance(allocation_probe_or_reason, str) else ""
+        worker = CountingWorker(
+            settings, None if isinstance(allocation_probe_or_reason, str) else allocation_probe_or_reason, reason
+        )
         try:
             yield worker
         finally:
             worker.close()
 
 
-def compile_probe(folder: Path, system: str = sys.platform) -> Path | str:
+def compile_allocator_probe(folder: Path, system: str = sys.platform) -> Path | str:
     """Compiles the allocator probe into `folder`. Returns its path, or the reason why it could not be compiled."""
     if system != "linux":
         return f"allocator calls can be counted on Linux only, and this is {system}"
@@ -380,8 +382,8 @@ def compile_probe(folder: Path, system: str = sys.platform) -> Path | str:
     compiler_path = next(filter(None, map(shutil.which, (*user_compiler, *_COMPILERS))), None)
     if compiler_path is None:
         return "counting allocator calls needs a C compiler, and none was found: install gcc"
-    probe = folder / "allocator_probe.so"
-    command = [compiler_path, "-O2", "-shared", "-fPIC", "-o", str(probe), str(PROBE_SOURCE), "-ldl"]
+    probe_library = folder / "allocator_probe.so"
+    command = [compiler_path, "-O2", "-shared", "-fPIC", "-o", str(probe_library), str(PROBE_SOURCE), "-ldl"]
     try:
         result = subprocess.run(
             command,
@@ -398,4 +400,4 @@ def compile_probe(folder: Path, system: str = sys.platform) -> Path | str:
     if result.returncode:
         error_line = next((line for line in result.stderr.splitlines() if "error" in line), "it gave no reason")
         return f"{compiler_path} could not compile the allocator probe: {error_line[:200]}"
-    return probe
+    return probe_library

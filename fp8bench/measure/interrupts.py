@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 # Signals that `timeout`, service managers, CI and closing terminals send to end a process.
-_END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_TERMINATION_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 def treat_end_signals_as_interrupts() -> AbstractContextManager[None]:
@@ -24,7 +24,7 @@ def treat_end_signals_as_interrupts() -> AbstractContextManager[None]:
     def has_default_handler(previous_handler: Any) -> bool:
         return previous_handler is signal.SIG_DFL
 
-    return _set_signal_handler(signal.default_int_handler, _END_SIGNALS, should_replace=has_default_handler)
+    return _set_signal_handler(signal.default_int_handler, _TERMINATION_SIGNALS, should_replace=has_default_handler)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def ignore_interrupts() -> AbstractContextManager[None]:
 @contextmanager
 def _set_signal_handler(
     handler: Any,
-    numbers: Iterable[signal.Signals] = (signal.SIGINT, *_END_SIGNALS),
+    numbers: Iterable[signal.Signals] = (signal.SIGINT, *_TERMINATION_SIGNALS),
     should_replace: Callable[[Any], bool] = lambda previous_handler: previous_handler is not signal.SIG_IGN,
 ) -> Iterator[None]:
     """Sets a signal handler within the `with` block. A signal keeps its present handler if `should_replace` returns

@@ -17,7 +17,7 @@ COMPILE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestTimeLimits:
     """Time limits in seconds for the requests of a case. A `case_timeout` of the user replaces all of these limits, and
     only the time for compiling quantisers is added to it.
     """
@@ -55,4 +55,4 @@ class Limits:
         return seconds if self.case_timeout is None else self.case_timeout
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_TIME_LIMITS = RequestTimeLimits()

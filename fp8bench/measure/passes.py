@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.limits import Limits
+from fp8bench.measure.limits import RequestTimeLimits
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, DeviceReader
 from fp8bench.model import (
@@ -38,7 +38,7 @@ from fp8bench.model.file_names import name_case_file
 from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.model.request import NVTX
-from fp8bench.model.specs import spec_of
+from fp8bench.model.specs import find_metric_spec
 from fp8bench.protocols import CannotMark, Observer
 from fp8bench.protocols.axes import CACHE
 from fp8bench.registry import precisions, workloads
@@ -65,10 +65,10 @@ class CaseOutcome:
     def note(self, **facts: Any) -> None:
         self.draft = replace(self.draft, **facts)
 
-    def reset_draft(self) -> None:
-        failed_draft = self.draft
+    def reset_draft_record(self) -> None:
+        failed_outcome_draft = self.draft
         self.__post_init__()
-        self.note(detail=failed_draft.detail, failed_rank=failed_draft.failed_rank)
+        self.note(detail=failed_outcome_draft.detail, failed_rank=failed_outcome_draft.failed_rank)
 
     @property
     def may_fit_memory(self) -> bool:
@@ -96,19 +96,19 @@ class CaseOutcome:
         # A gate takes an empty detail as a fault of the machine. So leave it empty if the worker was lost or hung.
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed_rank)
 
-    def add_detail(self, reason: str) -> None:
+    def append_detail_text(self, reason: str) -> None:
         self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
 
     def add_measurements(self, measurements: Iterable[Measurement]) -> None:
         self.note(measurements=(*self.draft.measurements, *measurements))
 
-    def take_memory(self, memory_outcome: CaseOutcome) -> None:
+    def copy_memory_figures(self, memory_outcome: CaseOutcome) -> None:
         """Copies the memory figures of a case, or the reason why they are missing, from the outcome that another worker
         measured.
         """
         self.note(memory=memory_outcome.draft.memory)
         self.add_measurements(memory_outcome.draft.measurements)
-        self.add_detail(memory_outcome.draft.detail)
+        self.append_detail_text(memory_outcome.draft.detail)
 
 
 def ran_out_of_memory(cause: WorkerError) -> bool:
@@ -118,24 +118,24 @@ def ran_out_of_memory(cause: WorkerError) -> bool:
 
 # The name that TensorBoard's plugin shows as the worker. It shows traces of several runs in one folder as spans of
 # this worker.
-_TRACE_WORKER = "fp8bench"
+_TRACE_WORKER_NAME = "fp8bench"
 _TRACE_SUFFIX = ".pt.trace.json.gz"
 
 
 @dataclass(frozen=True)
 class TraceFolder:
-    """A folder of traces with a subfolder for each case, as TensorBoard expects. `run_stamp` distinguishes runs in the
-    same folder.
+    """A folder of traces with a subfolder for each case, as TensorBoard expects. `run_start_ms` distinguishes runs in
+    the same folder.
 
     With `marks_only` no file is written: steps and phases are only marked for a profiler that runs around this process.
     """
 
     path: Path
-    run_stamp: int
+    run_start_ms: int
     marks_only: bool = False
 
     def name_trace_file(self, case: Case) -> str:
-        return f"{name_case_file(case)}/{_TRACE_WORKER}.{self.run_stamp}{_TRACE_SUFFIX}"
+        return f"{name_case_file(case)}/{_TRACE_WORKER_NAME}.{self.run_start_ms}{_TRACE_SUFFIX}"
 
 
 def make_trace_folder(run: Run) -> TraceFolder | None:
@@ -144,8 +144,8 @@ def make_trace_folder(run: Run) -> TraceFolder | None:
     """
     if run.request.trace is None:
         return None
-    run_stamp = round(datetime.fromisoformat(run.started).timestamp() * 1000)
-    return TraceFolder(Path(run.request.trace).absolute(), run_stamp, run.request.trace == NVTX)
+    run_start_ms = round(datetime.fromisoformat(run.started).timestamp() * 1000)
+    return TraceFolder(Path(run.request.trace).absolute(), run_start_ms, run.request.trace == NVTX)
 
 
 _PEAK_MEMORY_DESCRIPTION = "tensor memory allocated through torch, the state included, at the highest point of a step"
@@ -187,8 +187,8 @@ def _has_products_to_check(outcome: CaseOutcome) -> bool:
     precisions, or could compute the native products.
     """
     case, is_native = outcome.planned.case, outcome.planned.support.is_native
-    mapped_names = (name for _, name in case.precision_map)
-    chosen_precisions = [precisions.get(word) for word in (case.precision, *mapped_names)]
+    map_precision_names = (name for _, name in case.precision_map)
+    chosen_precisions = [precisions.get(word) for word in (case.precision, *map_precision_names)]
     return any(precision.whole_layers or (is_native and precision.takes_backend) for precision in chosen_precisions)
 
 
@@ -200,7 +200,7 @@ class Passes:
 
     _worker: Worker
     _facts_by_device: Mapping[str, DeviceFacts]
-    _time_limits: Limits
+    _time_limits: RequestTimeLimits
     _observer: Observer
     _is_untimed: bool = False
 
@@ -216,7 +216,7 @@ class Passes:
         for outcome in filter(_has_products_to_check, outcomes):
             case, limits = outcome.planned.case, self._time_limits
             try:
-                refusal_reason = self._worker.within(limits.for_first_step(outcome.planned.work)).trial(
+                refusal_reason = self._worker.with_time_limit(limits.for_first_step(outcome.planned.work)).trial(
                     case, self._facts_by_device[case.device]
                 )
             except WorkerError as cause:
@@ -247,23 +247,25 @@ class Passes:
             ):
                 errors = bench.error(case, facts)
                 if isinstance(errors, str):
-                    outcome.add_detail(f"no numerical error: {errors}")
+                    outcome.append_detail_text(f"no numerical error: {errors}")
                     continue
                 not_finite_texts = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
                 if not_finite_texts:
-                    worker_fault = WorkerFault("its numbers are not finite", ", ".join(not_finite_texts))
-                    outcome.fail_case(str(worker_fault), worker_fault)
-                measurements = tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
+                    not_finite_fault = WorkerFault("its numbers are not finite", ", ".join(not_finite_texts))
+                    outcome.fail_case(str(not_finite_fault), not_finite_fault)
+                measurements = tuple(
+                    Measurement(name, find_metric_spec(name).unit, (value,)) for name, value in errors.items()
+                )
                 outcome.add_measurements(measurements)
                 if known_errors is not None and not not_finite_texts:
                     known_errors[key] = measurements
 
-    def measure_shares(self, outcomes: Sequence[CaseOutcome]) -> None:
+    def measure_step_shares(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             with self._requesting_answer(outcome, "timing its operators", "shares") as (bench, case, facts):
                 shares = bench.shares(case, facts)
                 if isinstance(shares, str):
-                    outcome.add_detail(f"no shares: {shares}")
+                    outcome.append_detail_text(f"no shares: {shares}")
                 else:
                     outcome.note(shares=shares)
 
@@ -289,10 +291,10 @@ class Passes:
                 measurements, reasons = bench.counters(case, facts, unprobed)
                 outcome.add_measurements(measurements)
                 for reason in reasons:
-                    outcome.add_detail(reason)
-        self.leave_gpus(outcomes)
+                    outcome.append_detail_text(reason)
+        self.release_gpu_memory(outcomes)
 
-    def check_effects(self, outcomes: Sequence[CaseOutcome]) -> None:
+    def check_step_effects(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             if outcome.draft.effect is None and outcome.planned.work.setup_seconds:
                 outcome.note(effect=StepEffect(None, "another state would have to be compiled, which takes too long"))
@@ -316,16 +318,16 @@ class Passes:
                     memory_use = self._add_process_memory(memory_use, device)
                     self._worker.release(key)
                 if isinstance(memory_use, str):
-                    outcome.add_detail(f"no peak memory: {memory_use}")
+                    outcome.append_detail_text(f"no peak memory: {memory_use}")
                     continue
                 outcome.note(memory=memory_use)
                 outcome.add_measurements(_make_peak_memory_measurements(memory_use))
         # torch's profiler ran in this process, and may slow down its later steps.
-        self.leave_gpus(
+        self.release_gpu_memory(
             [case_outcome for case_outcome in outcomes if case_outcome.draft.effect or case_outcome.draft.memory]
         )
 
-    def record_traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
+    def record_step_traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
         for outcome in outcomes:
             with self._requesting_answer(outcome, "recording a trace", "trace") as (bench, case, facts):
                 if folder.marks_only:
@@ -335,9 +337,9 @@ class Passes:
                 bench.trace(case, facts, str(folder.path / trace_file))
                 outcome.note(trace=trace_file)
         # A GPU profiler stays attached to its process and would slow later launches.
-        self.leave_gpus(outcomes)
+        self.release_gpu_memory(outcomes)
 
-    def leave_gpus(self, outcomes: Sequence[CaseOutcome]) -> None:
+    def release_gpu_memory(self, outcomes: Sequence[CaseOutcome]) -> None:
         """Restarts the worker if a case was on a GPU, so that the worker holds no GPU memory while other cases are
         timed.
         """
@@ -372,16 +374,16 @@ class Passes:
             self._observer.working(case, activity, 1.0)
         try:
             time_limit = self._time_limits.for_untimed_pass(outcome.planned.work)
-            yield self._worker.within(time_limit), case, self._facts_by_device[case.device]
+            yield self._worker.with_time_limit(time_limit), case, self._facts_by_device[case.device]
         except WorkerError as cause:
             refusal_prefix = f"{CannotMark.__name__}: "
             reason = f"no {missing_figure}: {str(cause).removeprefix(refusal_prefix)}"
             # After a refusal or a lack of memory, the other states of the worker are intact, so it need not restart.
             if str(cause).startswith(refusal_prefix) or ran_out_of_memory(cause):
-                outcome.add_detail(reason)
+                outcome.append_detail_text(reason)
                 return
             self._worker.restart()
             if fails_case:
                 outcome.fail_case(reason, cause)
             else:
-                outcome.add_detail(reason)
+                outcome.append_detail_text(reason)

@@ -27,8 +27,8 @@ _WORKER_CLOSE_WAIT_SECONDS = 2.0
 # a core.
 _EXIT_SECONDS = 20.0
 # If an answer stops half-way for this many seconds, the rest will not come.
-_PARTIAL_ANSWER_SECONDS = 30
-_CAUSE_LINE_PREFIXES = ("what():", "Fatal Python error")
+_PARTIAL_ANSWER_TIMEOUT = 30
+_CRASH_CAUSE_LINE_PREFIXES = ("what():", "Fatal Python error")
 
 
 class UnreadableAnswer(Exception):
@@ -44,7 +44,7 @@ class WorkerProcess:
         # The socket carries requests. The pipe closes when this process ends, even by SIGKILL, and so the child
         # notices it.
         parent_socket, child_socket = socket.socketpair()
-        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PARTIAL_ANSWER_SECONDS, 0))
+        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PARTIAL_ANSWER_TIMEOUT, 0))
         lifeline_read, self._lifeline = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._connection = Connection(parent_socket.detach())
@@ -119,10 +119,10 @@ class WorkerProcess:
 
     def _close_connections_and_log(self) -> None:
         self._connection.close()
-        self._close_lifeline()
+        self._close_lifeline_descriptor()
         self._log.close()
 
-    def _close_lifeline(self) -> None:
+    def _close_lifeline_descriptor(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -132,8 +132,8 @@ def describe_exit(status: int) -> str:
     """Returns an exit status in words: 'exited with status 7', 'was ended by SIGSEGV'."""
     if status >= 0:
         return f"exited with status {status}"
-    signal_names = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have no names
-    description = f"was ended by {signal_names.get(-status, f'signal {-status}')}"
+    signal_name_by_number = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have no names
+    description = f"was ended by {signal_name_by_number.get(-status, f'signal {-status}')}"
     return description + " (the system does this when memory runs out)" * (-status == signal.SIGKILL)
 
 
@@ -146,7 +146,7 @@ def describe_last_line(log: IO[bytes]) -> str:
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     # C++ exceptions and faulthandler print a line with the cause. In a Python traceback, the last line is the cause.
     error_cause_line = next(
-        (line for line in lines if line.lstrip().startswith(_CAUSE_LINE_PREFIXES)), lines[-1] if lines else ""
+        (line for line in lines if line.lstrip().startswith(_CRASH_CAUSE_LINE_PREFIXES)), lines[-1] if lines else ""
     ).strip()
     return f": {error_cause_line}" if error_cause_line else ""
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.arm import ActivityCallback, ArmFailed, MeasuredArm, Quantisers, raise_as_arm_failure
+from fp8bench.measure.arm import ActivityCallback, ArmFailed, MeasuredArm, QuantiserCompilation, raise_as_arm_failure
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.slots import choose_filling, sum_by_phase
+from fp8bench.measure.slots import choose_slot_filling, sum_by_phase
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, FreshRounds, Replays, Segments, SlotSample, Timing
-from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_CANDIDATES, StoppingRule
+from fp8bench.model.stopping import EMULATED_ROUNDS, MIN_RETIMING_CANDIDATES, StoppingRule
 from fp8bench.protocols.axes import ROTATING
 from fp8bench.registry import workloads
 
@@ -38,7 +38,7 @@ class RoundOrders(Generic[T]):
         self._arms: list[T] = []
         self._remaining_orders: list[list[int]] = []
 
-    def next_round(self, arms: Sequence[T]) -> list[T]:
+    def draw_round_order(self, arms: Sequence[T]) -> list[T]:
         if not arms:  # no arm is left if all arms have failed, or if no phase could be replayed
             return []
         if not self._remaining_orders or self._arms != list(arms):
@@ -50,13 +50,13 @@ class RoundOrders(Generic[T]):
         """Returns orders of the arms, shuffled, in which each arm follows each other arm equally often: the rows of a
         Williams square, with the arms assigned to its numbers at random.
         """
-        shuffled_numbers = list(range(count))
-        self._draw.shuffle(shuffled_numbers)
+        shuffled_arm_numbers = list(range(count))
+        self._draw.shuffle(shuffled_arm_numbers)
         # Row r is the zigzag 0, 1, -1, 2, -2, ... plus r, modulo the number of arms. All steps of a zigzag differ. So
         # with an even number of arms, each arm follows each other arm exactly once. With an odd number this is
         # impossible: the mirrored rows are added, and each arm follows each other arm twice.
         zigzag_offsets = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
-        rows = [[shuffled_numbers[(start + step) % count] for step in zigzag_offsets] for start in range(count)]
+        rows = [[shuffled_arm_numbers[(start + step) % count] for step in zigzag_offsets] for start in range(count)]
         mirrored_rows = [row[::-1] for row in rows] if count % 2 else []
         for square in (rows, mirrored_rows):
             self._draw.shuffle(square)
@@ -65,11 +65,11 @@ class RoundOrders(Generic[T]):
 
 # The arms of steps shorter than this many seconds discard their first call. Refilling a cache of some megabytes takes
 # a fraction of a millisecond, which is negligible in longer steps.
-DISCARD_BELOW_SECONDS = 100e-3
+MAX_DISCARD_STEP_SECONDS = 100e-3
 
 # A function that returns whether the comparison is decided, from the timings of a candidate, the reference and the
 # control.
-JudgeArm = Callable[[Timing, Timing, Timing | None], bool]
+IsComparisonDecided = Callable[[Timing, Timing, Timing | None], bool]
 # A function that returns the index of the fastest candidate, from the timings of the candidates, the reference and the
 # control. None if no candidate is faster.
 ChooseFastest = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
@@ -91,7 +91,7 @@ class RoundSession:
         return [arm for arm in (self.reference, self.control, *self.candidates) if arm is not None]
 
     def prepare(
-        self, worker: Worker, quantisers: Quantisers | None = None, tell: ActivityCallback | None = None
+        self, worker: Worker, quantisers: QuantiserCompilation | None = None, tell: ActivityCallback | None = None
     ) -> None:
         """Prepares all arms. For a fair comparison, their steps get comparable cells (timed parts of a step), and arms
         with short steps discard equally many calls.
@@ -101,7 +101,7 @@ class RoundSession:
                 arm.prepare(worker, quantisers, tell)
         for arm in self.arms:
             with raise_as_arm_failure(arm):
-                arm.prepare_copies(worker)
+                arm.prepare_state_copies(worker)
         leading_arm = self.arms[0]
         for arm in self.arms[1:]:
             arm.match_cells(leading_arm)
@@ -109,8 +109,8 @@ class RoundSession:
         # in a slot, all arms with short steps discard their first call.
         if any(arm.calls > 1 for arm in self.arms if not arm.is_emulated):
             for arm in self.arms:
-                if arm.step_seconds < DISCARD_BELOW_SECONDS:
-                    arm.discard_count = 1
+                if arm.step_seconds < MAX_DISCARD_STEP_SECONDS:
+                    arm.untimed_call_count = 1
 
     def check_states(self, worker: Worker) -> None:
         for arm in self.arms:
@@ -118,14 +118,14 @@ class RoundSession:
                 arm.check_states(worker)
 
     def release_states(self, worker: Worker) -> ArmFailed | None:
-        failures = [failed for arm in self.arms if (failed := arm.release_states(worker))]
-        return failures[0] if failures else None
+        release_failures = [failed for arm in self.arms if (failed := arm.release_states(worker))]
+        return release_failures[0] if release_failures else None
 
     def run(
         self,
         worker: Worker,
         rule: StoppingRule,
-        judge: JudgeArm,
+        judge: IsComparisonDecided,
         seed: int,
         report_progress: Callable[[MeasuredArm, float], None],
         clock: Callable[[], float] = time.monotonic,
@@ -136,7 +136,7 @@ class RoundSession:
 
         `after` is called with each arm after its slot.
         """
-        round_orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(seed))
+        random_round_orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(seed))
         started_at = clock()
         rounds, emulated_seconds = 0, 0.0
         undecided_arms = self._list_compared_arms()
@@ -145,7 +145,7 @@ class RoundSession:
             current_round_arms = self._select_round_arms(rounds, undecided_arms, rule)
             if not current_round_arms:
                 return f"answered after {rounds} rounds"
-            for position, arm in enumerate(round_orders.next_round(current_round_arms)):
+            for position, arm in enumerate(random_round_orders.draw_round_order(current_round_arms)):
                 report_progress(arm, self._estimate_progress(rounds, clock() - started_at - emulated_seconds, rule))
                 with raise_as_arm_failure(arm):
                     arm.run(worker, rounds, position)
@@ -179,14 +179,14 @@ class RoundSession:
         """
         candidates = [arm for arm in self.candidates if not arm.is_emulated]
         reference, control = self.reference, self.control
-        if reference is None or reference.is_emulated or len(candidates) < LEAST_CANDIDATES:
+        if reference is None or reference.is_emulated or len(candidates) < MIN_RETIMING_CANDIDATES:
             return None
-        fastest_index = choose(
+        fastest_arm_index = choose(
             [arm.timing() for arm in candidates], reference.timing(), control.timing() if control is not None else None
         )
-        if fastest_index is None:
+        if fastest_arm_index is None:
             return None
-        fastest_arm = candidates[fastest_index]
+        fastest_arm = candidates[fastest_arm_index]
         # Use only new samples, because the samples that led to the choice are biased.
         reference, repeated_arm = replace(reference, slots=[]), replace(fastest_arm, slots=[])
         control = replace(control, slots=[]) if control is not None else None
@@ -205,26 +205,26 @@ class RoundSession:
         """
         if self.reference is None or self.reference.is_emulated:
             return []
-        native_candidates = [arm for arm in self.candidates if not arm.is_emulated]
-        return native_candidates or [arm for arm in (self.control,) if arm is not None]
+        native_candidate_arms = [arm for arm in self.candidates if not arm.is_emulated]
+        return native_candidate_arms or [arm for arm in (self.control,) if arm is not None]
 
     def _select_round_arms(
         self, rounds: int, undecided_arms: Sequence[MeasuredArm], rule: StoppingRule
     ) -> list[MeasuredArm]:
         emulated_arms = [arm for arm in self.arms if arm.is_emulated and rounds < EMULATED_ROUNDS]
-        timed_arms = [arm for arm in self.arms if not arm.is_emulated]
+        non_emulated_arms = [arm for arm in self.arms if not arm.is_emulated]
         if rule.fixed is not None:
-            return timed_arms + emulated_arms
+            return non_emulated_arms + emulated_arms
         if undecided_arms:
             return [
-                arm for arm in timed_arms if arm in (self.reference, self.control) or arm in undecided_arms
+                arm for arm in non_emulated_arms if arm in (self.reference, self.control) or arm in undecided_arms
             ] + emulated_arms
         # If nothing is compared, native arms get a fixed number of rounds. This happens to an arm that is alone in
         # memory, and with an emulated reference.
         has_fixed_rounds = not self._list_compared_arms() and rounds < 2 * rule.least
-        return (timed_arms if has_fixed_rounds else []) + emulated_arms
+        return (non_emulated_arms if has_fixed_rounds else []) + emulated_arms
 
-    def _is_comparison_decided(self, arm: MeasuredArm, judge: JudgeArm) -> bool:
+    def _is_comparison_decided(self, arm: MeasuredArm, judge: IsComparisonDecided) -> bool:
         if self.reference is None:
             return False
         control = self.control.timing() if self.control is not None and arm is not self.control else None
@@ -239,13 +239,13 @@ class RoundSession:
 
 REPLAY_ROUNDS = 10
 # The seconds that the host takes to launch a captured step, at most (10 to 20 us).
-_LAUNCH_SECONDS = 20e-6
+_MAX_REPLAY_LAUNCH_SECONDS = 20e-6
 # The number of discarded replays in a slot: the first replay finds the data of the previous arm in the caches.
 _DISCARDED_REPLAYS = 1
 
 
 @dataclass(frozen=True)
-class ReplayPass:
+class StepReplayPass:
     """Times the device without the host. The worker captures a step of each case, and replays the captured step with
     one launch per step.
 
@@ -257,12 +257,12 @@ class ReplayPass:
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
         # If a step cannot be captured, store the reason. The other steps are replayed in rounds.
-        reasons = {arm.key: self._capture_step(arm, worker) for arm in arms}
+        reasons = {arm.key: self._capture_arm_step(arm, worker) for arm in arms}
         arms_with_captured_step = [arm for arm in arms if not reasons[arm.key]]
         slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in arms_with_captured_step}
-        round_orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(self._random_seed))
+        random_round_orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(self._random_seed))
         for round_number in range(REPLAY_ROUNDS if arms_with_captured_step else 0):
-            for position, arm in enumerate(round_orders.next_round(arms_with_captured_step)):
+            for position, arm in enumerate(random_round_orders.draw_round_order(arms_with_captured_step)):
                 self._report_progress(arm, round_number / REPLAY_ROUNDS)
                 try:
                     slots[arm.key].append(_time_replays(arm, worker, round_number, position))
@@ -274,28 +274,28 @@ class ReplayPass:
         # If a replay damaged its state, store the reason instead of a time.
         replays = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in arms_with_captured_step}
         # Times of phases need a second capture, with marks. If this capture fails, only these times are missing.
-        has_failed_capture = len(arms_with_captured_step) < len(arms)
+        has_capture_failed = len(arms_with_captured_step) < len(arms)
         for arm in arms_with_captured_step:
             if replays[arm.key].timing is not None:
                 try:
                     replays[arm.key] = replace(replays[arm.key], phases=self._time_phases(arm, worker))
                 except WorkerError:
-                    has_failed_capture = True
+                    has_capture_failed = True
                     break
-        if has_failed_capture:
+        if has_capture_failed:
             worker.restart()  # a failed capture may have damaged the process
         return {arm.key: replays.get(arm.key) or Replays(why=reasons[arm.key]) for arm in arms}
 
-    def _capture_step(self, arm: MeasuredArm, worker: Worker) -> str:
+    def _capture_arm_step(self, arm: MeasuredArm, worker: Worker) -> str:
         self._report_progress(arm, 0.0)
         static_scales = arm.planned.case.static
-        if arm.cache_mode == ROTATING and _data_loaded_by_host(arm):
-            loaded_data = _data_loaded_by_host(arm)
+        if arm.cache_mode == ROTATING and _name_data_loaded_by_host(arm):
+            loaded_data = _name_data_loaded_by_host(arm)
             return f"its states rotate, and {loaded_data} would have to be loaded between the steps of a replay"
         if static_scales is not None and static_scales.refresh:
             return "its scales are renewed after a number of steps, which only the host counts"
         try:
-            return str(worker.within(arm.limits.for_first_step(arm.planned.work)).capture(arm.key))
+            return str(worker.with_time_limit(arm.limits.for_first_step(arm.planned.work)).capture(arm.key))
         except WorkerError as cause:
             worker.restart()
             return f"capturing a step failed: {cause}"
@@ -306,7 +306,7 @@ class ReplayPass:
         """
         fastest_step = None
         if arm.cache_mode != ROTATING:
-            fastest_step = worker.within(arm.limits.for_first_step(arm.planned.work)).replay_phases(arm.key)
+            fastest_step = worker.with_time_limit(arm.limits.for_first_step(arm.planned.work)).replay_phases(arm.key)
         if fastest_step is None:
             return ()
         phase_totals_ns = zip(CELL_PHASES, sum_by_phase(fastest_step.codes, fastest_step.intervals_ns), strict=True)
@@ -314,15 +314,17 @@ class ReplayPass:
 
     def _check_replays(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
         try:
-            state_fault = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
+            model_state_fault = (
+                worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
+            )
         except WorkerError as cause:
-            state_fault = str(cause)
-        if state_fault:
-            return Replays(why=f"after replays: {state_fault}")
-        return Replays(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_data_loaded_by_host(arm))
+            model_state_fault = str(cause)
+        if model_state_fault:
+            return Replays(why=f"after replays: {model_state_fault}")
+        return Replays(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_name_data_loaded_by_host(arm))
 
 
-def _data_loaded_by_host(arm: MeasuredArm) -> str:
+def _name_data_loaded_by_host(arm: MeasuredArm) -> str:
     return workloads.get(arm.planned.case.workload).loads
 
 
@@ -330,7 +332,7 @@ def _time_replays(arm: MeasuredArm, worker: Worker, round_number: int, position:
     time_limit = arm.limits.for_slot(arm.step_seconds, arm.calls + _DISCARDED_REPLAYS)
     # If the host loads data between calls, it may fall behind, so the device is kept busy before each call
     # separately.
-    device_filling = choose_filling(_LAUNCH_SECONDS, 1 if _data_loaded_by_host(arm) else arm.calls)
-    slot = worker.within(time_limit).replay(arm.key, arm.calls, _DISCARDED_REPLAYS, device_filling)
+    queue_filling = choose_slot_filling(_MAX_REPLAY_LAUNCH_SECONDS, 1 if _name_data_loaded_by_host(arm) else arm.calls)
+    slot = worker.with_time_limit(time_limit).replay(arm.key, arm.calls, _DISCARDED_REPLAYS, queue_filling)
     calls_ns = tuple((sum(step.intervals_ns),) for step in slot.steps)
     return SlotSample(round_number, calls_ns, slot.wall_seconds, slot.cpu_seconds, slot.host_seconds, place=position)

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8bench.model import CELL_PHASES, Segments
-from fp8bench.model.raw import Filling
+from fp8bench.model.raw import QueueFilling
 from fp8bench.protocols.axes import COLD
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
 # The minimum number of calls in a slot on an accelerator. The device's queue is empty at first, so kernels of the first
 # call wait for the host. Later calls find the queue as full as the host can keep it.
-DEVICE_CALLS = 3
+DEVICE_CALLS_PER_SLOT = 3
 # The most calls of a slot with a cold cache. There are few, because flushing some megabytes takes longer than most
 # steps.
 MAX_COLD_CALLS = 4
@@ -33,13 +33,13 @@ _HOST_TIME_MARGIN = 1.25
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The calls in a slot (the turn of one case in a round): first `discard_count` calls that are not timed, then
+    """The calls in a slot (the turn of one case in a round): first `untimed_call_count` calls that are not timed, then
     `calls` that are timed.
     """
 
     calls: int = 1
-    discard_count: int = 0
-    filling: Filling | None = None
+    untimed_call_count: int = 0
+    filling: QueueFilling | None = None
 
 
 def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_queue: bool) -> SlotShape:
@@ -47,26 +47,28 @@ def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_
 
     `host_seconds` is the time that the host needs to enqueue a step. `has_queue` is false if steps are not enqueued.
     """
-    calls, discard_count = 1, 0
+    calls, untimed_call_count = 1, 0
     if step_seconds < REPEAT_BELOW_SECONDS:
-        calls, discard_count = max(2, round(SLOT_SECONDS / step_seconds)), 1
+        calls, untimed_call_count = max(2, round(SLOT_SECONDS / step_seconds)), 1
     if cache == COLD:
         calls = min(MAX_COLD_CALLS, calls)
     if not has_queue:
-        return SlotShape(calls, discard_count)
-    calls = max(DEVICE_CALLS, calls)
-    return SlotShape(calls, discard_count, choose_filling(host_seconds, calls))
+        return SlotShape(calls, untimed_call_count)
+    calls = max(DEVICE_CALLS_PER_SLOT, calls)
+    return SlotShape(calls, untimed_call_count, choose_slot_filling(host_seconds, calls))
 
 
-def choose_filling(host_seconds: float, calls: int) -> Filling | None:
+def choose_slot_filling(host_seconds: float, calls: int) -> QueueFilling | None:
     """Returns how long to keep the device busy while the host enqueues calls, and how many calls the host can enqueue
     in this time. If enqueueing all calls takes longer than MAX_FILLING_SECONDS, only the first calls of a slot are
     covered. Returns None if enqueueing takes no measurable time.
     """
     if host_seconds <= 0:
         return None
-    covered_call_count = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
-    return Filling(covered_call_count, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * covered_call_count))
+    filled_call_count = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
+    return QueueFilling(
+        filled_call_count, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * filled_call_count)
+    )
 
 
 MIN_BLOCK_NS = 100_000
@@ -74,7 +76,7 @@ MAX_BLOCKS = 256
 
 
 @dataclass(frozen=True)
-class Segmentation:
+class StepSegmentation:
     """Assigns each interval between two phase markers of a step to a cell."""
 
     codes: tuple[int, ...]
@@ -97,36 +99,36 @@ def choose_block_ns(step_ns: int) -> int:
     return max(MIN_BLOCK_NS, step_ns // MAX_BLOCKS)
 
 
-def cut_into_cells(
+def cut_step_into_cells(
     codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None, part_ends: str = ""
-) -> Segmentation:
+) -> StepSegmentation:
     """Cuts a step at its phase markers into blocks. A cell is a pair of block and phase, and cells are numbered in
     their order in the step.
 
     A block also ends after the phase `part_ends`, which is the last phase of each part of a step.
     """
     block_ns = block_ns or choose_block_ns(sum(intervals_ns))
-    cell_number_by_block_phase: dict[tuple[int, int], int] = {}
+    cell_number_by_block_and_phase: dict[tuple[int, int], int] = {}
     cell_by_interval = []
     block_number, block_elapsed_ns = 0, 0
     for code, interval in zip(codes, intervals_ns, strict=True):
         if block_elapsed_ns >= block_ns:
             block_number, block_elapsed_ns = block_number + 1, 0
         cell_by_interval.append(
-            cell_number_by_block_phase.setdefault((block_number, code), len(cell_number_by_block_phase))
+            cell_number_by_block_and_phase.setdefault((block_number, code), len(cell_number_by_block_and_phase))
         )
         block_elapsed_ns = block_ns if CELL_PHASES[code] == part_ends else block_elapsed_ns + interval
-    phases = tuple(CELL_PHASES[code] for _, code in cell_number_by_block_phase)
-    return Segmentation(
+    phases = tuple(CELL_PHASES[code] for _, code in cell_number_by_block_and_phase)
+    return StepSegmentation(
         tuple(codes),
         tuple(cell_by_interval),
-        Segments(phases, tuple(number for number, _ in cell_number_by_block_phase)),
+        Segments(phases, tuple(number for number, _ in cell_number_by_block_and_phase)),
     )
 
 
-def segment_by_phase(codes: Sequence[int]) -> Segmentation:
+def make_phase_segmentation(codes: Sequence[int]) -> StepSegmentation:
     segments = Segments(CELL_PHASES, (0,) * len(CELL_PHASES))
-    return Segmentation(tuple(codes), tuple(codes), segments)
+    return StepSegmentation(tuple(codes), tuple(codes), segments)
 
 
 def sum_by_phase(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import MIN_SAMPLED_SECONDS
 from fp8bench.measure.sensors.meter import MAX_WINDOW_SECONDS, Meter
 from fp8bench.model import EnergyUse, EnergyWindow, Group, PhaseEnergy, Request, SustainedTurn
-from fp8bench.model.raw import RawReplay
-from fp8bench.model.readings import Reading, Unavailable
+from fp8bench.model.raw import RawPhaseReplay
+from fp8bench.model.readings import Reading, UnavailableReading
 from fp8bench.model.request import PHASE_ENERGY
-from fp8bench.model.stopping import SLOPE_SECONDS, Settling, is_run_brisk
+from fp8bench.model.stopping import SLOPE_FIT_SECONDS, DeviceSettling, is_run_brisk
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 
 # The seconds that the worker runs for one request.
@@ -52,51 +52,57 @@ class WindowRule:
     """Defines how many windows a case gets, and how long the power of an idle device is measured. An emulated case gets
     one window.
 
-    With `turn_seconds`, a window lasts at least this long (then it is called a turn), and begins when the device has
-    settled. Without `energy`, no energy is stored. With `phases`, each phase gets as many windows as the whole step. In
-    a `brisk` run (about 10 s for each group) a window takes little more than a second, and idle power is measured once.
-    Each case gets two windows, the second one in the opposite order of cases, and a third window if the two differ.
+    With `sustained_turn_seconds`, a window lasts at least this long (then it is called a turn), and begins when the
+    device has settled. Without `energy`, no energy is stored. With `phases`, each phase gets as many windows as the
+    whole step. In a `brisk` run (about 10 s for each group) a window takes little more than a second, and idle power is
+    measured once. Each case gets two windows, the second one in the opposite order of cases, and a third window if the
+    two differ.
     """
 
     windows: int = 3
     idle_seconds: float = 3.0
-    turn_seconds: float = 0.0
+    sustained_turn_seconds: float = 0.0
     energy: bool = True
     phases: bool = False
     brisk: bool = False
 
     @property
-    def settling_seconds(self) -> float:
-        return max(self.turn_seconds, 3 * SLOPE_SECONDS)
+    def max_settling_seconds(self) -> float:
+        return max(self.sustained_turn_seconds, 3 * SLOPE_FIT_SECONDS)
 
     @property
     def window_seconds(self) -> tuple[float, float]:
-        if self.turn_seconds:
-            return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, MAX_WINDOW_SECONDS)
+        if self.sustained_turn_seconds:
+            return 1.5 * self.sustained_turn_seconds, self.max_settling_seconds + max(
+                self.sustained_turn_seconds, MAX_WINDOW_SECONDS
+            )
         if self.brisk:
             return _BRISK_WARM_UP_SECONDS + MIN_SAMPLED_SECONDS, _BRISK_WARM_UP_SECONDS + 2 * MIN_SAMPLED_SECONDS
         return _WARM_UP_SECONDS + MIN_SAMPLED_SECONDS, _WARM_UP_SECONDS + MAX_WINDOW_SECONDS
 
 
-def window_rule_for(request: Request, groups: int) -> WindowRule | None:
+def make_window_rule(request: Request, groups: int) -> WindowRule | None:
     """Returns the rule for the windows of a run: how often and how long each case runs to measure energy or sustained
     speed. Returns None if the run measures neither. With --quick or --budget a case has fewer windows, because each
     must last for more than ten changes of the energy counter.
     """
-    sustained_window_seconds = request.sustained
-    if not request.energy and sustained_window_seconds is None:
+    sustained_turn_seconds = request.sustained
+    if not request.energy and sustained_turn_seconds is None:
         return None
     is_quick_or_budgeted = request.quick or request.budget is not None
     if (
-        sustained_window_seconds is None
+        sustained_turn_seconds is None
         and request.energy_of != PHASE_ENERGY
         and is_run_brisk(request.brisk, request.budget, groups)
     ):
         return WindowRule(_BRISK_WINDOWS, 1.5, brisk=True)
-    turn_count = 0 if sustained_window_seconds is None else _QUICK_TURNS if is_quick_or_budgeted else _TURNS
-    window_count, idle_seconds = max(turn_count, 1 if is_quick_or_budgeted else 3), 1.5 if is_quick_or_budgeted else 3.0
+    sustained_turn_count = 0 if sustained_turn_seconds is None else _QUICK_TURNS if is_quick_or_budgeted else _TURNS
+    window_count, idle_seconds = (
+        max(sustained_turn_count, 1 if is_quick_or_budgeted else 3),
+        1.5 if is_quick_or_budgeted else 3.0,
+    )
     return WindowRule(
-        window_count, idle_seconds, sustained_window_seconds or 0.0, request.energy, request.energy_of == PHASE_ENERGY
+        window_count, idle_seconds, sustained_turn_seconds or 0.0, request.energy, request.energy_of == PHASE_ENERGY
     )
 
 
@@ -104,12 +110,12 @@ def count_windows(group: Group, rule: WindowRule) -> int:
     """Returns the number of windows that a group needs. It is 0 if the group's cases run with a cold cache."""
     if CACHE.of(dict(group.cases[0].case.params)) == COLD:
         return 0
-    running_cases = [planned for planned in group.cases if planned.runs]
-    return sum(1 if planned.support.is_emulated else rule.windows for planned in running_cases)
+    runnable_cases = [planned for planned in group.cases if planned.runs]
+    return sum(1 if planned.support.is_emulated else rule.windows for planned in runnable_cases)
 
 
 @dataclass
-class WindowResult:
+class WindowResults:
     """The results of all windows of an arm, or of one phase of an arm."""
 
     windows: list[EnergyWindow] = field(default_factory=list)
@@ -128,11 +134,11 @@ class WindowResult:
         return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _MAX_BRISK_DIFFERENCE) * min(joules)
 
     def make_energy_use(
-        self, source: str, idle_energy_before: Energy | Unavailable, idle_after: Energy | Unavailable
+        self, source: str, idle_energy_before: Energy | UnavailableReading, idle_after: Energy | UnavailableReading
     ) -> EnergyUse:
         idle_watts: list[float | None] = []
         for idle in (idle_energy_before, idle_after):
-            if isinstance(idle, Unavailable):
+            if isinstance(idle, UnavailableReading):
                 self.reasons.append(f"idle power: {idle.reason}")
             idle_watts.append(idle.watts if isinstance(idle, Energy) else None)
         watts_before, watts_after = idle_watts
@@ -153,13 +159,13 @@ class WindowPass:
     _report_progress: Callable[[MeasuredArm, float], None]
     _clock: Callable[[], float] = time.monotonic
 
-    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowResult]:
+    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowResults]:
         """Returns the energy and sustained speed of each arm by the arm's key. If an arm fails here, its result has the
         reason.
         """
-        results = {arm.key: WindowResult() for arm in arms}
+        results = {arm.key: WindowResults() for arm in arms}
         has_energy_source = self._device_meter.kind is not SourceKind.NONE
-        if not has_energy_source and not self._window_rule.turn_seconds:
+        if not has_energy_source and not self._window_rule.sustained_turn_seconds:
             for result in results.values():
                 result.energy_use = EnergyUse(SourceKind.NONE, why=self._device_meter.why)
             return results
@@ -187,9 +193,9 @@ class WindowPass:
                 )
         return results
 
-    def _measure_idle(self) -> Energy | Unavailable:
+    def _measure_idle(self) -> Energy | UnavailableReading:
         if self._window_rule.brisk:
-            return self._device_meter.measure_idle_once(self._window_rule.idle_seconds)
+            return self._device_meter.measure_idle_energy_once(self._window_rule.idle_seconds)
         return self._device_meter.measure_idle(self._window_rule.idle_seconds)
 
     def measure_phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
@@ -199,7 +205,7 @@ class WindowPass:
         If a phase cannot run alone, or if repeating it gives wrong numbers, its energy is replaced by this reason.
         """
         arms_and_phases = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
-        results = {(arm.key, phase): WindowResult() for arm, phase in arms_and_phases}
+        results = {(arm.key, phase): WindowResults() for arm, phase in arms_and_phases}
         self._run_all_windows(arms_and_phases, results, worker)
         energies_by_arm: dict[str, tuple[PhaseEnergy, ...]] = {arm.key: () for arm in arms}
         for (key, phase), result in results.items():
@@ -207,7 +213,7 @@ class WindowPass:
         return energies_by_arm
 
     def _run_all_windows(
-        self, arms_and_phases: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
+        self, arms_and_phases: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResults], worker: Worker
     ) -> None:
         """Runs all windows of the arms or phases, in random and balanced orders. After an error of the worker, each
         remaining window is missing for this reason.
@@ -223,7 +229,7 @@ class WindowPass:
                     if not arm_and_phase[0].is_emulated
                 ]
             else:
-                arms_and_phases_in_order += window_orders.next_round(
+                arms_and_phases_in_order += window_orders.draw_round_order(
                     [
                         arm_and_phase
                         for arm_and_phase in arms_and_phases
@@ -231,15 +237,15 @@ class WindowPass:
                     ]
                 )
         if self._run_window_sequence(arms_and_phases_in_order, results, worker) and self._window_rule.brisk:
-            arms_with_third_window = [
+            third_window_pairs = [
                 arm_and_phase
                 for arm_and_phase in arms_and_phases
                 if results[arm_and_phase[0].key, arm_and_phase[1]].needs_third_window
             ]
-            self._run_window_sequence(window_orders.next_round(arms_with_third_window), results, worker)
+            self._run_window_sequence(window_orders.draw_round_order(third_window_pairs), results, worker)
 
     def _run_window_sequence(
-        self, windows_in_order: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
+        self, windows_in_order: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResults], worker: Worker
     ) -> bool:
         """Runs one window for each pair of arm and phase, in this order. Returns False after an error, which destroys
         the states of all arms.
@@ -256,41 +262,45 @@ class WindowPass:
                 # Finished windows remain. The other windows get the fault as the reason why they are missing, because
                 # all states may be lost.
                 worker.restart()
-                culprit_text = f"an error in {phase} of {arm.planned.case.mode}" if phase else arm.planned.case.mode
-                reason = f"{culprit_text} ended the windows: {cause}"
+                failed_window_text = (
+                    f"an error in {phase} of {arm.planned.case.mode}" if phase else arm.planned.case.mode
+                )
+                reason = f"{failed_window_text} ended the windows: {cause}"
                 for missed_arm, missed_phase in windows_in_order[position:]:
                     results[missed_arm.key, missed_phase].reasons.append(reason)
                 return False
         return True
 
-    def _measure_window(self, arm: MeasuredArm, worker: Worker, result: WindowResult) -> None:
-        turn_seconds = 0.0 if arm.is_emulated else self._window_rule.turn_seconds
+    def _measure_window(self, arm: MeasuredArm, worker: Worker, result: WindowResults) -> None:
+        sustained_turn_seconds = 0.0 if arm.is_emulated else self._window_rule.sustained_turn_seconds
         chunk_seconds = _BRISK_CHUNK_SECONDS if self._window_rule.brisk else CHUNK_SECONDS
         steps = max(1, round(chunk_seconds / arm.step_seconds))
         time_limit = arm.limits.for_slot(arm.step_seconds, steps)
-        settling_readings = self._warm_up_before_window(arm, worker, turn_seconds)
-        chunk_times: list[float] = []
+        warm_up_readings = self._warm_up_before_window(arm, worker, sustained_turn_seconds)
+        loop_seconds: list[float] = []
         with self._device_meter.window(every_tick=self._window_rule.brisk) as window:
-            while not window.is_enough or sum(chunk_times) < turn_seconds:
-                chunk_times.append(worker.within(time_limit).loop(arm.key, steps))
-        clock_reading = self._device_meter.device.read_changing_state().get("sm_clock") if turn_seconds else None
-        window_steps = steps * len(chunk_times)
+            while not window.is_enough or sum(loop_seconds) < sustained_turn_seconds:
+                loop_seconds.append(worker.with_time_limit(time_limit).loop(arm.key, steps))
+        clock_reading = (
+            self._device_meter.device.read_changing_state().get("sm_clock") if sustained_turn_seconds else None
+        )
+        window_step_count = steps * len(loop_seconds)
         # In a long loop, numbers of the state may grow to infinity. The energy of such a window is not used.
-        state_fault = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
+        model_state_fault = worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
-        if state_fault:
-            result.reasons.append(f"after {window_steps} more steps: {state_fault}")
+        if model_state_fault:
+            result.reasons.append(f"after {window_step_count} more steps: {model_state_fault}")
             return
-        if isinstance(energy, Unavailable):
+        if isinstance(energy, UnavailableReading):
             result.reasons.append(energy.reason)
         else:
-            result.windows.append(_convert_to_energy_window(energy, window_steps))
-        if turn_seconds:
+            result.windows.append(_convert_to_energy_window(energy, window_step_count))
+        if sustained_turn_seconds:
             watts = energy.watts if isinstance(energy, Energy) else None
             clock_hertz = clock_reading.number if isinstance(clock_reading, Reading) else None
-            result.turns.append(SustainedTurn(steps, tuple(chunk_times), settling_readings, clock_hertz, watts))
+            result.turns.append(SustainedTurn(steps, tuple(loop_seconds), warm_up_readings, clock_hertz, watts))
 
-    def _measure_phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
+    def _measure_phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResults) -> None:
         if result.reasons:
             return
         phase_replay = _prepare_phase_replay(arm, phase, worker)
@@ -301,40 +311,40 @@ class WindowPass:
         time_limit, chunk_count, seconds = arm.limits.for_slot(phase_replay.seconds, phase_repetitions), 0, 0.0
         with self._device_meter.window() as window:
             while not window.is_enough or (seconds < MIN_SAMPLED_SECONDS and not window.has_failed):
-                seconds += worker.within(time_limit).loop_phase(arm.key, phase_repetitions)
+                seconds += worker.with_time_limit(time_limit).loop_phase(arm.key, phase_repetitions)
                 chunk_count += 1
-        lost_values_text = worker.within(time_limit).drop_phase(arm.key)
+        lost_values_text = worker.with_time_limit(time_limit).drop_held_phase(arm.key)
         energy = window.energy
         if lost_values_text:
             result.reasons.append(lost_values_text)
-        elif isinstance(energy, Unavailable):
+        elif isinstance(energy, UnavailableReading):
             result.reasons.append(energy.reason)
         else:
             result.windows.append(_convert_to_energy_window(energy, phase_repetitions * chunk_count))
 
-    def _warm_up_before_window(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
+    def _warm_up_before_window(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> DeviceSettling | None:
         """Runs the case before its window, so that the window has the clocks and power of this case. Before a turn (a
         long window), the case runs until the device has settled, or for half a turn if the device reports neither clock
         nor temperature. Before other windows, the case runs for a fixed time.
         """
         if turn_seconds:
-            device_settler = Settler(self._device_meter.device, self._window_rule.settling_seconds, self._clock)
+            device_settler = Settler(self._device_meter.device, self._window_rule.max_settling_seconds, self._clock)
             if (settling_readings := device_settler.warm_up_device(arm, worker)) is not None:
                 return settling_readings
         warm_up_seconds = _BRISK_WARM_UP_SECONDS if self._window_rule.brisk else _WARM_UP_SECONDS
         warm_up_steps = max(1, round(max(warm_up_seconds, turn_seconds / 2) / arm.step_seconds))
-        worker.within(arm.limits.for_slot(arm.step_seconds, warm_up_steps)).loop(arm.key, warm_up_steps)
+        worker.with_time_limit(arm.limits.for_slot(arm.step_seconds, warm_up_steps)).loop(arm.key, warm_up_steps)
         return None
 
 
-def _prepare_phase_replay(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
+def _prepare_phase_replay(arm: MeasuredArm, phase: str, worker: Worker) -> RawPhaseReplay:
     static_scales = arm.planned.case.static
     if arm.cache_mode == ROTATING:
-        return RawReplay(why="its states rotate, and a repeated phase would find its data in the caches")
+        return RawPhaseReplay(why="its states rotate, and a repeated phase would find its data in the caches")
     if static_scales is not None and static_scales.refresh:
-        return RawReplay(why="its scales are renewed after a number of steps, and a phase alone counts no steps")
+        return RawPhaseReplay(why="its scales are renewed after a number of steps, and a phase alone counts no steps")
     max_bytes = round(_PHASE_MEMORY_SHARE * arm.facts.memory_bytes)
-    return worker.within(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(arm.key, phase, max_bytes)
+    return worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(arm.key, phase, max_bytes)
 
 
 def _convert_to_energy_window(energy: Energy, steps: int) -> EnergyWindow:

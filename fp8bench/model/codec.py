@@ -35,29 +35,29 @@ _PLAIN_TYPES = frozenset({int, str, bool, type(None)})
 _LIST_TYPE_SET = {list}
 # The values of these types often repeat within a run, so equal values share one object. The number is the most objects
 # of a type that are kept to be shared.
-_SHARED_TYPE_NAMES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
+_CACHED_VALUE_TYPE_NAMES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
 _MAX_SHARED_VALUES = 1000
 
 T = TypeVar("T")
-_ignored_names: ContextVar[set[str]] = ContextVar("_ignored")
+_ignored_field_names: ContextVar[set[str]] = ContextVar("_ignored")
 
 
-class Malformed(ValueError):
+class MalformedValueError(ValueError):
     """A JSON value does not fit the type to which it should be converted."""
 
 
 def encode(value: Any) -> Any:
     """Converts a value to JSON values. Infinity and NaN, which JSON lacks, become strings."""
-    kind = type(value)
+    value_type = type(value)
     # Most values are integers, strings, booleans or None.
-    if kind in _PLAIN_TYPES:
+    if value_type in _PLAIN_TYPES:
         return value
-    if kind is float:
+    if value_type is float:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
         return str.__str__(value)  # store only the name of a MetricSpec, which is a string too
-    if dataclasses.is_dataclass(kind):
-        return {name: encode(getattr(value, name)) for name in _list_field_names(kind)}
+    if dataclasses.is_dataclass(value_type):
+        return {name: encode(getattr(value, name)) for name in _list_field_names(value_type)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
@@ -77,11 +77,13 @@ def _list_field_names(kind: type) -> tuple[str, ...]:
 
 
 def decode(kind: type[T], json_value: Any) -> T:
-    """Converts JSON values to a value of type `kind`. Raises Malformed with the path to the first wrong value."""
+    """Converts JSON values to a value of type `kind`. Raises MalformedValueError with the path to the first wrong
+    value.
+    """
     try:
         return cast(T, _make_decoder(cast(Any, kind))(json_value))
-    except Malformed as error:
-        raise Malformed(f"{kind.__name__}{error}") from None
+    except MalformedValueError as error:
+        raise MalformedValueError(f"{kind.__name__}{error}") from None
 
 
 @contextmanager
@@ -90,19 +92,19 @@ def collect_ignored_names() -> Iterator[set[str]]:
     field. Empty fields are not collected.
     """
     names: set[str] = set()
-    ignored_names_token = _ignored_names.set(names)
+    ignored_names_token = _ignored_field_names.set(names)
     try:
         yield names
     finally:
-        _ignored_names.reset(ignored_names_token)
+        _ignored_field_names.reset(ignored_names_token)
 
 
 @cache
 def _make_decoder(kind: Any) -> Callable[[Any], Any]:
     """Makes the function that decodes one type. It is cached, because a run has hundreds of thousands of values.
 
-    The made function raises Malformed with the path from its value to the wrong part. Each caller adds its part of the
-    path in front.
+    The made function raises MalformedValueError with the path from its value to the wrong part. Each caller adds its
+    part of the path in front.
     """
     type_origin = typing.get_origin(kind)
     if type_origin in (typing.Union, types.UnionType):
@@ -117,7 +119,7 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
         # Equal values are decoded once and share one object. This is safe, because the objects are frozen.
         return (
             _share_equal_values(decode_dataclass)
-            if cast(type, kind).__name__ in _SHARED_TYPE_NAMES
+            if cast(type, kind).__name__ in _CACHED_VALUE_TYPE_NAMES
             else decode_dataclass
         )
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -126,18 +128,18 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
 
 
 def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
-    decode_item = _make_decoder(value_type)
+    decode_mapping_value = _make_decoder(value_type)
 
     def decode(json_value: Any) -> Any:
         if not isinstance(json_value, dict):
-            raise Malformed(": expected an object")
+            raise MalformedValueError(": expected an object")
         values = {}
         for key, item in json_value.items():
             try:
-                values[key] = decode_item(item)
+                values[key] = decode_mapping_value(item)
             # The message begins with a path. Prepend the key to it.
-            except Malformed as error:
-                raise Malformed(f".{key}{error}") from None
+            except MalformedValueError as error:
+                raise MalformedValueError(f".{key}{error}") from None
         return values
 
     return decode
@@ -160,24 +162,26 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 decoded_values[key] = decode(json_value), names
         value, names = decoded_values[key]
         if names:
-            _ignored_names.get(set()).update(names)
+            _ignored_field_names.get(set()).update(names)
         return value
 
     return decode_once
 
 
-def _find_plain_types(kind: Any) -> frozenset[type]:
+def _find_unchanged_json_types(kind: Any) -> frozenset[type]:
     """Returns the types of JSON values that can be used as values of `kind` unchanged. int is not one of them, because
     integers are checked.
     """
-    member_types = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    return frozenset(part for part in member_types if part in (str, float, bool, type(None)))
+    union_member_types = (
+        typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    )
+    return frozenset(part for part in union_member_types if part in (str, float, bool, type(None)))
 
 
 def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
     type_hints = typing.get_type_hints(kind)
     field_decoders = [
-        (field.name, _find_plain_types(type_hints[field.name]), _make_decoder(type_hints[field.name]))
+        (field.name, _find_unchanged_json_types(type_hints[field.name]), _make_decoder(type_hints[field.name]))
         for field in dataclasses.fields(kind)
     ]
     field_names = {name: None for name, _, _ in field_decoders}
@@ -187,72 +191,74 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
         for field in dataclasses.fields(kind)
         if field.default is missing_sentinel and field.default_factory is missing_sentinel
     )
-    defaults = {
+    default_by_field_name = {
         field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing_sentinel
     }
     # If a class has no checks and no default factories, fill in its fields directly: a run has thousands of values, and
     # calling a frozen class is slow.
-    has_no_factories = len(defaults) + len(required_names) == len(field_decoders)
+    has_no_factories = len(default_by_field_name) + len(required_names) == len(field_decoders)
     skips_init = has_no_factories and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
     def decode(json_value: Any) -> Any:
         if not isinstance(json_value, dict):
-            raise Malformed(": expected an object")
+            raise MalformedValueError(": expected an object")
         # A file of a newer version may have unknown fields, and a file of an older one may lack fields.
         is_complete = json_value.keys() == field_names.keys()
         values = (
             json_value.copy() if is_complete else {name: json_value[name] for name in field_names if name in json_value}
         )
         if len(values) < len(json_value):
-            _ignored_names.get(set()).update(
+            _ignored_field_names.get(set()).update(
                 name for name in json_value.keys() - field_names.keys() if json_value[name]
             )
         for name, plain_types, decode_one in field_decoders:
             if (is_complete or name in values) and type(item := values[name]) not in plain_types:
                 try:
                     values[name] = decode_one(item)
-                except Malformed as error:
-                    raise Malformed(f".{name}{error}") from None
+                except MalformedValueError as error:
+                    raise MalformedValueError(f".{name}{error}") from None
         if skips_init and required_names.keys() <= values.keys():
-            decoded_instance: Any = object.__new__(kind)
-            decoded_instance.__dict__.update(values if is_complete else defaults | values)
-            return decoded_instance
+            dataclass_instance: Any = object.__new__(kind)
+            dataclass_instance.__dict__.update(values if is_complete else default_by_field_name | values)
+            return dataclass_instance
         try:
-            # An error of the class has no path. Convert it to Malformed, to which callers add the path.
+            # An error of the class has no path. Convert it to MalformedValueError, to which callers add the path.
             return kind(**values)
         except UsageError as error:
-            raise Malformed(f": {error}") from None
+            raise MalformedValueError(f": {error}") from None
         except TypeError as error:  # a field that has no default is missing
-            missing_field = next((name for name in required_names if name not in values), "")
-            raise Malformed(f": the field {missing_field!r} is missing" if missing_field else f": {error}") from None
+            missing_field_name = next((name for name in required_names if name not in values), "")
+            raise MalformedValueError(
+                f": the field {missing_field_name!r} is missing" if missing_field_name else f": {error}"
+            ) from None
 
     return decode
 
 
 def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
-    is_repeated = len(item_types) == 2 and item_types[1] is Ellipsis
-    item_decoders = [_make_decoder(kind) for kind in item_types if kind is not Ellipsis]
-    holds_integers = is_repeated and item_types[0] is int
-    holds_integer_lists = is_repeated and item_types[0] == tuple[int, ...]
+    has_repeated_item_type = len(item_types) == 2 and item_types[1] is Ellipsis
+    item_decoders = [_make_decoder(item_type) for item_type in item_types if item_type is not Ellipsis]
+    holds_integers = has_repeated_item_type and item_types[0] is int
+    holds_integer_lists = has_repeated_item_type and item_types[0] == tuple[int, ...]
 
     def decode(json_value: Any) -> Any:
         if not isinstance(json_value, list):
-            raise Malformed(": expected a list")
-        if is_repeated and not json_value:
+            raise MalformedValueError(": expected a list")
+        if has_repeated_item_type and not json_value:
             return ()
         if holds_integers and set(map(type, json_value)) <= _INTEGER_TYPE_SET:
             return tuple(json_value)  # do not decode each item, because a run has many raw samples
-        has_only_lists = holds_integer_lists and set(map(type, json_value)) <= _LIST_TYPE_SET
-        if has_only_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _INTEGER_TYPE_SET:
+        are_items_integer_lists = holds_integer_lists and set(map(type, json_value)) <= _LIST_TYPE_SET
+        if are_items_integer_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _INTEGER_TYPE_SET:
             return tuple(map(tuple, json_value))
-        if not is_repeated and len(item_decoders) != len(json_value):
-            raise Malformed(f": expected {len(item_decoders)} items, found {len(json_value)}")
+        if not has_repeated_item_type and len(item_decoders) != len(json_value):
+            raise MalformedValueError(f": expected {len(item_decoders)} items, found {len(json_value)}")
         try:
-            if is_repeated:
+            if has_repeated_item_type:
                 return tuple(map(item_decoders[0], json_value))
             return tuple(decode_one(item) for decode_one, item in zip(item_decoders, json_value, strict=True))
-        except Malformed as error:
-            raise Malformed(f"[]{error}") from None
+        except MalformedValueError as error:
+            raise MalformedValueError(f"[]{error}") from None
 
     return decode
 
@@ -269,12 +275,12 @@ def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
         for decode_one in member_decoders:
             try:
                 return decode_one(json_value)
-            except Malformed:
+            except MalformedValueError:
                 continue
-        type_names = " or ".join(
+        accepted_type_names = " or ".join(
             "null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds
         )
-        raise Malformed(f": expected {type_names}, found {json_value!r:.60}")
+        raise MalformedValueError(f": expected {accepted_type_names}, found {json_value!r:.60}")
 
     return decode
 
@@ -284,7 +290,7 @@ def _make_enum_decoder(kind: type[Enum]) -> Callable[[Any], Any]:
         try:
             return kind(json_value)
         except ValueError:
-            raise Malformed(f": {json_value!r} is not a {kind.__name__}") from None
+            raise MalformedValueError(f": {json_value!r} is not a {kind.__name__}") from None
 
     return decode
 
@@ -296,20 +302,20 @@ def _decode_float(json_value: Any) -> float:
         try:
             return float(json_value)
         except OverflowError:
-            raise Malformed(": a whole number too large for a float") from None
+            raise MalformedValueError(": a whole number too large for a float") from None
     # JSON cannot express infinity and NaN, so they are stored as strings.
     if json_value in ("inf", "-inf", "nan"):
         return float(json_value)
-    raise Malformed(f": expected float, found {json_value!r:.60}")
+    raise MalformedValueError(f": expected float, found {json_value!r:.60}")
 
 
 def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
     def decode(json_value: Any) -> Any:
         if kind is int and type(json_value) is int and abs(json_value) > _LARGEST_INTEGER:
-            raise Malformed(": a whole number too large for a float")
+            raise MalformedValueError(": a whole number too large for a float")
         if kind is Any or type(json_value) is kind:
             return json_value
-        raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {json_value!r:.60}")
+        raise MalformedValueError(f": expected {getattr(kind, '__name__', kind)}, found {json_value!r:.60}")
 
     return decode
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8bench.model.ranks import RankMemory
-from fp8bench.model.stopping import Settling
+from fp8bench.model.stopping import DeviceSettling
 from fp8bench.model.words import MemoryRole
 
 
@@ -55,7 +55,7 @@ class SustainedTurn:
 
     steps: int
     seconds: tuple[float, ...]
-    settling: Settling | None = None
+    settling: DeviceSettling | None = None
     clock: float | None = None
     watts: float | None = None
 
@@ -98,7 +98,7 @@ class DeviceWatch:
     sm_clock_lowest: float | None = None
     temperature: float | None = None
     why: str = ""
-    warm_up: Settling | None = None
+    warm_up: DeviceSettling | None = None
     others: int | None = None
     slices: int = 0
 
@@ -143,7 +143,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Emulating:
+class EmulationStart:
     """Entry in a memory trace: an emulation begins. Until the next EmulationEnd, allocations do not count as memory of
     hardware with the emulated formats.
     """
@@ -180,7 +180,7 @@ class Lifted:
     key: int
 
 
-DeviceNote = Emulating | EmulationEnd | Laid | Lifted
+DeviceNote = EmulationStart | EmulationEnd | Laid | Lifted
 
 
 @dataclass(frozen=True)
@@ -276,17 +276,17 @@ THROTTLE_REASONS: dict[int, str] = {
 }
 # The throttle bits that are set while the hardware protects itself. Times that are measured then do not show the speed
 # of the device.
-HARDWARE_BITS = 0x8 | 0x40 | 0x80
+HARDWARE_THROTTLE_BITS = 0x8 | 0x40 | 0x80
 # The bit of the power cap. Large matrix products often reach the cap on current GPUs.
 POWER_CAP_BIT = 0x4
 # The throttle reasons that are not faults: somebody chose the clocks, or the power cap limits them.
-CHOSEN_REASONS = frozenset(
+HARMLESS_THROTTLE_REASONS = frozenset(
     {"idle", "application-clocks", "sync-boost", "display-clocks", THROTTLE_REASONS[POWER_CAP_BIT]}
 )
 
 
 @dataclass(frozen=True)
-class Violation:
+class ThrottlingLimit:
     """A limit for which NVML counts how long the limit throttled the clocks. The count is read with
     nvmlDeviceGetViolationStatus if `policy` is set, and as the NVML field with number `field` otherwise.
     """
@@ -296,12 +296,12 @@ class Violation:
     field: int | None = None
 
 
-VIOLATIONS: tuple[Violation, ...] = (
-    Violation("power-cap", policy=0),
-    Violation("thermal", policy=1),
-    Violation("sw-thermal", field=269),
-    Violation("hw-thermal", field=270),
-    Violation("hw-power-brake", field=271),
+VIOLATIONS: tuple[ThrottlingLimit, ...] = (
+    ThrottlingLimit("power-cap", policy=0),
+    ThrottlingLimit("thermal", policy=1),
+    ThrottlingLimit("sw-thermal", field=269),
+    ThrottlingLimit("hw-thermal", field=270),
+    ThrottlingLimit("hw-power-brake", field=271),
 )
 
 

@@ -6,7 +6,7 @@ import re
 
 from fp8bench.model.planned import Case
 
-_UNSAFE_LETTER_PATTERN = re.compile(r"[^A-Za-z0-9=,._+-]")
+_UNSAFE_CHARACTER_PATTERN = re.compile(r"[^A-Za-z0-9=,._+-]")
 _MAX_LENGTH_BY_PART = {"workload": 40, "params": 72, "device": 16, "mode": 40}
 _DIGEST_LENGTH = 8
 
@@ -16,7 +16,7 @@ def format_start_time(start_time: str) -> str:
     return re.sub(r"[-:]", "", start_time).partition("+")[0] + "Z"
 
 
-def make_safe(text: str) -> str:
+def make_safe_file_name(text: str) -> str:
     """Returns a text that is safe as part of a path. Unsafe letters become _. A digest is added if the text was changed
     or has capital letters, so that different texts give different names even where letter case is ignored.
     """
@@ -44,7 +44,7 @@ def _shorten_to_safe_text(text: str, max_length: int) -> str:
     """Returns at most `max_length` letters of a text, with _ for unsafe letters and for a dot or dash at the beginning.
     Returns '' only for an empty text.
     """
-    safe_text = _UNSAFE_LETTER_PATTERN.sub("_", text)[:max_length]
+    safe_text = _UNSAFE_CHARACTER_PATTERN.sub("_", text)[:max_length]
     return f"_{safe_text[1:]}" if safe_text[:1] in (".", "-") else safe_text
 
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.planned import Case, Scalar, Support, Work
-from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Sent, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, SentBytes, Transfer
 from fp8bench.model.step import Coverage, LateSteps, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
@@ -76,10 +76,8 @@ class Ceilings:
     device: str = ""
 
     def rate(self, limit: Limit, precision: str = "") -> Rate | None:
-        limit_and_precision = limit, precision
-        return next(
-            (rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == limit_and_precision), None
-        )
+        rate_key = limit, precision
+        return next((rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == rate_key), None)
 
     def best(self, limit: Limit, precision: str = "") -> float | None:
         """Returns the highest measured rate of a limit, even if its runs differ much. Returns None if the rate is
@@ -329,10 +327,10 @@ class Interval:
     @property
     def inverse(self) -> Interval:
         """The same ratio as a speed-up (above 1 is faster)."""
-        return Interval(1 / self.point, _invert_bound(self.high), _invert_bound(self.low), self.level)
+        return Interval(1 / self.point, _invert_ratio_bound(self.high), _invert_ratio_bound(self.low), self.level)
 
 
-def _invert_bound(bound: float) -> float:
+def _invert_ratio_bound(bound: float) -> float:
     return bound if math.isnan(bound) else 1 / bound if bound > 0 else math.inf
 
 
@@ -444,7 +442,7 @@ class Record:
     shares: Shares | None = None
     transfer: Transfer | None = None
     overlap: Overlap | None = None
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[SentBytes, ...] = ()
     scaling: RankScaling | None = None
     failed_rank: FailedRank | None = None
     late_flops: int | None = None

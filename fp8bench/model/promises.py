@@ -8,7 +8,7 @@ from enum import StrEnum
 from fp8bench.model.planned import Support
 
 
-class AuditKind(StrEnum):
+class AuditedCallableKind(StrEnum):
     """The kind of a user's callable.
 
     PRODUCT takes matrices a (M, K) and b (N, K) and returns a @ b.T. LINEAR takes inputs (M, K) and a weight (N, K),
@@ -22,7 +22,7 @@ class AuditKind(StrEnum):
     MODEL = "model"
 
 
-class Takes(StrEnum):
+class OperandForm(StrEnum):
     """The form in which a callable receives the operands of a product: values that it casts itself, or codes with their
     scales.
     """
@@ -47,14 +47,14 @@ SIGNATURE_WORDS = {
 
 
 @dataclass(frozen=True)
-class Signature:
+class CallablePromise:
     """The promise of a user's callable: its kind, its precision with options, and more. SIGNATURE_WORDS explains each
     field.
     """
 
-    kind: AuditKind
+    kind: AuditedCallableKind
     precision: str
-    takes: Takes = Takes.VALUES
+    takes: OperandForm = OperandForm.VALUES
     second: str = "nk"
     multiple: int = 1
     causal: bool = False
@@ -85,7 +85,7 @@ class Difference(StrEnum):
 
 
 @dataclass(frozen=True)
-class FirstElement:
+class FirstDifferingElement:
     """The first element that differs between a native and an emulated result: its indices and both values."""
 
     place: tuple[int, ...]
@@ -110,7 +110,7 @@ class Conformity:
     count: int = 0
     total: int = 0
     largest: float = 0.0
-    first: FirstElement | None = None
+    first: FirstDifferingElement | None = None
 
 
 @dataclass(frozen=True)

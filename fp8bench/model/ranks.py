@@ -19,10 +19,10 @@ RANK_LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
 PARENT_SOCKET = "parent"
 # In the folder that the ranks share, the name of the file by which they find each other. Only the owner of file and
 # folder can open them.
-MEETING_FILE = "meeting"
+RANK_MEETING_FILE = "meeting"
 # The name of an environment variable that every rank and all processes started by a rank have. Its value identifies
 # the ranks that were launched together.
-LAUNCH_VARIABLE = "FP8BENCH_RANKS"
+RANKS_LAUNCH_VARIABLE = "FP8BENCH_RANKS"
 
 
 def describe_ranks(ranks: int, kind: str) -> str:
@@ -82,7 +82,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """The bytes that a rank sends to other ranks by one operation in one dtype, in one step. The bytes of a collective
     are computed as if the ranks formed a ring.
     """

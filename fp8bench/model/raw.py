@@ -13,7 +13,7 @@ PROTOCOL = 5
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
 # If this environment variable is 'unchecked', native products are timed without comparing their results with fp64.
 # This is for a runtime that computes nothing.
-PRODUCTS_VARIABLE = "FP8BENCH_PRODUCTS"
+PRODUCT_CHECKS_VARIABLE = "FP8BENCH_PRODUCTS"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RawStep:
 
 
 @dataclass(frozen=True)
-class Filling:
+class QueueFilling:
     """How the queue of a device is kept filled. Before every `calls` calls, the device gets work for `seconds`, so that
     the host can enqueue these calls before the device reaches them.
     """
@@ -59,7 +59,7 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class RawReplay:
+class RawPhaseReplay:
     """One phase of a step that was repeated alone: its time, the number of its operators and the bytes that were stored
     to repeat it. If the phase cannot be repeated, `why` is the reason.
     """

@@ -27,18 +27,18 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Unavailable:
+class UnavailableReading:
     """The reason why a reading is missing, as a text that can follow 'unavailable: '."""
 
     reason: str
 
 
-Read = Reading | Unavailable
-Readings = Mapping[str, Read]
+ReadingOrUnavailable = Reading | UnavailableReading
+Readings = Mapping[str, ReadingOrUnavailable]
 
 
 class NoReading(Exception):
-    """Raised by the functions that read a sensor if it has no value. `try_reading` turns it into an Unavailable.
+    """Raised by the functions that read a sensor if it has no value. `try_reading` turns it into an UnavailableReading.
 
     `code` is the status code of the driver, if it returned one.
     """
@@ -49,12 +49,12 @@ class NoReading(Exception):
         self.code = code
 
 
-def try_reading(read: Callable[[], Reading]) -> Read:
-    """Returns a reading, or Unavailable if `read` raises NoReading."""
+def try_reading(read: Callable[[], Reading]) -> ReadingOrUnavailable:
+    """Returns a reading, or UnavailableReading if `read` raises NoReading."""
     try:
         return read()
     except NoReading as failure:
-        return Unavailable(failure.reason)
+        return UnavailableReading(failure.reason)
 
 
 def describe_missing_readings(*reading_sets: Readings) -> list[str]:
@@ -64,7 +64,7 @@ def describe_missing_readings(*reading_sets: Readings) -> list[str]:
     names: dict[str, dict[str, None]] = {}
     for readings in reading_sets:
         for name, read in readings.items():
-            if isinstance(read, Unavailable):
+            if isinstance(read, UnavailableReading):
                 names.setdefault(read.reason, {})[name] = None
     return [f"{', '.join(names_with_reason)}: {reason}" for reason, names_with_reason in names.items()]
 
@@ -92,17 +92,17 @@ def require_positive(value: float, unit: str, source: str) -> Reading:
 def subtract_counters(earlier: Readings, later: Readings) -> Readings:
     """Returns how much each counter in `later` grew since `earlier`."""
     return {
-        name: _subtract_readings(earlier.get(name, Unavailable("it was not read before")), later[name])
+        name: _compute_counter_growth(earlier.get(name, UnavailableReading("it was not read before")), later[name])
         for name in later
     }
 
 
-def _subtract_readings(earlier: Read, later: Read) -> Read:
-    if isinstance(earlier, Unavailable):
+def _compute_counter_growth(earlier: ReadingOrUnavailable, later: ReadingOrUnavailable) -> ReadingOrUnavailable:
+    if isinstance(earlier, UnavailableReading):
         return earlier
-    if isinstance(later, Unavailable):
+    if isinstance(later, UnavailableReading):
         return later
     # A counter that is smaller than before was reset, so its growth is unknown.
     if later.number < earlier.number:
-        return Unavailable(f"{later.source} went back from {earlier.value} to {later.value} {later.unit}")
+        return UnavailableReading(f"{later.source} went back from {earlier.value} to {later.value} {later.unit}")
     return Reading(later.number - earlier.number, later.unit, later.source)

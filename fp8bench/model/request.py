@@ -62,9 +62,9 @@ class Rule:
 
 def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
     """Returns a rule that requires a whole number within bounds. True does not count as a number."""
-    upper_text = f" to {high}" if high < 1 << 30 else ""
+    upper_limit_text = f" to {high}" if high < 1 << 30 else ""
     return Rule(
-        words or f"a whole number from {low}{upper_text}",
+        words or f"a whole number from {low}{upper_limit_text}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
     )
 
@@ -92,9 +92,9 @@ _MAX_MEMORY_BYTES = 100 << 40
 # The memory limit that means all of a device's memory, and the word for it on the command line.
 ALL_MEMORY = 0
 ALL_MEMORY_WORD = "device"
-_MEMORY_SIZE_WORDS = f"a size above 0 and up to {size(_MAX_MEMORY_BYTES)}, like 2GiB"
-MEMORY_SIZE_RULE = whole_number(ALL_MEMORY + 1, _MAX_MEMORY_BYTES, _MEMORY_SIZE_WORDS)
-_SECONDS_RULE = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
+_MEMORY_SIZE_DESCRIPTION = f"a size above 0 and up to {size(_MAX_MEMORY_BYTES)}, like 2GiB"
+MEMORY_SIZE_RULE = whole_number(ALL_MEMORY + 1, _MAX_MEMORY_BYTES, _MEMORY_SIZE_DESCRIPTION)
+_POSITIVE_SECONDS_RULE = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
 PERCENT_RULE = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
 KNOWN_SCALES = _make_tuple_rule(
     "magnitudes by precision, layer and role",
@@ -102,7 +102,7 @@ KNOWN_SCALES = _make_tuple_rule(
 )
 _NAME_LIST_RULE = _make_tuple_rule("a list of names")
 _BOOLEAN_RULE = Rule("True or False", lambda value: isinstance(value, bool))
-_PATH_RULE = Rule("a path", lambda value: isinstance(value, str) and bool(value))
+_NONEMPTY_PATH_RULE = Rule("a path", lambda value: isinstance(value, str) and bool(value))
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,14 @@ def name_fields(kind: type) -> dict[str, str]:
     return {name: word if (word := option_name_by_field.get(name)) and word not in names else name for name in names}
 
 
-def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
+def check_request_fields(request: Any, rules: Mapping[str, Rule]) -> None:
     """Raises UsageError for the first field whose value breaks its rule. A field may be None if this is its default."""
-    defaults = {field.name: field.default for field in fields(request)}
+    default_by_field_name = {field.name: field.default for field in fields(request)}
     option_names = name_fields(type(request))
     for name, rule in rules.items():
         value = getattr(request, name)
-        is_omitted = value is None and defaults[name] is None
-        if not is_omitted and not rule.holds(value):
+        is_field_omitted = value is None and default_by_field_name[name] is None
+        if not is_field_omitted and not rule.holds(value):
             raise UsageError(f"{option_names[name]} must be {rule.words}, got {value!r:.80}.")
 
 
@@ -222,7 +222,7 @@ class Request:
         parse="precision_map",
     )
     data: str | None = option(
-        None, _PATH_RULE, "text to train on; default Python's own sources", "FILE", WHAT_TO_MEASURE
+        None, _NONEMPTY_PATH_RULE, "text to train on; default Python's own sources", "FILE", WHAT_TO_MEASURE
     )
     quick: bool = option(False, _BOOLEAN_RULE, "quick test with few rounds")
     brisk: bool = option(
@@ -233,7 +233,9 @@ class Request:
             "idle power once; default if --budget allows less than 20 s per group"
         ),
     )
-    budget: float | None = option(None, _SECONDS_RULE, "time for the whole run; default about 6 s per group", "SECONDS")
+    budget: float | None = option(
+        None, _POSITIVE_SECONDS_RULE, "time for the whole run; default about 6 s per group", "SECONDS"
+    )
     rounds: int | None = option(None, whole_number(1), "the number of rounds, without an early stop", "N")
     seed: int = option(0, whole_number(0), "the seed of data, weights and order; default 0", "N")
     threads: int = option(1, whole_number(1, 1024), "CPU threads of torch; default 1", "N")
@@ -249,7 +251,7 @@ class Request:
     isolation: bool = option(True, _BOOLEAN_RULE, "measure in this process, without a worker")
     case_timeout: float | None = option(
         None,
-        _SECONDS_RULE,
+        _POSITIVE_SECONDS_RULE,
         "the longest time to prepare a case or run one slot of it; default 60, more for large cases",
         "SECONDS",
     )
@@ -262,7 +264,7 @@ class Request:
     )
     trace: str | None = option(
         None,
-        _PATH_RULE,
+        _NONEMPTY_PATH_RULE,
         (
             "DIR: also record a few untimed steps of each case, as traces for Perfetto and TensorBoard. nsys, "
             "ncu: run under that profiler (--dry-run prints the command); nvtx: mark a slot of each case"
@@ -302,7 +304,7 @@ class Request:
     )
     memory_limit: int | None = option(
         None,
-        whole_number(ALL_MEMORY, _MAX_MEMORY_BYTES, f"{_MEMORY_SIZE_WORDS}, or {ALL_MEMORY_WORD}"),
+        whole_number(ALL_MEMORY, _MAX_MEMORY_BYTES, f"{_MEMORY_SIZE_DESCRIPTION}, or {ALL_MEMORY_WORD}"),
         f"also find the largest batch of each precision in SIZE of memory, like 2GiB, or {ALL_MEMORY_WORD} (all of a "
         "GPU), by running it and the next one; and compare precisions at their largest batches",
         "SIZE",
@@ -349,13 +351,17 @@ class Request:
     )
 
     scales_from: str | None = option(
-        None, _PATH_RULE, "use the scales stored in a run instead: its id, its file, or last", "RUN", WHAT_TO_MEASURE
+        None,
+        _NONEMPTY_PATH_RULE,
+        "use the scales stored in a run instead: its id, its file, or last",
+        "RUN",
+        WHAT_TO_MEASURE,
     )
     # The largest magnitudes of tensors, read from the run that `scales_from` names.
     known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:
-        check_fields(self, REQUEST_RULES)
+        check_request_fields(self, REQUEST_RULES)
         # Refuse contradictory options before anything is measured.
         if self.case_timeout is not None and not self.isolation:
             raise UsageError(

@@ -102,8 +102,8 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        statuses = {record.status for record in self.records}
-        return Status.OK in statuses and Status.FAILED not in statuses
+        record_statuses = {record.status for record in self.records}
+        return Status.OK in record_statuses and Status.FAILED not in record_statuses
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,12 @@ class FleetPlan:
     cells: tuple[Cell, ...]
     fp8bench: str
 
-    def name_of(self, number: int) -> str:
+    def format_cell_id(self, number: int) -> str:
         return f"{self.id}/{number}"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CellAttempt:
     """An attempt to measure a cell: on which host, when, and the exit code of the process (None while it runs)."""
 
     host: str
@@ -253,7 +253,7 @@ class CellState:
     run: str = ""
     machine: str = ""
     why: str = ""
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[CellAttempt, ...] = ()
     cases: tuple[tuple[str, int], ...] = ()
     damage: tuple[str, ...] = ()
 
@@ -285,7 +285,7 @@ SWITCHES_SET = "switches_set"
 BUSY_CORES_FACT = "busy_cores"
 # The facts about software and settings that affect times. If one of them differs, comparisons and histories give no
 # verdict.
-TIME_CONDITIONS = (
+TIME_CONDITION_FACTS = (
     "fp8bench",
     "python",
     "torch",

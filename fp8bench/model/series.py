@@ -117,8 +117,10 @@ class Trend:
     @property
     def ending(self) -> Ending:
         # A figure without a number, such as that of a failed build, does not end a trend.
-        earlier = [figure for figure in self.figures[:-1] if figure.value is not None]
-        return Ending(self, self.figures[-1], earlier[-1] if earlier else None, len(self.measured_figures))
+        earlier_figures = [figure for figure in self.figures[:-1] if figure.value is not None]
+        return Ending(
+            self, self.figures[-1], earlier_figures[-1] if earlier_figures else None, len(self.measured_figures)
+        )
 
 
 class Ending(NamedTuple):

@@ -87,7 +87,7 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     def noisy(self) -> bool:
         return self.unit in _NOISY_UNITS
 
-    def to_text(self, value: float | None, unit: str = "", digits: int = 3) -> str:
+    def format_value(self, value: float | None, unit: str = "", digits: int = 3) -> str:
         """Formats a value of the figure. `unit` is the unit in which the value is stored, if it differs from the
         figure's unit. `digits` applies only to times and energies.
         """
@@ -220,52 +220,52 @@ RESIDENT_MEMORY = _add_spec(
 # Memory figures other than the peak memory of a step.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
 COUNTERS_TABLE = "counters"
-_COUNTER_SPEC_FIELDS: dict[str, Any] = {"table": COUNTERS_TABLE, "page": "method.md#counters"}
+_COUNTER_METRIC_FIELDS: dict[str, Any] = {"table": COUNTERS_TABLE, "page": "method.md#counters"}
 ALLOCATOR_TIME = _add_spec(
     "allocator_time", "s", "time in the host's allocator (malloc, free, ...), of the whole process, per step "
-    "and phase; this and the next figures only with `--counters`", heading="in the allocator", **_COUNTER_SPEC_FIELDS,
+    "and phase; this and the next figures only with `--counters`", heading="in the allocator", **_COUNTER_METRIC_FIELDS,
 )
 ALLOCATOR_CALLS = _add_spec(
     "allocator_calls", "count", "calls of the host's allocator in a step", heading="calls of it", show=_show_exact(),
-    **_COUNTER_SPEC_FIELDS
+    **_COUNTER_METRIC_FIELDS
 )
 ALLOCATED_BYTES = _add_spec(
-    "allocated_bytes", "B", "bytes requested in calls of the allocator", heading="asked for", **_COUNTER_SPEC_FIELDS,
+    "allocated_bytes", "B", "bytes requested in calls of the allocator", heading="asked for", **_COUNTER_METRIC_FIELDS,
 )
 PAGE_FAULTS = _add_spec(
     "page_faults", "count", "memory pages that a step was first to use; the system clears each", heading="page faults",
-    show=_show_exact(), **_COUNTER_SPEC_FIELDS,
+    show=_show_exact(), **_COUNTER_METRIC_FIELDS,
 )
 DEVICE_ALLOCATIONS = _add_spec(
     "device_allocations", "count", "calls of a GPU's driver for more memory than torch's allocator held",
-    heading="driver's allocations", show=_show_exact(), **_COUNTER_SPEC_FIELDS,
+    heading="driver's allocations", show=_show_exact(), **_COUNTER_METRIC_FIELDS,
 )
 ALLOCATION_RETRIES = _add_spec(
     "allocation_retries", "count", "device allocations that first had to return unused memory", heading="retried",
-    show=_show_exact(), **_COUNTER_SPEC_FIELDS,
+    show=_show_exact(), **_COUNTER_METRIC_FIELDS,
 )
 DEVICE_ALLOCATOR_TIME = _add_spec(
     "device_allocator_time", "s", "time in device allocations, by torch's profiler", heading="in them",
-    **_COUNTER_SPEC_FIELDS
+    **_COUNTER_METRIC_FIELDS
 )
 WIRE_BYTES = _add_spec(
     "wire_bytes", "B", "bytes that a rank sends to others in a step", heading="wire",
     history="bytes that a rank sends to others in a step", kept_where="ranks", page="distributed.md",
 )
-_COUNTED_FIELDS = {
+_COUNT_SPEC_FIELDS = {
     "counted": True, "least_change": 0.0, "threshold": (0.0, 0.0), "kept_where": "one rank", "page": "tape.md",
 }
 FLOPS = _add_spec(
     "flops", "FLOP", "FLOPs of products in a step and in its phases, counted exactly", show=_show_exact("FLOP"),
-    history="FLOPs of a step, counted from its operators", **_COUNTED_FIELDS,
+    history="FLOPs of a step, counted from its operators", **_COUNT_SPEC_FIELDS,
 )
 MOVED_BYTES = _add_spec(
     "moved_bytes", "B", "bytes read and written by operators, counted exactly", show=_show_exact("B"),
-    history="bytes that the operators of a step read and write", **_COUNTED_FIELDS,
+    history="bytes that the operators of a step read and write", **_COUNT_SPEC_FIELDS,
 )
 LAUNCHES = _add_spec(
     "launches", "count", "least number of started kernels, counted exactly", show=_show_exact(),
-    history="operators of a step that start a kernel", **_COUNTED_FIELDS,
+    history="operators of a step that start a kernel", **_COUNT_SPEC_FIELDS,
 )
 # The counts over a step's operators. They are exact: the same code gives the same number.
 COUNTS = (FLOPS, MOVED_BYTES, LAUNCHES)
@@ -289,13 +289,13 @@ RECOMPUTED_FLOPS = _add_spec(
 INTENSITY = _add_spec(
     "intensity", "FLOP/B", "FLOPs of a step for each byte moved, if every operator is known", better=_NEITHER
 )
-SHARES_BY_BITS: Mapping[int, MetricSpec] = {
+FLOP_SHARE_BY_ELEMENT_BITS: Mapping[int, MetricSpec] = {
     bits: _add_spec(f"share_of_flops_in_{bits}_bits", units.RATIO,
                "share of a step's FLOPs that multiply elements of this width",
                better=_NEITHER, page="tape.md")
     for bits in (8, 4, 32)
 }
-SHARE_CONVERTED = _add_spec(
+SHARE_OF_FLOPS_CONVERTED = _add_spec(
     "share_of_flops_converted", units.RATIO, "share of a step's FLOPs in layers that the case "
     "converts", better=_NEITHER, page="profile.md",
 )
@@ -309,7 +309,7 @@ ENERGY_NET = _add_spec(
     "energy_net", "J", "energy of a step beyond idle power", rank=_MAIN, threshold=_ENERGY_THRESHOLD, heading="net/step"
 )
 # A step's energy for a fixed amount of work, by kind of work. The most useful kind comes first.
-ENERGY_PER: Mapping[str, tuple[MetricSpec, float]] = {
+ENERGY_SPEC_BY_WORK_KIND: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _add_spec(f"energy_per_{word.lower()}", "J", f"energy for {amount_text} of the step's work", rank=_MAIN,
              threshold=_ENERGY_THRESHOLD,
@@ -332,7 +332,7 @@ POWER = _add_spec("power", "W", "power of the device while steps ran", rank=_MAI
 IDLE_POWER = _add_spec(
     "idle_power", "W", "power of the idle device with the same states in memory", better=_NEITHER, rank=_MAIN,
 )
-SUSTAINED_TIME = _add_spec(
+SUSTAINED_STEP_TIME = _add_spec(
     "sustained_time", "s", "median time of a step in turns of several seconds; only with `--sustained`",
     page="energy.md#what-the-figures-are",
 )
@@ -364,7 +364,7 @@ MEMORY_SKEW = _add_spec(
 COMMUNICATION = _add_spec(
     "communication_time", "s", "the least time that any rank spent in communication", heading="communication"
 )
-EXPOSED_TIME = _add_spec(
+EXPOSED_COMMUNICATION_TIME = _add_spec(
     "exposed_time", "s", "time of products and communication at once, less that of products alone",
     heading="exposed",
 )
@@ -379,7 +379,7 @@ LOGICAL_BYTES = _add_spec(
 ALGBW = _add_spec("algbw", "B/s", "bytes of the vector as sent, over the median time of a step", better=_HIGHER)
 BUSBW = _add_spec("busbw", "B/s", "algbw times nccl-tests' factor", better=_HIGHER)
 EFFECTIVE_BUSBW = _add_spec("effective_busbw", "B/s", "busbw of the logical bytes", better=_HIGHER, heading="effective")
-BUBBLE = _add_spec("bubble", "%", "time that a pipeline's ranks wait or send, over the time that they compute")
+PIPELINE_BUBBLE = _add_spec("bubble", "%", "time that a pipeline's ranks wait or send, over the time that they compute")
 IDEAL_BUBBLE = _add_spec("ideal_bubble", "%", "the bubble of equal stages if sending took no time")
 STRONG_SCALING = _add_spec(
     "strong_scaling", "%", "time of a step on one rank, over the number of ranks times its time on all ranks",
@@ -394,7 +394,7 @@ VALUE_COUNT = _add_spec(
     "values", "count", "number of values of a kind and role; only in rows of the reference", better=_NEITHER
 )
 AMAX = _add_spec("amax", "", "largest magnitude of the values before any scaling", better=_NEITHER)
-SHARE_ABOVE = _add_spec(
+ABOVE_RANGE_SHARE = _add_spec(
     "share_above_*", units.RATIO, "share of the values above the format's largest number", better=_NEITHER,
 )
 SHARE_VANISHING = _add_spec(
@@ -402,7 +402,7 @@ SHARE_VANISHING = _add_spec(
 )
 
 # The figures that suites measure. Most of these rows match the end of a name, and come after rows with full names.
-_WORKLOAD_FIELDS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
+_SUITE_SPEC_FIELDS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
 # The errors of a callable: compared with float64, and compared with the unchanged reference.
@@ -415,9 +415,9 @@ BEYOND_ROUNDING_ERROR = "beyond_rounding_error"
 _add_spec(
     f"*{RELATIVE_LOSS}", "x", "mean loss of a small training over that of bf16, in the suite `learning`",
     show="{:.5f}x".format,
-    least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_WORKLOAD_FIELDS,
+    least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_SUITE_SPEC_FIELDS,
 )
-_ERROR_SPEC_FIELDS: dict[str, Any] = {"show": units.relative_error, **_WORKLOAD_FIELDS}
+_ERROR_SPEC_FIELDS: dict[str, Any] = {"show": units.relative_error, **_SUITE_SPEC_FIELDS}
 # Summing in a different order changes a loss by less than a thousandth, and training in a different format by a
 # hundredth.
 LOSS_ERRORS = _add_spec(
@@ -433,12 +433,12 @@ GRADIENT_ERRORS = _add_spec(
 # Rounding to bf16 gives products an error of half a percent, FP8 4%, and 4 bits 15%.
 OTHER_ERRORS = _add_spec("*_error", units.RATIO, "other numerical errors, relative; 0 is exact", **_ERROR_SPEC_FIELDS)
 _add_spec("*_vanished", units.RATIO, "share of values that are zero here but not in the reference; a norm hides them",
-     show=lambda value: units.share(value) if value else "0%", **_WORKLOAD_FIELDS)
-_add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_WORKLOAD_FIELDS)
+     show=lambda value: units.share(value) if value else "0%", **_SUITE_SPEC_FIELDS)
+_add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_SUITE_SPEC_FIELDS)
 # For these figures, neither more nor less is better.
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):
     _add_spec(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NEITHER, page="formats.md",
-    **_WORKLOAD_FIELDS)
+    **_SUITE_SPEC_FIELDS)
 # Figures of mixtures of experts, RLHF models and samplers. Neither higher nor lower values are better.
 for _name, _unit, _description in (
     ("load_ratio", "x", "most tokens of an expert, over the mean"),
@@ -455,13 +455,13 @@ for _name, _unit, _description in (
     ("mean_depth", "count", "mean number of blocks that a row passes before it leaves"),
 ):
     _show_value = "{:g}".format if _unit == "count" else None
-    _add_spec(_name, _unit, _description, better=_NEITHER, page="suites.md", show=_show_value, **_WORKLOAD_FIELDS)
+    _add_spec(_name, _unit, _description, better=_NEITHER, page="suites.md", show=_show_value, **_SUITE_SPEC_FIELDS)
 for _name_end, _unit in (("percent", "%"), ("ulp", "ulp"), ("octaves", "octaves"), ("ppm", "ppm")):
-    _add_spec(f"*_{_name_end}", _unit, f"numerical errors in {_unit}", page="formats.md", **_WORKLOAD_FIELDS)
+    _add_spec(f"*_{_name_end}", _unit, f"numerical errors in {_unit}", page="formats.md", **_SUITE_SPEC_FIELDS)
 # fmt: on
 
 
-def spec_of(name: str) -> MetricSpec:
+def find_metric_spec(name: str) -> MetricSpec:
     """Returns the properties of the figure with this name. An unknown name gets the default properties of figures that
     suites measure.
     """
@@ -471,11 +471,11 @@ def spec_of(name: str) -> MetricSpec:
 @cache
 def _find_spec_by_pattern(name: str) -> MetricSpec:
     spec = next((metric for metric in METRICS.values() if "*" in metric and fnmatchcase(name, metric)), None)
-    return replace(spec, name=name) if spec is not None else MetricSpec(name, **_WORKLOAD_FIELDS)
+    return replace(spec, name=name) if spec is not None else MetricSpec(name, **_SUITE_SPEC_FIELDS)
 
 
-def reserved_name_reason(name: str) -> str:
+def explain_reserved_name(name: str) -> str:
     """Returns why a workload may not use this name for a figure. Returns '' if it may."""
-    if name in (STEP, *CELL_PHASES) or not spec_of(name).of_workload:
+    if name in (STEP, *CELL_PHASES) or not find_metric_spec(name).of_workload:
         return f"{name!r} is the name of a figure or a phase that fp8bench defines. Rename it"
     return ""

@@ -198,7 +198,7 @@ class Shares:
         return {kind: shares[kind] for kind in ShareKind if kind in shares}
 
     @property
-    def by_module(self) -> dict[str, float]:
+    def share_by_module(self) -> dict[str, float]:
         """The share of the step's time that each module takes, the largest share first."""
         shares = self.sum_by(lambda part: part.module)
         return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
@@ -230,7 +230,7 @@ class HeldProduct:
 
 # Words in module paths that identify a part of a transformer. The first match counts, because some paths match several
 # parts, such as BERT's attention.output.dense.
-_PATH_WORDS_BY_PART = {
+_PATH_WORDS_BY_MODEL_PART = {
     "attn": ("attn", "attention"),
     "mlp": (
         "mlp",
@@ -252,7 +252,11 @@ _PATH_WORDS_BY_PART = {
 def find_transformer_part(path: str) -> str:
     """Returns the part of a transformer to which a layer belongs by its path: 'attn', 'mlp', or '' if unknown."""
     return next(
-        (part for part, part_words in _PATH_WORDS_BY_PART.items() if any(word in path.lower() for word in part_words)),
+        (
+            part
+            for part, part_words in _PATH_WORDS_BY_MODEL_PART.items()
+            if any(word in path.lower() for word in part_words)
+        ),
         "",
     )
 
@@ -336,9 +340,9 @@ class Coverage:
         """
         flops_by_kind: dict[str, tuple[int, int]] = {}
         for weight_holder in self.holders:
-            all_flops, converted = flops_by_kind.get(weight_holder.kind, (0, 0))
+            all_flops, converted_flops = flops_by_kind.get(weight_holder.kind, (0, 0))
             flops_by_kind[weight_holder.kind] = (
                 all_flops + weight_holder.flops,
-                converted + weight_holder.flops * weight_holder.converted,
+                converted_flops + weight_holder.flops * weight_holder.converted,
             )
         return dict(sorted(flops_by_kind.items(), key=lambda item: -item[1][0]))

@@ -19,7 +19,7 @@ BRISK_SECONDS = 2.0
 _BRISK_GROUP_BUDGET_SECONDS = 20.0
 CEILING_SECONDS = 120.0
 # If a group has at least this many cases to compare with the reference, none emulated, the fastest is timed again.
-LEAST_CANDIDATES = 3
+MIN_RETIMING_CANDIDATES = 3
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class StoppingRule:
         took `emulating` of the seconds.
         """
         if self.fixed is not None and rounds >= self.fixed:
-            return f"{_count_rounds(self.fixed)}, a fixed number"
+            return f"{_format_round_count(self.fixed)}, a fixed number"
         if self.fixed is None and rounds >= self.most:
-            return f"{_count_rounds(rounds)}, the most a group gets"
-        is_over_budget = self.fixed is None and rounds >= self.least and seconds - emulating >= self.budget
+            return f"{_format_round_count(rounds)}, the most a group gets"
+        is_budget_spent = self.fixed is None and rounds >= self.least and seconds - emulating >= self.budget
         return (
-            (f"time was up after {_count_rounds(rounds)}")
-            if is_over_budget or (rounds and seconds >= self.ceiling)
+            (f"time was up after {_format_round_count(rounds)}")
+            if is_budget_spent or (rounds and seconds >= self.ceiling)
             else ""
         )
 
 
-def _count_rounds(rounds: int) -> str:
+def _format_round_count(rounds: int) -> str:
     return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
@@ -92,34 +92,38 @@ def make_stopping_rule(quick: bool, rounds: int | None, budget: float | None, br
     """Returns the stopping rule of a group. `budget` is the group's part of the seconds that the user allowed for the
     run, or None.
     """
-    counts_preparation = budget is not None
+    budget_covers_preparation = budget is not None
     # A fixed number of rounds overrides a budget, but not the time limit.
     if rounds is not None:
-        return StoppingRule(fixed=rounds, ceiling=math.inf if budget is None else budget, whole=counts_preparation)
+        return StoppingRule(
+            fixed=rounds, ceiling=math.inf if budget is None else budget, whole=budget_covers_preparation
+        )
     ceiling = CEILING_SECONDS if budget is None else budget
     if quick:
-        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=counts_preparation)
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=budget_covers_preparation)
     if brisk and budget is None:
         return StoppingRule(least=QUICK_ROUNDS, budget=BRISK_SECONDS)
-    return StoppingRule(budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=counts_preparation)
+    return StoppingRule(
+        budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=budget_covers_preparation
+    )
 
 
-# The slopes of clock and temperature are fitted to the samples of the last SLOPE_SECONDS, if these are at least
+# The slopes of clock and temperature are fitted to the samples of the last SLOPE_FIT_SECONDS, if these are at least
 # _MIN_SLOPE_SAMPLES samples.
-SLOPE_SECONDS = 4.0
+SLOPE_FIT_SECONDS = 4.0
 # In a brisk group, slopes are fitted to the samples of fewer seconds, and a larger slope is allowed. The clock of a GPU
 # at its power cap reaches its level within a second, and then varies by 2% between samples.
-_BRISK_SLOPE_SECONDS = 0.9
-_BRISK_CLOCK_SLOPE = 0.02
+_BRISK_SLOPE_FIT_SECONDS = 0.9
+_MAX_BRISK_CLOCK_SLOPE = 0.02
 _MIN_SLOPE_SAMPLES = 5
 # The largest slopes of a settled device: of its clock (relative to the clock, per second) and of its temperature
 # (degrees per second).
-CLOCK_SLOPE = 0.002
-TEMPERATURE_SLOPE = 0.3
+MAX_CLOCK_SLOPE = 0.002
+MAX_TEMPERATURE_SLOPE = 0.3
 
 
 @dataclass(frozen=True)
-class ClockLook:
+class ClockSample:
     """A sample of a device's clock in hertz and its temperature in degrees Celsius (None if unknown). `at` is the time
     of the sample in seconds.
     """
@@ -130,7 +134,7 @@ class ClockLook:
 
 
 @dataclass(frozen=True)
-class Settling:
+class DeviceSettling:
     """Samples of a device's clock and temperature while a case warmed it up. The first sample is from before the case
     ran.
 
@@ -138,7 +142,7 @@ class Settling:
     device was given to settle.
     """
 
-    looks: tuple[ClockLook, ...] = ()
+    looks: tuple[ClockSample, ...] = ()
     settled: bool = False
     limit: float = 0.0
 
@@ -148,7 +152,7 @@ class Settling:
 
 
 @dataclass(frozen=True)
-class Slopes:
+class DeviceSlopes:
     """How fast the clock of a device changes (relative to itself) and how fast its temperature changes (in degrees),
     per second; None if unknown.
     """
@@ -159,34 +163,34 @@ class Slopes:
     @property
     def is_flat(self) -> bool:
         """Whether clock and temperature have settled: all known slopes are small, and at least one slope is known."""
-        bounds = ((self.clock, CLOCK_SLOPE), (self.temperature, TEMPERATURE_SLOPE))
-        are_slopes_small = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
+        slopes_with_bounds = ((self.clock, MAX_CLOCK_SLOPE), (self.temperature, MAX_TEMPERATURE_SLOPE))
+        are_slopes_small = [abs(slope) <= bound for slope, bound in slopes_with_bounds if slope is not None]
         return bool(are_slopes_small) and all(are_slopes_small)
 
 
-def is_clock_flat(looks: Sequence[ClockLook]) -> bool:
+def is_clock_flat(looks: Sequence[ClockSample]) -> bool:
     """Returns whether the clock was constant for about a second. The device may still get warmer."""
-    clock = fit_slopes(looks, _BRISK_SLOPE_SECONDS).clock
-    return clock is not None and abs(clock) <= _BRISK_CLOCK_SLOPE
+    clock = fit_clock_slopes(looks, _BRISK_SLOPE_FIT_SECONDS).clock
+    return clock is not None and abs(clock) <= _MAX_BRISK_CLOCK_SLOPE
 
 
-def fit_slopes(looks: Sequence[ClockLook], stretch: float = SLOPE_SECONDS) -> Slopes:
+def fit_clock_slopes(looks: Sequence[ClockSample], stretch: float = SLOPE_FIT_SECONDS) -> DeviceSlopes:
     """Returns the slopes of clock and temperature over the last `stretch` seconds. They are unknown if the samples
     cover less time.
     """
     if not looks or looks[-1].at - looks[0].at < stretch:
-        return Slopes(None, None)
+        return DeviceSlopes(None, None)
     recent_samples = [look for look in looks if look.at >= looks[-1].at - stretch]
     clocks = [(look.at, look.clock) for look in recent_samples if look.clock is not None and 0 < look.clock < math.inf]
     temperatures = [(look.at, look.temperature) for look in recent_samples if look.temperature is not None]
     clock_slope = _fit_line_slope(clocks)
-    return Slopes(
+    return DeviceSlopes(
         None if clock_slope is None else clock_slope / fmean(hertz for _, hertz in clocks),
         _fit_line_slope(temperatures),
     )
 
 
 def _fit_line_slope(points: Sequence[tuple[float, float]]) -> float | None:
-    if len({at for at, _ in points}) < _MIN_SLOPE_SAMPLES:
+    if len({point_time for point_time, _ in points}) < _MIN_SLOPE_SAMPLES:
         return None
     return linear_regression(*zip(*points, strict=True)).slope

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from fp8bench.formats.native_codes import (
+    cast_codes_with_transpose,
     casts_in_one_call,
     codes,
-    codes_both,
+    compute_current_scale,
     current_codes,
-    current_scale,
     row_codes,
     row_codes_both,
     transpose_codes,
@@ -29,9 +29,9 @@ from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.rotations import rotate
-from fp8bench.nn.tensor_scales import DelayedScale, NextScale, StaticScale, backward_is_running, make_static_scales
+from fp8bench.nn.tensor_scales import DelayedScale, ScaleSource, StaticScale, backward_is_running, make_static_scales
 from fp8bench.numerics.products import multiply_in_float32, short_product, to_dtype
-from fp8bench.numerics.ranges import Ledger
+from fp8bench.numerics.ranges import TallyLedger
 from fp8bench.protocols import Arithmetic, Operand, Role, ScaleBook, WatchedArithmetic
 
 
@@ -80,7 +80,7 @@ class EmulatedArithmetic(Arithmetic):
         return Operand(operand.data.t())
 
 
-def count_casts(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
+def count_casts(inner: Arithmetic, kind: str, ledger: TallyLedger) -> Arithmetic:
     """Returns an arithmetic that works like `inner`, and adds every tensor that it casts to the `ledger`, under the
     layer's `kind`. It is too slow for timed steps.
     """
@@ -105,7 +105,7 @@ class RecipeArithmetic(Arithmetic):
         recipe: Recipe,
         carrier: torch.dtype = torch.bfloat16,
         name: str = "",
-        scales: Mapping[Role, NextScale] | None = None,
+        scales: Mapping[Role, ScaleSource] | None = None,
     ) -> None:
         self.recipe = recipe
         self.name = name
@@ -119,7 +119,7 @@ class RecipeArithmetic(Arithmetic):
         if scales is None and recipe.delayed is not None:
             delayed = recipe.delayed
             scales = {role: DelayedScale(delayed, treatment.fmt) for role, treatment in self.treatments.items()}
-        self.scales: Mapping[Role, NextScale] = scales or {}
+        self.scales: Mapping[Role, ScaleSource] = scales or {}
         # Each role of each layer has its own seeds. With shared seeds the rounding errors of different casts would be
         # correlated.
         self._seeds = {
@@ -140,15 +140,15 @@ class RecipeArithmetic(Arithmetic):
         return type(self)(self.recipe, self.carrier, name)
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        if not self.recipe.per_tensor:
+        if not self.recipe.has_tensor_scales_only:
             return self
         return type(self)(self.recipe, self.carrier, name, make_static_scales(book, name, self.treatments))
 
     def memory(self) -> dict[str, Tensor]:
-        memory: dict[str, Tensor] = {}
+        tensor_by_name: dict[str, Tensor] = {}
         for role, stateful_part in self._list_scales_and_seeds().items():
-            memory |= {f"{role}.{name}": tensor for name, tensor in stateful_part.memory().items()}
-        return memory
+            tensor_by_name |= {f"{role}.{name}": tensor for name, tensor in stateful_part.memory().items()}
+        return tensor_by_name
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
         for role, stateful_part in self._list_scales_and_seeds().items():
@@ -159,13 +159,13 @@ class RecipeArithmetic(Arithmetic):
 
     def _list_scales_and_seeds(self) -> dict[str, DelayedScale | StaticScale | _SeedSequence]:
         """Returns the scales and seeds that persist between casts, by role and kind."""
-        stateful_parts: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
+        scales_and_seeds: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
         for role, scale in self.scales.items():
             if isinstance(scale, DelayedScale | StaticScale):
-                stateful_parts[f"{role}.scale"] = scale
+                scales_and_seeds[f"{role}.scale"] = scale
         for role, draws in self._seeds.items():
-            stateful_parts[f"{role}.draws"] = draws
-        return stateful_parts
+            scales_and_seeds[f"{role}.draws"] = draws
+        return scales_and_seeds
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self.operand(tensor, role, _is_repeated_cast(role))
@@ -196,8 +196,8 @@ class RecipeArithmetic(Arithmetic):
 
     def _has_equal_casts(self, role: Role) -> bool:
         """Returns whether both products that use a tensor need it rounded in the same way."""
-        transpose_differs = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
-        return not (transpose_differs or self.treatments[role].stochastic)
+        transpose_cast_differs = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
+        return not (transpose_cast_differs or self.treatments[role].stochastic)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:  # a weight gradient that the recipe keeps in high precision
@@ -246,14 +246,14 @@ class _SeedSequence:
         """Reserves the next `count` seeds of the sequence for a kernel, which computes them from the last reserved
         seed. With `repeat` nothing is reserved, and the kernel uses the last seed again.
         """
-        previous = self._seed
+        previous_seed = self._seed
         last_reserved_seed = (
-            previous
-            if previous is not None
+            previous_seed
+            if previous_seed is not None
             else torch.full((1,), self._first_seed - 1, dtype=torch.int64, device=device)
         )
         new_last_seed = torch.empty_like(last_reserved_seed)
-        if repeat and previous is not None:
+        if repeat and previous_seed is not None:
             return Draw(last_reserved_seed, new_last_seed, (0,))
         self._seed = new_last_seed
         return Draw(last_reserved_seed, new_last_seed, tuple(range(1, count + 1)))
@@ -283,11 +283,11 @@ class ScaledArithmetic(RecipeArithmetic):
 
     @property
     def _cast_reads_amax(self) -> bool:
-        return self.recipe.per_tensor
+        return self.recipe.has_tensor_scales_only
 
     @property
     def _has_tensor_scales(self) -> bool:
-        return self.recipe.per_tensor or self.recipe.is_unscaled
+        return self.recipe.has_tensor_scales_only or self.recipe.is_unscaled
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
@@ -326,12 +326,12 @@ class ScaledArithmetic(RecipeArithmetic):
         # If nothing else needs the largest magnitude, a single call computes the scale and the codes.
         if casts_in_one_call(tensor):
             if isinstance(next_scale, DelayedScale) and (cast := next_scale.cast(tensor, repeat, both)):
-                return cast.inverse, cast.straight, cast.turned
+                return cast.inverse_scale, cast.straight, cast.turned
             if next_scale is None and treatment.scaling is not None and amax is None:
                 return current_codes(tensor, treatment.fmt, treatment.scaling.rounding, both)
         scale, inverse = self._compute_scale(tensor, role, repeat, amax)
         if both:
-            return inverse, *codes_both(tensor, treatment.fmt, scale)
+            return inverse, *cast_codes_with_transpose(tensor, treatment.fmt, scale)
         return inverse, codes(tensor, treatment.fmt, scale), None
 
     def _compute_scale(
@@ -344,7 +344,7 @@ class ScaledArithmetic(RecipeArithmetic):
             unit_scale = torch.ones((), dtype=torch.float32, device=tensor.device)
             return unit_scale, unit_scale
         amax = largest_magnitude(tensor) if amax is None else amax
-        return current_scale(amax, treatment.fmt, treatment.scaling.rounding)
+        return compute_current_scale(amax, treatment.fmt, treatment.scaling.rounding)
 
     def transpose(self, operand: Operand) -> Operand:
         return Operand(transpose_codes(operand.data), operand.scale, operand.gradient)
@@ -363,7 +363,7 @@ class ScaledArithmetic(RecipeArithmetic):
         scaling_type = (ScalingType.TensorWise if has_tensor_scales else ScalingType.RowWise).value
         # The scales of the second operand's columns must be a row vector. torch also accepts a column vector, but
         # then computes a wrong product.
-        scale_b = b.scale if has_tensor_scales else b.scale.t()
+        second_operand_scale = b.scale if has_tensor_scales else b.scale.t()
         output_dtype = dtype if has_tensor_scales or self.row_output_dtype is None else self.row_output_dtype
         uses_fast_accumulation = not (a.gradient or b.gradient)
         # functional.scaled_mm calls this operator, but torch 2.11 cannot compile functional.scaled_mm.
@@ -373,7 +373,7 @@ class ScaledArithmetic(RecipeArithmetic):
             [a.scale],
             [scaling_type],
             [],
-            [scale_b],
+            [second_operand_scale],
             [scaling_type],
             [],
             None,

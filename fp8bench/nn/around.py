@@ -57,7 +57,7 @@ def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -
 
 
 @torch.no_grad()
-def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
+def set_surrounding_arithmetics(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
     """Sets the arithmetics of layers without products: norms, embeddings, logits and the residual stream. `arithmetics`
     maps a layer's name to its arithmetic. The name is the path of a norm, or a key in the `around` dictionary of one of
     the model's modules.

@@ -25,7 +25,7 @@ from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Cache(Protocol):
+class KeyValueCache(Protocol):
     """The cache of one layer: stores keys and values of all tokens up to the current ones, and computes attention
     over them.
     """
@@ -86,7 +86,7 @@ class StoredScores(OperatorWatch):  # type: ignore[no-untyped-call]
         return result
 
 
-class _RecomputedFunction(torch.autograd.Function):
+class _BackwardRecomputation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.run = run
@@ -109,18 +109,18 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
     Untimed references use this function. Timed steps use torch's checkpoints, which import the compiler.
     """
-    return _RecomputedFunction.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    return _BackwardRecomputation.apply(run, *inputs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class HeadwiseCore:
+class HeadwiseAttentionCore:
     """Runs another attention core for one query head of one sequence at a time, and computes it again in backward.
 
     fp64 references use this core, because no fused GPU kernel computes fp64, and because the fp64 scores of all heads
     together would not fit into memory.
     """
 
-    inner: AttentionCore
+    single_head_core: AttentionCore
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_per_key_head = q.shape[1] // k.shape[1]
@@ -135,12 +135,12 @@ class HeadwiseCore:
                     k[sequence_slice, key_head_slice],
                     v[sequence_slice, key_head_slice],
                 )
-                head_outputs.append(recompute(self.inner, *head_inputs))
+                head_outputs.append(recompute(self.single_head_core, *head_inputs))
         return torch.cat(head_outputs).view(q.shape)
 
 
 @dataclass(frozen=True)
-class EmulatedCore:
+class EmulatedAttentionCore:
     """Attention in separate operations, which rounds the scores and the operands of both products to a precision.
 
     Queries and keys are cast along the head width, probabilities and values along the keys, with the precision's
@@ -163,16 +163,16 @@ class EmulatedCore:
         object.__setattr__(self, "parts", {part: self.arithmetic.layer(f"core.{part}") for part in tensor_names})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        factor = 1 / math.sqrt(q.shape[-1])
-        scores = self._round(self.compute_scores(q, k), "scores", scaled=False)
+        softmax_scale = 1 / math.sqrt(q.shape[-1])
+        scores = self._round_attention_part(self.compute_scores(q, k), "scores", scaled=False)
         if not self.scales_queries:
-            scores = scores * factor
+            scores = scores * softmax_scale
         # The mask is applied after rounding, because not every format of scores has infinities.
         if self.causal:
             causal_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(causal_mask, -math.inf)
-        probabilities = self._round(scores.softmax(-1), "probabilities")
-        values = self._round(v.transpose(-1, -2), "values")
+        probabilities = self._round_attention_part(scores.softmax(-1), "probabilities")
+        values = self._round_attention_part(v.transpose(-1, -2), "values")
         attention_output = _join_heads(probabilities, values) @ values.transpose(-1, -2)
         return attention_output.view(q.shape).to(q.dtype)
 
@@ -180,11 +180,11 @@ class EmulatedCore:
         """Returns the fp32 product of rounded queries and keys, before the scores are rounded or masked."""
         if self.scales_queries:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
-        queries = self._round(q, "queries")
-        keys = self._round(k, "keys")
+        queries = self._round_attention_part(q, "queries")
+        keys = self._round_attention_part(k, "keys")
         return (_join_heads(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
 
-    def _round(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
+    def _round_attention_part(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
         arithmetic = self.parts[part]
         cast = arithmetic.cast if scaled else arithmetic.cast_without_scale
         return _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
@@ -235,7 +235,9 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(width, sum(self.sizes), choose("qkv"))
         self.out = Linear(width, width, choose("out"), gain)
 
-    def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, phase: Phases, rotation: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         q, k, v = self.project_heads(x, phase)
         if rotation is not None:
             rotation = rotation.to(q.dtype)  # the residual stream, and so q, may have another dtype than the model

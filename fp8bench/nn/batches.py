@@ -61,15 +61,17 @@ class TokenLoader:
             ids = ids.pin_memory().to(self._device, non_blocking=True) if self._pin else ids
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
-    def load_ahead(self, batches: int) -> None:
+    def preload_batches(self, batches: int) -> None:
         """Copies this many batches to the device, in place of those that were loaded before. `next` then returns these
         batches again and again.
         """
         for index in range(batches):
-            host_batch = self._draw_token_windows()
+            batch_on_host = self._draw_token_windows()
             if index == len(self._loaded):
-                self._loaded.append(torch.empty_like(host_batch, device=self._device))
-            self._loaded[index].copy_(host_batch.pin_memory() if self._pin else host_batch, non_blocking=self._pin)
+                self._loaded.append(torch.empty_like(batch_on_host, device=self._device))
+            self._loaded[index].copy_(
+                batch_on_host.pin_memory() if self._pin else batch_on_host, non_blocking=self._pin
+            )
         self._loaded_cycle = cycle(self._loaded)
 
     def _draw_token_windows(self) -> Tensor:
@@ -87,7 +89,7 @@ class TokenLoader:
 _ZLIB_LEVEL = 6
 # The normalisation of bytes: the middle of their range becomes 0, and a distance of 63.75 becomes 1.
 _BYTE_RANGE_MIDDLE = 127.5
-_BYTE_DEVIATION = 63.75
+_BYTE_UNIT_DISTANCE = 63.75
 
 FLOAT32_DTYPE = np.dtype(np.float32)
 FLOAT64_DTYPE = np.dtype(np.float64)
@@ -99,18 +101,18 @@ def draw_text_records(path: str, count: int, size: int, random: np.random.Genera
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     if len(tokens) < size:
         raise ValueError(f"the token file has {len(tokens)} bytes of text; a record of {size} needs more")
-    record_start_offsets = random.integers(0, len(tokens) - size + 1, count)
-    return np.stack([tokens[start : start + size] for start in record_start_offsets]).astype(np.uint8)
+    record_start_indices = random.integers(0, len(tokens) - size + 1, count)
+    return np.stack([tokens[start : start + size] for start in record_start_indices]).astype(np.uint8)
 
 
 def normalise_bytes(values: ByteArray, dtype: np.dtype[np.floating] = FLOAT32_DTYPE) -> NDArray[np.floating]:
     result = values.astype(dtype)
     result -= _BYTE_RANGE_MIDDLE
-    result /= _BYTE_DEVIATION
+    result /= _BYTE_UNIT_DISTANCE
     return result
 
 
-class CompressedRecords:
+class CompressedDataRecords:
     """Records in an unnamed temporary file. Each record is compressed separately, like an image in a PNG file.
 
     A batch is a tensor (batch, size) of normalised fp32 numbers on the host.
@@ -118,10 +120,10 @@ class CompressedRecords:
 
     def __init__(self, records: ByteArray) -> None:
         compressed_records = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
-        record_end_offsets = np.cumsum([len(compressed_record) for compressed_record in compressed_records])
+        compressed_end_offsets = np.cumsum([len(compressed_record) for compressed_record in compressed_records])
         self._record_slices = [
             slice(record_end - len(compressed_record), record_end)
-            for record_end, compressed_record in zip(record_end_offsets.tolist(), compressed_records, strict=True)
+            for record_end, compressed_record in zip(compressed_end_offsets.tolist(), compressed_records, strict=True)
         ]
         self._size = records.shape[1]
         with tempfile.TemporaryFile() as file:
@@ -139,7 +141,7 @@ class CompressedRecords:
             record = zlib.decompress(self._file[self._record_slices[index]], bufsize=self._size)
             row[:] = np.frombuffer(record, dtype=np.uint8)
         batch.numpy()[:] -= _BYTE_RANGE_MIDDLE
-        batch.numpy()[:] /= _BYTE_DEVIATION
+        batch.numpy()[:] /= _BYTE_UNIT_DISTANCE
         return batch
 
 
@@ -153,7 +155,7 @@ class DecodedRecords:
         return self._values.index_select(0, torch.from_numpy(indices))
 
 
-StoredRecords = CompressedRecords | DecodedRecords
+StoredRecords = CompressedDataRecords | DecodedRecords
 
 
 class DeviceBuffers:
@@ -166,6 +168,6 @@ class DeviceBuffers:
         self._pin = device != "cpu"
         self.buffers = [torch.empty_like(part, device=device) for part in example.tensors]
 
-    def copy_from(self, operand: Operand) -> None:
+    def copy_operand(self, operand: Operand) -> None:
         for buffer, part in zip(self.buffers, operand.tensors, strict=True):
             buffer.copy_(part.pin_memory() if self._pin else part, non_blocking=self._pin)

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to, widen_dtype
-from fp8bench.nn.attention import AttentionCore, Cache, SelfAttention
+from fp8bench.nn.attention import AttentionCore, KeyValueCache, SelfAttention
 from fp8bench.nn.experts import Experts
-from fp8bench.nn.linear import ChooseArithmetic, Linear, number_parts, prefix_names
+from fp8bench.nn.linear import ChooseArithmetic, Linear, make_part_chooser, number_layer_parts
 from fp8bench.nn.parts import FeedForward, Norm, apply_dropout
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
@@ -34,8 +34,10 @@ def build_blocks(
     config: GPTConfig, choose: ChooseArithmetic, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
 ) -> nn.ModuleList:
     """Builds the blocks of a model, whose layers are named `blocks.N...`."""
-    choose_by_block = number_parts(choose, "blocks", config.layers)
-    return nn.ModuleList(Block(config, choose_in_block, core, dropout, adaptive) for choose_in_block in choose_by_block)
+    arithmetic_choosers = number_layer_parts(choose, "blocks", config.layers)
+    return nn.ModuleList(
+        Block(config, choose_in_block, core, dropout, adaptive) for choose_in_block in arithmetic_choosers
+    )
 
 
 class Block(nn.Module):
@@ -66,10 +68,10 @@ class Block(nn.Module):
         # smaller in deeper models, as in GPT-2.
         gain = 1.0 if adaptive else 1 / math.sqrt(2 * config.layers)
         self.attn = SelfAttention(
-            config.width, config.heads, config.key_heads, gain, prefix_names(choose, "attn"), core
+            config.width, config.heads, config.key_heads, gain, make_part_chooser(choose, "attn"), core
         )
         mlp_sizes = (config.width, config.hidden, config.is_llama_like, gain)
-        choose_mlp = prefix_names(choose, "mlp")
+        choose_mlp = make_part_chooser(choose, "mlp")
         self.mlp = (
             Experts(config.experts, *mlp_sizes, choose_mlp) if config.experts else FeedForward(*mlp_sizes, choose_mlp)
         )
@@ -81,7 +83,7 @@ class Block(nn.Module):
         rotation: Tensor | None = None,
         *,
         time: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         if self.unit_scaling is not None:
             return self.unit_scaling(self, x, phase, rotation)

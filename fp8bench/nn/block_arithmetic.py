@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from fp8bench.formats.codes import decode, unpack
+from fp8bench.formats.codes import decode, unpack_codes
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.native_codes import codes, row_codes, row_codes_both, square_codes, transpose_codes
 from fp8bench.formats.recipes import count_blocks, round_up
-from fp8bench.formats.scale_layouts import TILE_ROWS, read_square_scales, store_square_scales, unswizzle
-from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
+from fp8bench.formats.scale_layouts import TILE_ROWS, read_square_scales, store_square_scales, unswizzle_scales
+from fp8bench.formats.tiled_codes import FLOAT32_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.rotations import rotate_and_find_amaxes
 from fp8bench.numerics.products import to_dtype
@@ -20,7 +20,7 @@ from fp8bench.protocols import Operand, Role
 
 _ROW_BLOCK_SCALING = ScalingType.BlockWise1x128.value
 _SQUARE_BLOCK_SCALING = ScalingType.BlockWise128x128.value
-_FP8_BLOCK = 128
+_FP8_BLOCK_SIZE = 128
 _MX_BLOCK = 32
 _NVFP4_BLOCK = 16
 
@@ -47,11 +47,11 @@ class BlockArithmetic(RecipeArithmetic):
         treatment = self.treatments[role]
         assert treatment.scaling is not None
         if treatment.scaling.scale is None:
-            rounding = treatment.scaling.rounding
+            scale_rounding = treatment.scaling.rounding
             if treatment.scaling.rows > 1:
-                cast = square_codes(tensor, treatment.fmt, rounding)[0]
+                cast = square_codes(tensor, treatment.fmt, scale_rounding)[0]
             else:
-                cast = row_codes(tensor, treatment.fmt, rounding, _FP8_BLOCK)
+                cast = row_codes(tensor, treatment.fmt, scale_rounding, _FP8_BLOCK_SIZE)
             return Operand(*cast, role is Role.GRADIENT)
         return self._cast_to_tiles(tensor, role, repeat)
 
@@ -60,7 +60,7 @@ class BlockArithmetic(RecipeArithmetic):
         return Operand(unscaled_codes(tensor) if fmt is E2M1 else codes(tensor, fmt), columns=tensor.shape[1])
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
-        if not self._is_rotated(role) or not self._has_tiled_scales(role):
+        if not self._is_rotated(role) or not self._is_tiled(role):
             return super().cast_transpose(source, role)
         rotated_tensor = rotate_and_find_amaxes(source, self._signs)
         return self._cast_to_tiles(rotated_tensor.values, role, repeat=False, amaxes=rotated_tensor.amaxes)
@@ -68,15 +68,17 @@ class BlockArithmetic(RecipeArithmetic):
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
         # Cast both orientations in one launch if they share a kernel, otherwise one after the other.
-        if self._has_tiled_scales(role) and self._can_cast_both_at_once(role):
-            return self._cast_both_to_tiles(tensor, role, amax)
+        if self._is_tiled(role) and self._can_cast_both_at_once(role):
+            return self._cast_with_transpose_to_tiles(tensor, role, amax)
         if treatment.scaling is None or treatment.scaling.scale is not None or not self._has_equal_casts(role):
             return super().cast_both(tensor, role, amax)
         if treatment.scaling.rows > 1:
-            straight, turned = square_codes(tensor, treatment.fmt, treatment.scaling.rounding, both=True)
+            straight, transposed_cast = square_codes(tensor, treatment.fmt, treatment.scaling.rounding, both=True)
         else:
-            straight, turned = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding, _FP8_BLOCK)
-        return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
+            straight, transposed_cast = row_codes_both(
+                tensor, treatment.fmt, treatment.scaling.rounding, _FP8_BLOCK_SIZE
+            )
+        return Operand(*straight, role is Role.GRADIENT), Operand(*transposed_cast, role is Role.GRADIENT)
 
     def _cast_to_tiles(self, tensor: Tensor, role: Role, repeat: bool, amaxes: Tensor | None = None) -> Operand:
         treatment = self.treatments[role]
@@ -85,22 +87,24 @@ class BlockArithmetic(RecipeArithmetic):
         codes_and_scale = tiled_codes(tensor, treatment.fmt, treatment.scaling, seeds, amaxes)
         return Operand(*codes_and_scale, role is Role.GRADIENT, tensor.shape[1])
 
-    def _cast_both_to_tiles(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
+    def _cast_with_transpose_to_tiles(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
-        turned = tensor.t()
+        transposed_cast = tensor.t()
         amaxes = [] if amax is None else [amax]
         # A rotated transpose has a different largest magnitude from the matrix.
         if self._is_rotated(role):
-            turned, *amaxes_found = rotate_and_find_amaxes(turned, self._signs)
+            transposed_cast, *amaxes_found = rotate_and_find_amaxes(transposed_cast, self._signs)
             amaxes = amaxes_found[::-1]
         seeds = self._seeds[role].reserve_seeds(tensor.device, 2) if role in self._seeds else None
-        row_and_column_casts = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, seeds, amaxes)
+        row_and_column_casts = tiled_codes_both(
+            tensor, transposed_cast, treatment.fmt, treatment.scaling, seeds, amaxes
+        )
         rows, columns = tensor.shape
         gradient = role is Role.GRADIENT
         return Operand(*row_and_column_casts[0], gradient, columns), Operand(*row_and_column_casts[1], gradient, rows)
 
-    def _has_tiled_scales(self, role: Role) -> bool:
+    def _is_tiled(self, role: Role) -> bool:
         scaling = self.treatments[role].scaling
         return scaling is not None and scaling.scale is not None
 
@@ -121,7 +125,7 @@ class BlockArithmetic(RecipeArithmetic):
 
     def transpose(self, operand: Operand) -> Operand:
         assert operand.scale is not None
-        column_block_count = count_blocks(operand.data.shape[1], _FP8_BLOCK)
+        column_block_count = count_blocks(operand.data.shape[1], _FP8_BLOCK_SIZE)
         column_scales = store_square_scales(read_square_scales(operand.scale, column_block_count).t())
         return Operand(transpose_codes(operand.data), column_scales, operand.gradient)
 
@@ -178,15 +182,15 @@ class DeepGemmArithmetic(BlockArithmetic):
 
         shape = (len(a.data), len(b.data))
         device = a.data.device
-        first = a.data, a.scale
+        first_operand = a.data, a.scale
         if _has_row_scales(b.data, b.scale):
             output = torch.zeros(shape, dtype=torch.float32, device=device)
-            deep_gemm.fp8_gemm_nt(first, (b.data, b.scale), output, c=output, recipe=(1, 1, _FP8_BLOCK))
+            deep_gemm.fp8_gemm_nt(first_operand, (b.data, b.scale), output, c=output, recipe=(1, 1, _FP8_BLOCK_SIZE))
         else:
-            column_block_count = count_blocks(b.data.shape[1], _FP8_BLOCK)
+            column_block_count = count_blocks(b.data.shape[1], _FP8_BLOCK_SIZE)
             output = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            second = b.data, read_square_scales(b.scale, column_block_count).contiguous()
-            deep_gemm.fp8_gemm_nt(first, second, output, recipe=(1, _FP8_BLOCK, _FP8_BLOCK))
+            second_operand = b.data, read_square_scales(b.scale, column_block_count).contiguous()
+            deep_gemm.fp8_gemm_nt(first_operand, second_operand, output, recipe=(1, _FP8_BLOCK_SIZE, _FP8_BLOCK_SIZE))
         return to_dtype(output, dtype)
 
 
@@ -206,25 +210,25 @@ def _unpack_scales(operand: Operand) -> tuple[list[Tensor], list[int], list[int]
 
 
 def _split_nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
-    return scale[:-FLOAT_BYTES], scale[-FLOAT_BYTES:].view(torch.float32)
+    return scale[:-FLOAT32_BYTES], scale[-FLOAT32_BYTES:].view(torch.float32)
 
 
 def _has_row_scales(data: Tensor, scale: Tensor) -> bool:
     """Returns whether float32 scales belong to 1x128 blocks. Otherwise they belong to 128x128 squares, and have
     another shape.
     """
-    return tuple(scale.shape) == (data.shape[0], count_blocks(data.shape[1], _FP8_BLOCK))
+    return tuple(scale.shape) == (data.shape[0], count_blocks(data.shape[1], _FP8_BLOCK_SIZE))
 
 
 def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
     if scale.dtype == torch.float32:
-        column_block_count = count_blocks(data.shape[1], _FP8_BLOCK)
+        column_block_count = count_blocks(data.shape[1], _FP8_BLOCK_SIZE)
         matrix = (
             scale
             if _has_row_scales(data, scale)
-            else read_square_scales(scale, column_block_count).repeat_interleave(_FP8_BLOCK, 0)
+            else read_square_scales(scale, column_block_count).repeat_interleave(_FP8_BLOCK_SIZE, 0)
         )
-        return data.to(torch.float32) * _repeat_scales(matrix, _FP8_BLOCK, data.shape)
+        return data.to(torch.float32) * _expand_block_scales(matrix, _FP8_BLOCK_SIZE, data.shape)
     elements = _decode_codes(data)
     if scale.dtype == torch.float8_e8m0fnu:
         matrix = _decode_block_scales(scale.view(torch.uint8), elements.shape, _MX_BLOCK, E8M0)
@@ -233,17 +237,17 @@ def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
         block_scales, tensor_scale = _split_nvfp4_scales(scale)
         matrix = _decode_block_scales(block_scales, elements.shape, _NVFP4_BLOCK, E4M3) * tensor_scale
         block = _NVFP4_BLOCK
-    return elements * _repeat_scales(matrix, block, elements.shape)
+    return elements * _expand_block_scales(matrix, block, elements.shape)
 
 
 def _decode_codes(data: Tensor) -> Tensor:
     is_packed_fp4 = data.dtype == torch.float4_e2m1fn_x2
-    return decode(unpack(data.view(torch.uint8), E2M1), E2M1) if is_packed_fp4 else data.to(torch.float32)
+    return decode(unpack_codes(data.view(torch.uint8), E2M1), E2M1) if is_packed_fp4 else data.to(torch.float32)
 
 
 def _decode_block_scales(swizzled: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
-    return decode(unswizzle(swizzled, shape[0], count_blocks(shape[1], block)), fmt)
+    return decode(unswizzle_scales(swizzled, shape[0], count_blocks(shape[1], block)), fmt)
 
 
-def _repeat_scales(scales: Tensor, block: int, shape: torch.Size) -> Tensor:
+def _expand_block_scales(scales: Tensor, block: int, shape: torch.Size) -> Tensor:
     return scales.repeat_interleave(block, 1)[: shape[0], : shape[1]]

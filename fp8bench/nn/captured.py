@@ -11,7 +11,14 @@ from torch import Tensor
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE, TRAINING_STEPS
+from fp8bench.nn.sizes import (
+    CAPTURED,
+    CAPTURED_MODEL_BATCH,
+    CAPTURED_MODEL_SIZE,
+    CAPTURED_STEP_COUNT,
+    SIZES,
+    TRAINING_STEPS,
+)
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, float32_products, limit_to_one_thread
 
 StepTensors = tuple[Tensor, ...]
@@ -19,7 +26,7 @@ _LEARNING_RATE = 1e-3
 _MOMENT_DECAYS = (0.9, 0.99)
 
 
-class _RecordingArithmetic(PlainArithmetic):
+class _CastRecordingArithmetic(PlainArithmetic):
     """An fp32 arithmetic for one layer. It records a copy of each tensor that the layer casts, if the tensor's role
     is in `recorded`.
     """
@@ -46,13 +53,17 @@ class _Adam:
     @torch.no_grad()
     def step(self) -> None:
         self._steps += 1
-        first, second = (1 - decay**self._steps for decay in _MOMENT_DECAYS)
+        first_bias_correction, second_bias_correction = (1 - decay**self._steps for decay in _MOMENT_DECAYS)
         for parameter, (mean, square) in zip(self._parameters, self._moments, strict=True):
             gradient = parameter.grad
             assert gradient is not None
             mean.lerp_(gradient, 1 - _MOMENT_DECAYS[0])
             square.lerp_(gradient.square(), 1 - _MOMENT_DECAYS[1])
-            parameter.addcdiv_(mean, (square / second).sqrt_().add_(1e-8), value=-_LEARNING_RATE / first)
+            parameter.addcdiv_(
+                mean,
+                (square / second_bias_correction).sqrt_().add_(1e-8),
+                value=-_LEARNING_RATE / first_bias_correction,
+            )
             parameter.grad = None
 
 
@@ -65,20 +76,20 @@ def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
     CPU. It runs once in each process and takes one or two seconds.
     """
     recorded_tensors: dict[tuple[str, Role], list[Tensor]] = {}
-    config = SIZES[TRAINED_SIZE]
+    config = SIZES[CAPTURED_MODEL_SIZE]
 
     def make_recording_arithmetic(name: str) -> Arithmetic:
-        return _RecordingArithmetic(name, recorded_tensors)
+        return _CastRecordingArithmetic(name, recorded_tensors)
 
     # With one thread and plain float32 products the tensors are the same on every machine.
     with limit_to_one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
         torch.manual_seed(seed)
         model = GPT(config, make_recording_arithmetic, torch.float32)
-        loader = TokenLoader(corpus, TRAINED_BATCH, config.sequence, "cpu", seed, config.vocabulary)
+        loader = TokenLoader(corpus, CAPTURED_MODEL_BATCH, config.sequence, "cpu", seed, config.vocabulary)
         optimizer = _Adam(list(model.parameters()))
         for step in range(TRAINING_STEPS):
             # Record only the last steps: tensors of early steps differ from those of a trained model.
-            if step == TRAINING_STEPS - CAPTURED_STEPS:
+            if step == TRAINING_STEPS - CAPTURED_STEP_COUNT:
                 recorded_tensors.update({(tensor.layer, tensor.role): [] for tensor in CAPTURED.values()})
             model(*loader.next(), SilentPhases()).backward()
             optimizer.step()

@@ -27,7 +27,7 @@ from fp8bench.formats.recipes import round_up
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.around import make_rounded_forward, make_rounded_head_forward
-from fp8bench.nn.convolution import Windows, convolve
+from fp8bench.nn.convolution import ConvolutionGeometry, convolve
 from fp8bench.nn.holders import (
     EXPERTS_KIND,
     LINEAR_KIND,
@@ -38,14 +38,14 @@ from fp8bench.nn.holders import (
     find_product_weights,
     get_weight,
     list_surrounding_layers,
-    refuse_meta,
+    refuse_meta_parameters,
 )
 from fp8bench.nn.linear import grouped_linear, linear, region
-from fp8bench.nn.whole_layers import LibraryArithmetic
+from fp8bench.nn.whole_layers import LibraryLayerArithmetic
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, find_map_key
 
 # A function that returns the arithmetic of a layer, or None if the layer shall not change.
-ChooseForLayer = Callable[[Layer], Arithmetic | None]
+ChooseLayerArithmetic = Callable[[Layer], Arithmetic | None]
 
 
 class Conversion:
@@ -69,14 +69,14 @@ class Conversion:
     def __init__(
         self,
         model: nn.Module,
-        choose: ChooseForLayer,
+        choose: ChooseLayerArithmetic,
         *,
         skip: Sequence[str] = (),
         keys: Collection[str] = (),
         multiples: tuple[int, int] = (1, 1),
         shown: bool = False,
     ) -> None:
-        refuse_meta(model)
+        refuse_meta_parameters(model)
         self._shown = shown
         self.phase: Phases = SilentPhases()
         self._row_multiple = multiples[0]
@@ -88,7 +88,7 @@ class Conversion:
         self._around: list[tuple[nn.Module, Arithmetic]] = []
         for layer, module in surrounding_layers:
             arithmetic = None if find_map_key(layer, keys) is None else choose(layer)
-            if isinstance(arithmetic, LibraryArithmetic):
+            if isinstance(arithmetic, LibraryLayerArithmetic):
                 raise UsageError(
                     f"{layer.name} has no matrix product, and this backend only has layers with one. Give {layer.kind} "
                     "another precision in --precision-map."
@@ -139,7 +139,7 @@ class Conversion:
             for module, parameters in weights_by_module.items():
                 self._replace_forward(module, self._make_stacked_forward(module, parameters))
             for module, arithmetic in self._around:
-                self._replace_around(module, arithmetic)
+                self._replace_surrounding_layer(module, arithmetic)
         # If a replacement fails, undo all of them, so that no model stays half converted.
         except BaseException:
             self.restore_forward_passes()
@@ -160,7 +160,7 @@ class Conversion:
         self._replaced.append(module)
         vars(module)["forward"] = forward
 
-    def _replace_around(self, module: nn.Module, arithmetic: Arithmetic) -> None:
+    def _replace_surrounding_layer(self, module: nn.Module, arithmetic: Arithmetic) -> None:
         """Replaces the forward pass of an embedding or a norm by one in this arithmetic. A head keeps its forward
         pass, and only its output is rounded.
         """
@@ -181,11 +181,11 @@ class Conversion:
 
     def _make_stacked_forward(self, module: nn.Module, parameters: Sequence[ProductWeight]) -> Callable[..., Any]:
         products = {parameter.parameter: self._make_products(parameter) for parameter in parameters}
-        plain_forward = module.forward
+        original_forward = module.forward
 
         def forward(*arguments: Any, **options: Any) -> Any:
             with StackedWeightWatch({name: getattr(module, name) for name in products}, products):
-                return plain_forward(*arguments, **options)
+                return original_forward(*arguments, **options)
 
         return forward
 
@@ -197,7 +197,7 @@ def _apply_conversion_rules(
         return product_weight
     if arithmetic is None:
         return replace(product_weight, rule="kept", reason="the precision map leaves it unconverted")
-    if isinstance(arithmetic, LibraryArithmetic) and product_weight.kind != LINEAR_KIND:
+    if isinstance(arithmetic, LibraryLayerArithmetic) and product_weight.kind != LINEAR_KIND:
         return replace(
             product_weight,
             rule="backend",
@@ -214,9 +214,9 @@ def explain_misfit(product_weight: ProductWeight, multiples: tuple[int, int]) ->
     required_side_multiple = max(multiples)  # each side is K in one product of the layer and N in a second one
     outputs, inputs = product_weight.sides
     misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % required_side_multiple]
-    verb_text = "is no multiple" if len(misfit_sides) == 1 else "are no multiples"
+    verb_phrase = "is no multiple" if len(misfit_sides) == 1 else "are no multiples"
     return (
-        f"{' and '.join(misfit_sides)} {verb_text} of {required_side_multiple}, as native products require"
+        f"{' and '.join(misfit_sides)} {verb_phrase} of {required_side_multiple}, as native products require"
         if misfit_sides
         else ""
     )
@@ -259,9 +259,9 @@ class LayerProducts:
             padding_rows = -(x.numel() // x.shape[-1]) % self.row_multiple
             if not padding_rows:
                 return linear(x, weight, self.arithmetic, self.phase()).to(dtype)
-            input_rows = x.reshape(-1, x.shape[-1])
-            y = linear(F.pad(input_rows, (0, 0, 0, padding_rows)), weight, self.arithmetic, self.phase())
-            return y[: len(input_rows)].view(*x.shape[:-1], -1).to(dtype)
+            flattened_input_rows = x.reshape(-1, x.shape[-1])
+            y = linear(F.pad(flattened_input_rows, (0, 0, 0, padding_rows)), weight, self.arithmetic, self.phase())
+            return y[: len(flattened_input_rows)].view(*x.shape[:-1], -1).to(dtype)
 
     def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """Multiplies groups of rows of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied
@@ -273,7 +273,7 @@ class LayerProducts:
         required_side_multiple = self.arithmetic.groups
         part_rows = self.arithmetic.part_rows
         padded_sizes = [max(part_rows, round_up(size, part_rows)) for size in sizes]
-        row_parts = torch.split_with_sizes(x, list(sizes))
+        rows_by_group = torch.split_with_sizes(x, list(sizes))
         weight_sides = {side for weight in weights for side in weight.shape}
         # If most rows would be padding, or the grouped kernel refuses a weight's sides, multiply each part separately.
         if (
@@ -281,13 +281,13 @@ class LayerProducts:
             or sum(padded_sizes) > 2 * len(x)
             or any(side % required_side_multiple for side in weight_sides)
         ):
-            parts_and_weights = zip(row_parts, weights, strict=True)
-            products = [self.linear(part, weight) for part, weight in parts_and_weights if len(part)]
+            part_weight_pairs = zip(rows_by_group, weights, strict=True)
+            products = [self.linear(part, weight) for part, weight in part_weight_pairs if len(part)]
             return torch.cat(products) if products else self.linear(x, weights[0])
         rows = torch.cat(
-            [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(row_parts, padded_sizes, strict=True)]
+            [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(rows_by_group, padded_sizes, strict=True)]
         )
-        part_ends = torch.tensor(padded_sizes, device=x.device).cumsum(0).to(torch.int32)
+        padded_part_ends = torch.tensor(padded_sizes, device=x.device).cumsum(0).to(torch.int32)
         fp32_limited_weights = [self._limit_to_fp32(weight) for weight in weights]
         dtype = _get_result_dtype(x)
         with _disable_autocast(x):
@@ -295,7 +295,7 @@ class LayerProducts:
                 rows,
                 fp32_limited_weights,
                 padded_sizes,
-                part_ends,
+                padded_part_ends,
                 self.arithmetic,
                 self.phase(),
                 [None] * len(fp32_limited_weights),
@@ -308,17 +308,17 @@ class LayerProducts:
         is_wider = weight.dtype == torch.float64 != self.arithmetic.carrier
         return weight.to(torch.float32) if is_wider else weight
 
-    def run_library_layer(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    def run_whole_library_layer(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
         phase = self.phase()
         dtype = _get_result_dtype(x)
         with _disable_autocast(x):
-            x_in_carrier = x.to(self.arithmetic.carrier)
-            if x_in_carrier.requires_grad:
-                return region(phase.gemm, multiply, x_in_carrier).to(dtype)
+            carrier_input = x.to(self.arithmetic.carrier)
+            if carrier_input.requires_grad:
+                return region(phase.gemm, multiply, carrier_input).to(dtype)
             with phase.gemm:
-                return multiply(x_in_carrier).to(dtype)
+                return multiply(carrier_input).to(dtype)
 
-    def convolve_images(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
+    def convolve_images(self, x: Tensor, weight: Tensor, geometry: ConvolutionGeometry, groups: int) -> Tensor:
         # Return the result in the memory layout of the input, as torch does: a later layer may rely on it.
         channels_last = any(
             tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
@@ -344,8 +344,8 @@ def make_forward(module: nn.Module, kind: str, products: LayerProducts) -> Calla
     if kind == "linear":
         multiply = products.linear
         if isinstance(weight := get_weight(module), nn.Parameter):
-            whole_layer = products.arithmetic.whole(weight)
-            multiply = multiply if whole_layer is None else partial(products.run_library_layer, whole_layer)
+            library_layer = products.arithmetic.whole(weight)
+            multiply = multiply if library_layer is None else partial(products.run_whole_library_layer, library_layer)
         return partial(_linear_forward, module, multiply)
     return partial(_conv1d_forward if kind == "conv1d" else _conv2d_forward, module, products)
 
@@ -366,8 +366,10 @@ def _conv2d_forward(module: Any, products: LayerProducts, input: Tensor) -> Tens
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         images = F.pad(images, module._reversed_padding_repeated_twice, mode)
         padding = (0, 0)
-    window_geometry = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
-    y = products.convolve_images(images, module.weight, window_geometry, module.groups)
+    convolution_geometry = ConvolutionGeometry(
+        tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation)
+    )
+    y = products.convolve_images(images, module.weight, convolution_geometry, module.groups)
     if module.bias is not None:
         y = y + module.bias.to(y.dtype)[:, None, None]
     return y if input.dim() == 4 else y[0]
@@ -461,7 +463,7 @@ def find_converted_layers(model: nn.Module) -> frozenset[str]:
     )
 
 
-def explain_unchanged(product_weight: ProductWeight) -> ProductWeight:
+def explain_unconverted_weight(product_weight: ProductWeight) -> ProductWeight:
     if product_weight.kind != LINEAR_KIND:
         return replace(product_weight, rule="class", reason="Accelerate converts nn.Linear only")
     if any(side % 16 for side in product_weight.sides):

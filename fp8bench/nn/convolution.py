@@ -25,7 +25,7 @@ from fp8bench.nn.around import cast_to, widen_dtype
 from fp8bench.nn.linear import (
     ChooseArithmetic,
     OperandPair,
-    cast_marker,
+    choose_cast_marker,
     free_weight,
     linear,
     refuse_double_backward,
@@ -34,25 +34,25 @@ from fp8bench.nn.linear import (
 from fp8bench.nn.parts import Norm
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
-Sides = tuple[int, int]
+HeightAndWidth = tuple[int, int]
 
 
-class Windows(NamedTuple):
+class ConvolutionGeometry(NamedTuple):
     """Size, stride, padding and dilation of a convolution, each along height and width."""
 
-    size: Sides = (3, 3)
-    stride: Sides = (1, 1)
-    padding: Sides = (1, 1)
-    dilation: Sides = (1, 1)
+    size: HeightAndWidth = (3, 3)
+    stride: HeightAndWidth = (1, 1)
+    padding: HeightAndWidth = (1, 1)
+    dilation: HeightAndWidth = (1, 1)
 
-    def count_output_positions(self, image: Sequence[int]) -> Sides:
+    def count_output_positions(self, image: Sequence[int]) -> HeightAndWidth:
         position_counts = []
         for side, size, stride, padding, dilation in zip(image, *self, strict=True):
             position_counts.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
         return position_counts[0], position_counts[1]
 
 
-_DEFAULT_CONVOLUTION_WINDOWS = Windows()
+_DEFAULT_CONVOLUTION_GEOMETRY = ConvolutionGeometry()
 Layout = torch.memory_format
 
 
@@ -73,7 +73,7 @@ def _shape_images(matrix: Tensor, shape: Sequence[int], layout: Layout) -> Tenso
     return images if layout == torch.channels_last else images.contiguous().view(-1).view(images.shape)
 
 
-def _shape_windows(matrix: Tensor, size: Sides, layout: Layout = torch.channels_last) -> Tensor:
+def _shape_windows(matrix: Tensor, size: HeightAndWidth, layout: Layout = torch.channels_last) -> Tensor:
     return _shape_images(matrix, (matrix.shape[0], *size), layout)
 
 
@@ -84,24 +84,24 @@ def apply_layout(images: Tensor, layout: Layout) -> Tensor:
     return images.permute(0, 2, 3, 1).contiguous()
 
 
-class _OperandForm(NamedTuple):
+class _ConvolutionOperandForm(NamedTuple):
     """How a convolution casts its operands and lays them out in memory."""
 
     arithmetic: Arithmetic
-    geometry: Windows
+    geometry: ConvolutionGeometry
     layout: Layout
 
     @property
     def casts_in_memory_order(self) -> bool:
         return casts_in_memory_order(self.arithmetic, self.layout)
 
-    def to_rows(self, images: Tensor) -> Tensor:
+    def convert_images_to_rows(self, images: Tensor) -> Tensor:
         return images if self.casts_in_memory_order else images.reshape(-1, images.shape[-1])
 
     def to_images(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
         return _shape_images(matrix, shape, self.layout)
 
-    def to_windows(self, matrix: Tensor) -> Tensor:
+    def convert_matrix_to_windows(self, matrix: Tensor) -> Tensor:
         return _shape_windows(matrix, self.geometry.size, self.layout)
 
     def decode_values(self, operand: Operand) -> Tensor:
@@ -124,7 +124,7 @@ class _OperandForm(NamedTuple):
         return gradients[for_windows].permute(0, 2, 3, 1)
 
 
-def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
+def _copy_windows_to_rows(x: Tensor, geometry: ConvolutionGeometry) -> Tensor:
     """Copies the window of each output position of (B, H, W, I) into a row: (B, output height, output width, window x
     I).
 
@@ -153,25 +153,35 @@ class _ConvolvedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, operand_form: _OperandForm, phase: Phases, operands: OperandPair | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        operand_form: _ConvolutionOperandForm,
+        phase: Phases,
+        operands: OperandPair | None,
     ) -> Tensor:
         arithmetic = operand_form.arithmetic
-        window_geometry = operand_form.geometry
-        with cast_marker(arithmetic, phase):
-            pixels = operand_form.to_rows(x)
+        convolution_geometry = operand_form.geometry
+        with choose_cast_marker(arithmetic, phase):
+            pixels = operand_form.convert_images_to_rows(x)
             a = arithmetic.cast(pixels, Role.INPUT)
             b = operands[0] if operands else arithmetic.cast(weight, Role.WEIGHT)
             images = operand_form.to_images(operand_form.decode_values(a), x.shape)
-            windows = operand_form.to_windows(operand_form.decode_values(b))
-        sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
-        ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
+            windows = operand_form.convert_matrix_to_windows(operand_form.decode_values(b))
+        source_tensors = (pixels, weight) if arithmetic.keeps_source else (None, None)
+        ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *source_tensors)
         ctx.operand_form = operand_form
         ctx.phase = phase
         ctx.shape = x.shape
         ctx.weight_shape = weight.shape
         with phase.gemm:
             y = F.conv2d(
-                images, windows, None, window_geometry.stride, window_geometry.padding, window_geometry.dilation
+                images,
+                windows,
+                None,
+                convolution_geometry.stride,
+                convolution_geometry.padding,
+                convolution_geometry.dilation,
             )
             return apply_layout(y.to(arithmetic.carrier), operand_form.layout)
 
@@ -184,26 +194,30 @@ class _ConvolvedProduct(torch.autograd.Function):
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a = Operand(a_data, a_scale)
         b = Operand(b_data, b_scale)
-        cast_phase_marker = cast_marker(arithmetic, phase)
+        cast_phase_marker = choose_cast_marker(arithmetic, phase)
 
         # 1. Cast the incoming gradient. Restore the forward operands, whose shapes are needed below.
         with cast_phase_marker:
             output_shape = gradients[0].shape
-            gradient = operand_form.to_rows(gradients[0])
+            gradient = operand_form.convert_images_to_rows(gradients[0])
             gradient_operand = arithmetic.cast(gradient, Role.GRADIENT)
             images = operand_form.to_images(operand_form.decode_values(a), ctx.shape)
-            windows = operand_form.to_windows(operand_form.decode_values(b))
+            windows = operand_form.convert_matrix_to_windows(operand_form.decode_values(b))
 
         # 2. The input gradient contracts over output channels.
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             with cast_phase_marker:
-                transposed_windows = operand_form.to_windows(operand_form.decode_transpose(b, weight, Role.WEIGHT))
-                gradient_images = operand_form.to_images(operand_form.decode_values(gradient_operand), output_shape)
-            with phase.gemm:
-                input_gradient = operand_form.compute_gradient(gradient_images, images, transposed_windows, False).to(
-                    arithmetic.carrier
+                transposed_windows = operand_form.convert_matrix_to_windows(
+                    operand_form.decode_transpose(b, weight, Role.WEIGHT)
                 )
+                output_gradient_images = operand_form.to_images(
+                    operand_form.decode_values(gradient_operand), output_shape
+                )
+            with phase.gemm:
+                input_gradient = operand_form.compute_gradient(
+                    output_gradient_images, images, transposed_windows, False
+                ).to(arithmetic.carrier)
 
         # 3. The weight gradient contracts over batch and positions.
         if ctx.needs_input_grad[1]:
@@ -215,9 +229,9 @@ class _ConvolvedProduct(torch.autograd.Function):
                     operand_form.decode_transpose(a, pixels, Role.INPUT), ctx.shape
                 )
             with phase.gemm:
-                window_template = windows.to(transposed_gradient.dtype)
+                windows_in_gradient_dtype = windows.to(transposed_gradient.dtype)
                 weight_gradient = operand_form.compute_gradient(
-                    transposed_gradient, transposed_images, window_template, True
+                    transposed_gradient, transposed_images, windows_in_gradient_dtype, True
                 ).reshape(ctx.weight_shape)
             # the master weight is fp32: without this conversion, autograd would convert the gradient outside of any
             # phase
@@ -229,7 +243,7 @@ class _ConvolvedProduct(torch.autograd.Function):
 def convolve(
     x: Tensor,
     weight: Tensor,
-    geometry: Windows,
+    geometry: ConvolutionGeometry,
     arithmetic: Arithmetic,
     phase: Phases,
     layout: Layout = torch.channels_last,
@@ -244,15 +258,15 @@ def convolve(
     x = x.to(arithmetic.carrier)
     # With fp32 accumulation and no Hadamard rotation, torch's convolution can compute the product of rounded operands.
     if not arithmetic.explicit:
-        operand_form = _OperandForm(arithmetic, geometry, layout)
+        operand_form = _ConvolutionOperandForm(arithmetic, geometry, layout)
         return _ConvolvedProduct.apply(x, weight, operand_form, phase, operands)  # type: ignore[no-untyped-call]
     # Other arithmetics only have matrix products. So copy the windows into a matrix, with one row for each output
     # position, and multiply as in a linear layer.
     if x.requires_grad:
-        windows = region(phase.gemm, _write_out_windows, x, geometry=geometry)
+        windows = region(phase.gemm, _copy_windows_to_rows, x, geometry=geometry)
     else:
         with phase.gemm:
-            windows = _write_out_windows(x, geometry)
+            windows = _copy_windows_to_rows(x, geometry)
     outputs = linear(windows, weight, arithmetic, phase, operands)
     return outputs if layout == torch.channels_last else apply_layout(outputs.permute(0, 3, 1, 2), layout)
 
@@ -268,7 +282,7 @@ class Convolution(nn.Module):
         inputs: int,
         outputs: int,
         arithmetic: Arithmetic,
-        geometry: Windows = _DEFAULT_CONVOLUTION_WINDOWS,
+        geometry: ConvolutionGeometry = _DEFAULT_CONVOLUTION_GEOMETRY,
         layout: Layout = torch.channels_last,
     ) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from fp8bench.nn.attention import FusedCore, compute_fused_attention, make_rotar
 from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, ServedExperts
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parts import Norm, normalise
+from fp8bench.nn.parts import Norm, apply_norm
 from fp8bench.nn.served import ROUTER_PATH, list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.storage import CachedHeads, StoredWeight, draw_cached_values
@@ -40,7 +40,7 @@ ReadWeight = Callable[[str], Tensor]
 StoreWeight = Callable[[str, Tensor], StoredWeight]
 
 
-class LayerCache(NamedTuple):
+class LayerKeyValueCache(NamedTuple):
     """The stored keys and values of one layer."""
 
     keys: CachedHeads
@@ -48,18 +48,20 @@ class LayerCache(NamedTuple):
 
 
 @dataclass
-class CachedPass:
+class CachedLayerPass:
     """One pass of new tokens through one layer, with the layer's cache. The first new token is at position `at`."""
 
-    cache: LayerCache
+    cache: LayerKeyValueCache
     at: int
-    calibrates: bool
+    is_calibration: bool
 
     def store(self, k: Tensor, v: Tensor, phase: Phases) -> tuple[Tensor, Tensor]:
-        return self._store_heads(self.cache.keys, k, phase), self._store_heads(self.cache.values, v, phase)
+        return self._store_in_cached_heads(self.cache.keys, k, phase), self._store_in_cached_heads(
+            self.cache.values, v, phase
+        )
 
-    def _store_heads(self, heads: CachedHeads, new: Tensor, phase: Phases) -> Tensor:
-        if self.calibrates:
+    def _store_in_cached_heads(self, heads: CachedHeads, new: Tensor, phase: Phases) -> Tensor:
+        if self.is_calibration:
             heads.calibrate(new)
         with phase.cast if heads.needs_decoding else nullcontext():
             heads.write(new, self.at)
@@ -98,7 +100,7 @@ class ServedNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         cast_input = cast_to(x, self.arithmetic).to(self.dtype)
-        return normalise(cast_input, self.weight.to(self.dtype), *self.norm_options).to(self.carrier)
+        return apply_norm(cast_input, self.weight.to(self.dtype), *self.norm_options).to(self.carrier)
 
 
 class Decoder(nn.Module):
@@ -165,7 +167,7 @@ class Decoder(nn.Module):
         self.calibrates = False
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
         self.cache = [
-            LayerCache(CachedHeads(kv, shape, carrier, device), CachedHeads(kv, shape, carrier, device))
+            LayerKeyValueCache(CachedHeads(kv, shape, carrier, device), CachedHeads(kv, shape, carrier, device))
             for _ in range(config.layers)
         ]
 
@@ -212,7 +214,7 @@ class Decoder(nn.Module):
         x = start_stream(x, self.carrier, self.around.get("residual"))
         rotary_table_rows = None if self.rotation is None else self.rotation[at:end]
         for block, cache in zip(self.blocks, self.cache, strict=True):
-            x = block.forward(x, phase, rotary_table_rows, cache=CachedPass(cache, at, self.calibrates))
+            x = block.forward(x, phase, rotary_table_rows, cache=CachedLayerPass(cache, at, self.calibrates))
         logits = self.head(self.norm(x if every else x[:, -1:]), phase)
         return cast_to(logits, self.around.get("logits"))
 

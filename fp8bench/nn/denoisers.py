@@ -19,8 +19,8 @@ from fp8bench.nn.around import cast_to, start_stream, widen_dtype
 from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.block import ModulatedNorm, Modulation, build_blocks
 from fp8bench.nn.convolution import Convolution
-from fp8bench.nn.linear import ChooseArithmetic, Linear, prefix_names
-from fp8bench.nn.sizes import FREQUENCIES, LATENT_CHANNELS, PATCH_SIDE, DenoiserSizes, count_heads
+from fp8bench.nn.linear import ChooseArithmetic, Linear, make_part_chooser
+from fp8bench.nn.sizes import LATENT_CHANNELS, PATCH_SIDE, TIME_EMBEDDING_FREQUENCIES, DenoiserSizes, count_heads
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 _NORM_GROUPS = 8
@@ -34,7 +34,7 @@ class TimeEmbedding(nn.Module):
     def __init__(self, width: int, time_dtype: torch.dtype, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.time_dtype = time_dtype
-        self.up = Linear(FREQUENCIES, width, choose("up"))
+        self.up = Linear(TIME_EMBEDDING_FREQUENCIES, width, choose("up"))
         self.down = Linear(width, width, choose("down"))
 
     def forward(self, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
@@ -44,7 +44,7 @@ class TimeEmbedding(nn.Module):
 
 def encode_times(times: Tensor) -> Tensor:
     widened_times = times.to(widen_dtype(times.dtype))
-    frequency_count = FREQUENCIES // 2
+    frequency_count = TIME_EMBEDDING_FREQUENCIES // 2
     frequency_indices = torch.arange(frequency_count, dtype=widened_times.dtype, device=widened_times.device)
     time_angles = widened_times[:, None] * torch.exp(-math.log(10_000) / frequency_count * frequency_indices)
     return torch.cat((time_angles.cos(), time_angles.sin()), dim=-1)
@@ -68,7 +68,7 @@ class DiT(nn.Module):
         super().__init__()
         self.carrier = carrier
         self.side = sizes.image // PATCH_SIDE
-        self.time = TimeEmbedding(sizes.width, time_dtype, prefix_names(choose, "time"))
+        self.time = TimeEmbedding(sizes.width, time_dtype, make_part_chooser(choose, "time"))
         self.first = Linear(PATCH_SIDE * PATCH_SIDE * LATENT_CHANNELS, sizes.width, choose("first"))
         self.positions = nn.Parameter(torch.randn(self.side * self.side, sizes.width))
         self.blocks = build_blocks(sizes.blocks, choose, core, adaptive=True)
@@ -113,7 +113,7 @@ class GroupNorm(nn.Module):
         return F.group_norm(cast_input, _NORM_GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
 
 
-class TimedResidual(nn.Module):
+class TimeConditionedResidual(nn.Module):
     """A residual block of two 3x3 convolutions after norms. The time vector is added between them."""
 
     residual_arithmetic: Arithmetic | None = None
@@ -127,10 +127,14 @@ class TimedResidual(nn.Module):
         self.skip = Linear(inputs, outputs, choose("skip")) if inputs != outputs else None
 
     def forward(self, x: Tensor, time: Tensor, phase: Phases) -> Tensor:
-        first, second = self.norms
-        hidden = self.conv1(F.silu(first(x)), phase).to(x.dtype) + self.time(time, phase).to(x.dtype)[:, None, None]
-        shortcut = x if self.skip is None else self.skip(x, phase).to(x.dtype)
-        return cast_to(shortcut + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual_arithmetic)
+        first_norm, second_norm = self.norms
+        hidden = (
+            self.conv1(F.silu(first_norm(x)), phase).to(x.dtype) + self.time(time, phase).to(x.dtype)[:, None, None]
+        )
+        shortcut_output = x if self.skip is None else self.skip(x, phase).to(x.dtype)
+        return cast_to(
+            shortcut_output + self.conv2(F.silu(second_norm(hidden)), phase).to(x.dtype), self.residual_arithmetic
+        )
 
 
 class UNet(nn.Module):
@@ -152,17 +156,17 @@ class UNet(nn.Module):
         self.carrier = carrier
         width = sizes.width
 
-        def block(inputs: int, outputs: int, name: str) -> TimedResidual:
-            return TimedResidual(inputs, outputs, width, prefix_names(choose, name))
+        def block(inputs: int, outputs: int, name: str) -> TimeConditionedResidual:
+            return TimeConditionedResidual(inputs, outputs, width, make_part_chooser(choose, name))
 
         # Every block reads the time step, so that one network serves all noise levels.
-        self.time = TimeEmbedding(width, time_dtype, prefix_names(choose, "time"))
+        self.time = TimeEmbedding(width, time_dtype, make_part_chooser(choose, "time"))
         self.first = Convolution(LATENT_CHANNELS, width, choose("first"))
         self.down = nn.ModuleList(block(width, width, f"down.{number}") for number in range(sizes.layers))
         self.middle = nn.ModuleList((block(width, 2 * width, "middle.0"), block(2 * width, 2 * width, "middle.1")))
         # Attention runs only at the lowest resolution, where it is cheapest.
         heads = count_heads(2 * width)
-        self.attn = SelfAttention(2 * width, heads, heads, 1.0, prefix_names(choose, "attn"), core)
+        self.attn = SelfAttention(2 * width, heads, heads, 1.0, make_part_chooser(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
         # The first block of `up` reads the output of `middle` and that of `down`, so it has more inputs.
         self.up = nn.ModuleList(

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.around import widen_dtype
-from fp8bench.nn.attention import AttentionCore, FusedCore, HeadwiseCore, select_attention_kernel
+from fp8bench.nn.attention import AttentionCore, FusedCore, HeadwiseAttentionCore, select_attention_kernel
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.denoisers import DENOISERS
-from fp8bench.nn.exercise import Exercise, make_exercise
+from fp8bench.nn.exercise import LayerExercise, make_exercise
 from fp8bench.nn.linear import ChooseArithmetic, Linear, free_weight
 from fp8bench.nn.sizes import LATENT_CHANNELS, TIME_STEPS, DenoiserSizes, SamplerPlan
 from fp8bench.numerics.norms import relative_frobenius
@@ -47,7 +47,7 @@ def compute_noise_angle(time: int) -> float:
 
 
 @dataclass
-class Sampling(Exercise):
+class ImageSampling(LayerExercise):
     """Samples an image from noise in several steps. `inputs` are the noise and the conditions. In the steps that `plan`
     runs in high precision, all layers use the arithmetic `high`. Weights are cast once before all steps, as in
     serving.
@@ -102,21 +102,23 @@ class Sampling(Exercise):
         next_diffusion_time = self.plan.time(step + 1)
 
         def predict(latent: Tensor, condition: Tensor) -> Tensor:
-            times = torch.full((len(latent),), float(diffusion_time), dtype=latent.dtype, device=latent.device)
-            return self.layer(latent, times, condition, phase)
+            diffusion_times = torch.full(
+                (len(latent),), float(diffusion_time), dtype=latent.dtype, device=latent.device
+            )
+            return self.layer(latent, diffusion_times, condition, phase)
 
         # 1. Predict the velocity with one or two evaluations of the denoiser.
         condition = self.inputs[1]
         if self.plan.guidance == "none":
             predicted_velocity = predict(latent, condition)
         else:
-            zero_condition = torch.zeros_like(condition)
+            unconditional_input = torch.zeros_like(condition)
             if self.plan.guidance == "twice":
                 conditioned_velocity = predict(latent, condition)
-                unconditioned_velocity = predict(latent, zero_condition)
+                unconditioned_velocity = predict(latent, unconditional_input)
             else:
                 conditioned_velocity, unconditioned_velocity = predict(
-                    torch.cat((latent, latent)), torch.cat((condition, zero_condition))
+                    torch.cat((latent, latent)), torch.cat((condition, unconditional_input))
                 ).chunk(2)
             predicted_velocity = unconditioned_velocity + GUIDANCE_WEIGHT * (
                 conditioned_velocity - unconditioned_velocity
@@ -137,7 +139,7 @@ def _cast_layer_weight(layer: Linear | Convolution, arithmetic: Arithmetic) -> _
 
 
 def measure_step_errors(
-    low: Sampling, exact: Sampling, carrier_sampling: Sampling, variant: Sampling
+    low: ImageSampling, exact: ImageSampling, carrier_sampling: ImageSampling, variant: ImageSampling
 ) -> dict[str, float]:
     """Returns the relative error of the latent after each step, compared with the exact sampling. Each error is
     measured in two ways: 'free' for a whole sampling from noise, and 'single' for one step that starts at the exact
@@ -150,7 +152,7 @@ def measure_step_errors(
     exact_latents = list(exact.sample_latents(phases))
     step_start_latents = [exact.inputs[0], *exact_latents[:-1]]
 
-    def sample_whole_and_by_step(sampling: Sampling) -> dict[str, list[Tensor]]:
+    def sample_whole_and_by_step(sampling: ImageSampling) -> dict[str, list[Tensor]]:
         latents_from_noise = list(sampling.sample_latents(phases))
         latents_after_one_step = []
         for step, start in enumerate(step_start_latents):
@@ -175,7 +177,7 @@ def measure_step_errors(
 
 
 @dataclass
-class DenoiserTraining(Exercise):
+class DenoiserTraining(LayerExercise):
     """A training step of a denoiser. It adds noise to images, each at its own time step, and predicts the velocity.
     The loss is half the summed squared error, so that gradients are of order one.
 
@@ -185,7 +187,7 @@ class DenoiserTraining(Exercise):
 
     def step(self, phase: Phases) -> None:
         with phase.elementwise:
-            _, loss = self._predict(phase)
+            _, loss = self._compute_output_and_loss(phase)
         with phase.elementwise:
             torch.autograd.grad(loss, self.list_leaf_tensors())
             del loss
@@ -194,14 +196,14 @@ class DenoiserTraining(Exercise):
         return list(self.layer.parameters())
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output, loss = self._predict(SilentPhases())
+        output, loss = self._compute_output_and_loss(SilentPhases())
         return output.detach(), torch.autograd.grad(loss, self.list_leaf_tensors())
 
-    def _predict(self, phase: Phases) -> tuple[Tensor, Tensor]:
-        image, noise, condition, times = self.inputs
+    def _compute_output_and_loss(self, phase: Phases) -> tuple[Tensor, Tensor]:
+        image, noise, condition, diffusion_times = self.inputs
         assert self.output_gradient is not None
         a, b = self.output_gradient
-        output = self.layer(a * image + b * noise, times, condition, phase)
+        output = self.layer(a * image + b * noise, diffusion_times, condition, phase)
         return output, (output.to(noise.dtype) - (a * noise - b * image)).square().sum() / 2
 
 
@@ -212,15 +214,15 @@ def make_denoiser_state(
     choose: ChooseArithmetic,
     carrier: torch.dtype,
     rounded: bool,
-) -> Sampling | DenoiserTraining:
-    """Returns a Sampling if there is a sampling `plan`, and otherwise a DenoiserTraining. Noise, images, conditions and
-    times follow from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to
-    the carrier.
+) -> ImageSampling | DenoiserTraining:
+    """Returns an ImageSampling if there is a sampling `plan`, and otherwise a DenoiserTraining. Noise, images,
+    conditions and times follow from the case's seed and are the same for every precision. With `rounded`, time steps
+    are rounded to the carrier.
     """
     input_dtype = widen_dtype(carrier)
     core: AttentionCore = FusedCore(causal=False)
     if carrier is torch.float64:  # no fused GPU kernel computes fp64
-        core = HeadwiseCore(core)
+        core = HeadwiseAttentionCore(core)
         rounded = False
     diffusion_time_dtype = carrier if rounded else input_dtype
     latents = (sizes.batch, sizes.image, sizes.image, LATENT_CHANNELS)
@@ -234,14 +236,14 @@ def make_denoiser_state(
         training=False,
     )
     if plan is not None:
-        return Sampling(state.layer, state.inputs, None, plan, setup.high)
+        return ImageSampling(state.layer, state.inputs, None, plan, setup.high)
     # Draw times on the CPU, whose random numbers are the same for every device.
     noise, condition, image = state.inputs
     time_generator = torch.Generator("cpu").manual_seed(setup.seed)
-    times = torch.randint(TIME_STEPS, (sizes.batch,), generator=time_generator, device="cpu")
+    diffusion_times = torch.randint(TIME_STEPS, (sizes.batch,), generator=time_generator, device="cpu")
     noise_angles = torch.tensor(
-        [compute_noise_angle(time) for time in times.tolist()], dtype=torch.float64, device="cpu"
+        [compute_noise_angle(time) for time in diffusion_times.tolist()], dtype=torch.float64, device="cpu"
     )
     image_and_noise_shares = torch.stack((noise_angles.cos(), noise_angles.sin())).to(noise)
-    inputs = image, noise, condition, times.to(noise)
+    inputs = image, noise, condition, diffusion_times.to(noise)
     return DenoiserTraining(state.layer, inputs, image_and_noise_shares[..., None, None, None])

@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.linear import ChooseArithmetic, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, number_layer_parts
 from fp8bench.nn.parts import FeedForward
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Phases, SilentPhases
 
 # Scales the head's weights so that the largest probability of 64 classes is between 0.05 and 0.6.
-_HEAD_SCALE = 2.0
+_HEAD_WEIGHT_SCALE = 2.0
 
 
-class ExitRule(NamedTuple):
+class EarlyExitRule(NamedTuple):
     """The rule by which rows leave after each block but the last. Only one of the two fields is set.
     `confidence_thresholds` are confidences below which a row stays. `staying_rows` has the positions of the rows that
     stay.
@@ -41,15 +41,15 @@ class EarlyExit(nn.Module):
     block.
     """
 
-    exit_rule: ExitRule | None = None
+    exit_rule: EarlyExitRule | None = None
 
     def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: ChooseArithmetic) -> None:
         super().__init__()
-        choose_by_block = number_parts(choose, "blocks", depth)
+        arithmetic_choosers = number_layer_parts(choose, "blocks", depth)
         self.blocks = nn.ModuleList(
-            FeedForward(width, hidden, False, 1.0, choose_in_block) for choose_in_block in choose_by_block
+            FeedForward(width, hidden, False, 1.0, choose_in_block) for choose_in_block in arithmetic_choosers
         )
-        self.head = nn.Parameter(_HEAD_SCALE * torch.randn(classes, width) * width**-0.5)
+        self.head = nn.Parameter(_HEAD_WEIGHT_SCALE * torch.randn(classes, width) * width**-0.5)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         last_logits = x.new_zeros(len(x), len(self.head))
@@ -61,23 +61,23 @@ class EarlyExit(nn.Module):
         """Yields two things for each block: the indices of the rows that it gets, and their logits after it."""
         rows = torch.arange(len(x), device=x.device)
         for number, block in enumerate(self.blocks):
-            x = x + to_dtype(block(_normalise_rows(x), phase), x.dtype)
+            x = x + to_dtype(block(_apply_rms_norm(x), phase), x.dtype)
             with phase.gemm:
-                logits = _normalise_rows(x) @ to_dtype(self.head, x.dtype).t()
+                logits = _apply_rms_norm(x) @ to_dtype(self.head, x.dtype).t()
             yield rows, logits
             if self.exit_rule is None or number == len(self.blocks) - 1:
                 continue
             # Rows that exit here skip the later blocks. Confidences are computed even with `staying_rows`, so that the
             # step does the same work as with thresholds. With thresholds the host waits for the number of staying rows.
-            confidences = compute_confidence(logits)
+            exit_confidences = compute_max_probability(logits)
             active_exit_rule = self.exit_rule
-            staying_row_indices = (
+            remaining_row_indices = (
                 active_exit_rule.staying_rows[number]
                 if active_exit_rule.staying_rows
-                else (confidences < active_exit_rule.confidence_thresholds[number]).nonzero().squeeze(-1)
+                else (exit_confidences < active_exit_rule.confidence_thresholds[number]).nonzero().squeeze(-1)
             )
-            x = x[staying_row_indices]
-            rows = rows[staying_row_indices]
+            x = x[remaining_row_indices]
+            rows = rows[remaining_row_indices]
             if not len(rows):
                 return
 
@@ -89,38 +89,38 @@ class EarlyExit(nn.Module):
         return block_count_by_row
 
 
-def _normalise_rows(x: Tensor) -> Tensor:
+def _apply_rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-def compute_confidence(logits: Tensor) -> Tensor:
+def compute_max_probability(logits: Tensor) -> Tensor:
     wide_logits = logits if logits.dtype is torch.float64 else logits.float()
     return wide_logits.softmax(-1).amax(-1)
 
 
-def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> ExitRule:
+def make_scheduled_exit_rule(rows: Sequence[int], seed: int, device: torch.device) -> EarlyExitRule:
     """Returns an exit rule with a schedule: after each block, a random choice of rows stays. `rows` has the number of
     rows that each block gets.
     """
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
-    staying_row_indices = []
+    remaining_row_indices = []
     for count, remaining in itertools.pairwise(rows):
         row_indices = torch.randperm(count, generator=generator)[:remaining].sort().values
-        staying_row_indices.append(row_indices.to(device))
-    return ExitRule(staying_rows=tuple(staying_row_indices))
+        remaining_row_indices.append(row_indices.to(device))
+    return EarlyExitRule(staying_rows=tuple(remaining_row_indices))
 
 
-def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> ExitRule:
+def make_threshold_exit_rule(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> EarlyExitRule:
     """Returns an exit rule with thresholds of confidence. In the exact pass, these thresholds leave `rows[i]` rows for
     block i.
     """
     confidence_thresholds: list[float] = []
-    staying_row_indices = torch.arange(len(x), device=x.device)
+    remaining_row_indices = torch.arange(len(x), device=x.device)
     with torch.no_grad():
         for count, (row_indices, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
             # 1. No row leaves `exact` early. So select the rows that stay under all earlier thresholds.
-            confidences = compute_confidence(logits[torch.isin(row_indices, staying_row_indices)])
-            sorted_confidences = confidences.sort().values
+            exit_confidences = compute_max_probability(logits[torch.isin(row_indices, remaining_row_indices)])
+            sorted_confidences = exit_confidences.sort().values
             if count and not sorted_confidences[count - 1] < sorted_confidences[count]:
                 raise UsageError(
                     "several rows have the same confidence, so that no threshold lets the requested fraction leave: "
@@ -130,7 +130,7 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
             confidence_thresholds.append(
                 float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0
             )
-            staying_row_indices = staying_row_indices[confidences < confidence_thresholds[-1]]
+            remaining_row_indices = remaining_row_indices[exit_confidences < confidence_thresholds[-1]]
     # 3. Each block needs a threshold, even if all rows leave before it.
-    unreached_blocks = len(exact.blocks) - 1 - len(confidence_thresholds)
-    return ExitRule((*confidence_thresholds, *[math.inf] * unreached_blocks))
+    unreached_block_count = len(exact.blocks) - 1 - len(confidence_thresholds)
+    return EarlyExitRule((*confidence_thresholds, *[math.inf] * unreached_block_count))

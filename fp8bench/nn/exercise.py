@@ -17,7 +17,7 @@ from fp8bench.protocols.axes import VALUES
 
 
 @dataclass
-class Exercise:
+class LayerExercise:
     """A layer with its inputs. `output_gradient` is the incoming gradient, or None to run forward only."""
 
     layer: nn.Module
@@ -52,7 +52,7 @@ class Exercise:
         output: Tensor = self.layer(*self.inputs, SilentPhases())
         return output.detach(), torch.autograd.grad(output, self.list_leaf_tensors(), self.output_gradient)
 
-    def measure_errors(self, exact: Exercise, settles: bool = False) -> dict[str, float]:
+    def measure_errors(self, exact: LayerExercise, settles: bool = False) -> dict[str, float]:
         """Returns the relative errors of output and gradients compared with `exact`. With `settles`, a pass runs
         before the measured one, because the arithmetic's scales come from earlier casts.
         """
@@ -73,7 +73,7 @@ def make_exercise(
     dtype: torch.dtype,
     training: bool,
     deviation: float = 1.0,
-) -> Exercise:
+) -> LayerExercise:
     """Makes a layer and its inputs in `dtype` on the case's device, from the case's seed.
 
     The same values are drawn for every dtype. Inputs are Gaussian with the standard deviation `deviation`, unless the
@@ -96,8 +96,8 @@ def make_exercise(
             layer = layer.double()
         inputs = tuple((deviation * draw_values(params, shape)).to(dtype).requires_grad_(training) for shape in shapes)
         if not training:
-            return Exercise(layer, inputs, None)
+            return LayerExercise(layer, inputs, None)
         # The gradient has the shape of the output, which only a forward pass shows.
         with torch.no_grad():
             output = layer(*inputs, SilentPhases())
-        return Exercise(layer, inputs, draw_values(params, output.shape).to(output.dtype))
+        return LayerExercise(layer, inputs, draw_values(params, output.shape).to(output.dtype))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fp8bench.formats.recipes import round_up
 from fp8bench.nn.around import cast_to, start_stream, widen_dtype
-from fp8bench.nn.linear import ChooseArithmetic, Linear, grouped_linear, linear, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, Linear, grouped_linear, linear, number_layer_parts
 from fp8bench.nn.parts import FeedForward, Norm
 from fp8bench.nn.sizes import EXPERTS_PER_TOKEN, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -50,8 +50,8 @@ def count_tokens(chosen_experts: Tensor, experts: int) -> Tensor:
 
 def combine_rows(rows: Tensor, scores: Tensor) -> Tensor:
     """Sums each token's rows (tokens, experts, width), weighted by the softmax of its experts' scores."""
-    weights = scores.softmax(-1)[..., None]
-    return (rows.to(weights.dtype) * weights).sum(1)
+    score_weights = scores.softmax(-1)[..., None]
+    return (rows.to(score_weights.dtype) * score_weights).sum(1)
 
 
 class ServedExperts:
@@ -72,11 +72,11 @@ class ServedExperts:
         # The host waits for the device here, because it must know each expert's number of tokens.
         self.loads = copy_counts_to_host(count_tokens(chosen_experts, len(self.router)))
         # Sort the rows by expert, so that each expert's rows are adjacent. The inverse order restores them.
-        row_order = chosen_experts.flatten().argsort(stable=True)
-        rows_by_expert = torch.split_with_sizes(token_rows[row_order // self.top_k], self.loads)
+        expert_row_order = chosen_experts.flatten().argsort(stable=True)
+        rows_by_expert = torch.split_with_sizes(token_rows[expert_row_order // self.top_k], self.loads)
         experts_and_rows = zip(self.experts, rows_by_expert, strict=True)
         outputs = torch.cat([expert(rows, phase) for expert, rows in experts_and_rows if len(rows)])
-        rows = outputs[row_order.argsort()].view(len(token_rows), self.top_k, -1)
+        rows = outputs[expert_row_order.argsort()].view(len(token_rows), self.top_k, -1)
         return combine_rows(rows, scores).to(x.dtype).view(x.shape)
 
 
@@ -97,9 +97,10 @@ class Experts(nn.Module):
     def __init__(self, count: int, width: int, hidden: int, gated: bool, gain: float, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        choose_by_expert = number_parts(choose, "experts", count)
+        arithmetic_chooser_by_expert = number_layer_parts(choose, "experts", count)
         experts = nn.ModuleList(
-            FeedForward(width, hidden, gated, gain, choose_in_expert) for choose_in_expert in choose_by_expert
+            FeedForward(width, hidden, gated, gain, choose_in_expert)
+            for choose_in_expert in arithmetic_chooser_by_expert
         )
         self.experts = experts  # type: ignore[assignment]
         self.expert_count = count
@@ -113,13 +114,13 @@ class Experts(nn.Module):
 
         # 2. The balancing loss makes the router choose experts with many tokens less often.
         counts = count_tokens(chosen_experts, self.expert_count)
-        expert_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen_experts.numel() * self.ranks)
-        self.balance = self.expert_count * (expert_shares * scores.softmax(-1).mean(0)).sum()
+        expert_load_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen_experts.numel() * self.ranks)
+        self.balance = self.expert_count * (expert_load_shares * scores.softmax(-1).mean(0)).sum()
 
         # 3. Sort the rows by expert, run the experts, and restore the order of tokens.
-        row_order = chosen_experts.flatten().argsort(stable=True)
-        rows = token_rows[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, token_rows.shape[-1])[row_order]
-        outputs = self._run_experts(rows, counts, phase)[row_order.argsort()].view(
+        expert_row_order = chosen_experts.flatten().argsort(stable=True)
+        rows = token_rows[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, token_rows.shape[-1])[expert_row_order]
+        outputs = self._run_experts(rows, counts, phase)[expert_row_order.argsort()].view(
             len(token_rows), EXPERTS_PER_TOKEN, -1
         )
         return combine_rows(outputs, chosen_scores).to(x.dtype).view(x.shape)
@@ -142,9 +143,9 @@ class Experts(nn.Module):
         # 1. Pad the rows of each expert with zeros to the multiple that products require.
         is_grouped = self._are_groupable()
         row_multiple = self._get_row_multiple(is_grouped)
-        min_rows = row_multiple if self.feeds_empty_experts else 0
-        padded_sizes = [max(min_rows, round_up(len(part), row_multiple)) for part in parts]
-        padded_parts = [
+        min_expert_rows = row_multiple if self.feeds_empty_experts else 0
+        padded_sizes = [max(min_expert_rows, round_up(len(part), row_multiple)) for part in parts]
+        padded_expert_parts = [
             F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, padded_sizes, strict=True)
         ]
 
@@ -163,11 +164,11 @@ class Experts(nn.Module):
                 )
 
             hidden = first_expert.apply_activation(
-                multiply(torch.cat(padded_parts), [expert.up for expert in self.experts])
+                multiply(torch.cat(padded_expert_parts), [expert.up for expert in self.experts])
             )
             outputs = multiply(hidden, [expert.down for expert in self.experts]).split_with_sizes(padded_sizes)
         else:
-            experts_and_rows = zip(self.experts, padded_parts, strict=True)
+            experts_and_rows = zip(self.experts, padded_expert_parts, strict=True)
             outputs = [
                 expert(part, phase) if len(part) else _run_expert_without_rows(expert, part)
                 for expert, part in experts_and_rows
@@ -199,7 +200,7 @@ def _run_expert_without_rows(expert: FeedForward, part: Tensor) -> Tensor:
     )
 
 
-def add_balance(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> Tensor:
+def attach_balancing_loss(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> Tensor:
     """Returns the loss, and makes its backward pass also compute the gradients of the balancing losses if `is_trained`.
     The value of the loss does not change. The balancing losses are cleared.
     """
@@ -217,18 +218,18 @@ _E4M3_DTYPE = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class RowTravel:
-    """The formats in which rows are sent to their experts (`dispatch_format`) and back (`combine_format`). `router` is
+class RowTransferFormats:
+    """The formats in which rows are sent to their experts (`dispatch_format`) and back (`return_format`). `router` is
     the router's arithmetic. Each expert's rows are padded to a multiple of `row_multiple`.
     """
 
     dispatch_format: str
-    combine_format: str
+    return_format: str
     router: Arithmetic
     row_multiple: int
 
 
-def draw_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | None:
+def draw_expert_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | None:
     """Returns the experts of each token, either round robin or drawn by a Zipf law without repetition. Returns None
     if the router chooses the experts.
 
@@ -257,15 +258,17 @@ def decode_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.view(_E4M3_DTYPE).float() * scale).flatten(1).to(dtype)
 
 
-def set_load(model: nn.Module, load: str, tokens: int, seed: int) -> None:
+def set_expert_load(model: nn.Module, load: str, tokens: int, seed: int) -> None:
     blocks = [block for block in model.modules() if isinstance(block, Experts)]
     for number, block in enumerate(blocks):
         width = block.router.shape[1]
-        plan = draw_load(load, tokens, MoeSizes(width, width, block.expert_count, EXPERTS_PER_TOKEN), seed + number)
-        block.planned_experts = None if plan is None else plan.to(block.router.device)
+        expert_load_plan = draw_expert_load(
+            load, tokens, MoeSizes(width, width, block.expert_count, EXPERTS_PER_TOKEN), seed + number
+        )
+        block.planned_experts = None if expert_load_plan is None else expert_load_plan.to(block.router.device)
 
 
-class _Transport(torch.autograd.Function):
+class _RowTransport(torch.autograd.Function):
     """Selects rows of x by index, and rounds them to the format in which they are sent. Gradients keep their dtype."""
 
     @staticmethod
@@ -287,7 +290,7 @@ class _Transport(torch.autograd.Function):
 
 
 def transport(x: Tensor, row_indices: Tensor, row_format: str) -> Tensor:
-    return _Transport.apply(x, row_indices, row_format)  # type: ignore[no-untyped-call]
+    return _RowTransport.apply(x, row_indices, row_format)  # type: ignore[no-untyped-call]
 
 
 class LoadedExperts(Experts):
@@ -298,7 +301,9 @@ class LoadedExperts(Experts):
     feeds_empty_experts = False
     plan: Tensor | None
 
-    def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: RowTravel, choose: ChooseArithmetic) -> None:
+    def __init__(
+        self, sizes: MoeSizes, plan: Tensor | None, travel: RowTransferFormats, choose: ChooseArithmetic
+    ) -> None:
         super().__init__(sizes.experts, sizes.width, sizes.hidden, True, 1.0, choose)
         # These weights give scores of order one. With smaller scores all experts would have nearly equal weights.
         self.router = nn.Parameter(torch.randn(sizes.experts, sizes.width) / sizes.width**0.5)
@@ -320,10 +325,12 @@ class LoadedExperts(Experts):
             self.last_routing = scores.detach().topk(self.top_k).indices, sizes
 
         # 2. Rows travel to their experts, sorted by expert, and back.
-        row_order = chosen_experts.flatten().argsort(stable=True)
-        rows = transport(x, row_order // self.top_k, self.travel.dispatch_format)
+        expert_row_order = chosen_experts.flatten().argsort(stable=True)
+        rows = transport(x, expert_row_order // self.top_k, self.travel.dispatch_format)
         outputs = torch.cat(self._run_experts_on_parts(torch.split_with_sizes(rows, sizes), counts, phase))
-        returned_rows = transport(outputs, row_order.argsort(), self.travel.combine_format).view(len(x), self.top_k, -1)
+        returned_rows = transport(outputs, expert_row_order.argsort(), self.travel.return_format).view(
+            len(x), self.top_k, -1
+        )
         return combine_rows(returned_rows, scores.gather(1, chosen_experts)).to(x.dtype)
 
     def _get_row_multiple(self, is_grouped: bool) -> int:
@@ -346,14 +353,14 @@ class Mixture(nn.Module):
     blocks: Sequence[LoadedExperts]
 
     def __init__(
-        self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: RowTravel, choose: ChooseArithmetic
+        self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: RowTransferFormats, choose: ChooseArithmetic
     ) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
-        choose_by_block = number_parts(choose, "blocks", len(plans))
+        arithmetic_choosers = number_layer_parts(choose, "blocks", len(plans))
         layers = [
             LoadedExperts(sizes, plan, travel, choose_in_block)
-            for plan, choose_in_block in zip(plans, choose_by_block, strict=True)
+            for plan, choose_in_block in zip(plans, arithmetic_choosers, strict=True)
         ]
         self.blocks = nn.ModuleList(layers)  # type: ignore[assignment]
 
@@ -384,30 +391,30 @@ class Mixture(nn.Module):
         return [block.last_routing for block in self.blocks]
 
 
-def measure_disagreements(choices: Sequence[Tensor], exact_choices: Sequence[Tensor]) -> list[float]:
+def compute_disagreement_shares(choices: Sequence[Tensor], exact_choices: Sequence[Tensor]) -> list[float]:
     """Returns, for each layer, the fraction of the router's choices that differ from the exact pass. A choice differs
     if the exact pass does not choose that expert for the same token. The order of a token's experts does not count.
     """
-    disagreement_shares = []
+    differing_choice_shares = []
     for layer_choices, exact_layer_choices in zip(choices, exact_choices, strict=True):
         is_exact_choice = (layer_choices[:, :, None] == exact_layer_choices[:, None, :]).any(-1)
-        disagreement_shares.append(float(1 - is_exact_choice.double().mean()))
-    return disagreement_shares
+        differing_choice_shares.append(float(1 - is_exact_choice.double().mean()))
+    return differing_choice_shares
 
 
 def summarise_load(counts: Sequence[Sequence[int]], expert_bytes: int) -> dict[str, float]:
     """Returns figures about the load of the experts in all layers: the largest imbalance of any layer, the number of
     experts that have tokens, the bytes of their weights, and the minimum and median rows of such an expert.
     """
-    used_expert_row_counts: list[int] = []
+    rows_per_used_expert: list[int] = []
     largest_load_imbalance = 0.0
     for layer in counts:
-        used_expert_row_counts += filter(None, layer)
+        rows_per_used_expert += filter(None, layer)
         largest_load_imbalance = max(largest_load_imbalance, max(layer) * len(layer) / sum(layer))
     return {
         "load_ratio": largest_load_imbalance,
-        "distinct_experts": float(len(used_expert_row_counts)),
-        "expert_bytes": float(len(used_expert_row_counts) * expert_bytes),
-        "rows_least": float(min(used_expert_row_counts)),
-        "rows_median": float(median(used_expert_row_counts)),
+        "distinct_experts": float(len(rows_per_used_expert)),
+        "expert_bytes": float(len(rows_per_used_expert) * expert_bytes),
+        "rows_least": float(min(rows_per_used_expert)),
+        "rows_median": float(median(rows_per_used_expert)),
     }

@@ -6,7 +6,7 @@ The caller chooses each layer's arithmetic by its path in the model: `blocks.0.a
 Embedding, norms, logits and the residual stream stay in high precision too, unless `around` gives them another
 arithmetic. The stream has the carrier's dtype. Norms and loss are computed in fp32, or in fp64 for the reference.
 
-`fuse_blocks` replaces whole blocks by a backend's layers.
+`fuse_gpt_blocks` replaces whole blocks by a backend's layers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import AttentionCore, FusedCore, make_rotary_table, recompute
 from fp8bench.nn.block import Block, build_blocks
-from fp8bench.nn.experts import Experts, add_balance
+from fp8bench.nn.experts import Experts, attach_balancing_loss
 from fp8bench.nn.linear import ChooseArithmetic, Linear
 from fp8bench.nn.parts import FeedForward, Norm, apply_dropout, cross_entropy
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
-class ScaledStream(Protocol):
+class ResidualStreamScaling(Protocol):
     """The constants that unit scaling applies at the start and the end of a model's residual stream."""
 
     def set_token_count(self, tokens: int) -> None:
@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
-    unit_scaling: ScaledStream | None = None
+    unit_scaling: ResidualStreamScaling | None = None
 
     def __init__(self, config: GPTConfig, carrier: torch.dtype, dropout: float) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class GPT(LanguageModel):
         if not self.has_experts:
             return loss
         expert_layers = [block.mlp for block in self.blocks if isinstance(block.mlp, Experts)]
-        return add_balance(loss, expert_layers, self.training and reduction == "mean")
+        return attach_balancing_loss(loss, expert_layers, self.training and reduction == "mean")
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         return self.read_logits(self.run_blocks(self.embed_tokens(tokens), phase, tokens.shape[1]), phase)
@@ -159,7 +159,7 @@ class GPT(LanguageModel):
         return self.head(self.norm(x), phase)
 
 
-def fuse_blocks(model: GPT, heads: int) -> None:
+def fuse_gpt_blocks(model: GPT, heads: int) -> None:
     """Lets a backend compute each block as one layer, if the backend has such a layer."""
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)

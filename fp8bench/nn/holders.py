@@ -48,7 +48,7 @@ _UNSUPPORTED_LAYERS = (
 EMBED_KIND = "embed"
 NORM_KIND = "norm"
 LOGITS_KIND = "logits"
-RESIDUAL_KIND = "residual"
+RESIDUAL_LAYER_KIND = "residual"
 _NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
 # Usual last parts of a head's path. They are used if neither the model nor a tied embedding identifies the head.
 _HEAD_NAMES = ("head", "lm_head", "classifier", "score")
@@ -61,7 +61,7 @@ _MAX_LISTED_NAMES = 4
 class ProductWeight:
     """A weight that a model multiplies by: a parameter of a module.
 
-    `name` is the module's path, and `further_names` has further paths of the same module. If a module has several
+    `name` is the module's path, and `module_aliases` has further paths of the same module. If a module has several
     such parameters, `name` ends in the parameter's name. If a weight cannot be converted, `reason` is a sentence that
     explains why, and `rule` is a short code for it.
     """
@@ -70,7 +70,7 @@ class ProductWeight:
     kind: str
     module: nn.Module
     parameter: str = "weight"
-    further_names: tuple[str, ...] = ()
+    module_aliases: tuple[str, ...] = ()
     head: bool = False
     reason: str = ""
     rule: str = ""
@@ -88,8 +88,8 @@ class ProductWeight:
         the path that the longest of the map's `keys` matches.
         """
         layers = list(_make_layers(self))
-        layers_with_keys = [(find_map_key(layer, keys) or "", layer) for layer in layers]
-        matching_layers = [(len(key), layer) for key, layer in layers_with_keys if key not in (layer.kind, layer.group)]
+        key_layer_pairs = [(find_map_key(layer, keys) or "", layer) for layer in layers]
+        matching_layers = [(len(key), layer) for key, layer in key_layer_pairs if key not in (layer.kind, layer.group)]
         return max(matching_layers, key=lambda pair: pair[0])[1] if matching_layers else layers[0]
 
     @property
@@ -144,9 +144,9 @@ def find_product_weights(model: nn.Module, skip: Sequence[str] = ()) -> tuple[Pr
     attention_children = {
         child for parent in paths if isinstance(parent, nn.MultiheadAttention) for child in parent.children()
     }
-    head = _find_output_layer(model, paths)
+    output_layer = _find_output_layer(model, paths)
     holders = [
-        replace(product_weight, head=product_weight.module is head)
+        replace(product_weight, head=product_weight.module is output_layer)
         for module, names in paths.items()
         for product_weight in _list_module_weights(module, names, module in attention_children)
     ]
@@ -157,7 +157,7 @@ def find_product_weights(model: nn.Module, skip: Sequence[str] = ()) -> tuple[Pr
             raise UnknownName(
                 "layer of this model", pattern, keys, f"{_describe_layers(holders)}, and patterns of them ('*.router')"
             )
-    return tuple(_apply_skip(product_weight, skip) for product_weight in holders)
+    return tuple(_apply_skip_patterns(product_weight, skip) for product_weight in holders)
 
 
 def list_surrounding_layers(model: nn.Module, holders: Sequence[ProductWeight]) -> list[tuple[Layer, nn.Module]]:
@@ -172,28 +172,28 @@ def list_surrounding_layers(model: nn.Module, holders: Sequence[ProductWeight]) 
         if not is_norm and "norm" in type(module).__name__.lower():
             # The weight of a library's norm has one dimension, and the norm has no other modules inside.
             is_norm = isinstance(norm_weight, Tensor) and norm_weight.dim() == 1 and not list(module.children())
-        kind = EMBED_KIND if isinstance(module, nn.Embedding) else NORM_KIND if is_norm else ""
-        if kind:
-            surrounding_layers.append((Layer(path, kind, product=False), module))
+        layer_kind = EMBED_KIND if isinstance(module, nn.Embedding) else NORM_KIND if is_norm else ""
+        if layer_kind:
+            surrounding_layers.append((Layer(path, layer_kind, product=False), module))
     return surrounding_layers
 
 
 def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
     # The valid keys are kinds of layers, names of layers, and prefixes of names.
-    existing_map_keys = list_map_keys(
+    existing_precision_map_keys = list_map_keys(
         [*(layer for product_weight in holders for layer in _make_layers(product_weight)), *around]
     )
     for key in keys:
-        if key == RESIDUAL_KIND and key not in existing_map_keys:
+        if key == RESIDUAL_LAYER_KIND and key not in existing_precision_map_keys:
             raise UsageError(
                 f"--precision-map {key}=...: the residual stream inside your model cannot be observed. "
                 "Remove this key: only embed, norm, logits and output can have a precision."
             )
-        if key not in existing_map_keys:
+        if key not in existing_precision_map_keys:
             raise UnknownName(
                 "layer of this model",
                 key,
-                existing_map_keys,
+                existing_precision_map_keys,
                 _describe_layers(holders, [layer.kind for layer in around]),
             )
 
@@ -201,7 +201,7 @@ def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight],
 def _make_layers(product_weight: ProductWeight) -> Iterator[Layer]:
     yield from (
         Layer(name, product_weight.shown_kind, group=product_weight.group)
-        for name in (product_weight.name, *product_weight.further_names)
+        for name in (product_weight.name, *product_weight.module_aliases)
     )
 
 
@@ -219,11 +219,11 @@ def _matches_pattern(product_weight: ProductWeight, pattern: str) -> bool:
         return True
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-        for name in (product_weight.name, *product_weight.further_names)
+        for name in (product_weight.name, *product_weight.module_aliases)
     )
 
 
-def _apply_skip(product_weight: ProductWeight, skip: Sequence[str]) -> ProductWeight:
+def _apply_skip_patterns(product_weight: ProductWeight, skip: Sequence[str]) -> ProductWeight:
     pattern = next((pattern for pattern in skip if _matches_pattern(product_weight, pattern)), None)
     if pattern is None or product_weight.reason:
         return product_weight
@@ -234,11 +234,11 @@ def _list_module_weights(module: nn.Module, paths: Sequence[str], in_attention: 
     kind, base = classify_module(module)
     if base is not None:
         # torch's attention module passes its weights to a function directly, so no forward pass can be replaced.
-        first_path, *further_names = paths
+        first_path, *module_aliases = paths
         product_weight = ProductWeight(
-            first_path or type(module).__name__, kind, module, further_names=tuple(further_names)
+            first_path or type(module).__name__, kind, module, module_aliases=tuple(module_aliases)
         )
-        rule, reason = _check_forward(product_weight, base) or _check_weight(product_weight) or ("", "")
+        rule, reason = _check_module_forward(product_weight, base) or _check_weight(product_weight) or ("", "")
         if in_attention:
             rule = "not-called"
             reason = "torch's attention module reads its weight without calling the layer"
@@ -272,7 +272,7 @@ def classify_module(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
     return next(((kind, base) for kind, base in kinds if base is not None and isinstance(module, base)), ("", None))
 
 
-def _check_forward(product_weight: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
+def _check_module_forward(product_weight: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
     module_class = type(product_weight.module)
     if any(getattr(module_class, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
         return "forward", f"{module_class.__name__} overrides forward, and a conversion would replace that forward pass"
@@ -305,29 +305,29 @@ def _find_output_layer(model: nn.Module, paths: dict[nn.Module, list[str]]) -> n
     with a usual name.
     """
     get_output_layer = getattr(model, "get_output_embeddings", None)
-    declared_head = get_output_layer() if callable(get_output_layer) else None
-    if isinstance(declared_head, nn.Module) and declared_head in paths:
-        return declared_head
+    declared_output_layer = get_output_layer() if callable(get_output_layer) else None
+    if isinstance(declared_output_layer, nn.Module) and declared_output_layer in paths:
+        return declared_output_layer
     # A layer that shares an embedding's weight is a head, whatever its name is.
     embedding_ids = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
     layers = [path for path in paths if classify_module(path)[0]]
     tied_layer = next((layer for layer in layers if id(get_weight(layer)) in embedding_ids), None)
     # If a head has several layers, the last one has a path such as 'classifier.1'.
-    named_heads = [layer for layer in layers if set(paths[layer][0].split(".")[-2:]) & set(_HEAD_NAMES)]
-    return tied_layer or (named_heads[-1] if named_heads else None)
+    head_named_layers = [layer for layer in layers if set(paths[layer][0].split(".")[-2:]) & set(_HEAD_NAMES)]
+    return tied_layer or (head_named_layers[-1] if head_named_layers else None)
 
 
-def refuse_meta(model: nn.Module) -> None:
-    meta_parameter = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if meta_parameter is not None:
+def refuse_meta_parameters(model: nn.Module) -> None:
+    meta_parameter_name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if meta_parameter_name is not None:
         raise UsageError(
-            f"{meta_parameter} is on the meta device and has no values: load the model's weights in make()"
+            f"{meta_parameter_name} is on the meta device and has no values: load the model's weights in make()"
         )
 
 
 # A function that is called for each product with a parameter. It gets the parameter's name, whether the product can
 # be replaced, and the function that computes the product.
-ProductCallback = Callable[[str, bool, Callable[[], Any]], Any]
+ObserveWeightProduct = Callable[[str, bool, Callable[[], Any]], Any]
 
 _LINEAR_FUNCTIONS = {F.linear}
 _MATMUL_FUNCTIONS = {
@@ -353,7 +353,7 @@ _UNREPLACEABLE_FUNCTIONS = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.bad
 _REPLACEABLE_FUNCTIONS = _LINEAR_FUNCTIONS | _MATMUL_FUNCTIONS | _GROUPED_FUNCTIONS
 
 
-class Multiplier(Protocol):
+class WeightMultiplier(Protocol):
     """Computes products with one parameter, as a replacement for torch's matrix products."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -367,15 +367,15 @@ class Multiplier(Protocol):
 
 class StackedWeightWatch(TorchFunctionMode):
     """Intercepts products with a module's stacked parameters during its forward pass. `products` maps a parameter's
-    name to the Multiplier that computes its products. Without `products`, torch computes them inside the callback
+    name to the WeightMultiplier that computes its products. Without `products`, torch computes them inside the callback
     `around`.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        products: Mapping[str, Multiplier] | None = None,
-        around: ProductCallback | None = None,
+        products: Mapping[str, WeightMultiplier] | None = None,
+        around: ObserveWeightProduct | None = None,
     ) -> None:
         super().__init__()
         self._products = products
@@ -388,20 +388,20 @@ class StackedWeightWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Make keyword arguments positional, so that the weight is searched for in `args` only.
-        args, named = _make_keywords_positional(func, args, kwargs or {})
+        args, keyword_args = _make_keywords_positional(func, args, kwargs or {})
         position = next((position for position, arg in enumerate(args) if self._find_parameter_name(arg)), None)
         if position is None:
-            return func(*args, **named)
+            return func(*args, **keyword_args)
         name = self._find_parameter_name(args[position])
         # Replace a product with the weight, or pass the product to the callback `_around`.
         if func in _REPLACEABLE_FUNCTIONS or func in _UNREPLACEABLE_FUNCTIONS:
-            is_product = _is_replaceable(func, args, named, position)
-            if is_product and self._products is not None:
-                return _replace_product(func, args, position, self._products[name])
-            run = partial(func, *args, **named)
-            return run() if self._around is None else self._around(name, is_product, run)
+            is_replaceable_product = _is_replaceable_product(func, args, keyword_args, position)
+            if is_replaceable_product and self._products is not None:
+                return _replace_product_call(func, args, position, self._products[name])
+            run = partial(func, *args, **keyword_args)
+            return run() if self._around is None else self._around(name, is_replaceable_product, run)
         # Any other call runs unchanged. Its result may be a view or cast of the weight.
-        result = func(*args, **named)
+        result = func(*args, **keyword_args)
         self._track_derived_tensors(name, position, args, result)
         return result
 
@@ -411,10 +411,10 @@ class StackedWeightWatch(TorchFunctionMode):
         )
 
     def _track_derived_tensors(self, name: str, position: int, args: tuple[Any, ...], result: Any) -> None:
-        has_other_tensor = any(
+        has_other_float_tensor = any(
             isinstance(arg, Tensor) and arg.is_floating_point() for index, arg in enumerate(args) if index != position
         )
-        if has_other_tensor:
+        if has_other_float_tensor:
             return
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if (
@@ -436,7 +436,7 @@ def _make_keywords_positional(
     return args, unbound_keywords
 
 
-def _is_replaceable(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], position: int) -> bool:
+def _is_replaceable_product(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], position: int) -> bool:
     """Returns whether a call is a product of x and a weight that can be replaced. `position` is the position of the
     weight among the arguments.
     """
@@ -456,14 +456,14 @@ def _is_replaceable(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], 
         return (
             position == 1 and len(args) == 3 and (operand.dim(), weight.dim()) == (2, 3) and isinstance(args[2], Tensor)
         )
-    is_stack_product = weight.dim() == 3 and (
+    has_stacked_weight = weight.dim() == 3 and (
         operand.dim() == 2 or (operand.dim() == 3 and len(operand) == len(weight))
     )
-    is_weight_right = position == (0 if func is Tensor.__rmatmul__ else 1)
-    return is_stack_product or (weight.dim() == 2 and (is_weight_right or operand.dim() > 1))
+    is_weight_right_operand = position == (0 if func is Tensor.__rmatmul__ else 1)
+    return has_stacked_weight or (weight.dim() == 2 and (is_weight_right_operand or operand.dim() > 1))
 
 
-def _replace_product(func: Any, args: tuple[Any, ...], position: int, multiplier: Multiplier) -> Tensor:
+def _replace_product_call(func: Any, args: tuple[Any, ...], position: int, multiplier: WeightMultiplier) -> Tensor:
     if func in _LINEAR_FUNCTIONS:
         y = multiplier.linear(args[0], args[1])
         return y if len(args) < 3 or args[2] is None else y + args[2].to(y.dtype)
@@ -476,7 +476,7 @@ def _replace_product(func: Any, args: tuple[Any, ...], position: int, multiplier
     return _multiply_by_right_weight(right_operand.mT, left_operand.mT, multiplier).mT
 
 
-def _multiply_by_right_weight(x: Tensor, weight: Tensor, multiplier: Multiplier) -> Tensor:
+def _multiply_by_right_weight(x: Tensor, weight: Tensor, multiplier: WeightMultiplier) -> Tensor:
     """Returns x (..., M, K) times a weight (K, N), or times a stack of weights (E, K, N). With a stack, x is (E, M,
     K), or (M, K) if all experts read the same rows.
     """
@@ -489,7 +489,7 @@ def _multiply_by_right_weight(x: Tensor, weight: Tensor, multiplier: Multiplier)
     return y.view(*expanded_input.shape[:2], -1)
 
 
-def _multiply_groups(x: Tensor, weight: Tensor, ends: list[int], multiplier: Multiplier) -> Tensor:
+def _multiply_groups(x: Tensor, weight: Tensor, ends: list[int], multiplier: WeightMultiplier) -> Tensor:
     """Multiplies groups of rows of x (M, K) by the matrices of a weight (E, K, N). Each of `ends` is the row at which
     a group ends. The host waits for the device to read `ends`.
     """

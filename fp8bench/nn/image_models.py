@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import FusedCore
 from fp8bench.nn.block import build_blocks
-from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows
-from fp8bench.nn.linear import ChooseArithmetic, Linear, prefix_names
+from fp8bench.nn.convolution import BatchNorm, Convolution, ConvolutionGeometry, Layout
+from fp8bench.nn.linear import ChooseArithmetic, Linear, make_part_chooser
 from fp8bench.nn.parts import Norm, cross_entropy
-from fp8bench.nn.sizes import CLASSES, VisionSizes
+from fp8bench.nn.sizes import IMAGE_CLASS_COUNT, VisionSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
-_POINTWISE_WINDOWS = Windows((1, 1), padding=(0, 0))
-_STEM_WINDOWS = Windows((7, 7), (2, 2), (3, 3))
+_POINTWISE_GEOMETRY = ConvolutionGeometry((1, 1), padding=(0, 0))
+_STEM_GEOMETRY = ConvolutionGeometry((7, 7), (2, 2), (3, 3))
 ModelInputs = Sequence[Tensor]
 
 
@@ -41,13 +41,13 @@ class Bottleneck(nn.Module):
         inner_width = sizes.inner_width
         width = sizes.width
         convolutions = {
-            "reduce": (inputs, inner_width, _POINTWISE_WINDOWS),
-            "spatial": (inner_width, inner_width, Windows()),
-            "expand": (inner_width, width, _POINTWISE_WINDOWS),
+            "reduce": (inputs, inner_width, _POINTWISE_GEOMETRY),
+            "spatial": (inner_width, inner_width, ConvolutionGeometry()),
+            "expand": (inner_width, width, _POINTWISE_GEOMETRY),
         }
         # The shortcut is a convolution only if the widths differ.
         if inputs != width:
-            convolutions["shortcut"] = (inputs, width, _POINTWISE_WINDOWS)
+            convolutions["shortcut"] = (inputs, width, _POINTWISE_GEOMETRY)
         self.norms = nn.ModuleDict({name: _make_random_norm(outputs) for name, (_, outputs, _) in convolutions.items()})
         for name, (channels, outputs, geometry) in convolutions.items():
             self.add_module(name, Convolution(channels, outputs, choose(name), geometry, layout))
@@ -55,8 +55,8 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self._convolve("reduce", x, phase))
         hidden = F.relu(self._convolve("spatial", hidden, phase))
-        shortcut = self._convolve("shortcut", x, phase) if "shortcut" in self.norms else x
-        return cast_to(F.relu(shortcut + self._convolve("expand", hidden, phase)), self.residual_arithmetic)
+        shortcut_output = self._convolve("shortcut", x, phase) if "shortcut" in self.norms else x
+        return cast_to(F.relu(shortcut_output + self._convolve("expand", hidden, phase)), self.residual_arithmetic)
 
     def _convolve(self, name: str, x: Tensor, phase: Phases) -> Tensor:
         y: Tensor = self.norms[name](self.get_submodule(name)(x, phase))
@@ -104,13 +104,13 @@ class ResNet(ImageModel):
 
     def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
-        self.stem = Convolution(3, sizes.inner_width, choose("stem"), _STEM_WINDOWS, layout)
+        self.stem = Convolution(3, sizes.inner_width, choose("stem"), _STEM_GEOMETRY, layout)
         self.norm = _make_random_norm(sizes.inner_width)
         self.blocks = nn.ModuleList()
         for number in range(sizes.layers):
             inputs = sizes.width if number else sizes.inner_width
-            self.blocks.append(Bottleneck(inputs, sizes, prefix_names(choose, f"blocks.{number}"), layout))
-        self.head = Linear(sizes.width, CLASSES, choose("head"))
+            self.blocks.append(Bottleneck(inputs, sizes, make_part_chooser(choose, f"blocks.{number}"), layout))
+        self.head = Linear(sizes.width, IMAGE_CLASS_COUNT, choose("head"))
 
     def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         x = F.relu(self.norm(self.stem(inputs[0], phase)))
@@ -126,11 +126,11 @@ class VisionTransformer(ImageModel):
     def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout, has_head: bool = True) -> None:
         super().__init__()
         side = (sizes.patch, sizes.patch)
-        self.patches = Convolution(3, sizes.width, choose("patches"), Windows(side, side, (0, 0)), layout)
+        self.patches = Convolution(3, sizes.width, choose("patches"), ConvolutionGeometry(side, side, (0, 0)), layout)
         self.positions = nn.Parameter(torch.randn(sizes.patches, sizes.width) * 0.01)
         self.blocks = build_blocks(sizes.blocks, choose, FusedCore(causal=False))
         self.norm = Norm(sizes.width, False)
-        self.head = Linear(sizes.width, CLASSES, choose("head")) if has_head else None
+        self.head = Linear(sizes.width, IMAGE_CLASS_COUNT, choose("head")) if has_head else None
 
     def encode_image(self, images: Tensor, phase: Phases) -> Tensor:
         x = self.add_positions(self.patches(images, phase).flatten(1, 2), self.positions)
@@ -148,7 +148,7 @@ class TwoInputModel(ImageModel):
 
     def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
-        self.image = VisionTransformer(sizes, prefix_names(choose, "image"), layout, has_head=False)
+        self.image = VisionTransformer(sizes, make_part_chooser(choose, "image"), layout, has_head=False)
         self.project = Linear(sizes.width, sizes.width, choose("project"))
         self.embedding = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
         self.positions = nn.Parameter(torch.randn(sizes.text, sizes.width) * 0.01)
@@ -165,4 +165,4 @@ class TwoInputModel(ImageModel):
         return self.head(self.norm(x[:, -text.shape[1] :]), phase)
 
 
-MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInputModel}
+IMAGE_MODEL_CLASSES = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInputModel}

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.exercise import LayerExercise
     from fp8bench.nn.linear import ChooseArithmetic
-    from fp8bench.numerics.ranges import Ledger
+    from fp8bench.numerics.ranges import TallyLedger
 
 
 class LayerWorkload(Workload):
@@ -31,7 +31,7 @@ class LayerWorkload(Workload):
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         raise NotImplementedError
 
-    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> LayerExercise:
         """Makes the layer, and its inputs in the dtype `carrier`."""
         from fp8bench.nn.exercise import make_exercise
 
@@ -40,17 +40,17 @@ class LayerWorkload(Workload):
             setup, lambda: self.layer(params, choose), self.shapes(params), carrier, is_training(params)
         )
 
-    def prepare(self, setup: Setup) -> Exercise:
+    def prepare(self, setup: Setup) -> LayerExercise:
         state = self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
         # A precision map may also name layers without products, such as norms.
         layers_without_products = self.around(setup.params)
         if arithmetic_by_layer := setup.around(layers_without_products):
-            from fp8bench.nn.around import set_around
+            from fp8bench.nn.around import set_surrounding_arithmetics
 
-            set_around(state.layer, arithmetic_by_layer)
+            set_surrounding_arithmetics(state.layer, arithmetic_by_layer)
         return state
 
-    def step(self, state: Exercise, phase: Phases) -> None:
+    def step(self, state: LayerExercise, phase: Phases) -> None:
         state.step(phase)
 
     def error_refused(self, params: Scalars) -> str:
@@ -61,26 +61,26 @@ class LayerWorkload(Workload):
         # If scales depend on earlier passes (`settles`), the first pass only fills their history.
         return self.prepare(setup).measure_errors(self.exact(setup), setup.settles)
 
-    def exact(self, setup: Setup) -> Exercise:
+    def exact(self, setup: Setup) -> LayerExercise:
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
 
         return self.make_exercise_in_arithmetic(setup, PlainArithmetic(torch.float64))
 
-    def make_exercise_in_arithmetic(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
+    def make_exercise_in_arithmetic(self, setup: Setup, arithmetic: Arithmetic) -> LayerExercise:
         return self.exercise(setup, lambda name: arithmetic, arithmetic.carrier)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import Ledger
+        from fp8bench.numerics.ranges import TallyLedger
 
-        range_ledger = Ledger()
-        state = self.exercise(setup, self.count_operands(setup, range_ledger), setup.arithmetic.carrier)
-        range_ledger.tallies.clear()  # preparing runs a forward pass, whose casts must not be counted
+        value_range_ledger = TallyLedger()
+        state = self.exercise(setup, self.count_operands(setup, value_range_ledger), setup.arithmetic.carrier)
+        value_range_ledger.tally_by_kind_and_role.clear()  # preparing ran a forward pass, whose casts do not count
         state.outcome()  # runs the layer, whose casts the ledger counts
-        return range_ledger.statistics()
+        return value_range_ledger.statistics()
 
-    def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
+    def count_operands(self, setup: Setup, ledger: TallyLedger) -> ChooseArithmetic:
         """Returns a `choose` function for `layer`, whose arithmetics also record every tensor that they cast in
         `ledger`.
         """
@@ -93,7 +93,7 @@ class LayerWorkload(Workload):
 class ConvolvedWorkload(LayerWorkload):
     """A workload whose layers include convolutions. Its casts are counted by the kind of layer."""
 
-    def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
+    def count_operands(self, setup: Setup, ledger: TallyLedger) -> ChooseArithmetic:
         """Returns a `choose` function that records operands in `ledger`. Each pixel of an image counts once, even if an
         arithmetic copies overlapping windows.
         """

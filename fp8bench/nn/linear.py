@@ -32,7 +32,7 @@ from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 PhaseMarker = AbstractContextManager[None]
 
 
-class _RegionBegin(torch.autograd.Function):
+class _PhaseRegionBegin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, marker: PhaseMarker, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.marker = marker
@@ -45,7 +45,7 @@ class _RegionBegin(torch.autograd.Function):
         return (None, *gradients)
 
 
-class _RegionEnd(torch.autograd.Function):
+class _PhaseRegionEnd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, marker: PhaseMarker, tensor: Tensor) -> Tensor:
         ctx.marker = marker
@@ -71,8 +71,8 @@ def region(marker: PhaseMarker, function: Callable[..., Tensor], *tensors: Tenso
             "a phase region got a tensor that needs no gradient, so its backward marker would never run. Pass "
             "such tensors as options, or run the region under torch.no_grad()."
         )
-    marked_tensors = _RegionBegin.apply(marker, *tensors)  # type: ignore[no-untyped-call]
-    return _RegionEnd.apply(marker, function(*marked_tensors, **options))  # type: ignore[no-untyped-call]
+    marked_tensors = _PhaseRegionBegin.apply(marker, *tensors)  # type: ignore[no-untyped-call]
+    return _PhaseRegionEnd.apply(marker, function(*marked_tensors, **options))  # type: ignore[no-untyped-call]
 
 
 # A function that returns the arithmetic of the layer with a given name.
@@ -81,21 +81,21 @@ ChooseArithmetic = Callable[[str], Arithmetic]
 _NO_PHASE_MARKER: AbstractContextManager[None] = nullcontext()
 
 
-def prefix_names(choose: ChooseArithmetic, part: str) -> ChooseArithmetic:
+def make_part_chooser(choose: ChooseArithmetic, part: str) -> ChooseArithmetic:
     """Returns a function that chooses the arithmetics of the layers inside a part of a model. It calls `choose` with
     names such as `part.layer`.
     """
     return lambda name: choose(f"{part}.{name}")
 
 
-def number_parts(choose: ChooseArithmetic, part: str, count: int) -> list[ChooseArithmetic]:
+def number_layer_parts(choose: ChooseArithmetic, part: str, count: int) -> list[ChooseArithmetic]:
     """Returns a function for each of the equal parts `part.0`, `part.1` and so on, which chooses the arithmetics of the
-    part's layers, as `prefix_names` does for one part.
+    part's layers, as `make_part_chooser` does for one part.
     """
-    return [prefix_names(choose, f"{part}.{number}") for number in range(count)]
+    return [make_part_chooser(choose, f"{part}.{number}") for number in range(count)]
 
 
-def cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
+def choose_cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
     return phase.cast if arithmetic.casts else _NO_PHASE_MARKER
 
 
@@ -135,7 +135,7 @@ class _LinearProduct(torch.autograd.Function):
     ) -> Tensor:
         # Cast transposes only for gradients that will be computed.
         needs_x_gradient, needs_weight_gradient = (training and needed for needed in ctx.needs_input_grad[:2])
-        with cast_marker(arithmetic, phase):
+        with choose_cast_marker(arithmetic, phase):
             a, a_transposed = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
             b, b_transposed = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
         # Saved tensors count as memory of the step. So save low-precision codes, and sources only if necessary.
@@ -159,7 +159,7 @@ class _LinearProduct(torch.autograd.Function):
         a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
         needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad[:2]
         # 1. Cast the gradient, and transpose the operands that forward has not transposed.
-        with cast_marker(arithmetic, phase):
+        with choose_cast_marker(arithmetic, phase):
             g, transposed_gradient = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
             b = Operand(b_data, b_scale)
             a = Operand(a_data, a_scale)
@@ -180,7 +180,7 @@ class _LinearProduct(torch.autograd.Function):
                 weight_gradient = arithmetic.product(transposed_gradient, a, arithmetic.carrier)
             # The master weight is fp32. Without this conversion autograd would convert the gradient outside of any
             # phase.
-            with cast_marker(arithmetic, phase):
+            with choose_cast_marker(arithmetic, phase):
                 weight_gradient = weight_gradient.to(widen_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None, None
 
@@ -306,11 +306,12 @@ class _GroupedProduct(torch.autograd.Function):
         operands: Sequence[OperandPair | None],
         *weights: Tensor,
     ) -> Tensor:
-        with cast_marker(arithmetic, phase):
+        with choose_cast_marker(arithmetic, phase):
             # All experts' weights form one stacked operand, but each weight has its own scales.
             a = arithmetic.cast(x, Role.INPUT)
             operand_pairs = [
-                pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(operands, weights, strict=True)
+                pair or cast_weight_both_ways(arithmetic, weight)
+                for pair, weight in zip(operands, weights, strict=True)
             ]
             b = stack_operands([operand for operand, _ in operand_pairs])
         # Transpose now, because the weights may change before the backward pass.
@@ -332,12 +333,12 @@ class _GroupedProduct(torch.autograd.Function):
         phase = ctx.phase
         (gradient,) = gradients
         source, ends, *transposed = ctx.saved_tensors
-        cast_phase_marker = cast_marker(arithmetic, phase)
+        cast_phase_marker = choose_cast_marker(arithmetic, phase)
         with cast_phase_marker:
             g = arithmetic.cast(gradient, Role.GRADIENT)
             b = stack_operands([Operand(*pair) for pair in zip(transposed[::2], transposed[1::2], strict=True)])
-            transposed_gradient = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            transposed_input = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
+            transposed_gradient = transpose_row_groups(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
+            transposed_input = transpose_row_groups(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.multiply_groups(g, b, ends)
             weight_gradients = arithmetic.multiply_groups(transposed_gradient, transposed_input, ends)
@@ -365,7 +366,7 @@ def grouped_linear(
     return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 
 
-def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> OperandPair:
+def cast_weight_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> OperandPair:
     operand, transposed = arithmetic.cast_both(weight, Role.WEIGHT, amax)
     return operand, transposed or arithmetic.turn(operand, weight, Role.WEIGHT)
 
@@ -375,7 +376,7 @@ def stack_operands(operands: Sequence[Operand]) -> Operand:
     return Operand(torch.stack([operand.data for operand in operands]), torch.stack(scales) if scales else None)
 
 
-def transpose_parts(
+def transpose_row_groups(
     arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]
 ) -> Operand:
     """Transposes each group of rows separately, and joins the results to a matrix (columns, rows of all groups). The

@@ -19,8 +19,8 @@ from fp8bench.nn.around import widen_dtype
 
 # A function that returns the loss of an output. If it has two arguments, the second is the batch.
 LossFunction = Callable[..., Tensor]
-_MAX_ERROR_LENGTH = 300
-_WHAT_MAKE_RETURNS = (
+_MAX_ERROR_TEXT_LENGTH = 300
+_MAKE_RETURN_TEXT = (
     "make() must return (model, batch) with a batch that forward accepts, or (model, batch, loss) with a batch whose "
     "first items or keywords forward accepts"
 )
@@ -65,11 +65,11 @@ def move_to_device(value: Any, device: torch.device | str, copy: bool = False) -
         if isinstance(part, tuple) and hasattr(part, "_fields"):
             return type(part)(*map(move_part, part))
         if is_dataclass(part) and not isinstance(part, type):
-            moved_object = shallow(part)
+            device_copy = shallow(part)
             for field in fields(part):
                 # a plain assignment fails for a frozen dataclass
-                object.__setattr__(moved_object, field.name, move_part(getattr(part, field.name)))
-            return moved_object
+                object.__setattr__(device_copy, field.name, move_part(getattr(part, field.name)))
+            return device_copy
         return type(part)(map(move_part, part)) if isinstance(part, list | tuple) else part
 
     return move_part(value)
@@ -106,7 +106,9 @@ def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[
 
 def shorten_error(error: BaseException) -> str:
     message = " ".join(str(error).split())
-    short_error_message = message if len(message) <= _MAX_ERROR_LENGTH else f"{message[:_MAX_ERROR_LENGTH]}..."
+    short_error_message = (
+        message if len(message) <= _MAX_ERROR_TEXT_LENGTH else f"{message[:_MAX_ERROR_TEXT_LENGTH]}..."
+    )
     return f"{type(error).__name__}: {short_error_message}" if short_error_message else type(error).__name__
 
 
@@ -115,10 +117,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def make_arguments(model: nn.Module, batch: Any, has_loss: bool = False) -> Arguments:
-    return choose_call_style(model, batch, has_loss)(batch)
+    return choose_batch_unpacking(model, batch, has_loss)(batch)
 
 
-def choose_call_style(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[[Any], Arguments]:
+def choose_batch_unpacking(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[[Any], Arguments]:
     """Returns a function that turns batches into arguments of the model's forward pass. All batches must have the
     form of this one. If there is a loss function, which gets the whole batch, forward may get a part of the batch: the
     first items of a sequence, or those entries of a mapping that forward accepts as keywords.
@@ -133,21 +135,21 @@ def choose_call_style(model: nn.Module, batch: Any, has_loss: bool = False) -> C
             "reached (as with torch.jit): return the module that it was made from"
         ) from None
     # Use the first way of passing the batch that forward's signature accepts.
-    first_bind_error = ""
+    first_signature_error = ""
     for call in _list_call_styles(batch, tuple(signature.parameters), has_loss):
         positional_arguments, named_arguments = call(batch)
         try:
             signature.bind(*positional_arguments, **named_arguments)
         except TypeError as error:
-            first_bind_error = first_bind_error or str(error)
+            first_signature_error = first_signature_error or str(error)
         else:
             return call
     parameter_names = (
         ", ".join(name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty)
         or "nothing"
     )
-    problem = first_bind_error or f"a batch of type {type(batch).__name__} was given"
-    raise UsageError(f"forward of {_get_class_name(model)} takes ({parameter_names}): {problem}; {_WHAT_MAKE_RETURNS}")
+    problem = first_signature_error or f"a batch of type {type(batch).__name__} was given"
+    raise UsageError(f"forward of {_get_class_name(model)} takes ({parameter_names}): {problem}; {_MAKE_RETURN_TEXT}")
 
 
 def _list_call_styles(batch: Any, parameters: Sequence[str], has_loss: bool) -> Iterator[Callable[[Any], Arguments]]:
@@ -210,11 +212,11 @@ def _loss_takes_batch(loss: LossFunction) -> bool:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError):  # C functions may have no signature
         return False
-    positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional_parameter_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required_parameters = [
         parameter
         for parameter in signature.parameters.values()
-        if parameter.kind in positional_kinds and parameter.default is parameter.empty
+        if parameter.kind in positional_parameter_kinds and parameter.default is parameter.empty
     ]
     return len(required_parameters) > 1
 
@@ -236,11 +238,14 @@ def _guess_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
         )
     # 3. Otherwise use the mean of squares of the first value, which gives each of its elements a gradient.
     name, value = floating_tensors[0]
-    output_text = (
+    model_output_text = (
         f"{name + ', ' if name else ''}{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
     )
     widened_value = value.to(widen_dtype(value.dtype))
-    return widened_value.square().mean(), f"the mean of squares of forward's first floating output ({output_text})"
+    return (
+        widened_value.square().mean(),
+        f"the mean of squares of forward's first floating output ({model_output_text})",
+    )
 
 
 def _get_class_name(model: nn.Module) -> str:
@@ -251,6 +256,6 @@ def describe_type(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def was_changed(batch_copy: Any) -> bool:
+def was_batch_changed(batch_copy: Any) -> bool:
     """Returns whether any tensor of a batch was changed in place since the batch was copied."""
     return any(tensor._version for _, tensor in iterate_named_tensors(batch_copy) if not tensor.is_inference())

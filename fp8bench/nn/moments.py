@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fp8bench.formats.grids import FP16, Format
-from fp8bench.formats.native_codes import codes, current_scale
+from fp8bench.formats.native_codes import codes, compute_current_scale
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.model import MemoryRole
@@ -27,7 +27,7 @@ WEIGHT_DECAY = 0.1
 
 
 @dataclass(frozen=True)
-class MomentStorage:
+class MomentStorageMethod:
     """How one of AdamW's moments is stored between steps. `casts` is False if the moment stays an fp32 tensor.
 
     `make_tensor_storage(name)` returns a separate storage for one tensor, and is None if the storage has no state. With
@@ -38,30 +38,30 @@ class MomentStorage:
     restore: Callable[[Operand], Tensor]
     casts: bool = True
     settles: bool = False
-    make_tensor_storage: Callable[[str], MomentStorage] | None = None
+    make_tensor_storage: Callable[[str], MomentStorageMethod] | None = None
 
-    def make_for_tensor(self, name: str) -> MomentStorage:
+    def choose_tensor_storage(self, name: str) -> MomentStorageMethod:
         return self if self.make_tensor_storage is None else self.make_tensor_storage(name)
 
 
-def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> MomentStorage:
+def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> MomentStorageMethod:
 
     def store(x: Tensor) -> Operand:
-        scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
+        scale, inverse = compute_current_scale(largest_magnitude(x), fmt, rounding)
         return Operand(codes(x, fmt, scale), inverse)
 
     def restore(operand: Operand) -> Tensor:
         assert operand.scale is not None
         return operand.data.to(torch.float32).mul_(operand.scale)
 
-    return MomentStorage(store, restore)
+    return MomentStorageMethod(store, restore)
 
 
-def make_arithmetic_storage(arithmetic: Arithmetic) -> MomentStorage:
+def make_arithmetic_storage(arithmetic: Arithmetic) -> MomentStorageMethod:
     """Returns a storage that casts and restores moments by an arithmetic. A moment has the layout of its weight and is
     rounded like a weight.
     """
-    return MomentStorage(
+    return MomentStorageMethod(
         partial(arithmetic.cast, role=Role.WEIGHT),
         partial(arithmetic.restore, dtype=torch.float32),
         arithmetic.casts,
@@ -70,7 +70,7 @@ def make_arithmetic_storage(arithmetic: Arithmetic) -> MomentStorage:
     )
 
 
-def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[MomentStorage, MomentStorage]:
+def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[MomentStorageMethod, MomentStorageMethod]:
     """Returns the storages of the first and the second moment. fp32 and bf16 store both moments without a scale. fp16
     needs a scale because of its short range.
 
@@ -84,7 +84,7 @@ def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[Momen
     return storage, storage if same_precision or arithmetic.plain else make_scaled_storage(FP16)
 
 
-class Bucket:
+class MomentBucket:
     """Parameters with their gradients and AdamW's moments. If both moments are stored in fp32, they are in
     `fp32_moments`, and a step neither decodes nor casts moments.
     """
@@ -95,7 +95,7 @@ class Bucket:
         gradients: list[Tensor],
         first: list[Tensor],
         second: list[Tensor],
-        storages: tuple[MomentStorage, MomentStorage],
+        storages: tuple[MomentStorageMethod, MomentStorageMethod],
         steps: int,
         fused: bool,
     ) -> None:
@@ -106,8 +106,8 @@ class Bucket:
         self.fp32_moments = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
         indices = range(len(parameters))
-        self._first_storages = [storages[0].make_for_tensor(f"moment.first.{index}") for index in indices]
-        self._second_storages = [storages[1].make_for_tensor(f"moment.second.{index}") for index in indices]
+        self._first_storages = [storages[0].choose_tensor_storage(f"moment.first.{index}") for index in indices]
+        self._second_storages = [storages[1].choose_tensor_storage(f"moment.second.{index}") for index in indices]
         self._stored: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the step count on the host, or on the device if the step is fused.
         step_count_device = parameters[0].device if fused else torch.device("cpu")
@@ -128,15 +128,17 @@ class Bucket:
     def restore(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.fp32_moments is not None:
             return self.fp32_moments
-        first, second = self._stored
-        return _restore_moments(self._first_storages, first), _restore_moments(self._second_storages, second)
+        first_moments, second_moments = self._stored
+        return _restore_moments(self._first_storages, first_moments), _restore_moments(
+            self._second_storages, second_moments
+        )
 
     def store(self, first: list[Tensor], second: list[Tensor]) -> None:
         self._stored = _store_moments(self._first_storages, first), _store_moments(self._second_storages, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        first, second = self.fp32_moments or map(_list_tensors, self._stored)
-        return first, second, self._steps
+        first_moments, second_moments = self.fp32_moments or map(_list_operand_tensors, self._stored)
+        return first_moments, second_moments, self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor]) -> None:
         """Runs one step of torch's AdamW, which changes the weights and both moments in place.
@@ -163,15 +165,15 @@ class Bucket:
         )
 
 
-def _store_moments(storages: list[MomentStorage], moments: list[Tensor]) -> list[Operand]:
+def _store_moments(storages: list[MomentStorageMethod], moments: list[Tensor]) -> list[Operand]:
     return [storage.store(moment) for storage, moment in zip(storages, moments, strict=True)]
 
 
-def _restore_moments(storages: list[MomentStorage], operands: list[Operand]) -> list[Tensor]:
+def _restore_moments(storages: list[MomentStorageMethod], operands: list[Operand]) -> list[Tensor]:
     return [storage.restore(operand) for storage, operand in zip(storages, operands, strict=True)]
 
 
-def _list_tensors(operands: list[Operand]) -> list[Tensor]:
+def _list_operand_tensors(operands: list[Operand]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for operand in operands:
         tensors += operand.tensors

@@ -18,13 +18,13 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.compiling import copy_function
 from fp8bench.nn.conversion import AcceleratedModel, Conversion
 from fp8bench.nn.model_calls import (
-    choose_call_style,
+    choose_batch_unpacking,
     describe_type,
     find_loss,
     iterate_named_tensors,
     move_to_device,
     shorten_error,
-    was_changed,
+    was_batch_changed,
 )
 from fp8bench.nn.training_step import make_adamw, skip_compiler_wrappers
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
@@ -52,13 +52,13 @@ class MakeResult(NamedTuple):
     schedule: Callable[..., Any] | None = None
 
 
-def parse_make_result(name: str, returned_value: object, seed: int = 0) -> MakeResult:
+def parse_make_return_value(name: str, returned_value: object, seed: int = 0) -> MakeResult:
     # A tuple's items are known by position, a dictionary's by name.
     match returned_value:
         case (nn.Module() as model, batch):
-            return _build_make_result(name, seed, model=model, **_make_batch_keyword(batch))
+            return _build_make_result(name, seed, model=model, **_make_batch_argument(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
-            return _build_make_result(name, seed, model=model, loss=loss, **_make_batch_keyword(batch))
+            return _build_make_result(name, seed, model=model, loss=loss, **_make_batch_argument(batch))
         case Mapping() if (
             isinstance(returned_value.get("model"), nn.Module) and {"batch", "batches"} & returned_value.keys()
         ):
@@ -78,7 +78,7 @@ def parse_make_result(name: str, returned_value: object, seed: int = 0) -> MakeR
     )
 
 
-def _make_batch_keyword(batch: Any) -> dict[str, Any]:
+def _make_batch_argument(batch: Any) -> dict[str, Any]:
     """Returns {'batches': batch} if the user's value is a source of batches: a function, or an iterable that is neither
     a tensor nor a mapping, list or tuple. Otherwise returns {'batch': batch}.
     """
@@ -132,7 +132,7 @@ def call_model(model: nn.Module, positional: Any, named: Any) -> Any:
     return model(*positional, **named)
 
 
-class Outcome(NamedTuple):
+class StepResults(NamedTuple):
     """The results of one step: floating-point outputs in order, without the loss; the loss; and gradients by parameter
     name.
     """
@@ -142,7 +142,7 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-class OwnModel:
+class ConvertedUserModel:
     """A copy of a user's model, converted for its case. It has an optimizer if it trains.
 
     `running_part` is the current part of a step, for error messages. `loss_words` describes where the loss comes from.
@@ -163,7 +163,7 @@ class OwnModel:
         params = setup.params
         self.model, batch, self._loss = parts[:3]
         self._batch = batch
-        self._make_arguments = choose_call_style(self.model, batch, self._loss is not None)
+        self._make_arguments = choose_batch_unpacking(self.model, batch, self._loss is not None)
         # Each step gets a copy of the batch, until a step has shown that it does not change the batch. Moving a batch
         # to a different device copies it anyway.
         self._copies = True
@@ -204,7 +204,7 @@ class OwnModel:
         return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._batch}
 
     def step(self, phase: Phases) -> object:
-        self._set_phase(phase)
+        self._set_conversion_phases(phase)
         self.running_part = "loading its batch"
         # 1. Load the batch. Copy it until a step has shown that steps do not change it.
         with phase.data_load:
@@ -215,10 +215,10 @@ class OwnModel:
         if not self.training:
             with torch.no_grad():
                 output = self._call(self.model, positional_arguments, named_arguments)
-            self._copies = self._copies and was_changed(batch)
+            self._copies = self._copies and was_batch_changed(batch)
             return output
         loss = self._compute_loss(self._call(self.model, positional_arguments, named_arguments), batch)
-        self._copies = self._copies and was_changed(batch)
+        self._copies = self._copies and was_batch_changed(batch)
         # 3. Run backward, and divide the gradients by the loss scale.
         self.running_part = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
@@ -238,9 +238,9 @@ class OwnModel:
     def losses(self, steps: int) -> list[float]:
         return [float(cast(Tensor, self.step(SilentPhases()))) for _ in range(steps)]
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> StepResults:
         """Returns the results of a step without running its optimizer. Every call draws the same random numbers."""
-        self._set_phase(SilentPhases())
+        self._set_conversion_phases(SilentPhases())
         batch = move_to_device(self._batch, self._facts.key, copy=True)
         positional_arguments, named_arguments = self._make_arguments(batch)
         with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
@@ -250,7 +250,7 @@ class OwnModel:
             tensors = [tensor for _, tensor in iterate_named_tensors(output) if tensor is not loss]
             outputs = tuple(tensor.detach() for tensor in tensors if tensor.is_floating_point())
             if loss is None:
-                return Outcome(outputs, None, {})
+                return StepResults(outputs, None, {})
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         # A missing gradient counts as zero. For example, this step may give an expert no tokens, while the same step of
         # a different copy gives it some.
@@ -260,13 +260,13 @@ class OwnModel:
         }
         for parameter in self.parameters.values():
             parameter.grad = None
-        return Outcome(outputs, loss.detach(), gradients)
+        return StepResults(outputs, loss.detach(), gradients)
 
     def _compute_loss(self, output: Any, batch: Any) -> Tensor:
         loss, self.loss_words = find_loss(self.model, batch, output, self._loss)
         return loss
 
-    def _set_phase(self, phase: Phases) -> None:
+    def _set_conversion_phases(self, phase: Phases) -> None:
         if self.conversion is not None:
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
@@ -278,10 +278,10 @@ class OwnModel:
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
-        graph: CallModel = torch.compile(copy_function(call_model))
+        compiled_call: CallModel = torch.compile(copy_function(call_model))
         graph_count_before = counters["stats"]["unique_graphs"]
         # The first call compiles. It runs without the optimizer, so that the weights do not change.
-        self._call = graph
+        self._call = compiled_call
         optimizer = self.optimizer
         self.optimizer = None
         with config.patch(fallback_random=True) if draws_alike else nullcontext():
@@ -292,10 +292,10 @@ class OwnModel:
                 "torch.compile compiled no part of the model (0 frames), so it would be timed uncompiled: is it "
                 "switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Remove --compile"
             )
-        return graph
+        return compiled_call
 
 
-def compute_errors(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+def compute_errors(outcome: StepResults, reference: StepResults) -> dict[str, float]:
     errors = {}
     shapes = [tensor.shape for tensor in outcome.outputs]
     expected_shapes = [tensor.shape for tensor in reference.outputs]

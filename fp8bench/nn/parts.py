@@ -33,10 +33,10 @@ class Norm(nn.Module):
         weight = self.weight if self.unit_scaling is None else self.unit_scaling(self.weight)
         weight = cast_to(weight, self.arithmetic, Role.WEIGHT)
         cast_input = cast_to(x, self.arithmetic).to(weight.dtype)
-        return normalise(cast_input, weight, self.root_mean_square, self.epsilon).to(x.dtype)
+        return apply_norm(cast_input, weight, self.root_mean_square, self.epsilon).to(x.dtype)
 
 
-def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float) -> Tensor:
+def apply_norm(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float) -> Tensor:
     if root_mean_square:
         return F.rms_norm(x, weight.shape, weight, epsilon)
     return F.layer_norm(x, weight.shape, weight, None, epsilon)

@@ -24,13 +24,13 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parts import cross_entropy
 from fp8bench.nn.served import list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.nn.storage import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
+from fp8bench.nn.storage import DTYPES, PrecastWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.nn.training_step import Loader, TrainingState
 from fp8bench.protocols import Phases, SilentPhases
 
 
 @dataclass(eq=False)
-class SharedBatches:
+class SharedBatchLoader:
     """Reads `batch_count` batches from a loader, and hands the same batches to several trainings, one after the
     other.
     """
@@ -38,23 +38,23 @@ class SharedBatches:
     loader: Loader
     batch_count: int
     batches: list[tuple[Any, Tensor]] = field(default_factory=list)
-    batch_cycle: Iterator[tuple[Any, Tensor]] = field(default_factory=lambda: iter(()))
+    repeating_batches: Iterator[tuple[Any, Tensor]] = field(default_factory=lambda: iter(()))
 
     def read(self, phase: Phases) -> list[tuple[Any, Tensor]]:
         with phase.data_load:
             self.batches = [self.loader.next() for _ in range(self.batch_count)]
-            self.batch_cycle = cycle(self.batches)
+            self.repeating_batches = cycle(self.batches)
         return self.batches
 
     def next(self) -> tuple[Any, Tensor]:
-        return next(self.batch_cycle)
+        return next(self.repeating_batches)
 
-    def load_ahead(self, batches: int) -> None:
-        self.loader.load_ahead(batches)
+    def preload_batches(self, batches: int) -> None:
+        self.loader.preload_batches(batches)
 
 
 @dataclass
-class FourModels:
+class RlhfModels:
     """The state of an RLHF step. `scores` are the log-probabilities that reference and reward model gave to the
     tokens of the last step, with one row for each micro-batch.
     """
@@ -62,7 +62,7 @@ class FourModels:
     actor: TrainingState
     critic: TrainingState
     frozen_models: dict[str, Decoder]
-    loader: SharedBatches
+    loader: SharedBatchLoader
     micro_batches: int
     scores: dict[str, list[Tensor]]
 
@@ -91,9 +91,12 @@ class FourModels:
         """Returns the bytes of each model between two steps: weights, gradients and moments of a trained model, or
         weights and scales of any other model.
         """
-        trained_bytes = {"actor": _count_trained_bytes(self.actor), "critic": _count_trained_bytes(self.critic)}
-        frozen_bytes_by_name = {name: model.weight_bytes() for name, model in self.frozen_models.items()}
-        return {f"{name}_bytes": float(size) for name, size in (trained_bytes | frozen_bytes_by_name).items()}
+        trained_bytes_by_model = {
+            "actor": _count_trained_bytes(self.actor),
+            "critic": _count_trained_bytes(self.critic),
+        }
+        frozen_bytes_by_model = {name: model.weight_bytes() for name, model in self.frozen_models.items()}
+        return {f"{name}_bytes": float(size) for name, size in (trained_bytes_by_model | frozen_bytes_by_model).items()}
 
 
 def _count_trained_bytes(state: TrainingState) -> int:
@@ -113,7 +116,7 @@ def make_frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format:
 
     def store(name: str, weight: Tensor) -> StoredWeight:
         if weight_format in DTYPES or name == "head":
-            return CastWeight(weight, PlainArithmetic(carrier))
+            return PrecastWeight(weight, PlainArithmetic(carrier))
         return store_weight(weight, weight_format, False)
 
     def make_decoder(weight: Callable[[str], Tensor]) -> Decoder:

@@ -17,21 +17,21 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8bench.formats import operators
-from fp8bench.formats.code_kernels import FUSED_SCALARS, OPERAND_ORDER
+from fp8bench.formats.code_kernels import FUSED_SCALAR_OPTIONS, OPERAND_ORDER_CONFIG
 from fp8bench.formats.compiling import Kernel, draw_example
 from fp8bench.formats.matrix_codes import as_row_major
 from fp8bench.formats.native_codes import run_kernel
-from fp8bench.formats.quantise import RANDOM_BITS, check_input, random_bits
+from fp8bench.formats.quantise import ROUNDING_RANDOM_BITS, check_input, random_bits
 from fp8bench.formats.scaled import largest_magnitude
 
-RUN_LENGTH = 16
+ROTATED_RUN_LENGTH = 16
 _MATRIX_DIMENSIONS = 2
 # The sizes of example tensors for which kernels are compiled. Real operands have other sizes.
 _EXAMPLE_ROWS = 640
 _EXAMPLE_RUN_COUNT = 48
 _MAX_UNSPLIT_OPERATIONS = 1 << 10
 # How many runs of 16 elements a CPU rotates at a time, so that their float64 copy stays in its cache.
-_RUNS_PER_PIECE = 1 << 12
+_ROTATED_RUNS_PER_PIECE = 1 << 12
 
 
 def rotate(x: Tensor, seed: int) -> Tensor:
@@ -44,13 +44,13 @@ def rotate(x: Tensor, seed: int) -> Tensor:
 
 
 class RotatedTensor(NamedTuple):
-    """A rotated tensor. `amaxes` and `amaxes_before` have the largest magnitudes of parts of the tensor, after and
-    before the rotation. Their maxima are those of the whole tensor.
+    """A rotated tensor. `amaxes` and `amaxes_before_rotation` have the largest magnitudes of parts of the tensor, after
+    and before the rotation. Their maxima are those of the whole tensor.
     """
 
     values: Tensor
     amaxes: Tensor
-    amaxes_before: Tensor
+    amaxes_before_rotation: Tensor
 
 
 def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
@@ -64,19 +64,19 @@ def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
     if uses_matmul or not x.numel() or x.dim() != _MATRIX_DIMENSIONS:
         values = _multiply_runs(padded_matrix, matrix)
         return RotatedTensor(values, largest_magnitude(values), largest_magnitude(x))
-    memory, turned = as_row_major(padded_matrix)
-    out = torch.empty(memory.shape, dtype=torch.float32, device=x.device)
-    part_count = len(memory) // RUN_LENGTH if turned else len(memory)
+    row_major_matrix, is_transposed = as_row_major(padded_matrix)
+    out = torch.empty(row_major_matrix.shape, dtype=torch.float32, device=x.device)
+    part_count = len(row_major_matrix) // ROTATED_RUN_LENGTH if is_transposed else len(row_major_matrix)
     amaxes, amaxes_before = (torch.empty(part_count, dtype=torch.float32, device=x.device) for _ in range(2))
-    torch.ops.fp8bench.rotated_and_looked_at(memory, matrix, out, amaxes, amaxes_before, turned)
-    return RotatedTensor(out.t() if turned else out, amaxes, amaxes_before)
+    torch.ops.fp8bench.rotated_and_looked_at(row_major_matrix, matrix, out, amaxes, amaxes_before, is_transposed)
+    return RotatedTensor(out.t() if is_transposed else out, amaxes, amaxes_before)
 
 
 def _pad_to_run_multiple(x: Tensor) -> Tensor:
     check_input(x)
     if not x.dim():
         raise ValueError("a tensor without dimensions cannot be rotated")
-    return pad(x.detach(), (0, -x.shape[-1] % RUN_LENGTH)) if x.shape[-1] % RUN_LENGTH else x.detach()
+    return pad(x.detach(), (0, -x.shape[-1] % ROTATED_RUN_LENGTH)) if x.shape[-1] % ROTATED_RUN_LENGTH else x.detach()
 
 
 # Without these options Inductor splits a sum of sixteen products and stores the first half.
@@ -103,10 +103,10 @@ class RotationKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         source, matrix, out, amaxes, amaxes_before = tensors
-        run, signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
-        columns = [source.narrow(run, number, 1) for number in range(RUN_LENGTH)]
+        run, hadamard_signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
+        columns = [source.narrow(run, number, 1) for number in range(ROTATED_RUN_LENGTH)]
         rotated_values = reduce(
-            torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(columns)]
+            torch.add, [tensor.to(torch.float64) * hadamard_signs[place] for place, tensor in enumerate(columns)]
         )
         out.copy_(rotated_values)
         amaxes.copy_(rotated_values.to(torch.float32).abs().amax((1, 2)))
@@ -117,30 +117,34 @@ class RotationKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         shape = (
-            (_EXAMPLE_RUN_COUNT, RUN_LENGTH, _EXAMPLE_ROWS)
+            (_EXAMPLE_RUN_COUNT, ROTATED_RUN_LENGTH, _EXAMPLE_ROWS)
             if self.turned
-            else (_EXAMPLE_ROWS, _EXAMPLE_RUN_COUNT, RUN_LENGTH)
+            else (_EXAMPLE_ROWS, _EXAMPLE_RUN_COUNT, ROTATED_RUN_LENGTH)
         )
-        matrix = torch.eye(RUN_LENGTH, dtype=torch.float64, device=self.device)
-        memory = [torch.empty(row, device=self.device) for row in (shape, shape[:1], shape[:1])]
-        return [draw_example(shape, self.source, self.device), matrix, *memory]
+        matrix = torch.eye(ROTATED_RUN_LENGTH, dtype=torch.float64, device=self.device)
+        example_tensors = [torch.empty(row, device=self.device) for row in (shape, shape[:1], shape[:1])]
+        return [draw_example(shape, self.source, self.device), matrix, *example_tensors]
 
     def free(self) -> list[Sequence[int]]:
         variable_dimensions = (0, 2) if self.turned else (0, 1)
         return [variable_dimensions, (), variable_dimensions, (0,), (0,)]
 
     def options(self) -> Mapping[str, object]:
-        return {**OPERAND_ORDER, **FUSED_SCALARS, **_UNSPLIT_SUM_INDUCTOR_OPTIONS}
+        return {**OPERAND_ORDER_CONFIG, **FUSED_SCALAR_OPTIONS, **_UNSPLIT_SUM_INDUCTOR_OPTIONS}
 
 
-def _view_as_runs(memory: Tensor, turned: bool) -> Tensor:
-    return memory.view(-1, RUN_LENGTH, memory.shape[1]) if turned else memory.view(len(memory), -1, RUN_LENGTH)
+def _view_as_rotation_runs(memory: Tensor, turned: bool) -> Tensor:
+    return (
+        memory.view(-1, ROTATED_RUN_LENGTH, memory.shape[1])
+        if turned
+        else memory.view(len(memory), -1, ROTATED_RUN_LENGTH)
+    )
 
 
 def _run_kernel(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
-    blocks = _view_as_runs(x, turned)
-    result_runs = _view_as_runs(out, turned)
-    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, result_runs, amaxes, magnitudes)
+    blocks = _view_as_rotation_runs(x, turned)
+    result_blocks = _view_as_rotation_runs(out, turned)
+    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, result_blocks, amaxes, magnitudes)
 
 
 _ROTATION_SCHEMA = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"
@@ -148,9 +152,9 @@ operators.define_operator("rotated_and_looked_at", f"({_ROTATION_SCHEMA}) -> ()"
 
 
 def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
-    runs = x.reshape(x.numel() // RUN_LENGTH, RUN_LENGTH)
+    runs = x.reshape(x.numel() // ROTATED_RUN_LENGTH, ROTATED_RUN_LENGTH)
     result = torch.empty(runs.shape, dtype=torch.float32, device=x.device)
-    runs_per_piece = _RUNS_PER_PIECE if x.device.type == "cpu" else max(len(runs), 1)
+    runs_per_piece = _ROTATED_RUNS_PER_PIECE if x.device.type == "cpu" else max(len(runs), 1)
     for source, target in zip(torch.split(runs, runs_per_piece), torch.split(result, runs_per_piece), strict=True):
         target.copy_(source.to(torch.float64) @ matrix)
     return result.view(x.shape)
@@ -161,7 +165,9 @@ def _make_hadamard_matrix(seed: int, device: torch.device) -> Tensor:
     """Returns Sylvester's 16x16 Hadamard matrix, divided by 4 to be orthogonal, and with random signs of its rows."""
     cpu = torch.device("cpu")  # name the device, because the caller may have set another default device
     matrix = torch.ones(1, 1, dtype=torch.float64, device=cpu)
-    while len(matrix) < RUN_LENGTH:
+    while len(matrix) < ROTATED_RUN_LENGTH:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    is_negated_row = random_bits((RUN_LENGTH, 1), torch.tensor([seed], device=cpu)) >= 1 << (RANDOM_BITS - 1)
-    return torch.where(is_negated_row, -matrix, matrix).div(RUN_LENGTH**0.5).to(device)
+    is_negated_row = random_bits((ROTATED_RUN_LENGTH, 1), torch.tensor([seed], device=cpu)) >= 1 << (
+        ROUNDING_RANDOM_BITS - 1
+    )
+    return torch.where(is_negated_row, -matrix, matrix).div(ROTATED_RUN_LENGTH**0.5).to(device)

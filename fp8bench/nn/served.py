@@ -20,7 +20,7 @@ from fp8bench.protocols import Precision
 
 SERVED_PRECISION = "served"
 OWN = "own"
-CARRIERS = {"fp32": 4, "bf16": 2}
+CARRIER_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class StorageFormat:
         return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.tensor_scale_bytes
 
 
-CARRIER_FORMATS = {name: StorageFormat(8 * size) for name, size in CARRIERS.items()}
-_ROWS_IN_FP8 = StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW)
+CARRIER_FORMATS = {name: StorageFormat(8 * size) for name, size in CARRIER_BYTES.items()}
+_FP8_ROW_STORAGE = StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW)
 _BLOCK_FORMATS = {
     "mxfp4": StorageFormat(4, 1, 32, fmt=E2M1, scaling=MX),
     "nvfp4": StorageFormat(4, 1, 16, 4, E2M1, NVFP4),
@@ -61,22 +61,22 @@ KV_FORMATS: Mapping[str, StorageFormat] = {
     "fp8": StorageFormat(8, fmt=E4M3),
     "fp8-tensor": StorageFormat(8, 4, "all", fmt=E4M3, scaling=TENSOR),
     "fp8-head": StorageFormat(8, 4, "head", fmt=E4M3, scaling=TENSOR),
-    "fp8-token": _ROWS_IN_FP8,
+    "fp8-token": _FP8_ROW_STORAGE,
     **_BLOCK_FORMATS,
 }
 WEIGHT_FORMATS: Mapping[str, StorageFormat] = {
     **CARRIER_FORMATS,
     "int8": StorageFormat(8, 2, "row"),
     "int4": StorageFormat(4, 4, 128),
-    "fp8": _ROWS_IN_FP8,
+    "fp8": _FP8_ROW_STORAGE,
     **_BLOCK_FORMATS,
 }
 # torch's CPU kernels that multiply by int8 or int4 weights. They require bf16 activations.
-CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
+INT_WEIGHT_CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
 INT4_GROUPS = (128, 64, 32)
 
 
-def int4_format(columns: int) -> StorageFormat:
+def make_int4_storage_format(columns: int) -> StorageFormat:
     return StorageFormat(4, 4, next(size for size in INT4_GROUPS if columns % size == 0))
 
 
@@ -100,7 +100,7 @@ class ServedArm:
         return self.weights or self.carrier
 
 
-def choose_arm(params: Scalars, precision: Precision) -> ServedArm:
+def choose_served_arm(params: Scalars, precision: Precision) -> ServedArm:
     """Returns the arm of a case. Its formats come from the case's precision or from the axes `kv` and `weights`.
     Raises UsageError if both specify formats.
     """
@@ -115,8 +115,8 @@ def choose_arm(params: Scalars, precision: Precision) -> ServedArm:
         low_inputs = options["activations"] == "low"
         return ServedArm(str(options["carrier"]), str(options["kv"]), str(options["weights"]), low_inputs)
     carrier = precision.carried_by or precision.name
-    own_weight_format = OWN if precision.carried_by else carrier
-    return ServedArm(carrier, "" if kv == OWN else kv, own_weight_format if weights == OWN else weights)
+    precision_weight_format = OWN if precision.carried_by else carrier
+    return ServedArm(carrier, "" if kv == OWN else kv, precision_weight_format if weights == OWN else weights)
 
 
 def check_served_support(params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -124,46 +124,55 @@ def check_served_support(params: Scalars, precision: Precision, facts: DeviceFac
     decoded before a product.
     """
     try:
-        arm = choose_arm(params, precision)
+        arm = choose_served_arm(params, precision)
         shape = find_served_shape(str(params["size"]))
-        check_groups(shape, arm)
+        check_weight_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
-    if precision.carried_by and str(params["size"]) in USER_SHAPES:
-        return hardware.refused(f"a user's model can be served in {' or '.join(CARRIERS)}, or in a mode of `served`")
+    if precision.carried_by and str(params["size"]) in USER_MODEL_SHAPES:
+        return hardware.refused(
+            f"a user's model can be served in {' or '.join(CARRIER_BYTES)}, or in a mode of `served`"
+        )
     return _check_arm_support(arm, shape, precision, facts)
 
 
 def check_stored_weight_support(precision: Precision, outputs: int, inputs: int, facts: DeviceFacts) -> Support:
-    arm = replace(choose_arm({"kv": OWN, "weights": OWN}, precision), kv="")
+    arm = replace(choose_served_arm({"kv": OWN, "weights": OWN}, precision), kv="")
     shape = ServedShape(0, 0, 1, 1, 1, 1, (("blocks.0.weight", (outputs, inputs)),))
     try:
-        check_groups(shape, arm)
+        check_weight_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
     return _check_arm_support(arm, shape, precision, facts)
 
 
 def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts: DeviceFacts) -> Support:
-    weights = arm.weight_format
+    weight_format_name = arm.weight_format
     # 1. Refuse combinations that do not exist.
-    if arm.carrier not in CARRIERS:
-        return hardware.refused(f"a served model computes in {' or '.join(CARRIERS)}, not in {arm.carrier}")
+    if arm.carrier not in CARRIER_BYTES:
+        return hardware.refused(f"a served model computes in {' or '.join(CARRIER_BYTES)}, not in {arm.carrier}")
     if precision.whole_layers or (precision.name != SERVED_PRECISION and precision.float32_products != "highest"):
         return hardware.refused(f"{precision.mode} has no weights that could be stored: choose another dtype")
-    if weights not in (OWN, arm.carrier) and precision.carried_by:
+    if weight_format_name not in (OWN, arm.carrier) and precision.carried_by:
         return hardware.refused(f"{precision.mode} has its own weight format, so weights={arm.weights} is a conflict")
     # 2. Attention reads only the carrier. So keys and values in a different format must be decoded first.
     if arm.kv_format != arm.carrier:
         return hardware.emulated(f"keys and values in {arm.kv} are decoded before torch's attention")
     # 3. Weights in the carrier dtype need no special kernel.
-    if weights in (OWN, arm.carrier):
+    if weight_format_name in (OWN, arm.carrier):
         return hardware.native("torch's products") if precision.name == SERVED_PRECISION else precision.support(facts)
     # 4. Only on CPUs torch has kernels for encoded weights. The int4 kernel requires a multiple of 16 outputs.
-    native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and weights in CPU_KERNELS
-    if native and not (weights == "int4" and any(outputs % 16 for _, outputs, _ in shape.format_matrices)):
-        return hardware.native(f"torch's {CPU_KERNELS[weights]}")
-    return hardware.emulated(f"weights in {weights} are decoded before each product")
+    is_native = (
+        not facts.accelerated
+        and arm.carrier == "bf16"
+        and not arm.low_inputs
+        and weight_format_name in INT_WEIGHT_CPU_KERNELS
+    )
+    if is_native and not (
+        weight_format_name == "int4" and any(outputs % 16 for _, outputs, _ in shape.format_matrices)
+    ):
+        return hardware.native(f"torch's {INT_WEIGHT_CPU_KERNELS[weight_format_name]}")
+    return hardware.emulated(f"weights in {weight_format_name} are decoded before each product")
 
 
 ROUTER_PATH = "mlp.router"
@@ -181,7 +190,7 @@ def list_weight_shapes(config: GPTConfig) -> WeightShapes:
     up = config.hidden * (2 if config.is_llama_like else 1)
     # Weights at the end of a branch start smaller, as in training.
     gain = (2 * config.layers) ** -0.5
-    input_deviation = width**-0.5
+    input_weight_deviation = width**-0.5
     output_deviation = gain * config.hidden**-0.5
 
     shapes: WeightShapes = {"embedding": ((vocabulary, width), 0.02)}
@@ -191,20 +200,22 @@ def list_weight_shapes(config: GPTConfig) -> WeightShapes:
     for number in range(config.layers):
         block = f"blocks.{number}"
         shapes[f"{block}.norm_attn.weight"] = shapes[f"{block}.norm_mlp.weight"] = ((width,), 0.0)
-        shapes[f"{block}.attn.qkv.weight"] = ((heads, width), input_deviation)
-        shapes[f"{block}.attn.out.weight"] = ((width, width), gain * input_deviation)
+        shapes[f"{block}.attn.qkv.weight"] = ((heads, width), input_weight_deviation)
+        shapes[f"{block}.attn.out.weight"] = ((width, width), gain * input_weight_deviation)
         # the router's scores are of order one: with smaller scores all experts would have nearly equal weights
         if config.experts:
-            shapes[f"{block}.{ROUTER_PATH}"] = ((config.experts, width), input_deviation)
+            shapes[f"{block}.{ROUTER_PATH}"] = ((config.experts, width), input_weight_deviation)
         for part in list_feed_forward_paths(config.experts):
-            is_up_product = part.endswith("up")
+            is_up_projection = part.endswith("up")
             shapes[f"{block}.{part}.weight"] = (
-                ((up, width), input_deviation) if is_up_product else ((width, config.hidden), output_deviation)
+                ((up, width), input_weight_deviation)
+                if is_up_projection
+                else ((width, config.hidden), output_deviation)
             )
     shapes["norm.weight"] = ((width,), 0.0)
     # A tied head is the embedding, which is already listed.
     if not config.tied:
-        shapes["head.weight"] = ((vocabulary, width), input_deviation)
+        shapes["head.weight"] = ((vocabulary, width), input_weight_deviation)
     return shapes
 
 
@@ -233,7 +244,7 @@ class ServedShape:
         return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts else 0.0
 
     @property
-    def active_weights(self) -> float:
+    def active_weight_count(self) -> float:
         """Returns how many of the blocks' weights one token uses, with only `top_k` experts."""
         expert_weights = sum(prod(shape) for name, shape in self.shapes if EXPERTS_PATH in name)
         return self.weights("blocks") - (expert_weights * (1 - self.top_k / self.experts) if self.experts else 0)
@@ -251,11 +262,11 @@ class ServedShape:
                 yield int(name.split(".")[1]), shape[0], shape[1]
 
 
-def check_groups(shape: ServedShape, arm: ServedArm) -> None:
+def check_weight_groups(shape: ServedShape, arm: ServedArm) -> None:
     """Raises UsageError in two cases: the rows of a weight cannot be divided into groups of int4, or the arm's weight
     format applies to no weight.
     """
-    if arm.weight_format not in (OWN, *CARRIERS) and not any(shape.format_matrices):
+    if arm.weight_format not in (OWN, *CARRIER_BYTES) and not any(shape.format_matrices):
         raise UsageError(
             f"weights={arm.weights} has no effect: no linear layer of the model is in a numbered block. Remove it."
         )
@@ -269,12 +280,12 @@ def check_groups(shape: ServedShape, arm: ServedArm) -> None:
 
 # The shapes of users' models, by the names of the functions that make them. Workers report these shapes to this
 # process.
-USER_SHAPES: dict[str, ServedShape] = {}
+USER_MODEL_SHAPES: dict[str, ServedShape] = {}
 
 
 def find_served_shape(size: str) -> ServedShape:
-    if size in USER_SHAPES:
-        return USER_SHAPES[size]
+    if size in USER_MODEL_SHAPES:
+        return USER_MODEL_SHAPES[size]
     if size not in SERVED_SIZES:
         raise UsageError(f"{size!r:.80} is not a served model of fp8bench. Use `fp8bench infer {size:.80}`.")
     return make_served_shape(SERVED_SIZES[size])
@@ -309,28 +320,32 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
     """
     # 1. Count the weights that are read: rows of embedding and positions, block matrices in the arm's format, and
     # others in the carrier dtype.
-    carrier_bytes = CARRIERS[arm.carrier]
-    weights = 0.0
+    carrier_bytes = CARRIER_BYTES[arm.carrier]
+    weight_bytes = 0.0
     read_expert_share = 1.0
     if model.experts:
         read_expert_share = (model.count_chosen_experts(batch) if experts is None else experts) / model.experts
     for name, shape in model.shapes:
-        weight_kind = name.partition(".")[0]
-        if weight_kind == "embedding":
-            weights += batch * shape[-1] * carrier_bytes
-        elif weight_kind == "positions":
-            weights += shape[-1] * carrier_bytes
-        elif weight_kind == "blocks" and len(shape) == 2 and not name.endswith(ROUTER_PATH):
+        first_weight_path_part = name.partition(".")[0]
+        if first_weight_path_part == "embedding":
+            weight_bytes += batch * shape[-1] * carrier_bytes
+        elif first_weight_path_part == "positions":
+            weight_bytes += shape[-1] * carrier_bytes
+        elif first_weight_path_part == "blocks" and len(shape) == 2 and not name.endswith(ROUTER_PATH):
             has_int4_weights = arm.weight_format == "int4"
-            number_format = int4_format(shape[1]) if has_int4_weights else WEIGHT_FORMATS[arm.weight_format]
-            weights += number_format.count_bytes(*shape) * (read_expert_share if EXPERTS_PATH in name else 1)
+            weight_number_format = (
+                make_int4_storage_format(shape[1]) if has_int4_weights else WEIGHT_FORMATS[arm.weight_format]
+            )
+            weight_bytes += weight_number_format.count_bytes(*shape) * (
+                read_expert_share if EXPERTS_PATH in name else 1
+            )
         else:
-            weights += prod(shape) * carrier_bytes
+            weight_bytes += prod(shape) * carrier_bytes
 
     # 2. Count keys and values of the whole context.
     rows = batch * model.key_heads * context
     heads = KV_FORMATS[arm.kv_format].count_bytes(rows, model.head_width, model.key_heads)
-    return StepBytes(round(weights), 2 * model.layers * heads)
+    return StepBytes(round(weight_bytes), 2 * model.layers * heads)
 
 
 def estimate_min_memory(model: ServedShape, batch: int, context: int) -> float:
@@ -345,6 +360,6 @@ def count_forward_flops(model: ServedShape, batch: int, new: int, context: int) 
     """Counts the FLOPs of a forward pass: two for each weight and token, and attention's two products. The head
     counts for one token of each sequence.
     """
-    weight_flops = 2.0 * batch * (new * model.active_weights + model.weights("head"))
-    pairs = new * (context - new) + new * (new + 1) / 2
-    return weight_flops + 4.0 * batch * model.layers * model.heads * model.head_width * pairs
+    weight_flops = 2.0 * batch * (new * model.active_weight_count + model.weights("head"))
+    attended_position_pairs = new * (context - new) + new * (new + 1) / 2
+    return weight_flops + 4.0 * batch * model.layers * model.heads * model.head_width * attended_position_pairs

@@ -16,12 +16,12 @@ from fp8bench.nn.served import (
     WEIGHT_FORMATS,
     ServedArm,
     check_served_support,
-    choose_arm,
+    choose_served_arm,
     count_forward_flops,
     estimate_min_memory,
     find_served_shape,
 )
-from fp8bench.nn.sizes import SERVED_SIZES, gpt_around, gpt_layers
+from fp8bench.nn.sizes import SERVED_SIZES, gpt_layers, make_gpt_surrounding_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of
 
@@ -33,8 +33,8 @@ class ServedWorkload(Workload):
     """Runs a model with a static cache. A step runs the last `new_token_count` tokens of the context, or all tokens if
     `new_token_count` is None.
 
-    `default_sizes` has two default pairs of size and context, one for a CPU and one for a GPU. `context_words` is the
-    help text of the context.
+    `default_sizes` has two default pairs of size and context, one for a CPU and one for a GPU. `context_description` is
+    the help text of the context.
     """
 
     dtypes = ("fp32", "bf16")
@@ -42,10 +42,10 @@ class ServedWorkload(Workload):
     fused = False  # quantisers are not compiled
     batch_axis = "batch"
     default_sizes: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
-    context_words: ClassVar[str]
+    context_description: ClassVar[str]
     new_token_count: ClassVar[int | None] = None
     # Finds the function that makes a user's model, by name.
-    find_maker: Callable[[str], Callable[[], Any]]
+    find_make_function: Callable[[str], Callable[[], Any]]
 
     @abstractmethod
     def precision(self, setup: Setup) -> Precision:
@@ -57,7 +57,7 @@ class ServedWorkload(Workload):
         return (
             Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), _parse_model_name),
             Axis.count("batch", "sequences that are served together", "1", high=1 << 14),
-            Axis.count("context", self.context_words, context, high=1 << 20),
+            Axis.count("context", self.context_description, context, high=1 << 20),
             _make_format_axis("kv", "keys and values", KV_FORMATS),
             _make_format_axis("weights", "its blocks' weights", WEIGHT_FORMATS),
         )
@@ -92,12 +92,12 @@ class ServedWorkload(Workload):
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         """Returns the layers without a matrix product (embeddings, norms). A user's model has none."""
         config = SERVED_SIZES.get(str(params["size"]))
-        return gpt_around(config.layers) if config else ()
+        return make_gpt_surrounding_layers(config.layers) if config else ()
 
     def prepare(self, setup: Setup) -> ServedState:
         from fp8bench.nn.serving import make_served_state
 
-        return make_served_state(setup, *self._served_arguments(setup), self.find_maker)
+        return make_served_state(setup, *self._served_arguments(setup), self.find_make_function)
 
     def step(self, state: ServedState, phase: Phases) -> None:
         state.step(phase)
@@ -105,12 +105,12 @@ class ServedWorkload(Workload):
     def error(self, setup: Setup) -> dict[str, float]:
         from fp8bench.nn.serving import measure_logits_error
 
-        return measure_logits_error(setup, *self._served_arguments(setup), self.find_maker)
+        return measure_logits_error(setup, *self._served_arguments(setup), self.find_make_function)
 
     def _served_arguments(self, setup: Setup) -> tuple[ServedArm, tuple[Layer, ...], int]:
         params = setup.params
         return (
-            choose_arm(params, self.precision(setup)),
+            choose_served_arm(params, self.precision(setup)),
             self.layers(params),
             self.new_token_count or int(params["context"]),
         )

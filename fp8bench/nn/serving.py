@@ -17,10 +17,10 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.experts import summarise_load
 from fp8bench.nn.served import OWN, ServedArm, list_weight_shapes
-from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, make_gpt_surrounding_layers
 from fp8bench.nn.storage import (
     DTYPES,
-    CastWeight,
+    PrecastWeight,
     StoredWeight,
     draw_weights,
     store_weight,
@@ -81,8 +81,8 @@ def make_served_state(
         # If the cache is not static, each step concatenates its tokens to new tensors.
         if params.get("static") == "no" and isinstance(model, Decoder):
             for cache in model.cache:
-                cache.keys.grown_tensor = cache.keys.codes
-                cache.values.grown_tensor = cache.values.codes
+                cache.keys.dynamic_cache_tensor = cache.keys.codes
+                cache.values.dynamic_cache_tensor = cache.values.codes
     # 3. Draw the new tokens, and allocate memory for their logits.
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
@@ -105,13 +105,13 @@ def _make_decoder(
         weight_format = OWN if layer.high else arm.weight_format
         if weight_format in (OWN, *DTYPES) or find_map_key(layer, setup.layers) is not None:
             uses_plain_product = weight_format in DTYPES and weight_format != arm.carrier
-            return CastWeight(
+            return PrecastWeight(
                 weight, PlainArithmetic(DTYPES[weight_format]) if uses_plain_product else setup.layer(layer)
             )
         return store_weight(weight, weight_format, arm.low_inputs)
 
     weights = draw_weights(list_weight_shapes(config), setup.seed, setup.facts.key)
-    around = setup.around(gpt_around(config.layers))
+    around = setup.around(make_gpt_surrounding_layers(config.layers))
     return Decoder(config, weights, store, arm.kv_format, DTYPES[arm.carrier], sizes, around)
 
 

@@ -10,20 +10,20 @@ from typing import ClassVar
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import refused
-from fp8bench.formats.product_rules import grouped_multiple, rows_give_float32
+from fp8bench.formats.product_rules import do_row_scales_give_float32, find_grouped_size_multiple
 from fp8bench.formats.recipe_support import explain_unknown_layout, recipe_on_device, recipe_support
 from fp8bench.formats.recipes import (
     FORMATS_BY_ROLE,
     HOPPER_SUM_BITS,
     SHORT_SUM_BITS,
     Accumulator,
-    Delayed,
+    DelayedScaling,
     Recipe,
     ScaleRounding,
     Scaling,
     Treatment,
 )
-from fp8bench.formats.triton_casts import choose_casts
+from fp8bench.formats.triton_casts import choose_cast_compiler
 from fp8bench.model import DeviceFacts, Level, Scalars, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
@@ -55,7 +55,7 @@ ACCUMULATOR_OPTION = Option(
     "fp32",
     _parse_accumulator,
 )
-CASTS_OPTION = Option(
+CAST_KERNELS_OPTION = Option(
     "casts",
     "triton: on NVIDIA's GPUs by kernels written in Triton, where it is installed; compiled: by torch.compile",
     "triton",
@@ -144,7 +144,7 @@ class RecipePrecision(Precision):
 
     @property
     def tensor_scale(self) -> TensorScale:
-        if not self.recipe.per_tensor or self.whole_layers:
+        if not self.recipe.has_tensor_scales_only or self.whole_layers:
             return TensorScale.NONE
         return TensorScale.DELAYED if self.recipe.delayed else TensorScale.CURRENT
 
@@ -154,7 +154,7 @@ class RecipePrecision(Precision):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        with super().scope(), choose_casts(self.chosen.get("casts") != "compiled"):
+        with super().scope(), choose_cast_compiler(self.chosen.get("casts") != "compiled"):
             yield
 
     def own_support(self, facts: DeviceFacts) -> Support:
@@ -166,8 +166,8 @@ class RecipePrecision(Precision):
         support = self.backend.support(self, facts)
         if support.level is Level.REFUSED:  # no version of the library would help, so suggest no installation
             return support
-        missing_text = self.backend.missing(facts.version_of(self.backend.package))
-        return refused(missing_text) if missing_text else support
+        missing_package_reason = self.backend.missing(facts.version_of(self.backend.package))
+        return refused(missing_package_reason) if missing_package_reason else support
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.backend is not None:
@@ -186,9 +186,9 @@ class RecipePrecision(Precision):
             return f"{self.mode} is emulated inside a library's layers, whose stored tensors cannot be observed"
         return explain_unknown_layout(self.recipe) or self.native(facts)
 
-    def build_recipe(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
+    def build_recipe(self, treatments: Iterable[Treatment], delayed: DelayedScaling | None = None) -> Recipe:
         inputs, weight, gradient = treatments
-        sums = str(self.chosen.get("accumulator", Accumulator.FP32))
+        accumulator_name = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
             inputs,
             weight,
@@ -196,8 +196,8 @@ class RecipePrecision(Precision):
             delayed,
             hadamard=self.chosen.get("hadamard") == "on",
             high_weight_gradient=self.chosen.get("weight-gradient") == "bf16",
-            accumulator=Accumulator.SHORT if sums.isdigit() else Accumulator(sums),
-            accumulator_bits=int(sums) if sums.isdigit() else HOPPER_SUM_BITS,
+            accumulator=Accumulator.SHORT if accumulator_name.isdigit() else Accumulator(accumulator_name),
+            accumulator_bits=int(accumulator_name) if accumulator_name.isdigit() else HOPPER_SUM_BITS,
         )
 
     @property
@@ -214,9 +214,9 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     from fp8bench.nn.block_arithmetic import BlockArithmetic
 
     device_recipe = recipe_on_device(recipe, facts)
-    scaled_arithmetic_class = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
-    arithmetic = (BlockArithmetic if device_recipe.in_blocks else scaled_arithmetic_class)(device_recipe)
-    arithmetic.groups = grouped_multiple(device_recipe.products, facts)
+    scaled_arithmetic_class = WideScaledArithmetic if do_row_scales_give_float32(facts) else ScaledArithmetic
+    arithmetic = (BlockArithmetic if device_recipe.has_block_scaling else scaled_arithmetic_class)(device_recipe)
+    arithmetic.groups = find_grouped_size_multiple(device_recipe.products, facts)
     return arithmetic
 
 
@@ -225,7 +225,7 @@ def get_recipe(precision: Precision) -> Recipe:
     return precision.recipe
 
 
-def refuse_pairing(backend: str, precision: Precision, modes_of_backend: Iterable[str]) -> Support:
+def refuse_backend_pairing(backend: str, precision: Precision, modes_of_backend: Iterable[str]) -> Support:
     modes = list(modes_of_backend)
     nearest = precision.name if precision.name in modes else difflib.get_close_matches(precision.name, modes, 1, 0.0)[0]
     return refused(f"{backend} has no recipe {precision.plain_mode}, only {', '.join(modes)}: the nearest is {nearest}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import GPT
 
 
-def storage_support(precision: Precision, facts: DeviceFacts, without: str) -> Support:
+def find_storage_support(precision: Precision, facts: DeviceFacts, without: str) -> Support:
     """Returns how a device supports storing tensors in this precision. Refuses a precision that changes only products,
     such as TF32. The message includes the text `without`, which names what the case would lack.
     """
@@ -37,7 +37,7 @@ def carrier_bytes(precision: Precision) -> float:
 
 # How many float32 copies of the attention scores a kernel needs if it stores them: in a forward pass without backward,
 # between forward and backward, and additionally during backward.
-SCORE_COPIES_IN_FORWARD = 2.5
+FORWARD_SCORE_COPIES = 2.5
 SCORE_COPIES_KEPT_FOR_BACKWARD = 1.0
 SCORE_COPIES_IN_BACKWARD = 2.2
 
@@ -52,10 +52,10 @@ def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -
     misfit_sizes = sorted(size for size in sizes if size % size_multiple)
     if not misfit_sizes:
         return ""
-    verb_text = "is no multiple" if len(misfit_sizes) == 1 else "are no multiples"
+    verb_phrase = "is no multiple" if len(misfit_sizes) == 1 else "are no multiples"
     return (
         f"in a compiled graph K and N of {precision.name} products must be multiples of {size_multiple}, and weight "
-        f"gradients contract over the tokens, but {', '.join(map(str, misfit_sizes))} {verb_text}: choose "
+        f"gradients contract over the tokens, but {', '.join(map(str, misfit_sizes))} {verb_phrase}: choose "
         "compile=no, or other sizes"
     )
 
@@ -88,22 +88,24 @@ def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
     matrix and multiplied as in linear layers.
     """
     support = precision.support(facts)
-    rounds_values = bool(precision.carried_by) and precision.float32_products == "highest"
+    rounds_before_products = bool(precision.carried_by) and precision.float32_products == "highest"
     recipe = getattr(precision, "recipe", None)
-    if not support.is_native or not rounds_values or (isinstance(recipe, Recipe) and recipe.hadamard):
+    if not support.is_native or not rounds_before_products or (isinstance(recipe, Recipe) and recipe.hadamard):
         return support
     return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
 
 
-def require_fit(
+def refuse_unfit_sizes(
     support: Support, precision: Precision, rows: int, features: Sequence[int], training: bool, sizes_text: str
 ) -> Support:
     """Returns `support`, or a refusal if native products of this precision do not accept a layer's sizes. `sizes_text`
     names the sizes in the message.
     """
     along_k, along_n = precision.multiples
-    sizes_fit = not any(size % along_k or size % along_n for size in features) and not (training and rows % along_k)
-    if sizes_fit or not support.is_native:
+    layer_sizes_fit = not any(size % along_k or size % along_n for size in features) and not (
+        training and rows % along_k
+    )
+    if layer_sizes_fit or not support.is_native:
         return support
     return refused(
         f"native {precision.name} products require K in multiples of {along_k} and N in multiples of {along_n}, and "
@@ -115,20 +117,24 @@ def explain_missing_errors(params: Scalars) -> str:
     """Returns why a case has no numerical errors, or ''. A case has none if its input data are constant. With zeros
     an error would be 0 divided by 0, and ones are exact in every format.
     """
-    kind = VALUES.of(params)
-    has_constant_values = kind in ("ones", "zeros")
-    return f"values={kind} are constant, so a relative error would have no meaning" if has_constant_values else ""
+    value_distribution = VALUES.of(params)
+    has_constant_values = value_distribution in ("ones", "zeros")
+    return (
+        f"values={value_distribution} are constant, so a relative error would have no meaning"
+        if has_constant_values
+        else ""
+    )
 
 
 def make_gpt(workload: Workload, setup: Setup, config: GPTConfig) -> GPT:
     """Makes a GPT from the case's seed, with its layers in the case's arithmetics."""
-    from fp8bench.nn.around import set_around
+    from fp8bench.nn.around import set_surrounding_arithmetics
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.training_step import seed_weights
 
     with seed_weights(setup):
         model = GPT(config, workload.arithmetics(setup), setup.arithmetic.carrier)
-    set_around(model, setup.around(workload.around(setup.params)))
+    set_surrounding_arithmetics(model, setup.around(workload.around(setup.params)))
     return model
 
 
@@ -140,7 +146,7 @@ class TrainingWorkload(Workload):
     layer_kinds: ClassVar[tuple[str, ...]] = ("attn", "mlp", "head")
 
     def load(self, state: Any) -> None:
-        state.loader.load_ahead(state.micro_batches)
+        state.loader.preload_batches(state.micro_batches)
 
     def step(self, state: Any, phase: Phases) -> None:
         state.step(phase)

@@ -26,7 +26,7 @@ class MoeSizes(NamedTuple):
 # The channels of a latent, the side of a DiT's patches, and the number of sines and cosines that encode a time step.
 LATENT_CHANNELS = 4
 PATCH_SIDE = 2
-FREQUENCIES = 256
+TIME_EMBEDDING_FREQUENCIES = 256
 # The width of an attention head, if the model's width is a multiple of it.
 HEAD_WIDTH = 64
 TIME_STEPS = 1000
@@ -110,14 +110,14 @@ class GPTConfig:
 
     @property
     def block_weights(self) -> int:
-        return self._attention_weights + max(1, self.experts) * self._expert_weights + self.experts * self.width
+        return self._attention_weights + max(1, self.experts) * self._count_expert_weights + self.experts * self.width
 
     @property
     def _attention_weights(self) -> int:
         return self.width * (2 * self.width + 2 * self.key_heads * self.head_width)
 
     @property
-    def _expert_weights(self) -> int:
+    def _count_expert_weights(self) -> int:
         return (3 if self.is_llama_like else 2) * self.width * self.hidden
 
     @property
@@ -130,7 +130,7 @@ class GPTConfig:
         of causal attention.
         """
         tokens = sequences * length
-        block = self._attention_weights + (self.top_k if self.experts else 1) * self._expert_weights
+        block = self._attention_weights + (self.top_k if self.experts else 1) * self._count_expert_weights
         linear = 6.0 * tokens * (self.layers * block + self.vocabulary * self.width)
         # Scores, and their product with the values, take 4 T^2 w FLOPs for each sequence in forward and twice that in
         # backward. Half of it is masked.
@@ -153,7 +153,7 @@ def gpt_layers(blocks: int, experts: int = 0) -> tuple[Layer, ...]:
     return (*layers, Layer("head", "head", high=True))
 
 
-CLASSES = 1000
+IMAGE_CLASS_COUNT = 1000
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,21 @@ class VisionSizes:
         block_weights = self.layers * self.blocks.block_weights
         if self.model == "resnet":  # three convolutions in each bottleneck, and the shortcut of the first one
             stage_weights = self.layers * (2 * width * inner_width + 9 * inner_width**2) + inner_width**2
-            stem_product = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner_width
-            return ("stem", *stem_product), ("block", self.stage_side**2, stage_weights), ("head", 1, width * CLASSES)
-        stem_product = self.patches, 3 * self.patch**2 * width
+            stem_rows_and_weights = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner_width
+            return (
+                ("stem", *stem_rows_and_weights),
+                ("block", self.stage_side**2, stage_weights),
+                ("head", 1, width * IMAGE_CLASS_COUNT),
+            )
+        stem_rows_and_weights = self.patches, 3 * self.patch**2 * width
         if self.model == "vit":
-            return ("stem", *stem_product), ("block", self.patches, block_weights), ("head", 1, width * CLASSES)
+            return (
+                ("stem", *stem_rows_and_weights),
+                ("block", self.patches, block_weights),
+                ("head", 1, width * IMAGE_CLASS_COUNT),
+            )
         text_kinds = ("block", self.patches + self.text, block_weights), ("head", self.text, width * self.vocabulary)
-        return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_kinds
+        return ("stem", *stem_rows_and_weights), ("block", self.patches, block_weights + width**2), *text_kinds
 
     def attention_flops(self) -> float:
         """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block with T tokens and
@@ -221,9 +229,9 @@ class VisionSizes:
         """
         if self.model == "resnet":
             return make_surrounding_layers(("norm", *self._list_convolutions("norms.")), "residual", "logits")
-        norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
+        norms = [layer.name for layer in make_gpt_surrounding_layers(self.layers) if layer.kind == "norm"]
         image_norm_names = [f"image.{name}" for name in norms] if self.model == "two-input" else []
-        return make_surrounding_layers((*image_norm_names, *norms), *_KIND_BY_PART)
+        return make_surrounding_layers((*image_norm_names, *norms), *_LAYER_KIND_BY_PART)
 
     def low_layers(self) -> tuple[str, ...]:
         if self.model == "resnet":
@@ -241,19 +249,19 @@ class VisionSizes:
         return tuple(paths)
 
 
-_KIND_BY_PART = {"embedding": "embed", "residual": "residual", "logits": "logits"}
+_LAYER_KIND_BY_PART = {"embedding": "embed", "residual": "residual", "logits": "logits"}
 
 
 def make_surrounding_layers(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
-    names_and_kinds = (*((part, _KIND_BY_PART[part]) for part in parts), *((name, "norm") for name in norms))
-    return tuple(Layer(name, kind, product=False) for name, kind in names_and_kinds)
+    name_kind_pairs = (*((part, _LAYER_KIND_BY_PART[part]) for part in parts), *((name, "norm") for name in norms))
+    return tuple(Layer(name, layer_kind, product=False) for name, layer_kind in name_kind_pairs)
 
 
 def around(norms: Iterable[str]) -> tuple[Layer, ...]:
-    return make_surrounding_layers((*norms, "norm"), *_KIND_BY_PART)
+    return make_surrounding_layers((*norms, "norm"), *_LAYER_KIND_BY_PART)
 
 
-def gpt_around(blocks: int) -> tuple[Layer, ...]:
+def make_gpt_surrounding_layers(blocks: int) -> tuple[Layer, ...]:
     norms: list[str] = []
     for block in range(blocks):
         norms += (f"blocks.{block}.norm_attn", f"blocks.{block}.norm_mlp")
@@ -292,12 +300,12 @@ SERVED_SIZES = {
 
 
 # Maps a layer's name to its output features and input features.
-LayerFeatures = dict[str, tuple[int, int]]
+FeaturesByLayer = dict[str, tuple[int, int]]
 
 
 def list_block_features(
     width: int, hidden: int, heads: int, key_heads: int = 0, head: int = 0, gated: bool = True
-) -> LayerFeatures:
+) -> FeaturesByLayer:
     """Returns the layers of a decoder's block. Attention has one product for queries, keys and values, and gate and
     up are one product too.
 
@@ -314,7 +322,7 @@ def list_block_features(
 
 
 # These sizes are from the models' published configurations.
-MODELS: dict[str, LayerFeatures] = {
+MODELS: dict[str, FeaturesByLayer] = {
     "gpt2": list_block_features(768, 3072, 12, gated=False),
     "gpt3-175b": list_block_features(12288, 49152, 96, gated=False),
     "llama3-8b": list_block_features(4096, 14336, 32, 8),
@@ -342,7 +350,7 @@ OUTPUT_LAYERS: dict[str, tuple[int, int]] = {
 }
 # The keys of a model's sizes. The first three are required.
 _SIZE_KEYS = ("hidden", "ffn", "heads", "kv", "head", "tokens")
-_LARGEST_SIZE = 1 << 18
+_MAX_MODEL_SIZE_VALUE = 1 << 18
 
 
 class ModelProducts(NamedTuple):
@@ -350,7 +358,7 @@ class ModelProducts(NamedTuple):
     it.
     """
 
-    features: LayerFeatures
+    features: FeaturesByLayer
     tokens: int | None = None
 
 
@@ -365,8 +373,8 @@ def parse_model_products(text: str) -> ModelProducts:
             raise ValueError(
                 f"{word!r} is not a size: use each of {', '.join(f'{size}:N' for size in _SIZE_KEYS)} at most once"
             )
-        if not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _LARGEST_SIZE):
-            raise ValueError(f"expected {name}: and a number from 1 to {_LARGEST_SIZE}, not {word!r}")
+        if not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _MAX_MODEL_SIZE_VALUE):
+            raise ValueError(f"expected {name}: and a number from 1 to {_MAX_MODEL_SIZE_VALUE}, not {word!r}")
         sizes[name] = int(digits)
     if missing := [name for name in _SIZE_KEYS[:3] if name not in sizes]:
         raise ValueError(f"a model's sizes need {missing[0]}:N, as in hidden:4096/ffn:14336/heads:32/kv:8")
@@ -405,20 +413,20 @@ def models() -> tuple[str, ...]:
     return (*MODELS, *SIZES)
 
 
-def list_model_features(model: str) -> LayerFeatures:
+def list_model_features(model: str) -> FeaturesByLayer:
     if model in SIZES:
         return list_features(SIZES[model])
     return {**MODELS[model], "head": OUTPUT_LAYERS[model]}
 
 
-def default_tokens(model: str) -> int:
+def get_default_token_count(model: str) -> int:
     """Returns the number of tokens in a step, which are the rows of its activations. For a model of SIZES that is its
     batch times its sequence. For other models it is the default of the suite gemm on a GPU.
     """
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
 
-def list_features(config: GPTConfig) -> LayerFeatures:
+def list_features(config: GPTConfig) -> FeaturesByLayer:
     layers = list_block_features(
         config.width, config.hidden, config.heads, config.key_heads, gated=config.is_llama_like
     )
@@ -427,11 +435,11 @@ def list_features(config: GPTConfig) -> LayerFeatures:
 
 
 # The small model whose tensors are captured. It is trained until its loss is well below that of guessing.
-TRAINED_SIZE = "nano"
-TRAINED_BATCH = 4
+CAPTURED_MODEL_SIZE = "nano"
+CAPTURED_MODEL_BATCH = 4
 TRAINING_STEPS = 40
 # The number of last steps whose tensors are captured. Delayed scales need several steps.
-CAPTURED_STEPS = 8
+CAPTURED_STEP_COUNT = 8
 
 
 @dataclass(frozen=True)
@@ -446,8 +454,8 @@ class CapturedTensor:
 
 
 def _list_captured_tensors() -> dict[str, CapturedTensor]:
-    config = SIZES[TRAINED_SIZE]
-    tokens = TRAINED_BATCH * config.sequence
+    config = SIZES[CAPTURED_MODEL_SIZE]
+    tokens = CAPTURED_MODEL_BATCH * config.sequence
     block = f"blocks.{config.layers - 1}"
     # For each kind, capture a layer with a typical input: for attention the input after a norm, and for feed-forward
     # the input after the activation.
@@ -457,10 +465,10 @@ def _list_captured_tensors() -> dict[str, CapturedTensor]:
         ("head", "head", config.width, config.vocabulary),
     )
     captured_tensors = {}
-    for kind, name, inputs, outputs in layers:
-        sides = {Role.INPUT: (tokens, inputs), Role.WEIGHT: (outputs, inputs), Role.GRADIENT: (tokens, outputs)}
-        for role, (rows, columns) in sides.items():
-            captured_tensors[f"{kind}-{role}"] = CapturedTensor(kind, name, role, rows, columns)
+    for layer_kind, name, inputs, outputs in layers:
+        shape_by_role = {Role.INPUT: (tokens, inputs), Role.WEIGHT: (outputs, inputs), Role.GRADIENT: (tokens, outputs)}
+        for role, (rows, columns) in shape_by_role.items():
+            captured_tensors[f"{layer_kind}-{role}"] = CapturedTensor(layer_kind, name, role, rows, columns)
     return captured_tensors
 
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8bench.formats.blocks import block_elements, nvfp4_tensor_scale
-from fp8bench.formats.codes import decode, encode, pack, unpack
+from fp8bench.formats.codes import decode, encode, pack_codes, unpack_codes
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.recipes import count_blocks
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.nn.linear import cast_marker
-from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, StorageFormat, WeightShapes, int4_format
+from fp8bench.nn.linear import choose_cast_marker
+from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, StorageFormat, WeightShapes, make_int4_storage_format
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -43,13 +43,13 @@ class BlockEncoder:
         blocks = padded_rows.reshape(-1, self.block)
         (block_values,), scales, _ = block_elements([blocks], E2M1, self.scaling, self.tensor_scale)
         elements = block_values.view(padded_rows.shape)[..., :columns]
-        codes = pack(encode(elements.contiguous(), E2M1), E2M1)
+        codes = pack_codes(encode(elements.contiguous(), E2M1), E2M1)
         assert self.scaling.scale is not None
         return codes, encode(scales, self.scaling.scale).view(*x.shape[:-1], -1)
 
     def decode_rows(self, codes: Tensor, scales: Tensor, columns: int) -> Tensor:
         assert self.scaling.scale is not None
-        elements = decode(unpack(codes, E2M1, columns).contiguous(), E2M1)
+        elements = decode(unpack_codes(codes, E2M1, columns).contiguous(), E2M1)
         decoded_scales = decode(scales.contiguous(), self.scaling.scale)
         values = elements * decoded_scales.repeat_interleave(self.block, -1)[..., :columns]
         return values if self.tensor_scale is None else values * self.tensor_scale
@@ -76,11 +76,12 @@ class CachedHeads:
     format requires. They do not change afterwards, so larger values saturate. Scales of tokens and of blocks are
     computed for each token and stored with it.
 
-    If `grown_tensor` is set, the cache is dynamic instead of static. Each `write` then makes a new `grown_tensor`: all
-    previous positions, which it copies from `codes`, and the new ones. It does not change `codes`.
+    If `dynamic_cache_tensor` is set, the cache is dynamic instead of static. Each `write` then makes a new
+    `dynamic_cache_tensor`: all previous positions, which it copies from `codes`, and the new ones. It does not change
+    `codes`.
     """
 
-    grown_tensor: Tensor | None = None
+    dynamic_cache_tensor: Tensor | None = None
 
     def __init__(self, name: str, shape: tuple[int, int, int, int], carrier: torch.dtype, device: str) -> None:
         self.number_format = KV_FORMATS.get(name, StorageFormat(64))  # only fp64 is not in KV_FORMATS
@@ -117,9 +118,9 @@ class CachedHeads:
 
     def write(self, x: Tensor, at: int) -> None:
         positions = slice(at, at + x.shape[2])
-        if self.grown_tensor is not None:
+        if self.dynamic_cache_tensor is not None:
             # Each step starts from the same `codes`, and not from the tensor of the previous step.
-            self.grown_tensor = torch.cat((self.codes[:, :, :at], x), 2)
+            self.dynamic_cache_tensor = torch.cat((self.codes[:, :, :at], x), 2)
         elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, positions], self.scales[:, :, positions] = self.blocks.encode_rows(x)
@@ -140,7 +141,7 @@ class CachedHeads:
         """Returns the first `end` positions in the model's dtype (the carrier), without a copy if they are stored in
         it.
         """
-        codes = self.codes[:, :, :end] if self.grown_tensor is None else self.grown_tensor
+        codes = self.codes[:, :, :end] if self.dynamic_cache_tensor is None else self.dynamic_cache_tensor
         if self.blocks is not None:
             assert self.scales is not None
             return self.blocks.decode_rows(codes, self.scales[:, :, :end], self.width).to(self.carrier)
@@ -156,11 +157,11 @@ class CachedHeads:
         total_bytes = self.codes[:, :, :end].nbytes
         if self.scales is not None:
             total_bytes += self.scales[:, :, :end].nbytes
-        outer_scale = self.scale if self.blocks is None else self.blocks.tensor_scale
-        return total_bytes if outer_scale is None else total_bytes + outer_scale.nbytes
+        tensor_scale = self.scale if self.blocks is None else self.blocks.tensor_scale
+        return total_bytes if tensor_scale is None else total_bytes + tensor_scale.nbytes
 
 
-class CastWeight:
+class PrecastWeight:
     """A weight that is cast once by `arithmetic`, which defines how a precision casts and multiplies. Inputs are cast
     in each step.
     """
@@ -172,7 +173,11 @@ class CastWeight:
     def multiply(self, x: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.arithmetic
         # If the inputs already have the dtype of a plain arithmetic, as usual, no cast is timed.
-        with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else cast_marker(arithmetic, phase):
+        with (
+            nullcontext()
+            if arithmetic.plain and x.dtype is arithmetic.carrier
+            else choose_cast_marker(arithmetic, phase)
+        ):
             operand = arithmetic.cast(x.to(arithmetic.carrier), Role.INPUT)
         with phase.gemm:
             return arithmetic.product(operand, self.operand, arithmetic.carrier).to(x.dtype)
@@ -195,7 +200,7 @@ class IntegerWeight:
         self.name = name
         self.low_inputs = low_inputs
         # The number of consecutive columns that share a scale.
-        self.group = inputs if name == "int8" else int(int4_format(inputs).scale_sharing)
+        self.group = inputs if name == "int8" else int(make_int4_storage_format(inputs).scale_sharing)
         largest = 127 if name == "int8" else 7
         groups = weight.float().view(outputs, -1, self.group)
         self.scales = (groups.abs().amax(-1, keepdim=True) / largest).clamp(min=2.0**-100).to(torch.bfloat16)
@@ -243,7 +248,7 @@ class IntegerWeight:
         return [self.codes, self.scales, *([self.zeros] if self.name == "int4" else [])]
 
 
-class FloatWeight:
+class DecodedFloatWeight:
     """A weight in fp8 with a scale for each row, MXFP4 or NVFP4. It is decoded before each product: the results are
     right, but the speed is not that of the format. With `low_inputs`, inputs are rounded to the same format.
     """
@@ -285,11 +290,11 @@ class FloatWeight:
 
 
 # A layer's stored weight. `multiply` multiplies inputs (tokens, features) in the carrier by it.
-StoredWeight = CastWeight | IntegerWeight | FloatWeight
+StoredWeight = PrecastWeight | IntegerWeight | DecodedFloatWeight
 
 
 def store_weight(weight: Tensor, name: str, low_inputs: bool) -> StoredWeight:
-    return (IntegerWeight if name in ("int8", "int4") else FloatWeight)(weight.contiguous(), name, low_inputs)
+    return (IntegerWeight if name in ("int8", "int4") else DecodedFloatWeight)(weight.contiguous(), name, low_inputs)
 
 
 def draw_cached_values(
@@ -301,12 +306,12 @@ def draw_cached_values(
     The numbers resemble those of a trained model: in keys, every 16th channel is four times larger.
     """
     *leading_sides, positions, width = shape
-    positions_per_piece = min(positions, 4096)
-    for at in range(0, positions, positions_per_piece or 1):
-        values = torch.randn(*leading_sides, positions_per_piece, width, generator=generator, device=generator.device)
+    positions_per_draw = min(positions, 4096)
+    for begin_position in range(0, positions, positions_per_draw or 1):
+        values = torch.randn(*leading_sides, positions_per_draw, width, generator=generator, device=generator.device)
         if are_keys:
             values[..., ::16] *= 4
-        yield at, values[:, :, : positions - at]
+        yield begin_position, values[:, :, : positions - begin_position]
 
 
 def draw_weights(shapes: WeightShapes, seed: int, device: str) -> Callable[[str], Tensor]:
@@ -314,13 +319,13 @@ def draw_weights(shapes: WeightShapes, seed: int, device: str) -> Callable[[str]
     into memory in fp32.
     """
     # Each weight has its own generator. So its numbers do not depend on which weights were drawn before.
-    weight_index_by_name = {name: place for place, name in enumerate(shapes)}
+    index_by_weight_name = {name: place for place, name in enumerate(shapes)}
 
     def weight(name: str) -> Tensor:
         shape, deviation = shapes[name]
         if not deviation:
             return torch.ones(shape, device=device)
-        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + weight_index_by_name[name])
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + index_by_weight_name[name])
         return torch.randn(shape, generator=generator, device=device).mul_(deviation)
 
     return weight

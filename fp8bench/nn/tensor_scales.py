@@ -14,32 +14,32 @@ from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.matrix_codes import DelayedCodes
-from fp8bench.formats.native_codes import current_scale, delayed_codes, delayed_scale
-from fp8bench.formats.recipes import Delayed, Recipe, ScaleRounding, Treatment
+from fp8bench.formats.matrix_codes import DelayedScaleCodes
+from fp8bench.formats.native_codes import compute_current_scale, delayed_codes, delayed_scale
+from fp8bench.formats.recipes import DelayedScaling, Recipe, ScaleRounding, Treatment
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.numerics.tensor_error import Factors, ScaleCourse, compute_factors, follow_scale
+from fp8bench.numerics.tensor_error import BlockFactors, DelayedScaleFigures, compute_factors, measure_scale_course
 from fp8bench.protocols import Precision, Role, ScaleBook
 from fp8bench.protocols.arithmetic import ScaleState
 
 
-class ScalePair(NamedTuple):
+class ScaleAndInverse(NamedTuple):
     """A tensor's scale and its inverse, both float32 scalars on the tensor's device."""
 
     scale: Tensor
-    inverse: Tensor
+    inverse_scale: Tensor
 
 
-class NextScale(Protocol):
+class ScaleSource(Protocol):
     """A source of scales for casts. The scale may depend on earlier tensors, or on other ranks' tensors."""
 
-    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
         """Returns the scale for a cast of `x`. With `repeat` it returns the last scale again. `amax` is the largest
         magnitude of `x`, if the caller has it.
         """
 
     @property
-    def last_pair(self) -> ScalePair | None:
+    def last_pair(self) -> ScaleAndInverse | None:
         """Returns the scale of the last cast, or None before the first cast."""
 
 
@@ -55,32 +55,34 @@ class DelayedScale:
     # Whether the scale depends only on tensors of this rank. If so, the cast can find the largest magnitude by itself.
     is_local: ClassVar[bool] = True
 
-    def __init__(self, delayed: Delayed, fmt: Format) -> None:
+    def __init__(self, delayed: DelayedScaling, fmt: Format) -> None:
         self._delayed = delayed
         self._fmt = fmt
         self._casts: Tensor | None = None
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
-        self.last_pair: ScalePair | None = None
+        self.last_pair: ScaleAndInverse | None = None
 
-    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
         """Returns the scale for a cast of `x` and records its largest magnitude. With `repeat`, for a recomputed
         block, it returns the previous scale and records nothing.
         """
         if repeat and self.last_pair is not None:
             return self.last_pair
         amax = largest_magnitude(x) if amax is None else amax
-        self.last_pair = ScalePair(*delayed_scale(amax, *self._get_scale_state(x.device), self._fmt, self._delayed))
+        self.last_pair = ScaleAndInverse(
+            *delayed_scale(amax, *self._get_scale_state(x.device), self._fmt, self._delayed)
+        )
         return self.last_pair
 
-    def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedCodes | None:
+    def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedScaleCodes | None:
         """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. Returns None if one pass is
         impossible: the scale depends on other ranks, or `repeat` asks for the previous scale.
         """
         if not self.is_local or (repeat and self.last_pair is not None):
             return None
         cast = delayed_codes(x, *self._get_scale_state(x.device), self._fmt, self._delayed, both)
-        self.last_pair = ScalePair(cast.scale, cast.inverse)
+        self.last_pair = ScaleAndInverse(cast.scale, cast.inverse_scale)
         return cast
 
     def _get_scale_state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,14 +142,14 @@ class StaticScale:
         self._fmt = fmt
         self._rounding = rounding
         self._amax: Tensor | None = None
-        self._scale: ScalePair | None = None
+        self._scale: ScaleAndInverse | None = None
         self._renewals: Tensor | None = None
         self._recorded_amax: Tensor | None = None
-        self._used_scale: ScalePair | None = None
+        self._used_scale: ScaleAndInverse | None = None
         if found_amax is not None:
             self._set_scale_from_amax(torch.full((), found_amax, dtype=torch.float32))
 
-    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
         # A recomputed block gets the same scale again, so that both casts give the same codes.
         if repeat and self._used_scale is not None:
             return self._used_scale
@@ -158,7 +160,7 @@ class StaticScale:
             self._recorded_amax = (
                 finite_amax if self._recorded_amax is None else torch.maximum(self._recorded_amax, finite_amax)
             )
-            self._used_scale = ScalePair(*current_scale(amax, self._fmt, self._rounding))
+            self._used_scale = ScaleAndInverse(*compute_current_scale(amax, self._fmt, self._rounding))
             return self._used_scale
         # Otherwise use the static scale. If it does not exist yet, make it from the recorded magnitude or from this
         # tensor.
@@ -177,7 +179,7 @@ class StaticScale:
         return self._scale
 
     @property
-    def last_pair(self) -> ScalePair | None:
+    def last_pair(self) -> ScaleAndInverse | None:
         return self._used_scale or self._scale
 
     def memory(self) -> dict[str, Tensor]:
@@ -225,9 +227,9 @@ class StaticScale:
         if host_decides_renewal and amax <= largest_unsaturated_magnitude:
             return
         saturated_count = torch.count_nonzero(x.detach().to(torch.float32).abs() > largest_unsaturated_magnitude)
-        saturates_too_much = saturated_count > bound * x.numel()
-        if not host_decides_renewal or saturates_too_much:
-            self._renew_scale(amax, saturates_too_much)
+        is_saturation_above_bound = saturated_count > bound * x.numel()
+        if not host_decides_renewal or is_saturation_above_bound:
+            self._renew_scale(amax, is_saturation_above_bound)
 
     def _renew_scale(self, amax: Tensor, is_due: Tensor) -> None:
         assert self._amax is not None and self._scale is not None and self._renewals is not None
@@ -242,39 +244,41 @@ class StaticScale:
         return float_factor(amax, self._fmt, self._rounding)
 
 
-def _make_scale_pair(scale: Tensor) -> ScalePair:
-    return ScalePair(scale, scale.reciprocal())
+def _make_scale_pair(scale: Tensor) -> ScaleAndInverse:
+    return ScaleAndInverse(scale, scale.reciprocal())
 
 
 @dataclass(frozen=True)
-class RecipeView:
+class TensorRecipeView:
     """How a recipe casts one tensor: the element format, the scale factors (None if unknown), and how a delayed scale
     followed earlier tensors.
     """
 
     fmt: Format | None = None
-    factors: Factors | None = None
-    course: ScaleCourse | None = None
+    factors: BlockFactors | None = None
+    scale_course: DelayedScaleFigures | None = None
 
 
-def make_recipe_view(precision: Precision, role: Role, x: Tensor, earlier: Sequence[Tensor] = ()) -> RecipeView:
+def make_recipe_view(precision: Precision, role: Role, x: Tensor, earlier: Sequence[Tensor] = ()) -> TensorRecipeView:
     """Returns the format and the scale with which a precision would cast `x`, after casts of the tensors `earlier` in
     previous steps (newest first). For a precision without a recipe, returns only a format.
     """
     recipe = getattr(precision, "recipe", None)
     # A format without a recipe has no scale.
     if not isinstance(recipe, Recipe):
-        return RecipeView(FORMATS.get(precision.name))
+        return TensorRecipeView(FORMATS.get(precision.name))
     treatment = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))[role]
     if recipe.delayed is None:
-        return RecipeView(treatment.fmt, compute_factors(x, treatment.fmt, treatment.scaling))
+        return TensorRecipeView(treatment.fmt, compute_factors(x, treatment.fmt, treatment.scaling))
     steps = [*reversed(earlier), x]
     memory = DelayedScale(recipe.delayed, treatment.fmt)
     scales = [memory.next(step) for step in steps]
     # The first step's scale is the initial 1, so it is not shown.
-    compared_steps = slice(1, None) if earlier else slice(None)
-    amaxes = [float(step.abs().max()) for step in steps[compared_steps]]
-    scale_course = follow_scale([float(pair.scale) for pair in scales[compared_steps]], amaxes, treatment.fmt)
-    return RecipeView(
+    compared_step_slice = slice(1, None) if earlier else slice(None)
+    amaxes = [float(step.abs().max()) for step in steps[compared_step_slice]]
+    scale_course = measure_scale_course(
+        [float(pair.scale) for pair in scales[compared_step_slice]], amaxes, treatment.fmt
+    )
+    return TensorRecipeView(
         treatment.fmt, compute_factors(x, treatment.fmt, treatment.scaling, scales[-1].scale), scale_course
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import LanguageModel
-from fp8bench.nn.linear import ChooseArithmetic, Linear, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, Linear, number_layer_parts
 from fp8bench.nn.parts import FeedForward, Norm
 from fp8bench.nn.sizes import CONTEXT_TOKENS, LINE_TOKENS, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
@@ -28,11 +28,11 @@ class WindowMLP(LanguageModel):
         super().__init__(config, carrier, dropout)
         self.window = Linear(CONTEXT_TOKENS * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
-        choose_by_block = number_parts(choose, "blocks", config.layers)
-        self.norms = nn.ModuleList(Norm(config.width, config.is_llama_like) for _ in choose_by_block)
+        arithmetic_choosers = number_layer_parts(choose, "blocks", config.layers)
+        self.norms = nn.ModuleList(Norm(config.width, config.is_llama_like) for _ in arithmetic_choosers)
         self.blocks = nn.ModuleList(
             FeedForward(config.width, config.hidden, config.is_llama_like, gain, choose_in_block)
-            for choose_in_block in choose_by_block
+            for choose_in_block in arithmetic_choosers
         )
         self.norm = Norm(config.width, config.is_llama_like)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
@@ -85,8 +85,10 @@ class TextCNN(LanguageModel):
 
     def __init__(self, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__(config, carrier, dropout)
-        choose_by_block = number_parts(choose, "blocks", config.layers)
-        self.blocks = nn.ModuleList(CausalBlock(config.width, choose_in_block) for choose_in_block in choose_by_block)
+        arithmetic_choosers = number_layer_parts(choose, "blocks", config.layers)
+        self.blocks = nn.ModuleList(
+            CausalBlock(config.width, choose_in_block) for choose_in_block in arithmetic_choosers
+        )
         self.norm = Norm(config.width, config.is_llama_like)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 

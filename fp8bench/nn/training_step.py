@@ -27,12 +27,12 @@ class Loader(Protocol):
     def next(self) -> tuple[Any, Tensor]:
         """Returns the inputs and targets of a batch on the device."""
 
-    def load_ahead(self, batches: int) -> None:
+    def preload_batches(self, batches: int) -> None:
         """Loads this many batches and replaces those that were loaded before. `next` then returns them in turn."""
 
 
 # The distance between the seeds of two draws of the weights. A CPU generator has seeds of 32 bits.
-_DRAW_SEED_STRIDE = 0x9E3779B9
+_WEIGHT_DRAW_SEED_STRIDE = 0x9E3779B9
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def seed_weights(setup: Setup) -> Iterator[None]:
     gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.
     with torch.random.fork_rng(gpu_indices, device_type=setup.facts.kind), torch.device(setup.facts.key):
-        torch.manual_seed((setup.seed + setup.draw * _DRAW_SEED_STRIDE) % (1 << 32))
+        torch.manual_seed((setup.seed + setup.draw * _WEIGHT_DRAW_SEED_STRIDE) % (1 << 32))
         yield
 
 
@@ -110,21 +110,21 @@ class TrainingState:
     def losses(self, steps: int) -> list[float]:
         """Runs training steps and returns the mean loss of each. It stops after the first loss that is not finite."""
         original_forward = self.forward
-        step_losses: list[Tensor] = []
+        forward_pass_losses: list[Tensor] = []
         losses: list[float] = []
 
         # Wrap `forward` to record the losses, so that the timed step needs no code for them.
         def forward(tokens: Any, targets: Tensor, phase: Phases) -> Tensor:
             loss = original_forward(tokens, targets, phase)
-            step_losses.append(loss.detach())
+            forward_pass_losses.append(loss.detach())
             return loss
 
         self.forward = forward
         # Stop at a loss that is not finite, because later losses are not finite either.
         while len(losses) < steps and all(map(math.isfinite, losses[-1:])):
             self.step(SilentPhases())
-            losses.append(sum(map(float, step_losses)) / len(step_losses))
-            step_losses.clear()
+            losses.append(sum(map(float, forward_pass_losses)) / len(forward_pass_losses))
+            forward_pass_losses.clear()
         self.forward = original_forward
         return losses
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.nn.block import Block
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.linear import Linear, cast_marker, linear
+from fp8bench.nn.linear import Linear, choose_cast_marker, linear
 from fp8bench.nn.parts import FeedForward
 from fp8bench.protocols import Phases
 
@@ -40,8 +40,8 @@ GELU_SLOPE = 0.675
 GATED_DEVIATION = 0.596
 GATED_SLOPE = 0.606
 # The initial standard deviations of a GPT's embeddings and positions.
-_EMBEDDING_DEVIATION = 0.02
-_POSITION_DEVIATION = 0.01
+_INITIAL_EMBEDDING_DEVIATION = 0.02
+_POSITION_EMBEDDING_DEVIATION = 0.01
 _NORM_EPSILON = 1e-5
 
 
@@ -77,7 +77,7 @@ class LossGradient:
 
 
 @dataclass
-class UnitWeight:
+class UnitScaledNormWeight:
     """Returns a norm's weight unchanged. In backward it turns the scaled gradient of the weight into the true one."""
 
     gradient_factor: float
@@ -88,7 +88,7 @@ class UnitWeight:
 
 
 @dataclass
-class UnitProduct:
+class UnitScaledProduct:
     """Computes the unit-scaled product of a linear layer. `deviation` is the initial standard deviation of its
     weight.
     """
@@ -99,30 +99,30 @@ class UnitProduct:
 
     def __call__(self, layer: Linear, x: Tensor, phase: Phases) -> Tensor:
         outputs, inputs = layer.weight.shape
-        root_of_inputs = math.sqrt(inputs)
-        total_gradient_factor = self.gradient_factor * root_of_inputs * self.loss.factor
+        sqrt_of_input_count = math.sqrt(inputs)
+        total_gradient_factor = self.gradient_factor * sqrt_of_input_count * self.loss.factor
         # With `operands`, the product uses the weight that was cast earlier, so this weight needs no factor.
         weight_scale = 1.0 if layer.operands is not None else layer.weight_factor
         # Time this multiplication as part of the weight's cast, as if the cast were done once for all micro-batches.
-        with cast_marker(layer.arithmetic, phase):
+        with choose_cast_marker(layer.arithmetic, phase):
             weight = rescale(layer.weight, weight_scale, 1 / (self.deviation * total_gradient_factor))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
-        return rescale(y, 1 / root_of_inputs, 1.0)
+        return rescale(y, 1 / sqrt_of_input_count, 1.0)
 
 
-def scale_layer(layer: Linear, gain: float, gradient_factor: float, loss: LossGradient) -> float:
+def make_layer_unit_scaled(layer: Linear, gain: float, gradient_factor: float, loss: LossGradient) -> float:
     """Makes a linear layer unit-scaled. Returns the ratio of the input gradient that the layer then computes to the
     true input gradient.
     """
     outputs, inputs = layer.weight.shape
     deviation = gain / math.sqrt(inputs)
-    layer.unit_scaling = UnitProduct(deviation, gradient_factor, loss)
+    layer.unit_scaling = UnitScaledProduct(deviation, gradient_factor, loss)
     layer.weight_factor = 1 / deviation
     return gradient_factor * math.sqrt(inputs / outputs)
 
 
 @dataclass
-class UnitFeedForward:
+class UnitScaledFeedForward:
     """The forward pass of a unit-scaled feed-forward part. `deviation` is the activation's standard deviation and
     `slope` the root mean square of its slope, for Gaussian inputs. `input_factors` and `output_factors` multiply the
     part's input and output: one factor in forward, one in backward.
@@ -141,25 +141,27 @@ class UnitFeedForward:
 
 def scale_feed_forward(feed_forward: FeedForward, gain: float, gradient_factor: float, loss: LossGradient) -> float:
     feed_forward.unit_scaling = unit = (
-        UnitFeedForward(GATED_DEVIATION, GATED_SLOPE)
+        UnitScaledFeedForward(GATED_DEVIATION, GATED_SLOPE)
         if feed_forward.gated
-        else UnitFeedForward(GELU_DEVIATION, GELU_SLOPE)
+        else UnitScaledFeedForward(GELU_DEVIATION, GELU_SLOPE)
     )
-    hidden_gradient_factor = scale_layer(feed_forward.down, gain, gradient_factor, loss) * unit.deviation / unit.slope
-    return scale_layer(feed_forward.up, 1.0, hidden_gradient_factor, loss)
+    hidden_gradient_factor = (
+        make_layer_unit_scaled(feed_forward.down, gain, gradient_factor, loss) * unit.deviation / unit.slope
+    )
+    return make_layer_unit_scaled(feed_forward.up, 1.0, hidden_gradient_factor, loss)
 
 
 @dataclass(frozen=True)
-class UnitCore:
+class UnitScaledAttention:
     """Divides the result of an attention core by its standard deviation. The gradients of queries, keys and values
     are divided by the same number.
     """
 
-    inner_core: Callable[[Tensor, Tensor, Tensor], Tensor]
+    inner_attention_core: Callable[[Tensor, Tensor, Tensor], Tensor]
     deviation: float
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner_core(q, k, v) * (1 / self.deviation)
+        return self.inner_attention_core(q, k, v) * (1 / self.deviation)
 
 
 def compute_attention_deviation(tokens: int) -> float:
@@ -169,7 +171,7 @@ def compute_attention_deviation(tokens: int) -> float:
     return math.sqrt(sum(1 / (1 + position / math.e) for position in range(tokens)) / tokens)
 
 
-class UnitSum(NamedTuple):
+class ResidualSumFactors(NamedTuple):
     """The factors of a residual sum in a unit-scaled block: of the residual stream (`skip`), of the branch's output,
     and of the gradient of the branch's input (`backward`).
     """
@@ -180,11 +182,11 @@ class UnitSum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UnitResidual:
+class UnitScaledResidual:
     """The forward pass of a unit-scaled block. `attn` and `mlp` have the factors of its two residual sums."""
 
-    attn: UnitSum
-    mlp: UnitSum
+    attn: ResidualSumFactors
+    mlp: ResidualSumFactors
 
     def __call__(self, block: Block, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         change = block.attn(block.norm_attn(rescale(x, 1.0, self.attn.backward)), phase, rotation)
@@ -194,7 +196,7 @@ class UnitResidual:
 
 
 @dataclass
-class UnitStream:
+class EmbeddingLogitScaling:
     """Scales a model's embedding and logits, and their gradients. `gain` is the factor of the logits."""
 
     deviation: float
@@ -219,9 +221,9 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
     if type(model) is FeedForward:
         # A feed-forward part alone is assumed to have inputs and output gradients with a standard deviation of 1.
         deviation = GATED_DEVIATION if model.gated else GELU_DEVIATION
-        factor = scale_feed_forward(model, 1.0, 1 / deviation, LossGradient(2))
-        assert isinstance(model.unit_scaling, UnitFeedForward)
-        model.unit_scaling.input_factors = (1.0, 1 / factor)
+        feed_forward_factor = scale_feed_forward(model, 1.0, 1 / deviation, LossGradient(2))
+        assert isinstance(model.unit_scaling, UnitScaledFeedForward)
+        model.unit_scaling.input_factors = (1.0, 1 / feed_forward_factor)
         model.unit_scaling.output_factors = (deviation, 1.0)
     elif type(model) is GPT and all(type(block.mlp) is FeedForward for block in model.blocks):
         _scale_gpt_to_unit(model, tokens)
@@ -236,18 +238,22 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
 def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
     # 1. Scale the head. The initial weights of a tied head have the standard deviation of the embedding.
     loss = LossGradient(model.head.weight.shape[0])
-    head_gain = (
-        _EMBEDDING_DEVIATION * math.sqrt(model.embedding.shape[1]) if model.head.weight is model.embedding else 1.0
+    output_head_gain = (
+        _INITIAL_EMBEDDING_DEVIATION * math.sqrt(model.embedding.shape[1])
+        if model.head.weight is model.embedding
+        else 1.0
     )
-    gradient_factor = scale_layer(model.head, head_gain, 1 / head_gain, loss)
+    gradient_factor = make_layer_unit_scaled(model.head, output_head_gain, 1 / output_head_gain, loss)
 
     # 2. Scale both branches of each block. Each branch makes the stream's deviation larger. `stream_deviation` is the
     # deviation before the next branch.
     gain = 1 / math.sqrt(2 * len(model.blocks))
-    initial_stream_deviation = (
-        _EMBEDDING_DEVIATION if model.positions is None else math.hypot(_EMBEDDING_DEVIATION, _POSITION_DEVIATION)
+    initial_residual_deviation = (
+        _INITIAL_EMBEDDING_DEVIATION
+        if model.positions is None
+        else math.hypot(_INITIAL_EMBEDDING_DEVIATION, _POSITION_EMBEDDING_DEVIATION)
     )
-    residual_stream_deviation = initial_stream_deviation
+    residual_stream_deviation = initial_residual_deviation
     attention_deviation = compute_attention_deviation(tokens)
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
@@ -256,22 +262,25 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
         for norm, deviation in ((block.norm_attn, attention_deviation), (block.norm_mlp, feed_forward_deviation)):
             next_residual_stream_deviation = math.hypot(residual_stream_deviation, gain * deviation)
             skip = residual_stream_deviation / next_residual_stream_deviation
-            branch_coefficient = gain * deviation / next_residual_stream_deviation
-            branch_gradient_factor = gradient_factor / branch_coefficient
+            branch_output_factor = gain * deviation / next_residual_stream_deviation
+            branch_gradient_factor = gradient_factor / branch_output_factor
             if norm is block.norm_mlp:
                 branch_gradient_factor = scale_feed_forward(block.mlp, gain, branch_gradient_factor, loss)
             else:
-                branch_gradient_factor = scale_layer(
-                    block.attn.qkv, 1.0, scale_layer(block.attn.out, gain, branch_gradient_factor, loss), loss
+                branch_gradient_factor = make_layer_unit_scaled(
+                    block.attn.qkv,
+                    1.0,
+                    make_layer_unit_scaled(block.attn.out, gain, branch_gradient_factor, loss),
+                    loss,
                 )
-            norm.unit_scaling = UnitWeight(branch_gradient_factor, loss)
+            norm.unit_scaling = UnitScaledNormWeight(branch_gradient_factor, loss)
             norm.epsilon = _NORM_EPSILON / residual_stream_deviation**2
-            sums.append(UnitSum(skip, branch_coefficient, gradient_factor / branch_gradient_factor))
+            sums.append(ResidualSumFactors(skip, branch_output_factor, gradient_factor / branch_gradient_factor))
             residual_stream_deviation = next_residual_stream_deviation
-        block.attn.core = UnitCore(block.attn.core, attention_deviation)
-        block.unit_scaling = UnitResidual(*sums)
+        block.attn.core = UnitScaledAttention(block.attn.core, attention_deviation)
+        block.unit_scaling = UnitScaledResidual(*sums)
 
     # 3. Scale the last norm, the embedding and the logits.
-    model.norm.unit_scaling = UnitWeight(gradient_factor, loss)
+    model.norm.unit_scaling = UnitScaledNormWeight(gradient_factor, loss)
     model.norm.epsilon = _NORM_EPSILON / residual_stream_deviation**2
-    model.unit_scaling = UnitStream(initial_stream_deviation, gradient_factor, loss, head_gain)
+    model.unit_scaling = EmbeddingLogitScaling(initial_residual_deviation, gradient_factor, loss, output_head_gain)

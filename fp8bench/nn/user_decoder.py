@@ -38,7 +38,7 @@ from fp8bench.nn.storage import (
 )
 from fp8bench.protocols import Phases, SilentPhases
 
-_DEFAULT_POSITIONS = 1 << 20
+_DEFAULT_POSITION_COUNT = 1 << 20
 _CHECKED_TOKEN_COUNT = 8
 _LOGITS_TOLERANCE = 1e-3
 
@@ -137,7 +137,7 @@ class UserDecoder:
         self.vocabulary = self._start_cache(sizes[0])
         self.stored_weights: dict[str, StoredWeight] = {}
         self._store_weights(arm)
-        self._store_keys(arm)
+        self._store_attention_keys(arm)
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
         # 1. Set the position in the cache: Hugging Face's layers store it in a tensor, StaticKeys in a number.
@@ -240,7 +240,7 @@ class UserDecoder:
 
         return product
 
-    def _store_keys(self, arm: ServedArm) -> None:
+    def _store_attention_keys(self, arm: ServedArm) -> None:
         self.heads: list[tuple[CachedHeads, CachedHeads]] = []
         for layer in self.cache.layers:
             keys = CachedHeads(arm.kv_format, (*layer.keys.shape,), self.carrier, self.device)
@@ -266,11 +266,11 @@ class UserDecoder:
         for layer, pair in zip(self.cache.layers, self.heads, strict=True):
             for heads, tensor in zip(pair, (layer.keys, layer.values), strict=True):
                 shape = (*tensor.shape[:2], end, tensor.shape[3])
-                for at, drawn in draw_cached_values(shape, generator, tensor is layer.keys):
-                    if at == 0:
+                for begin_position, drawn in draw_cached_values(shape, generator, tensor is layer.keys):
+                    if begin_position == 0:
                         heads.calibrate(drawn)
                     heads.write(drawn.to(self.carrier), 0)
-                    tensor[:, :, at : at + drawn.shape[2]] = heads.read(drawn.shape[2])
+                    tensor[:, :, begin_position : begin_position + drawn.shape[2]] = heads.read(drawn.shape[2])
 
     def weight_bytes(self) -> int:
         replaced_weight_ids = {
@@ -309,7 +309,7 @@ def find_linear_weights(name: str, model: nn.Module) -> tuple[ProductWeight, ...
 
 
 def count_token_positions(model: nn.Module) -> int:
-    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _DEFAULT_POSITIONS)
+    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _DEFAULT_POSITION_COUNT)
 
 
 class QueryHeads(TorchFunctionMode):
@@ -340,7 +340,8 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
         with QueryHeads() as query:
             prompt_logits = user_decoder.forward(tokens, 0, SilentPhases(), every=True)
         logits_by_token = [
-            user_decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKEN_COUNT)
+            user_decoder.forward(tokens[:, position : position + 1], position, SilentPhases())
+            for position in range(_CHECKED_TOKEN_COUNT)
         ]
     # 1. Refuse NaN, because comparisons with NaN always fail.
     if bool(prompt_logits.isnan().any()):
@@ -362,13 +363,13 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
     keys = user_decoder.cache.layers[0].keys
     layers = len(user_decoder.cache.layers)
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or query.heads or keys.shape[1]
-    shapes = tuple(_list_shapes(model, user_decoder))
+    shapes = tuple(_list_weight_shapes(model, user_decoder))
     return ServedShape(
         user_decoder.vocabulary, count_token_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes
     )
 
 
-def _list_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[str, tuple[int, ...]]]:
+def _list_weight_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[str, tuple[int, ...]]]:
     """Lists the shapes of a model's parameters, under the names by which `step_bytes` counts their bytes. If the head
     is tied to the embedding, its weight is listed under both names.
     """

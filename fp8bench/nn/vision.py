@@ -1,6 +1,6 @@
 """Batches of images, states of image models, and checks of a step's memory layouts and batch norms.
 
-All convolutions of a model keep images in the model's memory layout, which `find_fault` checks.
+All convolutions of a model keep images in the model's memory layout, which `find_step_fault` checks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, apply_layout
 from fp8bench.nn.image_models import ImageModel, ModelInputs
 from fp8bench.nn.linear import cast_once
-from fp8bench.nn.sizes import CLASSES, VisionSizes
+from fp8bench.nn.sizes import IMAGE_CLASS_COUNT, VisionSizes
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Phases, SilentPhases
 
 # The number of batches in the host's pool.
-POOL_BATCHES = 4
+IMAGE_POOL_BATCHES = 4
 # Means and standard deviations of the colour bytes of ImageNet's images.
 COLOUR_AVERAGES = (123.675, 116.28, 103.53)
 COLOUR_DEVIATIONS = (58.395, 57.12, 57.375)
@@ -47,11 +47,11 @@ class ImageLoader:
 
         # 1. Draw the batches.
         generator = torch.Generator("cpu").manual_seed(seed)
-        sides = (POOL_BATCHES, batch, sizes.image, sizes.image, 3)
-        images = torch.randint(256, sides, generator=generator, dtype=torch.uint8, device="cpu")
-        value_count, length = (sizes.vocabulary, (sizes.text + 1,)) if self._has_text else (CLASSES, ())
+        pool_shape = (IMAGE_POOL_BATCHES, batch, sizes.image, sizes.image, 3)
+        images = torch.randint(256, pool_shape, generator=generator, dtype=torch.uint8, device="cpu")
+        value_count, length = (sizes.vocabulary, (sizes.text + 1,)) if self._has_text else (IMAGE_CLASS_COUNT, ())
         labels = torch.randint(
-            value_count, (POOL_BATCHES, batch, *length), generator=generator, dtype=torch.int64, device="cpu"
+            value_count, (IMAGE_POOL_BATCHES, batch, *length), generator=generator, dtype=torch.int64, device="cpu"
         )
 
         # 2. Pin their memory, so that copies to the device are fast.
@@ -65,14 +65,14 @@ class ImageLoader:
         self._loaded_cycle: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def next(self) -> tuple[ModelInputs, Tensor]:
-        images, labels = next(self._loaded_cycle) if self._loaded else self._copy_next_to_device()
+        images, labels = next(self._loaded_cycle) if self._loaded else self._copy_next_batch_to_device()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
         images = apply_layout(images.permute(0, 3, 1, 2), self._layout)
         return ((images, labels[:, :-1]), labels[:, 1:]) if self._has_text else ((images,), labels)
 
-    def load_ahead(self, batches: int) -> None:
+    def preload_batches(self, batches: int) -> None:
         for index in range(batches):
-            images, labels = self._copy_next_to_device()
+            images, labels = self._copy_next_batch_to_device()
             if index == len(self._loaded):
                 # on a CPU, `to` copies nothing, so copy the pool's tensors here
                 self._loaded.append((images.clone(), labels.clone()))
@@ -80,7 +80,7 @@ class ImageLoader:
             self._loaded[index][1].copy_(labels)
         self._loaded_cycle = cycle(self._loaded)
 
-    def _copy_next_to_device(self) -> tuple[Tensor, Tensor]:
+    def _copy_next_batch_to_device(self) -> tuple[Tensor, Tensor]:
         images, labels = next(self._pool)
         return images.to(self._device, non_blocking=self._pin), labels.to(self._device, non_blocking=self._pin)
 
@@ -108,11 +108,11 @@ def make_inference_state(model: ImageModel, loader: ImageLoader) -> InferenceSta
     return InferenceState(model.eval(), loader)
 
 
-def compute_outcome(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
+def compute_batch_results(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
     """Returns the loss and the gradients of one training batch, or the logits of one inference batch. With `settles`
     the batch runs twice, because the first pass only makes the scales of the second one.
     """
-    state.loader.load_ahead(1)  # if the batch runs twice, both passes must read the same one
+    state.loader.preload_batches(1)  # if the batch runs twice, both passes must read the same one
     if settles:
         _run_pass(state)
     return _run_pass(state)
@@ -128,7 +128,7 @@ def _run_pass(state: TrainingState | InferenceState) -> tuple[Tensor, list[Tenso
     return loss.detach(), [gradient / state.loss_scale for gradient in gradients]
 
 
-def find_fault(state: TrainingState | InferenceState) -> str:
+def find_step_fault(state: TrainingState | InferenceState) -> str:
     """Runs a step and returns a sentence about its fault, or ''. A fault is an image in the wrong memory layout, or a
     batch norm in the wrong mode.
 
@@ -142,26 +142,26 @@ def find_fault(state: TrainingState | InferenceState) -> str:
     for name, norm in state.model.named_modules():
         if isinstance(norm, BatchNorm) and norm.running_mean is not None:
             norms[name] = norm, norm.running_mean.clone()
-    memory_layout_watch = _LayoutWatch(convolutions[0].layout)
+    output_layout_watch = _MemoryLayoutWatch(convolutions[0].layout)
     watched_layers = [*convolutions, *(norm for norm, _ in norms.values())]
-    hooks = [layer.register_forward_hook(memory_layout_watch.check_layer) for layer in watched_layers]
+    hooks = [layer.register_forward_hook(output_layout_watch.check_layer) for layer in watched_layers]
 
     # 2. Run the step.
-    with memory_layout_watch:
+    with output_layout_watch:
         state.step(SilentPhases())
     for hook in hooks:
         hook.remove()
 
     # 3. Check layouts and statistics.
-    if memory_layout_watch.fault and all(layer.arithmetic.plain for layer in convolutions):
-        return memory_layout_watch.fault
+    if output_layout_watch.fault and all(layer.arithmetic.plain for layer in convolutions):
+        return output_layout_watch.fault
     for name, (norm, mean) in norms.items():
         if torch.equal(norm.running_mean, mean) == training:  # type: ignore[arg-type]
             return f"batch norm {name} uses {'its running statistics' if training else 'the batch'} in this pass"
     return ""
 
 
-class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
+class _MemoryLayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """Checks the memory layout of images at the inputs and outputs of convolutions and norms, and inside convolution
     operators.
     """

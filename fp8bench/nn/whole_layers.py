@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8bench.formats.native_codes import casts_in_one_call
 from fp8bench.model import LayerScale
-from fp8bench.nn.linear import Linear, cast_both_ways
+from fp8bench.nn.linear import Linear, cast_weight_both_ways
 from fp8bench.nn.tensor_scales import largest_magnitudes
 from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
@@ -41,7 +41,7 @@ class LibraryLayer(NamedTuple):
 BuildLayer = Callable[[nn.Parameter], LibraryLayer]
 
 
-class LibraryArithmetic(Arithmetic):
+class LibraryLayerArithmetic(Arithmetic):
     """An arithmetic that uses a library's layers. `whole` makes a layer from an fp32 weight, and `fuse` a layer with
     several products. A model's forward pass must run inside the context `around`, unless it is None.
     """
@@ -125,7 +125,7 @@ class LibraryArithmetic(Arithmetic):
 
 
 @dataclass(eq=False)
-class SingleProducts(Arithmetic):
+class SeparateProductArithmetic(Arithmetic):
     """An arithmetic that calls a library's casts and products separately. The data of its operands are tensors of the
     library.
 
@@ -160,7 +160,7 @@ def wrap_model_forward(model: nn.Module) -> None:
         (
             arithmetic.around
             for arithmetic in arithmetics
-            if isinstance(arithmetic, LibraryArithmetic) and arithmetic.around
+            if isinstance(arithmetic, LibraryLayerArithmetic) and arithmetic.around
         ),
         None,
     )
@@ -185,7 +185,7 @@ class CachedWeights:
         linear = [module for module in model.modules() if isinstance(module, Linear)]
         self._layers = [layer for layer in linear if layer.arithmetic.casts]
         self._library_arithmetics = [
-            layer.arithmetic for layer in linear if isinstance(layer.arithmetic, LibraryArithmetic)
+            layer.arithmetic for layer in linear if isinstance(layer.arithmetic, LibraryLayerArithmetic)
         ]
 
     @contextmanager
@@ -220,4 +220,4 @@ class CachedWeights:
         )
         for layer in self._layers:
             weight = layer.weight if layer.unit_scaling is None else layer.weight * layer.weight_factor
-            layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))
+            layer.operands = cast_weight_both_ways(layer.arithmetic, weight, amaxes.get(layer))

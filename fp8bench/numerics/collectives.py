@@ -24,11 +24,11 @@ from torch import Tensor
 from fp8bench.numerics.rank_programs import (
     AllGather,
     AllToAll,
+    AllToAllRows,
     BroadcastFromFirst,
+    ExchangeProgram,
     MaximumOverRanks,
-    PendingExchange,
-    Program,
-    RowsToRanks,
+    PendingRankProgram,
     SentBytes,
     ShiftToNextRank,
     run_on_this_rank,
@@ -42,7 +42,7 @@ FP8_MEAN_METHODS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_
 # The values of option `scaling`: how the scale keeps a sum over ranks within the format. With 'pre', ranks divide their
 # values by the number of ranks before the cast. With 'post', they divide the sum. With 'ms_amp' and 'fp8lm_auto', they
 # multiply the values by the factor of MS-AMP or FP8-LM before the cast.
-PRE_SCALING = "pre"
+PRE_SUM_SCALING = "pre"
 POST_SCALING = "post"
 MS_AMP_SCALING = "ms_amp"
 FP8LM_SCALING = "fp8lm_auto"
@@ -93,11 +93,11 @@ def compute_largest_scale(amax: Tensor) -> Tensor:
     Returns NaN if `amax` is not finite: E4M3 has no infinity, and replacing it by 448 would hide an overflow.
     """
     scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / amax)))
-    valid_scale = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
-    return torch.where(torch.isfinite(amax), valid_scale, torch.full_like(scale, math.nan))
+    finite_scale_or_one = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
+    return torch.where(torch.isfinite(amax), finite_scale_or_one, torch.full_like(scale, math.nan))
 
 
-def _compute_shared_scale(amax: Tensor) -> Program[Tensor]:
+def _compute_shared_scale(amax: Tensor) -> ExchangeProgram[Tensor]:
     """Returns the scale for the largest magnitude on any rank. A NaN on a rank counts as infinity, because maxima over
     ranks may lose it.
     """
@@ -110,10 +110,12 @@ def get_overflow_factor(scaling: str, size: int, auto_scale: AutoScale) -> float
     """Returns a factor for the scale that makes an overflow of the sum over ranks less likely."""
     if scaling == FP8LM_SCALING:
         return auto_scale.mu
-    return {PRE_SCALING: 1 / size, POST_SCALING: 1.0, MS_AMP_SCALING: 1 / math.sqrt(size)}[scaling]
+    return {PRE_SUM_SCALING: 1 / size, POST_SCALING: 1.0, MS_AMP_SCALING: 1 / math.sqrt(size)}[scaling]
 
 
-def scale_for_cast(values: Tensor, scaling: str, size: int, auto_scale: AutoScale) -> Program[tuple[Tensor, Tensor]]:
+def scale_for_cast(
+    values: Tensor, scaling: str, size: int, auto_scale: AutoScale
+) -> ExchangeProgram[tuple[Tensor, Tensor]]:
     """Returns the scaled values, and the scale that all ranks use.
 
     The scale comes from the largest magnitude on any rank. In FP8-LM, however, each rank first rounds its values to FP8
@@ -132,7 +134,7 @@ def scale_for_cast(values: Tensor, scaling: str, size: int, auto_scale: AutoScal
 
 def compute_fp8_mean(
     method: str, values: Tensor, scaling: str, rank: int, size: int, auto_scale: AutoScale, whole_vector: bool = True
-) -> Program[ReducedVector]:
+) -> ExchangeProgram[ReducedVector]:
     """Returns the mean of a vector over all ranks. Without `whole_vector`, returns only this rank's part of the mean.
 
     The length of the vector must be a multiple of the number of ranks.
@@ -161,16 +163,16 @@ def compute_fp8_mean(
     if scaling == FP8LM_SCALING:
         # Ranks have different codes if each has only a part of the vector, and with `fp8_twoshot`. The maximum over
         # ranks gives all of them the same mu.
-        saturated_part_share = compute_saturated_share(mean_vector.codes).reshape(1)
+        saturated_mean_share = compute_saturated_share(mean_vector.codes).reshape(1)
         auto_scale.update(
-            saturated_part_share
+            saturated_mean_share
             if whole_vector and method != TWOSHOT
-            else (yield MaximumOverRanks(saturated_part_share))
+            else (yield MaximumOverRanks(saturated_mean_share))
         )
     return mean_vector
 
 
-def gather_parts(part: Tensor) -> Program[ReducedVector]:
+def gather_parts(part: Tensor) -> ExchangeProgram[ReducedVector]:
     scale_of_rank = compute_largest_scale(part.abs().amax().reshape(1))
     codes = yield AllGather(encode_e4m3(part * scale_of_rank))
     scales = yield AllGather(scale_of_rank)
@@ -180,21 +182,21 @@ def gather_parts(part: Tensor) -> Program[ReducedVector]:
 
 class RankTensors(NamedTuple):
     """How the tensors that one rank owns are concatenated to a vector. `lengths` has the number of elements of each
-    tensor. Each tensor has its own scale. `max_tensor_count` is the largest number of tensors that any rank owns. Ranks
-    pad their scales to this number, because all ranks must send equally many scales.
+    tensor. Each tensor has its own scale. `max_tensors_per_rank` is the largest number of tensors that any rank owns.
+    Ranks pad their scales to this number, because all ranks must send equally many scales.
     """
 
     lengths: Sequence[int]
-    max_tensor_count: int
+    max_tensors_per_rank: int
 
     @property
     def size(self) -> int:
         return sum(self.lengths)
 
     def amax(self, values: Tensor) -> Tensor:
-        """Returns the largest magnitude of each tensor in a vector, padded with zeros up to `max_tensor_count`."""
+        """Returns the largest magnitude of each tensor in a vector, padded with zeros up to `max_tensors_per_rank`."""
         amaxes = torch.stack([owned_tensor.abs().amax() for owned_tensor in torch.split(values, list(self.lengths))])
-        return torch.nn.functional.pad(amaxes, (0, self.max_tensor_count - len(self.lengths)))
+        return torch.nn.functional.pad(amaxes, (0, self.max_tensors_per_rank - len(self.lengths)))
 
     def iterate_tensors(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor with its scale. Callers scale one tensor at a time, without a vector that repeats the
@@ -213,13 +215,13 @@ class RankTensors(NamedTuple):
         )
 
 
-def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> Program[Tensor]:
+def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> ExchangeProgram[Tensor]:
     """Sends `part`, the vector of this rank's tensors, to all ranks, as codes with one scale for each tensor. Returns
     the tensors of all ranks as one vector, in rank order. `tensors_by_rank` has one entry for each rank.
     """
     scales_of_rank = compute_largest_scale(tensors_by_rank[rank].amax(part))
     codes_of_rank = tensors_by_rank[rank].encode_tensors(part, scales_of_rank)
-    codes = yield RowsToRanks(
+    codes = yield AllToAllRows(
         codes_of_rank.repeat(len(tensors_by_rank)),
         rank,
         sent_lengths=[len(codes_of_rank)] * len(tensors_by_rank),
@@ -234,7 +236,7 @@ def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensor
     )
 
 
-def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> Program[Tensor]:
+def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> ExchangeProgram[Tensor]:
     """Returns the mean over all ranks of each tensor that this rank owns. Ranks send codes, and all ranks use the
     same scale for a tensor.
 
@@ -250,44 +252,44 @@ def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTen
             for rank_tensors, row, row_scales in zip(tensors_by_rank, rows, scales, strict=True)
         ]
     )
-    received_codes = yield RowsToRanks(
+    received_codes = yield AllToAllRows(
         codes, rank, sent_lengths=sizes, received_lengths=[sizes[rank]] * len(tensors_by_rank)
     )
-    total_values = _sum_in_rank_order([decode_e4m3(row) for row in received_codes])
+    summed_values = _sum_in_rank_order([decode_e4m3(row) for row in received_codes])
     return torch.cat(
         [
             owned_tensor / (scale * len(tensors_by_rank))
-            for owned_tensor, scale in tensors_by_rank[rank].iterate_tensors(total_values, scales[rank])
+            for owned_tensor, scale in tensors_by_rank[rank].iterate_tensors(summed_values, scales[rank])
         ]
     )
 
 
-def exchange_parts(values: Tensor, size: int) -> Program[ReducedVector]:
+def exchange_parts(values: Tensor, size: int) -> ExchangeProgram[ReducedVector]:
     scale = compute_largest_scale(values.abs().amax().reshape(1))
     codes = yield AllToAll(encode_e4m3(values * scale).reshape(size, -1))
     scales = yield AllToAll(scale.repeat(size, 1))
     return ReducedVector((decode_e4m3(codes) / scales).reshape(-1), codes)
 
 
-def broadcast_from_first(values: Tensor) -> Program[ReducedVector]:
+def broadcast_from_first(values: Tensor) -> ExchangeProgram[ReducedVector]:
     scale = compute_largest_scale(values.abs().amax().reshape(1))
     codes = yield BroadcastFromFirst(encode_e4m3(values * scale))
     scale = yield BroadcastFromFirst(scale)
     return ReducedVector(decode_e4m3(codes) / scale, codes)
 
 
-def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Program[Tensor]:
+def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> ExchangeProgram[Tensor]:
     """Returns the sum of a vector over ranks as codes: of all parts of the vector, or of this rank's part.
 
     Part k starts at the rank after rank k, is rounded to E4M3 at every hop, and ends at rank k.
     """
-    codes_by_part = encode_e4m3(values).reshape(size, -1)
-    partial_sum_codes = codes_by_part[rank - 1]
+    codes_of_vector_parts = encode_e4m3(values).reshape(size, -1)
+    partial_sum_codes = codes_of_vector_parts[rank - 1]
     for hop in range(1, size):
         received_sum_codes = yield ShiftToNextRank(partial_sum_codes)
-        received_part_index = rank - 1 - hop  # a negative index counts from the last part
+        index_of_received_part = rank - 1 - hop  # a negative index counts from the last part
         partial_sum_codes = encode_e4m3(
-            decode_e4m3(received_sum_codes) + decode_e4m3(codes_by_part[received_part_index])
+            decode_e4m3(received_sum_codes) + decode_e4m3(codes_of_vector_parts[index_of_received_part])
         )
     if not all_parts:
         return partial_sum_codes
@@ -307,7 +309,7 @@ def compute_saturated_share(codes: Tensor) -> Tensor:
     return ((codes & 0x7F) == _LARGEST_CODE).float().mean()
 
 
-def compute_flushed_share(values: Tensor, scaling: str, size: int, auto_scale: AutoScale) -> Program[Tensor]:
+def compute_flushed_share(values: Tensor, scaling: str, size: int, auto_scale: AutoScale) -> ExchangeProgram[Tensor]:
     scaled_values, _ = yield from scale_for_cast(values, scaling, size, auto_scale)
     is_flushed_to_zero = (decode_e4m3(encode_e4m3(scaled_values)) == 0) & (values != 0)
     return is_flushed_to_zero.float().mean()
@@ -370,7 +372,7 @@ class PlainCollective:
         with communicating:
             return self._start_collective(payload, size, False)[1]
 
-    def start_async(self, payload: Tensor, size: int) -> Any:
+    def start_async_exchange(self, payload: Tensor, size: int) -> Any:
         return self._start_collective(payload, size, True)[0]
 
     def _start_collective(self, payload: Tensor, size: int, asynchronous: bool) -> tuple[Any, Tensor]:
@@ -411,7 +413,7 @@ class FP8Collective:
     scaling: str = ""
     auto_scale: AutoScale = field(default_factory=AutoScale)
 
-    def program(self, values: Tensor, rank: int, size: int) -> Program[ReducedVector]:
+    def program(self, values: Tensor, rank: int, size: int) -> ExchangeProgram[ReducedVector]:
         match self.collective:
             case "all_gather":
                 return gather_parts(values.chunk(size)[0])
@@ -431,7 +433,7 @@ class FP8Collective:
         """
         return run_on_this_rank(self.program(values, rank, size), counted, around)
 
-    def start_async(self, values: Tensor, rank: int, size: int) -> PendingExchange[ReducedVector]:
+    def start_async_exchange(self, values: Tensor, rank: int, size: int) -> PendingRankProgram[ReducedVector]:
         return start_program(self.program(values, rank, size))
 
     def simulate_ranks(self, sources: Sequence[Tensor]) -> list[ReducedVector]:
@@ -448,7 +450,7 @@ class FP8Collective:
         return simulate(collective_programs)
 
 
-def check_mean_of_ones(kind: PlainCollective | FP8Collective, count: int, rank: int, size: int, device: str) -> None:
+def check_collective_mean(kind: PlainCollective | FP8Collective, count: int, rank: int, size: int, device: str) -> None:
     """Checks that the collective `kind` computes the right mean of ones. It is called before anything is timed, because
     some backends treat a dtype that they do not know as integers, and add those.
 

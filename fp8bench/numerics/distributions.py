@@ -21,11 +21,11 @@ DEGREES_OF_FREEDOM = 3
 CHANNELS_PER_OUTLIER = 128
 OUTLIER_FACTOR = 50.0
 # Gradients' magnitudes are log-normal: their median, and the standard deviation of their natural logarithm.
-GRADIENT_MEDIAN = 1e-4
+MEDIAN_GRADIENT_MAGNITUDE = 1e-4
 GRADIENT_DEVIATION = 2.0
 
 
-def seeded_generator(device: str, seed: int) -> torch.Generator:
+def make_seeded_generator(device: str, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
@@ -35,8 +35,8 @@ def draw_gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 def draw_student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     normal, *normals = (draw_gaussian(shape, generator) for _ in range(1 + DEGREES_OF_FREEDOM))
-    squares = torch.stack(normals).square_().sum(0)
-    return normal.div_(squares.div_(DEGREES_OF_FREEDOM).sqrt_())
+    sum_of_squares = torch.stack(normals).square_().sum(0)
+    return normal.div_(sum_of_squares.div_(DEGREES_OF_FREEDOM).sqrt_())
 
 
 def draw_outlier_channels(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -51,8 +51,14 @@ def draw_outlier_channels(shape: tuple[int, int], generator: torch.Generator) ->
 
 
 def draw_log_normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    signs = draw_gaussian(shape, generator).sign_()
-    return draw_gaussian(shape, generator).mul_(GRADIENT_DEVIATION).exp_().mul_(GRADIENT_MEDIAN).mul_(signs)
+    random_signs = draw_gaussian(shape, generator).sign_()
+    return (
+        draw_gaussian(shape, generator)
+        .mul_(GRADIENT_DEVIATION)
+        .exp_()
+        .mul_(MEDIAN_GRADIENT_MAGNITUDE)
+        .mul_(random_signs)
+    )
 
 
 DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
@@ -66,8 +72,8 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] =
 # Ranges of the powers of ten by which matrices and their rows are scaled. Layers of a network differ by orders of
 # magnitude, as do the rows of one layer. With equal magnitudes, one scale per tensor would look better than it is in
 # training.
-_TENSOR_EXPONENTS = (-6.0, -2.0)
-_ROW_EXPONENTS = (-1.5, 1.5)
+_TENSOR_SCALE_EXPONENT_RANGE = (-6.0, -2.0)
+_ROW_SCALE_EXPONENTS = (-1.5, 1.5)
 
 
 class GradientSource:
@@ -91,7 +97,7 @@ class GradientSource:
         generator = self._generator
         tensor, row = (
             torch.rand(count, generator=generator, device=generator.device) * (high - low) + low
-            for count, (low, high) in ((1, _TENSOR_EXPONENTS), (rows, _ROW_EXPONENTS))
+            for count, (low, high) in ((1, _TENSOR_SCALE_EXPONENT_RANGE), (rows, _ROW_SCALE_EXPONENTS))
         )
         return torch.pow(10.0, tensor + row).unsqueeze(1)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 TILE_ELEMENTS = 1 << 20
 
 
-def as_rows(x: Tensor) -> Tensor:
+def view_as_rows(x: Tensor) -> Tensor:
     """Returns `x` without gradient, as rows of its last dimension. A scalar becomes one row with one element."""
     width = x.shape[-1] if x.dim() else 1
     return x.detach().reshape(x.numel() // width if width else 0, width)
@@ -79,8 +79,8 @@ def compute_vanished_share(values: Sequence[Tensor], references: Sequence[Tensor
 
 def _sum_squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
     _check_shapes(value, reference)
-    rows = as_rows(value)
-    reference_rows = as_rows(reference)
+    rows = view_as_rows(value)
+    reference_rows = view_as_rows(reference)
     error_square_sum = reference_square_sum = torch.zeros((), dtype=torch.float64, device=reference.device)
     for tile in iterate_tiles(*reference_rows.shape):
         exact = reference_rows[tile].to(torch.float64)

@@ -17,7 +17,7 @@ from fp8bench.formats.grids import Format
 
 # For each operator, its arguments that are multiplied with each other. Operators of attention are found by their
 # prefix. While gradients are on, torch decomposes some operators (linear, matmul) before `__torch_dispatch__`.
-_FIRST_TWO_ARGUMENTS = slice(0, 2)
+_FIRST_TWO_ARGUMENT_SLICE = slice(0, 2)
 _SECOND_AND_THIRD_ARGUMENTS = slice(1, 3)
 _ATTENTION_PREFIX = "_scaled_dot_product_"
 _OPERANDS_BY_OPERATOR: Mapping[str, slice] = {
@@ -25,7 +25,7 @@ _OPERANDS_BY_OPERATOR: Mapping[str, slice] = {
         ("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "_int_mm", "_scaled_mm", "_scaled_mm_v2",
          "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "convolution", "_convolution", "conv1d",
          "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "mkldnn_convolution",
-         "cudnn_convolution", "mkldnn_linear", "short_product"), _FIRST_TWO_ARGUMENTS),
+         "cudnn_convolution", "mkldnn_linear", "short_product"), _FIRST_TWO_ARGUMENT_SLICE),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), _SECOND_AND_THIRD_ARGUMENTS),
     "convolution_backward": slice(0, 3),
     "scaled_dot_product_attention": slice(0, 3),
@@ -131,7 +131,7 @@ def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
 # may share a scale.
 _MAX_EXAMINED_LINES = 8
 _MAX_LINE_LENGTH = 1024
-_RUN_LENGTHS = (_MAX_LINE_LENGTH, 128, 32, 16)
+_EXAMINED_RUN_LENGTHS = (_MAX_LINE_LENGTH, 128, 32, 16)
 # If each distinct magnitude occurs at least this often on average, the grid is coarser than bfloat16's. In 128 bfloat16
 # values, a distinct magnitude occurs 1.2 times on average.
 _MIN_VALUES_PER_MAGNITUDE = 1.5
@@ -162,11 +162,13 @@ def has_format(tensor: Tensor, fmt: Format) -> bool:
 def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
         dimension_last_tensor = tensor.movedim(dimension, -1)
-        vector_count = dimension_last_tensor.numel() // dimension_last_tensor.shape[-1]
+        last_dimension_vectors = dimension_last_tensor.numel() // dimension_last_tensor.shape[-1]
         # Examine a few evenly spaced vectors along the dimension.
         examined_vectors = (
             dimension_last_tensor[..., :_MAX_LINE_LENGTH]
-            .reshape(vector_count, -1)[:: max(1, vector_count // _MAX_EXAMINED_LINES)][:_MAX_EXAMINED_LINES]
+            .reshape(last_dimension_vectors, -1)[:: max(1, last_dimension_vectors // _MAX_EXAMINED_LINES)][
+                :_MAX_EXAMINED_LINES
+            ]
             .to(torch.float32)
         )
         if not bool(examined_vectors.isfinite().all()):
@@ -178,7 +180,7 @@ def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
             continue
         if _has_few_magnitudes(examined_vectors.reshape(1, -1), fmt):
             return True
-        for length in _RUN_LENGTHS:
+        for length in _EXAMINED_RUN_LENGTHS:
             runs = (
                 examined_vectors[:, : examined_vectors.shape[1] // length * length].reshape(-1, length)
                 if length < _MAX_LINE_LENGTH
@@ -194,9 +196,9 @@ def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
     format, and on average each magnitude occurs many times. Zeros are not counted, because activations have many zeros.
     """
     sorted_magnitudes = runs.abs().sort(dim=1).values
-    is_new_magnitude = torch.ones_like(sorted_magnitudes, dtype=torch.bool)
-    is_new_magnitude[:, 1:] = sorted_magnitudes[:, 1:] != sorted_magnitudes[:, :-1]
-    distinct_magnitude_counts = (is_new_magnitude & (sorted_magnitudes > 0)).sum(dim=1)
+    new_magnitude_mask = torch.ones_like(sorted_magnitudes, dtype=torch.bool)
+    new_magnitude_mask[:, 1:] = sorted_magnitudes[:, 1:] != sorted_magnitudes[:, :-1]
+    distinct_magnitude_counts = (new_magnitude_mask & (sorted_magnitudes > 0)).sum(dim=1)
     has_many_values_each = int((sorted_magnitudes > 0).sum()) >= _MIN_VALUES_PER_MAGNITUDE * int(
         distinct_magnitude_counts.sum()
     )
@@ -205,11 +207,14 @@ def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
 
 def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:
     largest_magnitudes = runs.abs().amax(dim=1, keepdim=True)
-    scaled_runs = runs / torch.where(largest_magnitudes > 0, largest_magnitudes, 1.0) * fmt.largest
-    grid_spacing = torch.exp2(scaled_runs.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
-    grid_multiples = scaled_runs / grid_spacing
+    scaled_blocks = runs / torch.where(largest_magnitudes > 0, largest_magnitudes, 1.0) * fmt.largest
+    grid_spacing = torch.exp2(scaled_blocks.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
+    spacing_multiples = scaled_blocks / grid_spacing
     return bool(
-        ((grid_multiples - grid_multiples.round()).abs() <= _GRID_TOLERANCE * grid_multiples.abs().clamp(min=1)).all()
+        (
+            (spacing_multiples - spacing_multiples.round()).abs()
+            <= _GRID_TOLERANCE * spacing_multiples.abs().clamp(min=1)
+        ).all()
     )
 
 
@@ -234,21 +239,23 @@ class _HostTransferWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
-        self.reason = self.reason or find_transfer(str(func), list_tensors((args, named)), list_tensors(result))
+        self.reason = self.reason or describe_host_transfer(
+            str(func), list_tensors((args, named)), list_tensors(result)
+        )
         return result
 
 
-def find_transfer(operator: str, arguments: Iterable[Any], results: Iterable[Any]) -> str:
+def describe_host_transfer(operator: str, arguments: Iterable[Any], results: Iterable[Any]) -> str:
     """Describes an operator that moves values between host and device. Returns '' for other operators.
 
     Scalar arguments of a kernel do not count. A scalar result next to results on the device does not count either,
     such as the seed of attention's dropout.
     """
     device_types = {tensor.device.type for tensor in arguments if tensor.dim() or "copy" in operator}
-    result_device_types = {result.device.type for result in results}
-    if "cpu" in device_types and result_device_types - {"cpu"}:
+    device_types_of_results = {result.device.type for result in results}
+    if "cpu" in device_types and device_types_of_results - {"cpu"}:
         return f"its step takes data from the host ({operator}), and a replay would repeat the same data"
-    if device_types - {"cpu"} and (result_device_types == {"cpu"} or "_local_scalar_dense" in operator):
+    if device_types - {"cpu"} and (device_types_of_results == {"cpu"} or "_local_scalar_dense" in operator):
         return f"its step waits for a value from the device ({operator})"
     return ""
 

@@ -26,7 +26,7 @@ FLOPS_CAP = 4e9
 _COLUMNS_PER_CHUNK = 1024
 
 
-def choose_rows(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[int, ...]:
+def choose_product_error_rows(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[int, ...]:
     """Returns evenly spaced rows of an (m, k) by (n, k) product: at least one row, and otherwise as many as
     `flops_cap` FLOPs allow.
 
@@ -34,8 +34,8 @@ def choose_rows(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[i
     """
     if m == 0:
         return ()
-    affordable_rows = int(flops_cap // max(2 * n * k, 1))
-    row_count = min(max(affordable_rows, 1), m)
+    affordable_row_count = int(flops_cap // max(2 * n * k, 1))
+    row_count = min(max(affordable_row_count, 1), m)
     return tuple((2 * i + 1) * m // (2 * row_count) for i in range(row_count))
 
 
@@ -82,7 +82,7 @@ def measure_product_errors(
     return total_error, kernel_error
 
 
-INSTRUCTION_LENGTH = 32
+INSTRUCTION_SUM_LENGTH = 32
 PROMOTION_LENGTH = 128
 
 _FLOAT64_SIGNIFICAND_BITS = 53
@@ -94,7 +94,7 @@ def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HO
     With SHORT, all of K is summed in few bits. With PROMOTED, the short sum of every 128 elements is added to a
     float32 sum. Within an instruction, float64 sums of FP8 values are exact, because they need at most 53 bits.
     """
-    return _sum_pieces(a, b, accumulator is Accumulator.PROMOTED, bits)
+    return _sum_products_in_pieces(a, b, accumulator is Accumulator.PROMOTED, bits)
 
 
 def sum_like_hopper_units(a: Tensor, b: Tensor) -> Tensor:
@@ -105,15 +105,15 @@ def sum_like_hopper_units(a: Tensor, b: Tensor) -> Tensor:
     """
     float64_operands = (a.to(torch.float64), b.to(torch.float64))
     running_sum = a.new_zeros(len(a), len(b), dtype=torch.float64)
-    for start in range(0, a.shape[1], INSTRUCTION_LENGTH):
-        a_slice, b_slice = (tensor[:, start : start + INSTRUCTION_LENGTH] for tensor in float64_operands)
-        summands = torch.cat([a_slice[:, None] * b_slice[None], running_sum[:, :, None]], 2)
-        exponent_sums = _get_exponents(a_slice)[:, None] + _get_exponents(b_slice)[None]
-        exponents = torch.cat([exponent_sums, _get_exponents(running_sum)[:, :, None]], 2).where(
-            summands != 0, _EXPONENT_OF_ZERO
+    for start in range(0, a.shape[1], INSTRUCTION_SUM_LENGTH):
+        a_slice, b_slice = (tensor[:, start : start + INSTRUCTION_SUM_LENGTH] for tensor in float64_operands)
+        products_and_running_sum = torch.cat([a_slice[:, None] * b_slice[None], running_sum[:, :, None]], 2)
+        product_exponents = _get_exponents(a_slice)[:, None] + _get_exponents(b_slice)[None]
+        exponents = torch.cat([product_exponents, _get_exponents(running_sum)[:, :, None]], 2).where(
+            products_and_running_sum != 0, _EXPONENT_OF_ZERO
         )
         running_sum = _truncate_to_hopper_bits(
-            _truncate_to_hopper_bits(summands, exponents.amax(2, keepdim=True)).sum(2), None
+            _truncate_to_hopper_bits(products_and_running_sum, exponents.amax(2, keepdim=True)).sum(2), None
         )
     return running_sum
 
@@ -136,15 +136,17 @@ def _truncate_to_hopper_bits(values: Tensor, exponents: Tensor | None) -> Tensor
 
 # A custom operator, so that a compiled graph does not unroll the loop over K.
 @torch.library.custom_op("fp8bench::short_product", mutates_args=())
-def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
+def _sum_products_in_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     float64_a = a.to(torch.float64)
     float64_b = b.to(torch.float64)
-    length = PROMOTION_LENGTH if promoted else max(a.shape[1], 1)
+    piece_length = PROMOTION_LENGTH if promoted else max(a.shape[1], 1)
     float32_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
-    for start in range(0, a.shape[1], length):
+    for start in range(0, a.shape[1], piece_length):
         few_bit_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-        for instruction_start in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
-            instruction_slice = slice(instruction_start, min(instruction_start + INSTRUCTION_LENGTH, start + length))
+        for instruction_start in range(start, min(start + piece_length, a.shape[1]), INSTRUCTION_SUM_LENGTH):
+            instruction_slice = slice(
+                instruction_start, min(instruction_start + INSTRUCTION_SUM_LENGTH, start + piece_length)
+            )
             few_bit_sum.addmm_(float64_a[:, instruction_slice], float64_b[:, instruction_slice].t())
             # Truncate the sum after every instruction. This does not change infinities and NaN.
             few_bit_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_SIGNIFICAND_BITS - bits)))
@@ -152,6 +154,6 @@ def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     return float32_sum
 
 
-@_sum_pieces.register_fake
+@_sum_products_in_pieces.register_fake
 def _make_fake_result(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)

@@ -34,47 +34,47 @@ class Tally:
         self.count += x.numel()
         self.amax = max(self.amax, float(magnitudes.amax()))
         for fmt in COMPARED_FORMATS:
-            overflow_count, vanishing_count = count_outside(magnitudes, fmt)
+            overflow_count, vanishing_count = count_out_of_range(magnitudes, fmt)
             self.overflow_counts[fmt.name] += overflow_count
             self.vanishing_counts[fmt.name] += vanishing_count
 
 
-def count_outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
+def count_out_of_range(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
     """Returns how many magnitudes exceed the format's largest value, and how many magnitudes above zero round to
     zero.
 
     Half of the smallest subnormal number is a tie, so it rounds to its even neighbour, zero.
     """
     overflow_count = torch.count_nonzero(magnitudes > fmt.largest)
-    is_vanishing = (magnitudes > 0) & (magnitudes <= fmt.smallest_subnormal / 2)
-    return int(overflow_count), int(torch.count_nonzero(is_vanishing))
+    vanishing_mask = (magnitudes > 0) & (magnitudes <= fmt.smallest_subnormal / 2)
+    return int(overflow_count), int(torch.count_nonzero(vanishing_mask))
 
 
 def compute_statistics(tensors: Iterable[tuple[str, str, Tensor]]) -> tuple[TensorStatistics, ...]:
-    range_ledger = Ledger()
+    value_range_ledger = TallyLedger()
     for kind, role, tensor in tensors:
-        range_ledger.add(kind, role, tensor)
-    return range_ledger.statistics()
+        value_range_ledger.add(kind, role, tensor)
+    return value_range_ledger.statistics()
 
 
 @dataclass
-class Ledger:
+class TallyLedger:
     """Collects statistics of tensors. Tensors of the same kind and role share a `Tally`, and tallies are in order of
     their first tensor.
     """
 
-    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    tally_by_kind_and_role: dict[tuple[str, str], Tally] = field(default_factory=dict)
 
     def add(self, kind: str, role: str, x: Tensor) -> None:
-        self.tallies.setdefault((kind, role), Tally()).add(x)
+        self.tally_by_kind_and_role.setdefault((kind, role), Tally()).add(x)
 
     def statistics(self) -> tuple[TensorStatistics, ...]:
         statistics = []
-        for (kind, role), tally in self.tallies.items():
+        for (kind, role), tally in self.tally_by_kind_and_role.items():
             count = max(tally.count, 1)
-            shares_outside_range = tuple(
+            format_outside_shares = tuple(
                 (fmt.name, tally.overflow_counts[fmt.name] / count, tally.vanishing_counts[fmt.name] / count)
                 for fmt in COMPARED_FORMATS
             )
-            statistics.append(TensorStatistics(kind, role, tally.count, tally.amax, shares_outside_range))
+            statistics.append(TensorStatistics(kind, role, tally.count, tally.amax, format_outside_shares))
         return tuple(statistics)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RankExchange:
     """The data that a rank sends in one exchange with other ranks."""
 
     payload: Tensor
@@ -39,19 +39,19 @@ class Exchange:
         return self.payload.numel() * self.payload.element_size()
 
 
-class AllGather(Exchange):
+class AllGather(RankExchange):
     """Every rank receives the payloads of all ranks, in rank order."""
 
     def count_sent_bytes(self, size: int) -> float:
         return self.bytes * (size - 1)
 
 
-class AllToAll(Exchange):
+class AllToAll(RankExchange):
     """Row n of the payload goes to rank n. Every rank receives one row from each rank, in rank order."""
 
 
 @dataclass(frozen=True)
-class RowsToRanks(Exchange):
+class AllToAllRows(RankExchange):
     """Sends each rank a piece of the payload, in rank order. `sent_lengths` has the length of the piece for each rank,
     `received_lengths` the length of the piece from each rank.
     """
@@ -67,25 +67,25 @@ class RowsToRanks(Exchange):
         return torch.split(self.payload, list(self.sent_lengths))
 
 
-class ShiftToNextRank(Exchange):
+class ShiftToNextRank(RankExchange):
     """The payload goes to the next rank, and each rank receives the payload of the previous one."""
 
     def count_sent_bytes(self, size: int) -> float:
         return self.bytes
 
 
-class MaximumOverRanks(Exchange):
+class MaximumOverRanks(RankExchange):
     """Every rank receives the maximum of the payloads over all ranks, element by element."""
 
     def count_sent_bytes(self, size: int) -> float:
         return 2 * super().count_sent_bytes(size)
 
 
-class BroadcastFromFirst(Exchange):
+class BroadcastFromFirst(RankExchange):
     """Every rank receives the payload of rank 0."""
 
 
-Program = Generator[Exchange, Any, T]
+ExchangeProgram = Generator[RankExchange, Any, T]
 
 
 @dataclass
@@ -97,11 +97,11 @@ class SentBytes:
     size: int
     bytes: float = field(default=0.0)
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: RankExchange) -> None:
         self.bytes += exchange.count_sent_bytes(self.size)
 
 
-def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -> list[T]:
+def simulate(programs: Sequence[ExchangeProgram[T]], counted: SentBytes | None = None) -> list[T]:
     """Runs the programs of all ranks in lockstep in this process, and returns their results. The bytes that rank 0
     sends are added to `counted`.
     """
@@ -120,28 +120,28 @@ def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -
             return results
         if counted is not None:
             counted.add(requests[0])
-        answers_by_rank = _answer_exchanges(requests)
+        answers_by_rank = _answer_exchange_requests(requests)
 
 
-def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
+def _answer_exchange_requests(requests: Sequence[RankExchange]) -> list[Any]:
     """Returns for each rank what it receives in the exchange that all ranks have requested."""
-    payload_of_ranks = [request.payload for request in requests]
+    rank_payloads = [request.payload for request in requests]
     ranks = range(len(requests))
     match requests[0]:
         case AllGather():
-            return [payload_of_ranks for _ in ranks]
+            return [rank_payloads for _ in ranks]
         case AllToAll():
-            return list(torch.stack(payload_of_ranks).unbind(1))
-        case RowsToRanks():
+            return list(torch.stack(rank_payloads).unbind(1))
+        case AllToAllRows():
             # All requests have this type. `isinstance` is for the type checker.
-            rows_by_rank = [request.split_payload() for request in requests if isinstance(request, RowsToRanks)]
+            rows_by_rank = [request.split_payload() for request in requests if isinstance(request, AllToAllRows)]
             return [list(received) for received in zip(*rows_by_rank, strict=True)]
         case ShiftToNextRank():
-            return [payload_of_ranks[rank - 1] for rank in ranks]
+            return [rank_payloads[rank - 1] for rank in ranks]
         case BroadcastFromFirst():
-            return [payload_of_ranks[0] for _ in ranks]
+            return [rank_payloads[0] for _ in ranks]
     # The only remaining exchange is MaximumOverRanks.
-    return [torch.stack(payload_of_ranks).amax(0) for _ in ranks]
+    return [torch.stack(rank_payloads).amax(0) for _ in ranks]
 
 
 class AsyncOperation(Protocol):
@@ -151,10 +151,10 @@ class AsyncOperation(Protocol):
 
 
 @dataclass(frozen=True)
-class PendingExchange(Generic[T]):
+class PendingRankProgram(Generic[T]):
     """A rank's program whose first exchange of codes runs asynchronously. `wait` runs the rest of the program."""
 
-    program: Program[T]
+    program: ExchangeProgram[T]
     operations: Sequence[AsyncOperation]
     answer: Any
 
@@ -164,7 +164,7 @@ class PendingExchange(Generic[T]):
         return run_on_this_rank(self.program, answer=self.answer)
 
 
-def start_program(program: Program[T]) -> PendingExchange[T]:
+def start_program(program: ExchangeProgram[T]) -> PendingRankProgram[T]:
     """Runs a program up to its first exchange of codes, and starts this exchange without waiting for it. Earlier
     exchanges of maxima are waited for, because codes depend on the maxima.
     """
@@ -172,13 +172,13 @@ def start_program(program: Program[T]) -> PendingExchange[T]:
     while True:
         next_exchange = program.send(answer)
         is_asynchronous = not isinstance(next_exchange, MaximumOverRanks)
-        operations, answer = _start_exchange(next_exchange, None, is_asynchronous)
+        operations, answer = _start_rank_exchange(next_exchange, None, is_asynchronous)
         if is_asynchronous:
-            return PendingExchange(program, operations, answer)
+            return PendingRankProgram(program, operations, answer)
 
 
 def run_on_this_rank(
-    program: Program[T],
+    program: ExchangeProgram[T],
     counted: SentBytes | None = None,
     marker: AbstractContextManager[object] | None = None,
     group: ProcessGroup | None = None,
@@ -199,13 +199,13 @@ def run_on_this_rank(
         if counted is not None:
             counted.add(next_exchange)
         with marker:
-            operations, answer = _start_exchange(next_exchange, group, False)
+            operations, answer = _start_rank_exchange(next_exchange, group, False)
             for operation in operations:
                 operation.wait()
 
 
-def _start_exchange(
-    exchange: Exchange, group: ProcessGroup | None, asynchronous: bool
+def _start_rank_exchange(
+    exchange: RankExchange, group: ProcessGroup | None, asynchronous: bool
 ) -> tuple[Sequence[AsyncOperation], Any]:
     """Starts an exchange. Returns the operations to wait for, and the tensors that will hold what this rank
     receives.
@@ -216,18 +216,18 @@ def _start_exchange(
     size = dist.get_world_size(group)
     payload = exchange.payload
     contiguous_payload = payload.contiguous()
-    pending_operation: AsyncOperation | None
+    pending_collective: AsyncOperation | None
     answer: Any
     match exchange:
         case AllGather():
             answer = [torch.empty_like(payload) for _ in range(size)]
-            pending_operation = dist.all_gather(answer, contiguous_payload, group, asynchronous)
+            pending_collective = dist.all_gather(answer, contiguous_payload, group, asynchronous)
         case AllToAll():
             answer = torch.empty_like(payload)
-            pending_operation = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
-        case RowsToRanks(sent_lengths=sent_lengths, received_lengths=received_lengths):
+            pending_collective = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
+        case AllToAllRows(sent_lengths=sent_lengths, received_lengths=received_lengths):
             received_payload = payload.new_empty(sum(received_lengths))
-            pending_operation = dist.all_to_all_single(
+            pending_collective = dist.all_to_all_single(
                 received_payload, contiguous_payload, list(received_lengths), list(sent_lengths), group, asynchronous
             )
             answer = torch.split(received_payload, list(received_lengths))
@@ -240,8 +240,8 @@ def _start_exchange(
             return dist.batch_isend_irecv(send_receive_operations), answer
         case BroadcastFromFirst():
             answer = payload.clone()
-            pending_operation = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
+            pending_collective = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
         case _:  # MaximumOverRanks
             answer = payload.clone()
-            pending_operation = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
-    return () if pending_operation is None else (pending_operation,), answer
+            pending_collective = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
+    return () if pending_collective is None else (pending_collective,), answer

@@ -1,7 +1,7 @@
 """The rounding errors of a tensor x and its rounded copy y: all figures from one pass over both tensors.
 
 The error is e = y - x, and sums are in fp64. Values that are not finite in x, or only in y, are counted separately
-and excluded from other figures. `compute_factors` returns the scaling factors of blocks. `figures_by_name` returns
+and excluded from other figures. `compute_factors` returns the scaling factors of blocks. `name_error_figures` returns
 finite numbers by names that include the unit. A delayed scale has additional figures that show how it follows the
 tensor's largest magnitude.
 """
@@ -20,21 +20,22 @@ from torch.nn.functional import pad
 from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import Scaling, count_blocks
 from fp8bench.formats.scaled import matrix_shape, split_into_blocks
-from fp8bench.numerics.norms import as_rows, iterate_tiles
-from fp8bench.units import EXACT_DB
+from fp8bench.numerics.norms import iterate_tiles, view_as_rows
+from fp8bench.units import EXACT_SQNR_DB
 
 Tile = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
-class Factors:
+class BlockFactors:
     """The scaling factors of a tensor's blocks. A value is an element of the format times the factor of its block.
 
-    `by_block` has the factors with shape (blocks down, blocks across), on the tensor's device. A block has `rows` x
-    `columns` elements, where 0 means the whole side. A block whose factor is 0, infinite or NaN has lost its values.
+    `factor_by_block` has the factors with shape (blocks down, blocks across), on the tensor's device. A block has
+    `rows` x `columns` elements, where 0 means the whole side. A block whose factor is 0, infinite or NaN has lost its
+    values.
     """
 
-    by_block: Tensor
+    factor_by_block: Tensor
     rows: int = 0
     columns: int = 0
 
@@ -43,9 +44,9 @@ class Factors:
         tensor, the result has length 1 along this side.
         """
         row_blocks, column_blocks = (
-            self._block_indices(part, size) for part, size in zip(tile, (self.rows, self.columns), strict=True)
+            self._find_block_indices(part, size) for part, size in zip(tile, (self.rows, self.columns), strict=True)
         )
-        return self.by_block.index_select(0, row_blocks).index_select(1, column_blocks).to(torch.float64)
+        return self.factor_by_block.index_select(0, row_blocks).index_select(1, column_blocks).to(torch.float64)
 
     def update_block_peaks(self, peaks: Tensor, magnitudes: Tensor, tile: Tile) -> None:
         """Updates `peaks`, the largest magnitude of each block, with the `magnitudes` of a tile."""
@@ -54,28 +55,30 @@ class Factors:
         first_block_index = tile[1].start // self.columns if self.columns else 0
         tile_column_peaks = peaks[:, first_block_index : first_block_index + row_peaks.shape[1]]
         # 2. Reduce the rows of the same block.
-        row_block_indices = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(row_peaks.shape)
+        row_block_indices = self._find_block_indices(tile[0], self.rows).unsqueeze(1).expand(row_peaks.shape)
         tile_column_peaks.scatter_reduce_(0, row_block_indices, row_peaks, "amax")
 
-    def _block_indices(self, indices: slice, size: int) -> Tensor:
+    def _find_block_indices(self, indices: slice, size: int) -> Tensor:
         """Returns for each row (or column) of a tile the index of its block. If there is one block, returns a single
         0.
         """
         if not size:
-            return torch.zeros(1, dtype=torch.int64, device=self.by_block.device)
-        return torch.arange(indices.start, indices.stop, device=self.by_block.device).div_(size, rounding_mode="floor")
+            return torch.zeros(1, dtype=torch.int64, device=self.factor_by_block.device)
+        return torch.arange(indices.start, indices.stop, device=self.factor_by_block.device).div_(
+            size, rounding_mode="floor"
+        )
 
 
-def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> Factors:
+def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> BlockFactors:
     """Returns the scaling factors of a tensor. They come from the tensor itself, or from a `scale` of earlier steps.
     Without a scaling the factor is 1.
     """
     if scaling is None:
-        return Factors(torch.ones(1, 1, device=x.device))
+        return BlockFactors(torch.ones(1, 1, device=x.device))
     # `steps` has for each block the factor that decodes its elements.
     factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
     row_block_count = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
-    return Factors(factors.reshape(row_block_count, -1), scaling.rows, scaling.columns)
+    return BlockFactors(factors.reshape(row_block_count, -1), scaling.rows, scaling.columns)
 
 
 def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
@@ -89,7 +92,7 @@ def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
 
 
 # The block size for reporting how SQNR varies. It is MX's block size for all scalings, so that reports are comparable.
-SPREAD_BLOCK = 32
+SQNR_BLOCK_SIZE = 32
 # The factor by which a magnitude may exceed the format's largest value without counting as saturated. It allows for
 # the error of a float32 scale and its inverse.
 _SATURATION_TOLERANCE = 1 + 2.0**-21
@@ -200,7 +203,7 @@ class TensorError:
         return 100 * number / self.count if self.count else 0.0
 
 
-def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Factors | None = None) -> TensorError:
+def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: BlockFactors | None = None) -> TensorError:
     """Returns the figures of x and its rounded copy y, tensors of equal shape and any dtypes.
 
     `fmt` is the format of the elements, and `factors` their scaling factors, if any. `max_ulp` is the largest |e| in
@@ -208,10 +211,10 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
     and below 1 for stochastic rounding. `utilisation` is the largest magnitude divided by the largest value that the
     format can represent with the factor. With several factors, it is that of the median non-zero block.
     """
-    exact_rows = as_rows(x)
-    rounded_rows = as_rows(y)
+    exact_rows = view_as_rows(x)
+    rounded_rows = view_as_rows(y)
     value_sums = _ValueSums(exact_rows)
-    grid = None if fmt is None else _GridFigures(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
+    grid = None if fmt is None else _FormatGridFigures(fmt, factors or BlockFactors(torch.ones(1, 1, device=x.device)))
     for tile in iterate_tiles(*exact_rows.shape):
         exact = exact_rows[tile].to(torch.float64)
         rounded = rounded_rows[tile].to(torch.float64)
@@ -236,7 +239,7 @@ class _ValueSums:
     def __init__(self, tensor: Tensor) -> None:
         height, width = tensor.shape
         device = tensor.device
-        parts = (height, count_blocks(width, SPREAD_BLOCK))
+        parts = (height, count_blocks(width, SQNR_BLOCK_SIZE))
         self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
         self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._smallest = torch.full((), math.inf, dtype=torch.float64, device=device)
@@ -260,15 +263,15 @@ class _ValueSums:
         rounded_values = torch.where(both_finite, rounded_values, 0.0)
         self._cross += (exact_values * rounded_values).sum()
         self._output += rounded_values.square().sum()
-        first_block_index = tile[1].start // SPREAD_BLOCK
+        first_block_index = tile[1].start // SQNR_BLOCK_SIZE
         for sums, squares in (
             (self._signal, exact_values.square()),
             (self._noise, (rounded_values - exact_values).square()),
         ):
-            block_square_sums = reshape_to_blocks(squares, SPREAD_BLOCK).sum(-1)
+            block_square_sums = reshape_to_blocks(squares, SQNR_BLOCK_SIZE).sum(-1)
             sums[tile[0], first_block_index : first_block_index + block_square_sums.shape[1]] += block_square_sums
 
-    def to_tensor_error(self, count: int, grid: _GridFigures | None) -> TensorError:
+    def to_tensor_error(self, count: int, grid: _FormatGridFigures | None) -> TensorError:
         nonzero_count, lost_count, vanished_count = self._counts.tolist()
         saturated_count, subnormal_count, max_ulp, utilisation = (
             grid.collect_figures() if grid is not None else (None,) * 4
@@ -293,22 +296,24 @@ class _ValueSums:
         )
 
 
-class _GridFigures:
+class _FormatGridFigures:
     """The figures that depend on the number format of y, such as errors in ulp. The values of x and y are first divided
     by the scaling factor of their block.
     """
 
-    def __init__(self, fmt: Format, factors: Factors) -> None:
+    def __init__(self, fmt: Format, factors: BlockFactors) -> None:
         self._fmt = fmt
         self._factors = factors
-        self._peaks = torch.zeros(factors.by_block.shape, dtype=torch.float64, device=factors.by_block.device)
+        self._peaks = torch.zeros(
+            factors.factor_by_block.shape, dtype=torch.float64, device=factors.factor_by_block.device
+        )
         self._max_ulp = torch.zeros((), dtype=torch.float64, device=self._peaks.device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=self._peaks.device)
 
     def add(self, exact: Tensor, rounded: Tensor, both_finite: Tensor, tile: Tile) -> None:
-        factor = self._factors.expand_to_tile(tile)
-        is_valid_factor = factor.isfinite() & (factor > 0)
-        divisor = torch.where(is_valid_factor, factor, 1.0)
+        tile_factors = self._factors.expand_to_tile(tile)
+        is_valid_factor = tile_factors.isfinite() & (tile_factors > 0)
+        divisor = torch.where(is_valid_factor, tile_factors, 1.0)
         elements = torch.where(is_valid_factor, exact, 0.0) / divisor
         magnitudes = elements.abs()
         is_saturated = magnitudes > self._fmt.largest * _SATURATION_TOLERANCE
@@ -318,9 +323,9 @@ class _GridFigures:
         # Compute the format's spacing at each magnitude from its bits, because a logarithm would round.
         exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_EXPONENT_BIAS
         spacing_exponent = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits
-        spacing_bits = (spacing_exponent + _FLOAT64_EXPONENT_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS)
-        grid_spacings = spacing_bits.view(torch.float64)
-        errors = (rounded / divisor - elements).abs() / grid_spacings
+        spacing_float64_bits = (spacing_exponent + _FLOAT64_EXPONENT_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS)
+        format_spacings = spacing_float64_bits.view(torch.float64)
+        errors = (rounded / divisor - elements).abs() / format_spacings
         is_counted = both_finite & is_valid_factor & ~is_saturated
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(is_counted, errors, 0.0).amax())
 
@@ -344,7 +349,7 @@ def _compute_sqnr_spread(signal: Tensor, noise: Tensor) -> SqnrSpread | None:
 
 
 @dataclass(frozen=True)
-class ScaleCourse:
+class DelayedScaleFigures:
     """How a delayed scale follows its tensor: figures in octaves, step by step. Steps with a scale of 0 or with only
     zeros are left out.
 
@@ -356,14 +361,14 @@ class ScaleCourse:
     lag: tuple[float, ...]
 
 
-def follow_scale(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
-    scale_drifts = [
+def measure_scale_course(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> DelayedScaleFigures:
+    log2_scale_changes = [
         _log2_ratio(later_scale, earlier_scale) for earlier_scale, later_scale in itertools.pairwise(scales)
     ]
-    scale_lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
-    return ScaleCourse(
-        tuple(abs(octaves) for octaves in scale_drifts if octaves is not None),
-        tuple(octaves for octaves in scale_lags if octaves is not None),
+    log2_scale_lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
+    return DelayedScaleFigures(
+        tuple(abs(octaves) for octaves in log2_scale_changes if octaves is not None),
+        tuple(octaves for octaves in log2_scale_lags if octaves is not None),
     )
 
 
@@ -372,18 +377,18 @@ def _log2_ratio(numerator: float, denominator: float) -> float | None:
     return math.log2(ratio) if 0 < ratio < math.inf else None
 
 
-def figures_by_name(error: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
+def name_error_figures(error: TensorError, course: DelayedScaleFigures | None = None) -> dict[str, float]:
     """Returns the figures of a tensor by name. Figures that it does not have are left out. docs/formats.md defines
     them.
 
-    The SQNR of a tensor without errors is EXACT_DB. `course` has the figures of a scale that comes from earlier
+    The SQNR of a tensor without errors is EXACT_SQNR_DB. `course` has the figures of a scale that comes from earlier
     steps.
     """
     sqnr_by_name = {"sqnr_db": error.sqnr_db}
     for part, spread in (("row", error.rows), ("block", error.blocks)):
         sqnr_by_name[f"sqnr_{part}_median_db"] = spread.median_db if spread else None
         sqnr_by_name[f"sqnr_{part}_p1_db"] = spread.p1_db if spread else None
-    values = {name: sqnr if sqnr is None else min(sqnr, EXACT_DB) for name, sqnr in sqnr_by_name.items()}
+    values = {name: sqnr if sqnr is None else min(sqnr, EXACT_SQNR_DB) for name, sqnr in sqnr_by_name.items()}
     values |= {
         "relative_error": error.relative,
         "max_ulp": error.max_ulp,

@@ -15,12 +15,12 @@ from fp8bench.model.run import Cell
 _VENDOR_WORDS = frozenset({"nvidia", "amd", "intel", "r", "instinct", "radeon", "graphics"})
 
 
-def list_cells(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...]:
+def list_plan_cells(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...]:
     """Returns a cell (a group that a fleet measures on one machine) for each group in which a case will run."""
-    return tuple(make_cell(group, facts) for group in plan if any(planned.runs for planned in group.cases))
+    return tuple(make_fleet_cell(group, facts) for group in plan if any(planned.runs for planned in group.cases))
 
 
-def make_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
+def make_fleet_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
     """Makes the cell in which a fleet measures a group. The cell has no kind of device if `facts` does not describe the
     group's device.
     """
@@ -36,8 +36,8 @@ def make_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
 
 def shorten_device_name(name: str) -> str:
     """Returns a device's name without its vendor: 'h200' for 'NVIDIA H200', 'mi300x' for 'AMD Instinct MI300X'."""
-    name_words = re.findall(r"[a-z0-9.]+", name.lower())
-    return "-".join(part for part in name_words if part not in _VENDOR_WORDS) or "gpu"
+    device_name_words = re.findall(r"[a-z0-9.]+", name.lower())
+    return "-".join(part for part in device_name_words if part not in _VENDOR_WORDS) or "gpu"
 
 
 def restrict_to_cell(plan: Plan, cell: Cell) -> Plan:

@@ -21,7 +21,7 @@ from fp8bench.registry import workloads
 from fp8bench.user_code import own_words
 
 MAX_CASES = 20_000
-_MAX_TOKENS = 1 << 62
+_MAX_WORK_TOKENS = 1 << 62
 _COMMON_AXES = frozenset(axis.name for axis in COMMON_AXES)
 
 _P = ParamSpec("_P")
@@ -56,7 +56,7 @@ def _translates_user_errors(
 
 
 @_translates_user_errors
-def checked_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
+def list_checked_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
     """Returns the axes of a workload, followed by the axes that all workloads have. Raises UsageError if a quiet axis
     does not have exactly one default. A case's name omits a quiet axis that has its default.
     """
@@ -80,26 +80,26 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
     change the ids of existing cases.
     """
     # axis.of({}) returns the default of a quiet axis.
-    quiet_axis_defaults = {axis.name: axis.of({}) for axis in axes if axis.quiet}
+    default_by_quiet_axis = {axis.name: axis.of({}) for axis in axes if axis.quiet}
     # Put chosen values first, because the order is part of a case's id. They also override the defaults.
-    values = {**chosen_values, **quiet_axis_defaults, **chosen_values}
+    values = {**chosen_values, **default_by_quiet_axis, **chosen_values}
     common_params = [(name, values[name]) for name in values if name in _COMMON_AXES]
     cases = []
     for params in workload.expand({name: values[name] for name in values if name not in _COMMON_AXES}):
-        pairs = (*_check_params(workload, params), *common_params)
-        cases.append(tuple(pair for pair in pairs if pair not in quiet_axis_defaults.items()))
+        param_value_pairs = (*_check_params(workload, params), *common_params)
+        cases.append(tuple(pair for pair in param_value_pairs if pair not in default_by_quiet_axis.items()))
     return tuple(cases)
 
 
 @_translates_user_errors
 def expand_request(workload: Workload, request: Request, facts: DeviceFacts, corpus: str | None) -> tuple[Params, ...]:
     """Returns the parameters of each case of a suite that a request asks for on a device. Each case occurs once."""
-    axes = checked_axes(workload, facts)
+    axes = list_checked_axes(workload, facts)
     values = _choose_axis_values(request, workload, axes, facts)
-    combination_count = math.prod(len(choices) for choices in values)
-    if combination_count > MAX_CASES:
+    axis_combination_count = math.prod(len(choices) for choices in values)
+    if axis_combination_count > MAX_CASES:
         raise UsageError(
-            f"--set asks for {combination_count} combinations; the most is {MAX_CASES}. Choose fewer values."
+            f"--set asks for {axis_combination_count} combinations; the most is {MAX_CASES}. Choose fewer values."
         )
     text_params = (("data", corpus),) if corpus and workload.uses_corpus else ()
     names = [axis.name for axis in axes]
@@ -162,7 +162,7 @@ def _check_params(workload: Workload, params: Params) -> Params:
 
 
 @_translates_user_errors
-def checked_work(workload: Workload, params: Scalars) -> Work:
+def get_checked_work(workload: Workload, params: Scalars) -> Work:
     work = workload.work(params)
     returned_value: object = work
     if not isinstance(returned_value, Work):
@@ -173,13 +173,13 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
         if type(value) is not int and (is_count or type(value) is not float):
             expected_type_text = "a whole number (int)" if is_count else "a number (float)"
             raise _make_planning_error(workload, f"{subject}, and it must be {expected_type_text}")
-        if not math.isfinite(value) or value < 0 or (is_count and value >= _MAX_TOKENS):
+        if not math.isfinite(value) or value < 0 or (is_count and value >= _MAX_WORK_TOKENS):
             raise _make_planning_error(workload, f"{subject}, which is not a count")
     return work
 
 
 @_translates_user_errors
-def checked_memory(workload: Workload, params: Scalars, precision: Precision) -> float:
+def get_checked_memory(workload: Workload, params: Scalars, precision: Precision) -> float:
     returned_value: object = workload.memory(params, precision)
     # Convert the text, because an integer that is too large for a float then becomes infinity instead of an exception.
     if (
@@ -194,7 +194,7 @@ def checked_memory(workload: Workload, params: Scalars, precision: Precision) ->
 
 
 @_translates_user_errors
-def checked_support(
+def get_checked_support(
     workload: Workload, params: Scalars, precision: Precision, facts: DeviceFacts, kind: str = ""
 ) -> Support:
     """Returns how a device supports a precision in a workload. With `kind`, only the workload's layers of this kind
@@ -268,7 +268,11 @@ def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
         raise _make_planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")
     for layer in layers:
         subject = f"layers() returned {layer!r:.120}"
-        if not isinstance(layer, Layer) or not _is_map_key(layer.name) or not _is_map_key(layer.kind):
+        if (
+            not isinstance(layer, Layer)
+            or not _is_precision_map_key(layer.name)
+            or not _is_precision_map_key(layer.kind)
+        ):
             rule = "name and kind must be text without commas, spaces, '=' and empty parts between dots"
             raise _make_planning_error(workload, f"{subject}, which is not a Layer, or whose {rule}")
         if layer.high not in (True, False):
@@ -278,7 +282,7 @@ def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
     return layers
 
 
-def _is_map_key(text: object) -> bool:
+def _is_precision_map_key(text: object) -> bool:
     """Returns whether a text can be a key of a precision map, like 'attn.qkv'."""
     if not isinstance(text, str) or not text.isprintable() or any(letter in ",= " for letter in text):
         return False

@@ -24,7 +24,7 @@ MIN_BYTES = 64 << 10
 # A file with a larger share of control characters is not text. Except for tabs and line ends, text has hardly any
 # control characters, and in compressed data they are a tenth of all bytes.
 _CONTROL_CHARACTERS = bytes({*range(32), 127} - set(b"\t\n\r\f\b"))
-_MAX_CONTROL_SHARE = 0.02
+_MAX_CONTROL_CHARACTER_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
     control_character_count = len(text) - len(text.translate(None, _CONTROL_CHARACTERS))
     replacement_character_count = text.decode("utf-8", errors="replace").count("\ufffd")
     reason = ""
-    if control_character_count > _MAX_CONTROL_SHARE * len(text):
+    if control_character_count > _MAX_CONTROL_CHARACTER_SHARE * len(text):
         reason = f"{control_character_count} of {len(text)} bytes are control characters"
     elif replacement_character_count > len(text) / 2:
         reason = f"{replacement_character_count} of {len(text)} bytes are not valid UTF-8"
@@ -81,7 +81,7 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
     Python's standard library.
     """
     if data is not None:
-        return read_user_text(Path(data), max_bytes=max_bytes), name_user_text(data)
+        return read_user_text(Path(data), max_bytes=max_bytes), name_user_corpus(data)
     text = read_standard_library()
     if len(text) < MIN_BYTES:
         raise UsageError(
@@ -90,7 +90,7 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
     return text, f"python-{platform.python_version()}"
 
 
-def name_user_text(data: str) -> str:
+def name_user_corpus(data: str) -> str:
     """Returns how case ids name the file `data`. Characters that cannot be printed become '?'."""
     return "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
 
@@ -101,7 +101,7 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     digest = hashlib.sha256(text).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
     if write:
-        write_tokens(path, lambda: byte_tokens(text))
+        write_tokens(path, lambda: make_byte_tokens(text))
     return Corpus(str(path.resolve()), name, digest, len(text))
 
 
@@ -109,7 +109,7 @@ def default_corpus_identity() -> str:
     return prepare_corpus(None, Path(), write=False).identity
 
 
-def byte_tokens(text: bytes) -> bytes:
+def make_byte_tokens(text: bytes) -> bytes:
     """Returns a 16-bit token for each byte, in the byte order of this machine."""
     token_bytes = bytearray(2 * len(text))
     token_bytes[0 if sys.byteorder == "little" else 1 :: 2] = text

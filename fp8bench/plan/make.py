@@ -15,21 +15,21 @@ from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, Planne
 from fp8bench.model.request import ALL_MEMORY
 from fp8bench.plan.asked_suites import find_suites
 from fp8bench.plan.checked_workload import (
-    checked_axes,
-    checked_memory,
-    checked_support,
-    checked_work,
     expand_cases,
     expand_request,
+    get_checked_memory,
+    get_checked_support,
+    get_checked_work,
+    list_checked_axes,
     merge_layers,
     user_errors_as_usage,
 )
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     add_static_scales,
-    check_keys,
+    check_map_keys,
     describe_backend,
-    find_mode,
+    find_mode_with_backend,
     iterate_layer_supports,
     select_map_entries,
 )
@@ -46,10 +46,15 @@ _LARGE_MEMORY_SHARE = 0.1
 # One example of each class of devices (CPUs and GPUs). The defaults of axes and the layers depend only on the class.
 _EXAMPLE_DEVICES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
 
-_XLA_REASON = "torch_xla collects a whole step and runs it later as one graph, so phases cannot be timed"
+_NO_XLA_PHASES_REASON = "torch_xla collects a whole step and runs it later as one graph, so phases cannot be timed"
 _AMD_REASON = "torch calls AMD's GPUs cuda: use that name"
-_REFUSED_DEVICES = {"tpu": _XLA_REASON, "xla": _XLA_REASON, "rocm": _AMD_REASON, "hip": _AMD_REASON}
-_LEVELS_BY_SUPPORT = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
+_REFUSAL_BY_DEVICE_NAME = {
+    "tpu": _NO_XLA_PHASES_REASON,
+    "xla": _NO_XLA_PHASES_REASON,
+    "rocm": _AMD_REASON,
+    "hip": _AMD_REASON,
+}
+_SUPPORT_LEVEL_ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     for suite_plan in suite_plans:
         for device in chosen_devices:
             for params in expand_request(suite_plan.workload, request, device, corpus):
-                group, note = _plan_group(suite_plan, params, device, request.reference is not None)
+                group, note = _plan_case_group(suite_plan, params, device, request.reference is not None)
                 groups.append(group)
                 notes += [note] if note else []
     notes = list(dict.fromkeys(notes))
@@ -118,7 +123,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     return Plan(changed_groups, (*notes, *scale_notes))
 
 
-def has_reference_added(plan: Plan) -> bool:
+def has_added_reference(plan: Plan) -> bool:
     """Returns whether the plan has the precision ADDED_REFERENCE, which fp8bench may have added. Old versions did not
     add it.
     """
@@ -145,14 +150,14 @@ def check_request(request: Request) -> tuple[Workload, ...]:
     for axis, values in request.axes:
         _refuse_repeated_names(f"--set {axis}", values)
     for device_name in request.devices:
-        kind = device_name.partition(":")[0]
-        if reason := _REFUSED_DEVICES.get(kind):
+        device_kind = device_name.partition(":")[0]
+        if reason := _REFUSAL_BY_DEVICE_NAME.get(device_kind):
             raise UsageError(f"device {device_name!r} is not measured: {reason}.")
-        devices.canonical(kind)
+        devices.find_canonical_name(device_kind)
     # Check the axes on one device only: on another device they have other defaults, but the same names and parsers.
     for suite_plan in suite_plans:
         for params in expand_request(suite_plan.workload, request, _EXAMPLE_DEVICES[0], None):
-            checked_work(suite_plan.workload, dict(params))
+            get_checked_work(suite_plan.workload, dict(params))
     return suites
 
 
@@ -161,14 +166,14 @@ def _refuse_repeated_names(option: str, names: Sequence[str], reason: str = "") 
         raise UsageError(f"{option} names {repeated_name} twice. Leave one out{reason}.")
 
 
-def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
+def replace_batch_size(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
     """Returns a case with a different batch size. Returns None if the suite has no batch axis, or if the axis does not
     accept the size.
     """
     case = planned.case
     workload = workloads.get(planned.case.workload)
     with user_errors_as_usage(workload):
-        axes = checked_axes(workload, facts)
+        axes = list_checked_axes(workload, facts)
         axis = next((axis for axis in axes if axis.name == workload.batch_axis), None)
         if axis is None:
             return None
@@ -177,22 +182,22 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
             (params,) = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
         except (ValueError, UsageError):  # the axis refuses the batch size, or several cases result from it
             return None
-        case_with_batch = _plan_case(workload, params, facts, case.precision, case.precision_map)
-    return replace(case_with_batch, case=replace(case_with_batch.case, static=case.static))
+        planned_batch_case = _plan_case(workload, params, facts, case.precision, case.precision_map)
+    return replace(planned_batch_case, case=replace(planned_batch_case.case, static=case.static))
 
 
 def settings_with_batch_search(plan: Plan) -> frozenset[str]:
     """Returns the settings for which the largest batch is searched. If several settings differ only in their batch, it
     is searched only for the first one.
     """
-    first_settings: dict[object, str] = {}
+    first_setting_by_case: dict[object, str] = {}
     for group in plan:
         case = group.cases[0].case
         axis = workloads.get(case.workload).batch_axis
         if axis:
             params = tuple(pair for pair in case.params if pair[0] != axis)
-            first_settings.setdefault((case.workload, case.device, params), case.setting)
-    return frozenset(first_settings.values())
+            first_setting_by_case.setdefault((case.workload, case.device, params), case.setting)
+    return frozenset(first_setting_by_case.values())
 
 
 def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
@@ -256,7 +261,7 @@ def _plan_suites(
     request: Request, suites: Sequence[Workload], facts: Sequence[DeviceFacts], compares: bool = True
 ) -> list[_SuitePlan]:
     # Each axis in the request must belong to at least one requested suite. Suites that do not have it ignore it.
-    axes = list(chain.from_iterable(checked_axes(workload, _EXAMPLE_DEVICES[0]) for workload in suites))
+    axes = list(chain.from_iterable(list_checked_axes(workload, _EXAMPLE_DEVICES[0]) for workload in suites))
     names = {axis.name for axis in axes} | {axis.alias for axis in axes if axis.alias}
     for name, _ in request.axes:
         if name not in names:
@@ -264,7 +269,7 @@ def _plan_suites(
     if request.backend not in (AUTO, *backends.names()):
         raise UnknownName("backend", request.backend, [AUTO, *backends.names()])
     layers = [_find_layers(request, workload, facts) for workload in suites]
-    check_keys(request.precision_map, list(chain.from_iterable(layers)), f"suite {request.suite}")
+    check_map_keys(request.precision_map, list(chain.from_iterable(layers)), f"suite {request.suite}")
     suite_plans = []
     for workload, suite_layers in zip(suites, layers, strict=True):
         with user_errors_as_usage(workload):
@@ -285,10 +290,10 @@ def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], c
     """Chooses the precisions of one suite, with the reference first. They are those of the request, or the defaults of
     the suite if the request has none.
     """
-    defaults = workload.history.dtypes if request.grid and workload.history else workload.dtypes
-    names = [find_mode(word, request.backend) for word in (request.dtypes or defaults)]
+    default_dtypes = workload.history.dtypes if request.grid and workload.history else workload.dtypes
+    names = [find_mode_with_backend(word, request.backend) for word in (request.dtypes or default_dtypes)]
     if request.reference is not None:
-        reference = find_mode(request.reference, request.backend)
+        reference = find_mode_with_backend(request.reference, request.backend)
     else:
         reference = min(names, key=lambda name: precisions.get(name).rank)
     modes = (reference, *(name for name in dict.fromkeys(names) if name != reference))
@@ -307,16 +312,16 @@ def find_device(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     """
     if not name:
         return next((fact for fact in facts if fact.accelerated), facts[0])
-    device_by_key = {fact.key: fact for fact in facts}
+    facts_by_device_key = {fact.key: fact for fact in facts}
     key = f"{name}:0" if name != "cpu" and ":" not in name else name
-    if key not in device_by_key:
+    if key not in facts_by_device_key:
         torch_build = facts[0].torch
         reason = f" (torch {torch_build} is built for CPUs only)" if torch_build.endswith("+cpu") else ""
-        raise UnknownName("device on this machine", name, device_by_key, ", ".join(device_by_key) + reason)
-    return device_by_key[key]
+        raise UnknownName("device on this machine", name, facts_by_device_key, ", ".join(facts_by_device_key) + reason)
+    return facts_by_device_key[key]
 
 
-def _plan_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
+def _plan_case_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
     """Plans the cases of one setting, and returns a note if a reference was added (otherwise ''). A reference that the
     user named (`is_named`) stays the reference even if it is emulated.
     """
@@ -360,23 +365,23 @@ def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str
     values = dict(params)
     precision = precisions.get(name)
     # 1. A case has the lowest support level of all its layers.
-    supports = [
-        checked_support(workload, values, precision, facts),
+    case_and_layer_supports = [
+        get_checked_support(workload, values, precision, facts),
         *iterate_layer_supports(workload, values, facts, layers, name),
     ]
-    support = max(supports, key=lambda support: _LEVELS_BY_SUPPORT.index(support.level))
+    support = max(case_and_layer_supports, key=lambda support: _SUPPORT_LEVEL_ORDER.index(support.level))
     support = replace(support, backend=describe_backend(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)
     # 2. Skip cases that the device refuses, that do not fit into its memory, or whose cache state cannot be set up.
-    work = checked_work(workload, values)
-    expected_bytes = checked_memory(workload, values, precision)
+    work = get_checked_work(workload, values)
+    expected_memory_bytes = get_checked_memory(workload, values, precision)
     cache = CACHE.of(values)
     skip_reason = ""
     if support.level is Level.REFUSED:
         skip_reason = support.reason
-    elif facts.memory_bytes and max(work.least_memory, expected_bytes) > facts.memory_bytes:
-        memory_need_text = f"take about {size(expected_bytes)}"
+    elif facts.memory_bytes and max(work.least_memory, expected_memory_bytes) > facts.memory_bytes:
+        memory_need_text = f"take about {size(expected_memory_bytes)}"
         if work.least_memory > facts.memory_bytes:
             memory_need_text = f"need at least {size(work.least_memory)}"
         skip_reason = (
@@ -396,9 +401,9 @@ def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
     """
     if cases[0].runs and (is_named or cases[0].support.is_native):
         return 0
-    runnable_indices = [index for index, planned in enumerate(cases) if planned.runs]
-    native_indices = [index for index in runnable_indices if cases[index].support.is_native]
+    runnable_case_indices = [index for index, planned in enumerate(cases) if planned.runs]
+    native_indices = [index for index in runnable_case_indices if cases[index].support.is_native]
     precision_rank_by_index = {
-        index: precisions.get(cases[index].case.precision).rank for index in native_indices or runnable_indices
+        index: precisions.get(cases[index].case.precision).rank for index in native_indices or runnable_case_indices
     }
     return min(precision_rank_by_index, key=precision_rank_by_index.__getitem__, default=0)

@@ -8,13 +8,13 @@ from itertools import chain
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalars, StaticScales, Support
-from fp8bench.plan.checked_workload import checked_layers, checked_products, checked_support
+from fp8bench.plan.checked_workload import checked_layers, checked_products, get_checked_support
 from fp8bench.protocols import Layer, TensorScale, Workload, explain_missing_product, find_map_key, list_map_keys
-from fp8bench.protocols.workload import kind_keys
+from fp8bench.protocols.workload import list_layer_kind_keys
 from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
-def find_mode(dtype: str, backend: str) -> str:
+def find_mode_with_backend(dtype: str, backend: str) -> str:
     """Returns the mode (a precision with options) that a dtype has with this backend. The mode does not change if the
     dtype already names a backend, or if its precision takes none.
     """
@@ -31,8 +31,8 @@ def describe_backend(mode: str, level: Level, facts: DeviceFacts) -> str:
     """
     if level is Level.REFUSED:
         return ""
-    named_backend = precisions.get(mode).backend
-    backend = named_backend or backends.get("torch" if level is Level.NATIVE else "emulated")
+    precision_backend = precisions.get(mode).backend
+    backend = precision_backend or backends.get("torch" if level is Level.NATIVE else "emulated")
     version = f"{backend.package} {facts.version_of(backend.package)}"
     return version if backend.name == backend.package else f"{backend.name} ({version})"
 
@@ -42,7 +42,7 @@ PrecisionMap = tuple[tuple[str, str], ...]
 _MAX_EXAMPLE_NAMES = 4
 
 
-def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str) -> None:
+def check_map_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str) -> None:
     """Raises UsageError if a key of the map names no layer, or names elementwise operations that do not support the
     key's precision.
     """
@@ -50,17 +50,17 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str)
     names = [layer.name for layer in layers if layer.product]
     for key, precision in precision_map:
         if key not in keys:
-            kinds = ", ".join(dict.fromkeys(chain.from_iterable(map(kind_keys, layers))))
+            kinds = ", ".join(dict.fromkeys(chain.from_iterable(map(list_layer_kind_keys, layers))))
             examples = ", ".join(names[:_MAX_EXAMPLE_NAMES])
             choices_text = f"{kinds}; layers by name ({examples}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {owner}", key, keys, choices_text if layers else "")
         # Some precisions need a product or earlier casts, which elementwise operations do not have.
-        has_elementwise = any(not layer.product and find_map_key(layer, [key]) for layer in layers)
-        if has_elementwise and (reason := explain_missing_product(precisions.get(precision), key)):
+        matches_elementwise_layer = any(not layer.product and find_map_key(layer, [key]) for layer in layers)
+        if matches_elementwise_layer and (reason := explain_missing_product(precisions.get(precision), key)):
             raise UsageError(f"--precision-map {key}={precision}: {reason}.")
 
 
-def check_can_mix(mode: str, other_mode: str) -> None:
+def check_precisions_can_mix(mode: str, other_mode: str) -> None:
     """Raises UsageError if one model cannot have layers of both precisions."""
     if precisions.get(mode).float32_products != precisions.get(other_mode).float32_products:
         raise UsageError(
@@ -75,18 +75,20 @@ def select_map_entries(request: Request, layers_of_suite: Sequence[Layer], modes
     """
     reference, *candidates = modes
     keys = list_map_keys(layers_of_suite)
-    map_entries = [
-        (key, find_mode(precision, request.backend)) for key, precision in request.precision_map if key in keys
+    precision_map_entries = [
+        (key, find_mode_with_backend(precision, request.backend))
+        for key, precision in request.precision_map
+        if key in keys
     ]
-    if map_entries and not candidates:
+    if precision_map_entries and not candidates:
         raise UsageError(
             f"--precision-map would have no effect: {reference} is the reference, which takes no map. Add another "
             "dtype to --dtypes, or another --reference."
         )
     for mode in candidates:
-        for _, mapped_mode in map_entries:
-            check_can_mix(mode, mapped_mode)
-    return tuple(map_entries)
+        for _, mapped_mode in precision_map_entries:
+            check_precisions_can_mix(mode, mapped_mode)
+    return tuple(precision_map_entries)
 
 
 def iterate_layer_supports(
@@ -103,9 +105,9 @@ def iterate_layer_supports(
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in case_layers)) or "none that a map could name"
             reason = f"no layer is called {key} in this case, only {kinds}: leave {key} out of the map"
             yield Support(Level.REFUSED, reason)
-        mapped_layers = [layer for layer in case_layers if find_map_key(layer, keys) == key]
-        for kind, is_product in dict.fromkeys((layer.kind, layer.product) for layer in mapped_layers):
-            support = checked_support(workload, params, precision, facts, kind)
+        layers_mapped_by_key = [layer for layer in case_layers if find_map_key(layer, keys) == key]
+        for layer_kind, is_product in dict.fromkeys((layer.kind, layer.product) for layer in layers_mapped_by_key):
+            support = get_checked_support(workload, params, precision, facts, layer_kind)
             if not is_product and precisions.get(mode).unit_scaled:
                 reason = f"{mode} also unit-scales elementwise operations: leave {key} out of the map"
                 yield Support(Level.REFUSED, reason)
@@ -117,14 +119,14 @@ def iterate_layer_supports(
 
 def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
     """Returns the modes in which the layers of a case compute, each mode once."""
-    mode_by_key = dict(case.precision_map)
+    mode_by_map_key = dict(case.precision_map)
     # By default, layers with the flag `high` compute in the precision of the values between products.
     high_layer_precision = precisions.get(case.precision).carried_by or case.precision
     modes: dict[str, None] = {}
     for layer in checked_products(workload, dict(case.params)):
-        key = find_map_key(layer, mode_by_key)
+        key = find_map_key(layer, mode_by_map_key)
         default_layer_mode = high_layer_precision if layer.high else case.precision
-        modes[default_layer_mode if key is None else mode_by_key[key]] = None
+        modes[default_layer_mode if key is None else mode_by_map_key[key]] = None
     return modes
 
 
@@ -135,33 +137,34 @@ def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tupl
     Static scales are float32 scales of tensors that are derived from data in untimed steps or in an earlier run.
     """
     # 1. Find the kinds of scales that the layers of each case use. The set of a case without layers is empty.
-    scalings_by_case: dict[Case, set[TensorScale]] = {}
+    scale_kinds_by_case: dict[Case, set[TensorScale]] = {}
     for planned in chain.from_iterable(group.cases for group in groups):
         modes = list_layer_precisions(workloads.get(planned.case.workload), planned.case)
-        scalings_by_case[planned.case] = {precisions.get(mode).tensor_scale for mode in modes}
+        scale_kinds_by_case[planned.case] = {precisions.get(mode).tensor_scale for mode in modes}
 
     # 2. Check that at least one case supports static scales, and that scales from an earlier run fit the layers.
-    scaled_cases = {case for case, kinds in scalings_by_case.items() if kinds - {TensorScale.NONE}}
-    if not scaled_cases:
+    cases_with_scales = {case for case, kinds in scale_kinds_by_case.items() if kinds - {TensorScale.NONE}}
+    if not cases_with_scales:
         names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
             "--static-scales would have no effect: no layer of these suites and dtypes has one float32 scale a tensor. "
             f"Add a precision with such scales ({', '.join(names)}), or leave the option out."
         )
     if rule.source:
-        _check_source(rule, scaled_cases)
+        _check_scales_source(rule, cases_with_scales)
 
     # 3. Give static scales to the cases that support them.
     groups_with_static_scales = []
     for group in groups:
         cases = (
-            _with_static_scales(planned, rule) if planned.case in scaled_cases else planned for planned in group.cases
+            _with_static_scales(planned, rule) if planned.case in cases_with_scales else planned
+            for planned in group.cases
         )
         groups_with_static_scales.append(replace(group, cases=tuple(cases)))
-    return tuple(groups_with_static_scales), tuple(_describe_scalings(groups, scalings_by_case))
+    return tuple(groups_with_static_scales), tuple(_describe_scalings(groups, scale_kinds_by_case))
 
 
-def _check_source(rule: StaticScales, cases: Iterable[Case]) -> None:
+def _check_scales_source(rule: StaticScales, cases: Iterable[Case]) -> None:
     """Raises UsageError if no layer of these cases has the name of a layer in the run that static scales are taken
     from.
     """

@@ -25,7 +25,7 @@ WARM_UP_SECONDS, SHORT_WARM_UP_SECONDS = 30.0, 5.0
 
 
 @dataclass(frozen=True)
-class Switches:
+class EnvironmentSwitches:
     """Settings of a run that environment variables can change.
 
     `why_eager` is the reason why quantisers are not compiled, or ''. If `ceilings` is True, the highest rates of a
@@ -43,22 +43,22 @@ class Switches:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedRequest:
     """A request whose names have been checked, its suites, and its switches from environment variables."""
 
     request: Request
     suites: tuple[Workload, ...]
-    switches: Switches
+    switches: EnvironmentSwitches
 
     def corpus(self, store: Path, write: bool = True) -> Corpus | None:
         """Returns the text that the suites read, or None if they read none. If `write` is True, also writes the tokens
         of the text into the store.
         """
-        reads_text = any(suite.uses_corpus for suite in self.suites)
-        return prepare_corpus(self.request.data, store / "data", write) if reads_text else None
+        reads_corpus = any(suite.uses_corpus for suite in self.suites)
+        return prepare_corpus(self.request.data, store / "data", write) if reads_corpus else None
 
 
-def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
+def resolve_request(request: Request, environ: Mapping[str, str]) -> ResolvedRequest:
     """Checks a request. Raises UsageError for impossible values, and UnknownName for unknown names."""
     import_user_modules(request.imports)
     suites = check_request(request)
@@ -66,12 +66,12 @@ def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
     switches = read_switches(environ, request.quick, is_brisk_or_budgeted, request.tape)
     if request.brisk:  # measuring ceilings would take longer than a group of a brisk run
         switches = replace(switches, ceilings=False)
-    return Resolved(request, suites, switches)
+    return ResolvedRequest(request, suites, switches)
 
 
 def read_switches(
     environ: Mapping[str, str], quick: bool = False, has_budget: bool = False, tape: bool = False
-) -> Switches:
+) -> EnvironmentSwitches:
     """Reads the switches from environment variables. A quick run compiles no quantisers and measures no ceilings. A
     quick run and a run with a budget warm up less. With `tape`, operators are always recorded.
     """
@@ -81,7 +81,7 @@ def read_switches(
     warms_up = is_switched_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
     records_tapes = is_switched_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
     warm_up_seconds = SHORT_WARM_UP_SECONDS if quick or has_budget else WARM_UP_SECONDS
-    return Switches(
+    return EnvironmentSwitches(
         why_eager=eager_reason if compiles_quantisers else f"{QUANTISERS_VARIABLE}=eager compiles none",
         ceilings=ceilings and not quick,
         warm_up_seconds=warm_up_seconds if warms_up else 0.0,

@@ -12,7 +12,7 @@ from fp8bench.model import DeviceFacts, Environment, Plan, PlannedCase, Run, Sca
 from fp8bench.model.run import SWITCHES_SET
 
 # The properties of the environment that must be unchanged in a resumed run, with their names in messages.
-_REQUIRED_FACTS = {
+_REQUIRED_EQUAL_FACTS = {
     "machine": "machine",
     "fp8bench": "fp8bench",
     "python": "python",
@@ -26,14 +26,14 @@ _REQUIRED_FACTS = {
 }
 
 
-def refuse_lost_header(run: Run) -> None:
+def refuse_run_without_header(run: Run) -> None:
     """Raises UsageError if the header of the run's file was lost."""
     if not run.devices:
         reason = "its header is lost, so it is unknown which cases are missing"
         raise make_resume_error(f"the run {run.id}", reason, "Start a new run.")
 
 
-def refuse_missing_files(run: Run) -> None:
+def refuse_missing_user_files(run: Run) -> None:
     """Raises UsageError if a file that the run names by a relative path does not exist in this folder."""
     check_files_exist(f"the run {run.id}", run.request.imports, run.request.data)
 
@@ -42,13 +42,13 @@ def check_files_exist(subject: str, imports: Sequence[str], *texts: str | None) 
     """Raises UsageError if a code or text file that `subject` reads does not exist here, or if another user may have
     replaced the code.
     """
-    refuse_code_of_others(subject, imports)
+    refuse_untrusted_code(subject, imports)
     for name in texts:
         if name and not Path(name).is_absolute() and not Path(name).exists():
             raise _make_missing_file_error(subject, name)
 
 
-def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
+def refuse_untrusted_code(subject: str, imports: Sequence[str]) -> None:
     """Raises UsageError if a file in `imports` does not exist, or if another user may have replaced it."""
     for name in imports:
         file = Path(name)
@@ -71,13 +71,13 @@ def _is_owned_by_others(file: Path) -> bool:
     """Returns whether another user owns a file, or one of its parent folders, below a folder like /tmp, where every
     user may create files. After a temporary folder in /tmp was deleted, any user can create one with the same name.
     """
-    has_other_owner = False
+    has_foreign_file_owner = False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
     for parent in (path, *path.parents):
         status = parent.lstat()
         if status.st_mode & stat.S_ISVTX:
-            return has_other_owner
-        has_other_owner = has_other_owner or status.st_uid not in (0, os.geteuid())
+            return has_foreign_file_owner
+        has_foreign_file_owner = has_foreign_file_owner or status.st_uid not in (0, os.geteuid())
     return False
 
 
@@ -87,13 +87,13 @@ def make_resume_error(subject: str, reason: str, advice: str) -> UsageError:
 
 def refuse_changed_conditions(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
     """Raises UsageError if the machine, software, devices or plan differ from those at the start of the run."""
-    if difference := find_difference(run, plan, facts, environment):
+    if difference := find_condition_difference(run, plan, facts, environment):
         raise make_resume_error(
             f"the run {run.id}", difference, "Its two parts would not be comparable; start a new run."
         )
 
 
-def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
+def find_condition_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
     """Returns the first difference between the present conditions and those at the start of the run, or '' if nothing
     differs.
     """
@@ -112,7 +112,7 @@ def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environm
 
 def describe_environment_changes(first: Environment, second: Environment) -> Iterator[str]:
     """Yields a sentence for each difference between two environments that prevents a run from being resumed."""
-    for fact, name in _REQUIRED_FACTS.items():
+    for fact, name in _REQUIRED_EQUAL_FACTS.items():
         previous_value = first.get(fact)
         current_value = second.get(fact)
         if previous_value != current_value:

@@ -12,11 +12,11 @@ from fp8bench.errors import RecipeRefused
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
 from fp8bench.formats.recipes import (
-    LARGEST_MARGIN,
     LONGEST_HISTORY,
+    MAX_SCALE_MARGIN,
     TENSOR,
     Amax,
-    Delayed,
+    DelayedScaling,
     Recipe,
     ScaleRounding,
     Scaling,
@@ -25,7 +25,7 @@ from fp8bench.formats.recipes import (
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import (
     ACCUMULATOR_OPTION,
-    CASTS_OPTION,
+    CAST_KERNELS_OPTION,
     HIGH_WEIGHT_GRADIENT_OPTION,
     MX_SCALE_OPTION,
     RecipePrecision,
@@ -56,7 +56,7 @@ class Fp8(RecipePrecision):
         float_scale_option(ScaleRounding.EXACT),
         HIGH_WEIGHT_GRADIENT_OPTION,
         ACCUMULATOR_OPTION,
-        CASTS_OPTION,
+        CAST_KERNELS_OPTION,
     )
 
 
@@ -78,15 +78,15 @@ class Fp8Block(RecipePrecision):
         float_scale_option(ScaleRounding.POWER_OF_TWO),
         ACCUMULATOR_OPTION,
         HIGH_WEIGHT_GRADIENT_OPTION,
-        CASTS_OPTION,
+        CAST_KERNELS_OPTION,
     )
 
     def make_recipe(self) -> Recipe:
         # As in DeepSeek-V3, inputs and gradients have a scale for each part of a row, and weights a scale for each
         # square.
-        row_part_treatment = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
-        square_treatment = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
-        inputs, weights, gradients = row_part_treatment, square_treatment, row_part_treatment
+        row_block_treatment = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
+        square_block_treatment = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
+        inputs, weights, gradients = row_block_treatment, square_block_treatment, row_block_treatment
         return self.build_recipe((inputs, weights, gradients))
 
 
@@ -113,17 +113,17 @@ class Fp8Delayed(RecipePrecision):
         Option(
             "algorithm", "which of these amaxes is used: the max, or the most_recent", Amax.MAX.value, one_of(*Amax)
         ),
-        Option("margin", "scales are divided by 2^margin", "0", whole_number(0, LARGEST_MARGIN)),
+        Option("margin", "scales are divided by 2^margin", "0", whole_number(0, MAX_SCALE_MARGIN)),
         Option("interval", "casts between two scales", "1", whole_number(1, LONGEST_HISTORY)),
         formats_option("hybrid"),
         HIGH_WEIGHT_GRADIENT_OPTION,
         ACCUMULATOR_OPTION,
-        CASTS_OPTION,
+        CAST_KERNELS_OPTION,
     )
 
     def make_recipe(self) -> Recipe:
         history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
-        delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
+        delayed = DelayedScaling(history, Amax(str(self.chosen["algorithm"])), margin, interval)
         # A delayed scale is known before its tensor is read, so there is one for the whole tensor. Therefore no option
         # selects a different scaling.
         return self.build_recipe((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
@@ -138,7 +138,12 @@ class Fp8E4M3(RecipePrecision):
     rank = 44
     words = "FP8"
     element = E4M3
-    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION, CASTS_OPTION)
+    options = (
+        float_scale_option(ScaleRounding.EXACT),
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        ACCUMULATOR_OPTION,
+        CAST_KERNELS_OPTION,
+    )
 
 
 @precisions.register("fp8-e5m2")
@@ -192,7 +197,7 @@ class Fp8Rowwise(RecipePrecision):
         formats_option("e4m3"),
         float_scale_option(ScaleRounding.POWER_OF_TWO),
         HIGH_WEIGHT_GRADIENT_OPTION,
-        CASTS_OPTION,
+        CAST_KERNELS_OPTION,
     )
 
 
@@ -216,9 +221,13 @@ class MxFp4(RecipePrecision):
         scaling = Scaling(1, 32, E8M0, self.scale)
         # Only gradients are rounded stochastically, because their rounding errors would otherwise add up during a
         # training. Rounding errors of weights do not add up.
-        nearest_treatment = Treatment(E2M1, scaling)
+        nearest_rounding_treatment = Treatment(E2M1, scaling)
         return self.build_recipe(
-            (nearest_treatment, nearest_treatment, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on"))
+            (
+                nearest_rounding_treatment,
+                nearest_rounding_treatment,
+                Treatment(E2M1, scaling, self.chosen["stochastic"] == "on"),
+            )
         )
 
 
@@ -266,7 +275,7 @@ class MxFp8(RecipePrecision):
     multiples = (32, 16)
     block = (1, 32)
     scale_format = E8M0
-    options = (MX_SCALE_OPTION, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT_OPTION, CASTS_OPTION)
+    options = (MX_SCALE_OPTION, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT_OPTION, CAST_KERNELS_OPTION)
 
 
 # The number of elements that share one E4M3 scale in Blackwell's tensor cores.
@@ -332,7 +341,7 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
 # `format` names.
 _NO_SCALING = "none"
 _DEFAULT_ROUNDING = "auto"
-_COMMON_FORMAT = "same"
+_SAME_FORMAT_WORD = "same"
 # All formats except E8M0, which has only powers of two and serves only for scales.
 _ELEMENT_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)
 
@@ -346,9 +355,9 @@ def _make_role_format_option(role: str) -> Option:
     """Makes the option that chooses the element format of one role."""
     return Option(
         role,
-        f"element format of {role}s; {_COMMON_FORMAT}: that of option format",
-        _COMMON_FORMAT,
-        lambda text: _COMMON_FORMAT if text == _COMMON_FORMAT else _parse_element_format(text),
+        f"element format of {role}s; {_SAME_FORMAT_WORD}: that of option format",
+        _SAME_FORMAT_WORD,
+        lambda text: _SAME_FORMAT_WORD if text == _SAME_FORMAT_WORD else _parse_element_format(text),
     )
 
 
@@ -391,7 +400,7 @@ class Custom(RecipePrecision):
         common_format = str(self.chosen["format"])
         return self.build_recipe(
             Treatment(
-                FORMATS[common_format if role_format == _COMMON_FORMAT else role_format], self._make_chosen_scaling()
+                FORMATS[common_format if role_format == _SAME_FORMAT_WORD else role_format], self._make_chosen_scaling()
             )
             for role_format in role_formats
         )
@@ -402,14 +411,19 @@ class Custom(RecipePrecision):
 
     def _make_chosen_scaling(self) -> Scaling | None:
         scaling = str(self.chosen["scaling"])
-        rounding = str(self.chosen["scale"])
+        chosen_rounding = str(self.chosen["scale"])
         # Without scaling there is no scale to round, so refuse a chosen rounding instead of ignoring it.
         if scaling == _NO_SCALING:
-            if rounding != _DEFAULT_ROUNDING:
-                raise RecipeRefused(f"scaling={_NO_SCALING} leaves scale={rounding} nothing to round: leave one out.")
+            if chosen_rounding != _DEFAULT_ROUNDING:
+                raise RecipeRefused(
+                    f"scaling={_NO_SCALING} leaves scale={chosen_rounding} nothing to round: leave one out."
+                )
             return None
         # By default scales are rounded as hardware rounds them for this scaling.
         rows, columns, scale_format, default_rounding = _SCALINGS[scaling]
         return Scaling(
-            rows, columns, scale_format, default_rounding if rounding == _DEFAULT_ROUNDING else ScaleRounding(rounding)
+            rows,
+            columns,
+            scale_format,
+            default_rounding if chosen_rounding == _DEFAULT_ROUNDING else ScaleRounding(chosen_rounding),
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from fp8bench.formats import hardware
 from fp8bench.formats.hardware import is_nvidia, refused
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED_PRECISION, WEIGHT_FORMATS
+from fp8bench.nn.served import CARRIER_BYTES, KV_FORMATS, SERVED_PRECISION, WEIGHT_FORMATS
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Arithmetic, Precision
 from fp8bench.protocols.axes import Option, one_of
@@ -96,7 +96,7 @@ def _make_format_parser(names: Collection[str]) -> Callable[[str], str]:
 
 
 @precisions.register(SERVED_PRECISION)
-class Served(Precision):
+class ServedModelPrecision(Precision):
     """A served model whose KV cache and weights have chosen formats. All other tensors have one dtype, the carrier."""
 
     name = SERVED_PRECISION
@@ -104,7 +104,7 @@ class Served(Precision):
     rank = 35
     listed = False
     options = (
-        Option("carrier", f"dtype of all other tensors: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
+        Option("carrier", f"dtype of all other tensors: {', '.join(CARRIER_BYTES)}", "bf16", one_of(*CARRIER_BYTES)),
         Option("kv", "the format of keys and values", "", _make_format_parser(KV_FORMATS)),
         Option("weights", "the format of the blocks' weights", "", _make_format_parser(WEIGHT_FORMATS)),
         Option(

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.model.consumed import DeviceNote, Emulating, EmulationEnd, Laid, Lifted
+from fp8bench.model.consumed import DeviceNote, EmulationEnd, EmulationStart, Laid, Lifted
 from fp8bench.profiler import silence_kineto
 from fp8bench.protocols import MemoryMeter
 
@@ -41,7 +41,7 @@ class PhaseStart:
 
 
 @dataclass(frozen=True)
-class RoleNote:
+class MemoryRoleNote:
     """Assigns a role, such as weights, to the allocations at these addresses."""
 
     addresses: tuple[int, ...]
@@ -49,7 +49,7 @@ class RoleNote:
 
 
 @dataclass(frozen=True)
-class LiveAddresses:
+class LiveAllocationAddresses:
     """The addresses that are allocated according to torch's allocator. Allocations at other addresses were released
     without an event.
     """
@@ -59,14 +59,14 @@ class LiveAddresses:
 
 # A DeviceNote describes the memory of hardware with the emulated formats, which would hold a tensor between the notes
 # Laid and Lifted. Emulating and EmulationEnd surround an emulation.
-Note = PhaseStart | RoleNote | LiveAddresses | DeviceNote
-Event = MemoryChange | Note
+MemoryTraceNote = PhaseStart | MemoryRoleNote | LiveAllocationAddresses | DeviceNote
+Event = MemoryChange | MemoryTraceNote
 
 
 @dataclass
 class _Allocation:
     """An allocation in the stream of events. `start_event` and `end_event` are the indices of its two events.
-    `is_brief` means that it ends in the same phase and autograd node in which it began.
+    `is_short_lived` means that it ends in the same phase and autograd node in which it began.
     """
 
     address: int
@@ -76,12 +76,12 @@ class _Allocation:
     phase_number: int
     node: int
     end_event: float = math.inf
-    is_brief: bool = False
+    is_short_lived: bool = False
     roles: dict[MemoryRole, None] = field(default_factory=dict)
 
     def end(self, event_number: int, phase_number: int, node: int) -> None:
         self.end_event = event_number
-        self.is_brief = (phase_number, node) == (self.phase_number, self.node)
+        self.is_short_lived = (phase_number, node) == (self.phase_number, self.node)
 
 
 class _PeakMemoryFinder:
@@ -107,16 +107,16 @@ class _PeakMemoryFinder:
     def read(self, number: int, event: Event) -> None:
         match event:
             case MemoryChange():
-                self._apply_change(number, event)
+                self._apply_memory_change(number, event)
             case PhaseStart():
                 self.first_phase_event = number if self.first_phase_event is None else self.first_phase_event
                 self._phase = event.phase
                 self._phase_number += 1
-            case RoleNote():
+            case MemoryRoleNote():
                 for address in event.addresses:
                     if address in self._held:
                         self._held[address].roles.setdefault(event.role)
-            case LiveAddresses():
+            case LiveAllocationAddresses():
                 for address in self._held.keys() - event.addresses:
                     self._end_allocation(address, number, self._node)
         if self._phase:
@@ -125,7 +125,7 @@ class _PeakMemoryFinder:
                 self.peak = self._current_bytes
                 self.peak_event = number
 
-    def _apply_change(self, number: int, change: MemoryChange) -> None:
+    def _apply_memory_change(self, number: int, change: MemoryChange) -> None:
         if change.node and not self._node:
             self.backward_starts.append(number)
         self._node = change.node
@@ -142,7 +142,7 @@ class _PeakMemoryFinder:
         block.end(number, self._phase_number, node)
         self._current_bytes -= block.size
 
-    def list_held_blocks(self, event_index: int) -> tuple[HeldBlock, ...]:
+    def list_blocks_held_after_event(self, event_index: int) -> tuple[HeldBlock, ...]:
         """Returns the allocations that are held after an event. Call this method only after all events were read."""
         held_blocks = (block for block in self.blocks if block.start_event <= event_index < block.end_event)
         return tuple(map(self._describe_block, held_blocks))
@@ -160,7 +160,7 @@ class _PeakMemoryFinder:
             block.phase,
             backward=block.node > 0,
             awaited=began_in_phase and not block.node and is_held_when_backward_starts,
-            brief=began_in_phase and block.is_brief,
+            brief=began_in_phase and block.is_short_lived,
             lasting=block.end_event == math.inf,
             said=tuple(block.roles),
         )
@@ -196,15 +196,15 @@ class _DevicePeakMemoryFinder:
         # Events come in the order of execution, so apply each to the current memory of the device.
         match event:
             case MemoryChange():
-                self._apply_change(event)
+                self._apply_memory_change(event)
             case PhaseStart():
                 self._has_begun = True
             # A block that was released without an event is missing from the allocator's addresses.
-            case LiveAddresses():
+            case LiveAllocationAddresses():
                 for address in self._held.keys() - event.addresses:
                     self._release_device_block(self._held.pop(address))
             # Hardware does not need the memory of an emulation. So that memory is counted separately.
-            case Emulating():
+            case EmulationStart():
                 self._emulation_blocks = {}
                 self.has_notes = True
             case EmulationEnd():
@@ -224,7 +224,7 @@ class _DevicePeakMemoryFinder:
         if self._has_begun and self._emulation_blocks is None:
             self.peak = max(self._current_bytes, self.peak or 0)
 
-    def _apply_change(self, change: MemoryChange) -> None:
+    def _apply_memory_change(self, change: MemoryChange) -> None:
         if change.address in self._held:
             self._release_device_block(self._held.pop(change.address))
         if change.size <= 0:
@@ -253,36 +253,40 @@ class _DevicePeakMemoryFinder:
 
 def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     """Returns the peak of memory since the first phase, and what is held at the peak. Returns None without a phase."""
-    peak_finder = _PeakMemoryFinder()
+    memory_peak_finder = _PeakMemoryFinder()
     device_peak_finder = _DevicePeakMemoryFinder()
     for number, event in enumerate(events):
-        peak_finder.read(number, event)
+        memory_peak_finder.read(number, event)
         device_peak_finder.read(event)
-    if peak_finder.peak is None or peak_finder.first_phase_event is None:
+    if memory_peak_finder.peak is None or memory_peak_finder.first_phase_event is None:
         return None
-    first_phase_event = peak_finder.first_phase_event
-    backward_start_index = next((number for number in peak_finder.backward_starts if number > first_phase_event), None)
-    phases = tuple(PhaseMemory(phase, peak) for phase, peak in peak_finder.phases.items())
-    blocks_at_peak = peak_finder.list_held_blocks(peak_finder.peak_event)
+    first_phase_event = memory_peak_finder.first_phase_event
+    backward_start_index = next(
+        (number for number in memory_peak_finder.backward_starts if number > first_phase_event), None
+    )
+    phases = tuple(PhaseMemory(phase, peak) for phase, peak in memory_peak_finder.phases.items())
+    blocks_at_peak = memory_peak_finder.list_blocks_held_after_event(memory_peak_finder.peak_event)
     blocks_before_backward = (
-        () if backward_start_index is None else peak_finder.list_held_blocks(backward_start_index - 1)
+        ()
+        if backward_start_index is None
+        else memory_peak_finder.list_blocks_held_after_event(backward_start_index - 1)
     )
     device_peak_bytes = device_peak_finder.peak if device_peak_finder.has_notes else None
     return MemoryCourse(
-        peak_finder.peak, blocks_at_peak, phases, on_device=device_peak_bytes, forward=blocks_before_backward
+        memory_peak_finder.peak, blocks_at_peak, phases, on_device=device_peak_bytes, forward=blocks_before_backward
     )
 
 
 def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
     """Returns the bytes that are held at the start of each phase. Allocations from before the events do not count."""
-    held_bytes = 0
+    allocated_bytes = 0
     bytes_at_phase_starts = []
     for event in events:
         match event:
             case MemoryChange():
-                held_bytes += event.size
+                allocated_bytes += event.size
             case PhaseStart():
-                bytes_at_phase_starts.append(held_bytes)
+                bytes_at_phase_starts.append(allocated_bytes)
     return bytes_at_phase_starts
 
 
@@ -290,7 +294,7 @@ def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
 # fp8bench's notes.
 _MEMORY_EVENT = "[memory]"
 _BACKWARD_EVENT = "autograd::engine::evaluate_function"
-_NOTE_PREFIX = "fp8bench: note "
+_NOTE_EVENT_PREFIX = "fp8bench: note "
 
 
 class AllocationStream:
@@ -305,7 +309,7 @@ class AllocationStream:
 
     def __init__(self, *devices: str) -> None:
         self._devices = devices
-        self._notes: list[Note] = []
+        self._notes: list[MemoryTraceNote] = []
         self._profile: torch.autograd.profiler.profile | None = None
         self._contexts = ExitStack()
 
@@ -333,7 +337,7 @@ class AllocationStream:
 
         self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
 
-    def note(self, note: Note) -> None:
+    def note(self, note: MemoryTraceNote) -> None:
         """Adds a note, such as the start of a phase, at this point of the stream of events. Does nothing unless it is
         recorded.
         """
@@ -342,7 +346,7 @@ class AllocationStream:
         if self._profile is None:
             return
         self._notes.append(note)
-        with record_function(f"{_NOTE_PREFIX}{len(self._notes) - 1}"):
+        with record_function(f"{_NOTE_EVENT_PREFIX}{len(self._notes) - 1}"):
             pass
 
     def stop(self) -> list[Event] | None:
@@ -363,7 +367,7 @@ class AllocationStream:
             _iterate_changes_and_notes(profiler.kineto_results.experimental_event_tree()), key=itemgetter(0)
         ):
             if name != _MEMORY_EVENT:
-                events.append(self._notes[int(name.removeprefix(_NOTE_PREFIX))])
+                events.append(self._notes[int(name.removeprefix(_NOTE_EVENT_PREFIX))])
             elif str(fields.device) in self._devices:
                 events.append(MemoryChange(fields.ptr, fields.alloc_size, node))
         return events
@@ -377,7 +381,7 @@ class StreamMeter(MemoryMeter):
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
         """Notes the role of the allocations at these addresses."""
-        self._stream.note(RoleNote(tuple(addresses), role))
+        self._stream.note(MemoryRoleNote(tuple(addresses), role))
 
     @property
     def listening(self) -> bool:
@@ -396,22 +400,22 @@ def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, 
     unvisited_events = [(event, 0) for event in reversed(tree)]
     backward_node_count = 0
     while unvisited_events:
-        event, node_number = unvisited_events.pop()
+        event, backward_node_number = unvisited_events.pop()
         name = event.name
         if name == _MEMORY_EVENT:
-            yield event.start_time_ns, name, event.extra_fields, node_number
+            yield event.start_time_ns, name, event.extra_fields, backward_node_number
             continue
-        if name.startswith(_NOTE_PREFIX):
-            yield event.start_time_ns, name, None, node_number
+        if name.startswith(_NOTE_EVENT_PREFIX):
+            yield event.start_time_ns, name, None, backward_node_number
         elif name.startswith(_BACKWARD_EVENT):
             backward_node_count += 1
-            node_number = backward_node_count
-        elif node_number:
+            backward_node_number = backward_node_count
+        elif backward_node_number:
             # A forward operation that checkpointing runs again during backward counts as forward (node 0). It has the
             # scope FUNCTION and a sequence number. The function of a backward node has a sequence number too, but
             # another scope.
             fields = event.extra_fields
             record_scope_name = getattr(getattr(fields, "scope", None), "name", "")
             if record_scope_name == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:
-                node_number = 0
-        unvisited_events.extend([(child, node_number) for child in reversed(event.children)])
+                backward_node_number = 0
+        unvisited_events.extend([(child, backward_node_number) for child in reversed(event.children)])

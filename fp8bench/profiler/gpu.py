@@ -16,7 +16,7 @@ from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
 from fp8bench.model.consumed import HeldBlock
 from fp8bench.profiler.allocations import (
     Event,
-    LiveAddresses,
+    LiveAllocationAddresses,
     MemoryChange,
     PhaseStart,
     StreamMeter,
@@ -42,7 +42,7 @@ def find_record_method(event_type: Any) -> Callable[[Any, Any], None]:
     return record
 
 
-class EventStamper(Stamper):
+class DeviceEventStamper(Stamper):
     """A clock whose stamps are events of `backend` (torch.cuda, torch.xpu). Events are used again, because making an
     event costs more than recording it.
 
@@ -59,14 +59,14 @@ class EventStamper(Stamper):
     def source(self) -> Callable[[], Any]:
         event_type = self._backend.Event
         reusable_events = self._free
-        keep_event = self._used.append
+        append_used_event = self._used.append
         stream = self._backend.current_stream()
         record = find_record_method(self._backend.Event)
 
         def stamp() -> Any:
             event = reusable_events.pop() if reusable_events else event_type(enable_timing=True)
             record(event, stream)
-            keep_event(event)
+            append_used_event(event)
             return event
 
         return stamp
@@ -82,7 +82,7 @@ class EventStamper(Stamper):
         self._used.clear()
 
 
-class CapturedStamper(EventStamper):
+class CapturedStamper(DeviceEventStamper):
     """A clock whose stamps become nodes of the CUDA graph that is being captured. They are recorded on the capture's
     stream and are never used again.
     """
@@ -97,11 +97,11 @@ class CapturedStamper(EventStamper):
 
 
 # Marks the end of a step in the list of its events. No phase has this name.
-_STEP_END_NOTE = PhaseStart("the end")
+_STEP_END_MARK = PhaseStart("the end")
 _NO_ALLOCATIONS = "torch's profiler reported no allocation"
 
 
-class BackwardPass:
+class AutogradFlush:
     """Waits until autograd's thread of a device has finished its earlier work, by a backward pass of one element. Only
     the first pass allocates memory.
     """
@@ -115,8 +115,8 @@ class BackwardPass:
         import torch
 
         if self._graph is None:
-            leaf = torch.zeros(1, device=self._device, requires_grad=True)
-            self._graph = leaf.view_as(leaf), torch.zeros(1, device=self._device)
+            leaf_tensor = torch.zeros(1, device=self._device, requires_grad=True)
+            self._graph = leaf_tensor.view_as(leaf_tensor), torch.zeros(1, device=self._device)
         root, gradient = self._graph
         torch.autograd.backward(root, gradient, retain_graph=True)
 
@@ -139,7 +139,7 @@ class AllocatorMeter(StreamMeter):
         self._index = index
         self._end_workspaces = end_workspaces
         super().__init__(key)
-        self._backward = BackwardPass(key)
+        self._backward = AutogradFlush(key)
         self._bytes_at_start = 0
         self._phase = ""
         self._phases: dict[str, PhaseMemory] = {}
@@ -167,7 +167,7 @@ class AllocatorMeter(StreamMeter):
             # released everything.
             self._backward.run()
             # The list of live addresses includes the cuBLAS workspace of autograd's thread, which counts as memory.
-            self._stream.note(LiveAddresses(self._list_live_addresses()))
+            self._stream.note(LiveAllocationAddresses(self._list_live_block_addresses()))
             self._stream.keep_backward_in_thread()
         self._store_phase_peaks()
         self._backend.reset_peak_memory_stats(self._index)
@@ -180,8 +180,8 @@ class AllocatorMeter(StreamMeter):
             if self._phase:
                 self._backend.synchronize(self._index)
                 self._store_phase_peaks()
-                self._stream.note(_STEP_END_NOTE)
-                self._end_workspaces()  # releases after _STEP_END_NOTE are those of cuBLAS workspaces
+                self._stream.note(_STEP_END_MARK)
+                self._end_workspaces()  # releases after _STEP_END_MARK are those of cuBLAS workspaces
         finally:
             self._phase = ""
             events = self._stream.stop()
@@ -198,7 +198,7 @@ class AllocatorMeter(StreamMeter):
             peaks, held=memory_at_peak.held, on_device=memory_at_peak.on_device, forward=memory_at_peak.forward
         )
 
-    def _list_live_addresses(self) -> frozenset[int]:
+    def _list_live_block_addresses(self) -> frozenset[int]:
         segments = self._backend.memory_snapshot()
         blocks = chain.from_iterable(segment["blocks"] for segment in segments if segment["device"] == self._index)
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
@@ -210,11 +210,11 @@ class AllocatorMeter(StreamMeter):
         # If a phase occurs several times in a step, keep its highest peak.
         allocated_bytes = max(0, self._backend.max_memory_allocated(self._index) - self._bytes_at_start)
         reserved_bytes = self._backend.max_memory_reserved(self._index)
-        previous_peaks = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
+        previous_phase_memory = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
         self._phases[self._phase] = PhaseMemory(
             self._phase,
-            max(allocated_bytes, previous_peaks.allocated),
-            max(reserved_bytes, previous_peaks.reserved or 0),
+            max(allocated_bytes, previous_phase_memory.allocated),
+            max(reserved_bytes, previous_phase_memory.reserved or 0),
         )
 
 
@@ -222,7 +222,7 @@ def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
     """Returns the allocations at the peak of memory. After the note at the end of the step, libraries free their
     workspaces. So a block that is released after this note is a workspace.
     """
-    step_end_index = events.index(_STEP_END_NOTE) if _STEP_END_NOTE in events else len(events)
+    step_end_index = events.index(_STEP_END_MARK) if _STEP_END_MARK in events else len(events)
     memory_at_peak = find_memory_course(events[:step_end_index])
     released_addresses = {event.address for event in events[step_end_index:] if isinstance(event, MemoryChange)}
     if memory_at_peak is None:
@@ -247,9 +247,11 @@ def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
     """Limits torch's allocator during the body. The allocator can then reserve `limit` more bytes than now."""
     previous_memory_fraction = backend.get_per_process_memory_fraction(index)
     max_reserved_bytes = backend.memory_reserved(index) + limit
-    total_memory = backend.get_device_properties(index).total_memory
+    device_total_bytes = backend.get_device_properties(index).total_memory
     # Keep an earlier limit if it is lower.
-    backend.set_per_process_memory_fraction(min(previous_memory_fraction, max_reserved_bytes / total_memory), index)
+    backend.set_per_process_memory_fraction(
+        min(previous_memory_fraction, max_reserved_bytes / device_total_bytes), index
+    )
     try:
         yield
     finally:
@@ -273,7 +275,7 @@ class Gpu(Device):
         return tuple(self.facts(index) for index in range(self.backend.device_count()))
 
     def stamper(self, index: int) -> Stamper:
-        return EventStamper(self.backend)
+        return DeviceEventStamper(self.backend)
 
     def synchronise(self, index: int) -> None:
         self.backend.synchronize(index)

@@ -59,8 +59,8 @@ class ScaleBook:
 
     def states(self) -> tuple[LayerScale, ...]:
         # Skip a scale that has no state yet because nothing was cast with it, like that of an expert without tokens.
-        readings = ((key, read_state()) for key, read_state in self._readers.items())
-        return tuple(LayerScale(layer, role, *state) for (layer, role), state in readings if state is not None)
+        scale_readings = ((key, read_state()) for key, read_state in self._readers.items())
+        return tuple(LayerScale(layer, role, *state) for (layer, role), state in scale_readings if state is not None)
 
 
 class Role(StrEnum):

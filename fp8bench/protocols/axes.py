@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
-from fp8bench.suggestions import meant_name
+from fp8bench.suggestions import guess_intended_name
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,11 @@ class Axis:
         """Makes an axis whose values are whole numbers. If the default is 'auto', the axis also accepts this word."""
         parse_number = whole_number(**bounds)
         return Axis(
-            name, description, default, auto_or(parse_number) if default == ("auto",) else parse_number, quick=quick
+            name,
+            description,
+            default,
+            make_auto_parser(parse_number) if default == ("auto",) else parse_number,
+            quick=quick,
         )
 
     @staticmethod
@@ -103,7 +107,7 @@ def read_integers(params: Mapping[str, Scalar], *names: str) -> list[int]:
     return [int(params[name]) for name in names]
 
 
-def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
+def make_auto_parser(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
     """Returns a parser that accepts 'auto' and everything that `parse` accepts. The workload later replaces 'auto' by a
     value that fits its other parameters.
     """
@@ -114,7 +118,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
             # A wrong word is usually a typing error, so the message suggests the most similar choice.
-            nearest_choice = meant_name("choice", text, choices)
+            nearest_choice = guess_intended_name("choice", text, choices)
             hint = f"; the nearest is {nearest_choice!r}" if nearest_choice else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")
         return text
@@ -163,4 +167,4 @@ CACHE_FLUSH_FACTOR = 2
 # The axes that every workload has. The worker applies their values, and workloads never see them.
 COMMON_AXES = (CACHE,)
 # The default values of axes that may be missing in the parameters of a case.
-QUIET_DEFAULTS: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}
+HIDDEN_AXIS_DEFAULTS: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}

@@ -47,14 +47,14 @@ class MemoryMeter(ABC):
     def enter(self, phase: str) -> None:
         """Tells the meter that the work is now in `phase`.
 
-        The peak is the largest memory from the first call of `enter` on. It includes the memory that was allocated
-        between `start` and this call.
+        The peak is the largest memory from the first call of `enter` on. It includes the memory that was
+        allocated between `start` and this call.
         """
 
     @abstractmethod
     def stop(self) -> MemoryCourse | None:
-        """Stops counting and returns the memory peaks since `enter` was first called, or None if it never was. `stop`
-        is also called after an exception.
+        """Stops counting and returns the memory peaks since `enter` was first called, or None if it never was.
+        `stop` is also called after an exception.
         """
 
     def mark(self) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, StaticScales, Support, TensorStatistics, Work
-from fp8bench.model.ranks import Sent, Transfer
+from fp8bench.model.ranks import SentBytes, Transfer
 from fp8bench.protocols.arithmetic import Arithmetic, ScaleBook
 from fp8bench.protocols.axes import Axis
 from fp8bench.protocols.measuring import Phases
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 _ALIAS_BY_LAYER_KIND = {"head": "output"}
 
 
-def kind_keys(layer: Layer) -> tuple[str, ...]:
+def list_layer_kind_keys(layer: Layer) -> tuple[str, ...]:
     """Returns the keys by which a precision map can name a layer together with similar layers. The key for the fewest
     layers comes first.
     """
@@ -53,9 +53,9 @@ def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:
     for layer in layers:
         # The beginning of a name is a key for all layers below it that have a product. The only key for a layer without
         # a product, besides its kind, is its full name.
-        layer_name_prefixes = accumulate(layer.name.split("."), "{}.{}".format)
-        layer_name_keys = layer_name_prefixes if layer.product else (layer.name,)
-        keys.update(dict.fromkeys((*kind_keys(layer), *layer_name_keys)))
+        dotted_name_prefixes = accumulate(layer.name.split("."), "{}.{}".format)
+        layer_name_keys = dotted_name_prefixes if layer.product else (layer.name,)
+        keys.update(dict.fromkeys((*list_layer_kind_keys(layer), *layer_name_keys)))
     return keys
 
 
@@ -69,7 +69,7 @@ def find_map_key(layer: Layer, keys: Collection[str]) -> str | None:
     if matching_map_keys:
         # The longest key is the most exact one: 'blocks.0.attn' comes before 'blocks.0'.
         return max(matching_map_keys, key=len)
-    return next((word for word in kind_keys(layer) if word in keys), None)
+    return next((word for word in list_layer_kind_keys(layer) if word in keys), None)
 
 
 def explain_missing_product(precision: Precision, key: str) -> str:
@@ -122,8 +122,8 @@ class Setup:
     def layer(self, layer: Layer) -> Arithmetic:
         """Returns the arithmetic of one layer, which is a separate instance if casts have state."""
         key = find_map_key(layer, self.layers)
-        unmapped_arithmetic = self.high if layer.high else self.arithmetic
-        selected_arithmetic = unmapped_arithmetic if key is None else self.layers[key]
+        default_layer_arithmetic = self.high if layer.high else self.arithmetic
+        selected_arithmetic = default_layer_arithmetic if key is None else self.layers[key]
         arithmetic = selected_arithmetic.layer(layer.name)
         # The name selects the static scales of the layer.
         return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
@@ -195,7 +195,7 @@ class StepParts(NamedTuple):
     compute: Callable[[], object]
     communicate: Callable[[], Any]
     together: Callable[[], object] | None = None
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[SentBytes, ...] = ()
     alone: tuple[Callable[[], object], Callable[[], object]] | None = None
 
 
@@ -217,8 +217,8 @@ class Workload(ABC):
     layers, and calls `examine` before measuring.
 
     If `own_paths` is True, values decide which operations a step runs, so that precisions may do different work.
-    `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why it is unknown how much
-    memory emulated cases need on hardware with their formats, or is ''.
+    `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why it is
+    unknown how much memory emulated cases need on hardware with their formats, or is ''.
     """
 
     name: ClassVar[str]

@@ -45,7 +45,7 @@ _STATUS_BY_VERDICT = {
     Verdict.UNSURE: CaseStatus.UNSURE,
 }
 # The tone of a status. Other statuses are grey, because they are doubtful or not about speed.
-_STATUS_TONES = {
+_TONE_BY_CASE_STATUS = {
     CaseStatus.FASTER: Tone.GOOD,
     CaseStatus.SLOWER: Tone.BAD,
     CaseStatus.FAILED: Tone.BAD,
@@ -54,15 +54,15 @@ _STATUS_TONES = {
 }
 
 
-def cost_tone(result: Result) -> Tone:
+def choose_cost_tone(result: Result) -> Tone:
     """Returns the tone of the figures of a case's time and memory. It is grey for an emulated case, because these are
     the cost of emulation.
     """
     return Tone.DOUBT if result.is_emulated else Tone.PLAIN
 
 
-def row_cost_tone(row: CaseValue[Any]) -> Tone:
-    return cost_tone(row.case)
+def choose_row_cost_tone(row: CaseValue[Any]) -> Tone:
+    return choose_cost_tone(row.case)
 
 
 def find_case_status(result: Result) -> CaseStatus:
@@ -83,7 +83,7 @@ def status_tone(result: Result) -> Tone:
     """Returns the tone of a case's status. It is green or red only if the verdict is certain, but a failure is always
     red.
     """
-    return _STATUS_TONES.get(find_case_status(result), Tone.DOUBT)
+    return _TONE_BY_CASE_STATUS.get(find_case_status(result), Tone.DOUBT)
 
 
 def speed_up(result: Result) -> Interval | None:
@@ -109,7 +109,7 @@ def show_speed(speed: Interval | None) -> str:
     return f"{units.speed_up(speed.point)} {show_bounds(speed)}" if speed else ""
 
 
-def has_bounds(speed: Interval) -> bool:
+def has_finite_bounds(speed: Interval) -> bool:
     """Returns whether the bounds of a speed are known. One or two rounds may not even have a range."""
     return math.isfinite(speed.low) and math.isfinite(speed.half_width)
 
@@ -118,9 +118,9 @@ def show_bounds(speed: Interval) -> str:
     """Returns the bounds of a speed: '[1.60, 1.64]' for an interval, '(1.5 to 1.7)' for the range of a few rounds,
     otherwise '[no interval]'.
     """
-    if not has_bounds(speed):
+    if not has_finite_bounds(speed):
         return "[no interval]"
-    low, high = map(units.significant, (speed.low, speed.high))
+    low, high = map(units.format_significant_digits, (speed.low, speed.high))
     return f"[{low}, {high}]" if speed.level else f"({low} to {high})"
 
 
@@ -157,17 +157,17 @@ def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
     """Describes how many earlier runs widened the intervals, as '3 earlier runs of the same case and commit, and of
     other cases'.
     """
-    same_case_counts = [rerun.own_runs for rerun in reruns if rerun.own_runs is not None]
+    same_case_run_counts = [rerun.own_runs for rerun in reruns if rerun.own_runs is not None]
     # Files of older fp8bench versions do not distinguish runs of the same case from other runs.
-    if len(same_case_counts) < len(reruns):
+    if len(same_case_run_counts) < len(reruns):
         return f"{units.span((rerun.runs for rerun in reruns), str)} earlier runs"
-    if not any(same_case_counts):
+    if not any(same_case_run_counts):
         return "earlier runs of other cases"
-    noun = "runs" if max(same_case_counts) > 1 else "run"
-    return f"{units.span(same_case_counts, str)} earlier {noun} of the same case and commit, and of other cases"
+    run_noun = "runs" if max(same_case_run_counts) > 1 else "run"
+    return f"{units.span(same_case_run_counts, str)} earlier {run_noun} of the same case and commit, and of other cases"
 
 
-def status_words(result: Result) -> str:
+def describe_case_status(result: Result) -> str:
     """Returns the status of a case, as 'perhaps faster', 'FAILED' or 'emulated'. Returns '-' without a verdict."""
     status = find_case_status(result)
     if status is CaseStatus.FAILED:
@@ -182,7 +182,7 @@ def status_words(result: Result) -> str:
     return units.NONE if result.finding.verdict is Verdict.NONE else result.finding.verdict_words
 
 
-def describe_doubts(result: Result) -> tuple[str, ...]:
+def describe_case_doubts(result: Result) -> tuple[str, ...]:
     """Returns the meaning of each label that casts doubt on a case, followed by the reason for the verdict."""
     sentences = [
         f"{label}: {WORDS_BY_LABEL[label].meaning}" + (f" ({reason})" if (reason := result.reason(label)) else "")

@@ -14,13 +14,13 @@ from fp8bench import units
 from fp8bench.model.specs import METRICS, MetricSpec
 from fp8bench.report.elements import Column, Field, Table, Tables, Tone
 from fp8bench.report.panels import Cases, Panel
-from fp8bench.report.words.naming import figure_words
+from fp8bench.report.words.naming import make_figure_heading
 
 T = TypeVar("T")
 # The content of a field. A number is formatted by the column, and the table sorts by its value. None is shown as a
 # dash.
 FieldContent = Field | str | float | None
-# Modules in `topics` build these tables. `figure_tables` builds all other tables that specs of metrics name.
+# Modules in `topics` build these tables. `make_metric_tables` builds all other tables that specs of metrics name.
 TABLES_WITH_OWN_COLUMNS = ("cases", "sustained", "energy", "capacity")
 
 
@@ -63,7 +63,7 @@ class Col(Generic[T]):
         return Field(text, None if math.isnan(content) else content, tone)
 
 
-Cols = list[Col[T]]
+ColumnList = list[Col[T]]
 
 
 def table(
@@ -90,8 +90,8 @@ def table(
         fields = [col.field(item) for item in items]
         # A column that has only dashes would push useful columns off a narrow terminal.
         is_column_empty = all(field.text in ("", units.NONE) for field in fields)
-        is_always_shown = not col.column.shared and (required_headings is None or col.heading in required_headings)
-        if is_always_shown or not is_column_empty:
+        is_shown_if_empty = not col.column.shared and (required_headings is None or col.heading in required_headings)
+        if is_shown_if_empty or not is_column_empty:
             columns.append(col.column)
             fields_by_column.append(fields)
     rows = tuple(zip(*fields_by_column, strict=True))
@@ -110,7 +110,7 @@ def add_figure_columns(table: Table, cases: Cases) -> Table:
     The table must have one row for each of `cases`, in the same order.
     """
     # A new metric is shown if its spec names the table, without any change here.
-    metric_specs = specs_in_table(table.name)
+    metric_specs = list_table_metric_specs(table.name)
     if not metric_specs:
         return table
     columns = list(table.columns)
@@ -125,22 +125,24 @@ def add_figure_columns(table: Table, cases: Cases) -> Table:
     return replace(table, columns=tuple(columns), rows=tuple(map(tuple, rows)))
 
 
-def specs_in_table(name: str) -> list[MetricSpec]:
+def list_table_metric_specs(name: str) -> list[MetricSpec]:
     return [spec for spec in METRICS.values() if spec.table == name]
 
 
 def figure_column(
     spec: MetricSpec, get_value: str | Callable[[T], FieldContent], tone: Callable[[T], Tone] | None = None
 ) -> Col[T]:
-    return Col(figure_words(spec), get_value, show=spec.to_text, unit=spec.unit, tone=tone, hint=spec.description)
+    return Col(
+        make_figure_heading(spec), get_value, show=spec.format_value, unit=spec.unit, tone=tone, hint=spec.description
+    )
 
 
-def case_figure_column(spec: MetricSpec, tone: Callable[[Any], Tone] | None = None) -> Col[Any]:
+def make_case_figure_column(spec: MetricSpec, tone: Callable[[Any], Tone] | None = None) -> Col[Any]:
     """Returns a column with a metric of each row's case. The rows have an attribute `case`."""
     return figure_column(spec, lambda row: row.case.figures[spec].value, tone)
 
 
-def figure_tables(panel: Panel) -> Tables:
+def make_metric_tables(panel: Panel) -> Tables:
     """Yields a table of cases for each table name that metrics declare and no section builds. A table is left out if no
     case of the panel has one of its metrics.
     """
@@ -149,7 +151,7 @@ def figure_tables(panel: Panel) -> Tables:
     for name in names:
         if name in ("", *TABLES_WITH_OWN_COLUMNS):
             continue
-        cases_table = table(name, figure_words(name), case_columns(case_path=""), panel.named_cases)
+        cases_table = table(name, make_figure_heading(name), case_columns(case_path=""), panel.named_cases)
         table_with_metrics = add_figure_columns(cases_table, panel.named_cases)
         if len(table_with_metrics.columns) > len(cases_table.columns):
             yield table_with_metrics

@@ -9,15 +9,15 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.analysis.compare.compare import ComparedSides
-from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
-from fp8bench.analysis.compare.sides import DifferingFact, Side
+from fp8bench.analysis.compare.interval import MIN_DEGREES_OF_FREEDOM, MIN_VISIBLE_FEW_RUNS_CHANGE
+from fp8bench.analysis.compare.sides import ComparisonSide, DifferingRunFact
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME_BAND
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
-from fp8bench.model.specs import BAND, COUNTS, TIME, spec_of
-from fp8bench.report.columns import Col, Cols, table
-from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Elements, Items, Page, Part, Text, Texts, Tone
+from fp8bench.model.specs import BAND, COUNTS, TIME, find_metric_spec
+from fp8bench.report.columns import Col, ColumnList, table
+from fp8bench.report.data.plain import PlainRows
+from fp8bench.report.elements import Element, Elements, Page, Part, Text, TextList, Texts, Tone
 from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import many
@@ -31,7 +31,7 @@ DIRECTION_TONES = {
 # Times are always listed, because they have a verdict. Other metrics are listed only if they changed.
 TIME_METRICS = frozenset({"time", "relative_time"})
 # A list on the page ends after this many cases. The CSV has all cases.
-_MAX_LISTED = 20
+_MAX_LISTED_CASES = 20
 _CHANGE_LEGEND = (
     "change: of the figure from A to B; less is better everywhere; [low, high]: "
     f"{units.percent(FINAL_LEVEL, 0)} interval, which includes the spread between runs"
@@ -42,7 +42,7 @@ _TIME_LEGEND = (
 )
 _VERDICT_LEGEND = (
     f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
-    f"({units.percent(MIN_CHANGE_OF_FEW_RUNS, 0)} where there are fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in "
+    f"({units.percent(MIN_VISIBLE_FEW_RUNS_CHANGE, 0)} where there are fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in "
     f"all), same if it lies within +-{units.percent(SAME_BAND, 0)}, else cannot tell; differs if the sides were "
     "measured under different conditions"
 )
@@ -67,7 +67,7 @@ CSV_COLUMNS = (
 
 
 def value(comparison: Comparison, number: float | None) -> str:
-    return spec_of(comparison.metric).to_text(number, comparison.unit)
+    return find_metric_spec(comparison.metric).format_value(number, comparison.unit)
 
 
 def show_change(interval: Interval | None) -> str:
@@ -98,7 +98,7 @@ def split_case_id(case_id: str) -> tuple[str, str]:
     return case_id[: max(mode_separator_index, 0)], case_id[mode_separator_index + 1 :]
 
 
-def count_directions(comparisons: Iterable[Comparison]) -> str:
+def describe_direction_counts(comparisons: Iterable[Comparison]) -> str:
     """Returns how many figures changed in each direction, as '12 figures: 1 worse, 2 better, 9 same'."""
     counts = Counter(map(describe_direction, comparisons))
     total = counts.total()
@@ -127,7 +127,7 @@ def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_
         for comparison in comparisons
         if with_unchanged or comparison.metric in TIME_METRICS or comparison.direction is not Direction.SAME
     ]
-    direction_counts_text = count_directions(comparisons)
+    direction_counts_text = describe_direction_counts(comparisons)
     if len(listed_comparisons) < len(comparisons):
         num_hidden_comparisons = len(comparisons) - len(listed_comparisons)
         direction_counts_text += (
@@ -140,23 +140,26 @@ def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_
     # 2. Explain figures with the verdict "cannot tell", and list figures that only one side has.
     unsure_comparisons = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
     reasons = Counter(comparison.why for comparison in unsure_comparisons if comparison.why)
-    lines_by_title = {
+    lines_by_section_title = {
         "cannot tell, because": [
             f"{reason} ({many(count, 'figure')})" for reason, count in reasons.items() if not with_reasons
         ],
-        "only in A": list(compared.only_before),
-        "only in B": list(compared.only_after),
+        "only in A": list(compared.cases_only_before),
+        "only in B": list(compared.cases_only_after),
     }
-    for title, lines in lines_by_title.items():
-        if len(lines) > _MAX_LISTED:
-            lines[_MAX_LISTED:] = [f"and {len(lines) - _MAX_LISTED} more"]
+    for title, lines in lines_by_section_title.items():
+        if len(lines) > _MAX_LISTED_CASES:
+            lines[_MAX_LISTED_CASES:] = [f"and {len(lines) - _MAX_LISTED_CASES} more"]
         parts += make_list_part(title.replace(" ", "-"), title, lines)
     # 3. Explain how to read the page.
     legend: list[str] = []
     if any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons):
         legend += (_CHANGE_LEGEND, _TIME_LEGEND, _VERDICT_LEGEND)
     legend += explain_labels(comparisons)
-    side_descriptions = (("A", describe_side(compared.before)), ("B", describe_side(compared.after)))
+    side_descriptions = (
+        ("A", describe_comparison_side(compared.before)),
+        ("B", describe_comparison_side(compared.after)),
+    )
     return Page("B against A", "", tuple(parts), legend, side_descriptions)
 
 
@@ -178,7 +181,7 @@ def _explain_missing_verdicts(compared: ComparedSides) -> Texts:
         yield Text(f"{explanation}Measure both sides under the same conditions, or use `fp8bench duel`.", Tone.STRONG)
 
 
-def describe_side(side: Side) -> str:
+def describe_comparison_side(side: ComparisonSide) -> str:
     """Returns one side of the comparison with its commits and runs, as 'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c,
     ...)'.
     """
@@ -195,14 +198,14 @@ def describe_side(side: Side) -> str:
 
 
 # The name of the environment property with the digest of the user's code (modules of --import, and callables).
-CODE_FACT = "imports_sha256"
+CODE_DIGEST_FACT = "imports_sha256"
 
 
-def describe_difference(fact: DifferingFact, values: str) -> str:
+def describe_differing_fact(fact: DifferingRunFact, values: str) -> str:
     """Formats a fact that differs between the two sides by the template `values`. Changed code is only mentioned,
     because its values are digests.
     """
-    if fact.name == CODE_FACT:
+    if fact.name == CODE_DIGEST_FACT:
         return "the code of your files changed"
     return f"{fact.name}{values.format(f'{fact.before:.60}', f'{fact.after:.60}')}"
 
@@ -210,8 +213,8 @@ def describe_difference(fact: DifferingFact, values: str) -> str:
 def _describe_differences(compared: ComparedSides) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing_facts:
         return "", (Text("measured on the same machine, with the same software and settings"),)
-    lines = (describe_difference(fact, ": {} -> {}") for fact in compared.differing_facts)
-    return "what differs between the sides, apart from the commit", (Items(tuple(map(Text, lines))),)
+    lines = (describe_differing_fact(fact, ": {} -> {}") for fact in compared.differing_facts)
+    return "what differs between the sides, apart from the commit", (TextList(tuple(map(Text, lines))),)
 
 
 def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> Elements:
@@ -219,7 +222,11 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
     table.
     """
     # A label that all times have describes the machine, not a single case.
-    labels = [times.labels for times in comparisons if times.metric in TIME_METRICS and times.ratio is not None]
+    labels = [
+        time_comparison.labels
+        for time_comparison in comparisons
+        if time_comparison.metric in TIME_METRICS and time_comparison.ratio is not None
+    ]
     shared_labels = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []
     if shared_labels:
         yield Text(f"all times (best case, not the median): {', '.join(shared_labels)}")
@@ -228,13 +235,13 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
         return Tone.BAD if comparison.failed else DIRECTION_TONES.get(comparison.direction, Tone.PLAIN)
 
     def explain_no_direction(comparison: Comparison) -> str:
-        has_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
-        return comparison.why if has_reason or with_reasons else ""
+        always_shows_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
+        return comparison.why if always_shows_reason or with_reasons else ""
 
     def labels_of_case(comparison: Comparison) -> str | None:
         return ", ".join(label for label in comparison.labels if label not in shared_labels) or None
 
-    cols: Cols[Comparison] = [
+    cols: ColumnList[Comparison] = [
         Col("setting", lambda comparison: split_case_id(comparison.case)[0], shared=True),
         Col("figure", lambda comparison: f"{split_case_id(comparison.case)[1]} {comparison.metric}"),
         Col("A", lambda comparison: value(comparison, comparison.before), number=True),
@@ -253,17 +260,17 @@ def comparison_document(compared: ComparedSides) -> dict[str, Any]:
         "b": _compared_side_document(compared.after),
         "differing": encode(compared.differing_facts),
         "comparisons": encode(compared.comparisons),
-        "only_a": list(compared.only_before),
-        "only_b": list(compared.only_after),
+        "only_a": list(compared.cases_only_before),
+        "only_b": list(compared.cases_only_after),
     }
 
 
-def _compared_side_document(side: Side) -> dict[str, Any]:
+def _compared_side_document(side: ComparisonSide) -> dict[str, Any]:
     runs = [{"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs]
     return {"name": side.name, "runs": runs}
 
 
-def comparison_rows(comparisons: Iterable[Comparison]) -> Rows:
+def comparison_rows(comparisons: Iterable[Comparison]) -> PlainRows:
     return CSV_COLUMNS, map(_csv_row, comparisons)
 
 

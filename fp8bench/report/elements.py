@@ -43,14 +43,14 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Items:
+class TextList:
     """A list of short texts."""
 
     items: tuple[Text, ...]
 
 
 @dataclass(frozen=True)
-class Facts:
+class NameValuePairs:
     """Pairs of a name and a value."""
 
     pairs: tuple[tuple[str, str], ...]
@@ -108,7 +108,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """One value of a chart, with its interval and a hint that is shown on hovering.
 
     `flag` is the name of an event, which a line chart writes next to the mark. Below a bar, a bar chart draws a
@@ -155,7 +155,7 @@ class Bars(Chart):
     """Horizontal bars of ratios with intervals, in groups with headings. Bars begin at 1 on a logarithmic axis."""
 
     axis: ChartAxis
-    groups: tuple[tuple[str, tuple[Mark, ...]], ...]
+    groups: tuple[tuple[str, tuple[ChartMark, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Stacks(Chart):
     pieces: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @property
-    def nonzero_parts(self) -> tuple[int, ...]:
+    def nonzero_part_indices(self) -> tuple[int, ...]:
         """The indices of the parts that are not 0 in some row."""
         return tuple(part for part in range(len(self.parts)) if any(values[part] for _, values in self.rows))
 
@@ -219,7 +219,7 @@ class Lines(Chart):
 
     places: tuple[str, ...]
     axis: ChartAxis
-    series: tuple[tuple[str, tuple[Mark | None, ...]], ...]
+    series: tuple[tuple[str, tuple[ChartMark | None, ...]], ...]
     settled: int = field(default=0, kw_only=True)
     levels: tuple[tuple[float, str], ...] = field(default=(), kw_only=True)
 
@@ -229,7 +229,7 @@ class Lines(Chart):
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
 AnyChart = Bars | Scatter | Stacks | Lines
-Element = Text | Items | Facts | Code | Table | AnyChart
+Element = Text | TextList | NameValuePairs | Code | Table | AnyChart
 
 
 # Return types of generators.
@@ -239,11 +239,11 @@ Texts = Iterator[Text]
 Sentences = Iterator[str]
 
 
-def bullet_list(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Items]:
+def bullet_list(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[TextList]:
     """Yields one list of these sentences, or nothing if the list would be empty."""
     texts = tuple(Text(sentence, tone) for sentence in sentences)
     if texts:
-        yield Items(texts)
+        yield TextList(texts)
 
 
 @dataclass(frozen=True)

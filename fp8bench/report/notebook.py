@@ -7,9 +7,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from fp8bench.model import Case, Finding
-from fp8bench.report.elements import Code, Element, Facts, Items, Page, Table, Text
+from fp8bench.report.elements import Code, Element, NameValuePairs, Page, Table, Text, TextList
 from fp8bench.report.page.drawing.scale import escape
-from fp8bench.report.panels import FindingsById, join_parts, shared_params, show_params, together
+from fp8bench.report.panels import FindingsById, format_case_params, join_parts, shared_params, together
 
 # An error message lists at most this many case names, because more would fill the notebook's cell.
 _MAX_NAMED_CASES = 60
@@ -25,7 +25,7 @@ def short_names(cases: Sequence[Case]) -> dict[str, str]:
     has_devices = len({case.device for case in cases}) > 1
     id_by_name = {}
     for case in cases:
-        params = show_params(pair for pair in case.params if pair not in shared_params_by_suite[case.workload])
+        params = format_case_params(pair for pair in case.params if pair not in shared_params_by_suite[case.workload])
         suite = case.workload if len(shared_params_by_suite) > 1 else ""
         short_name = join_parts(case.mode, suite, params, case.device if has_devices else "", separator=" ")
         id_by_name[short_name] = case.id
@@ -68,10 +68,10 @@ def _element_html(element: Element) -> str:
     match element:
         case Text():
             return f"<p>{escape(element.text)}</p>"
-        case Items():
+        case TextList():
             items = "".join(f"<li>{escape(item.text)}</li>" for item in element.items)
             return f"<ul>{items}</ul>"
-        case Facts():
+        case NameValuePairs():
             return "".join(f"<p>{escape(name)}: {escape(fact)}</p>" for name, fact in element.pairs)
         case Code():
             return f"<pre>{escape(element.text)}</pre>"

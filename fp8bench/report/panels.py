@@ -23,8 +23,8 @@ from fp8bench.model import (
     Scalar,
     Verdict,
 )
-from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
-from fp8bench.protocols.axes import QUIET_DEFAULTS
+from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, find_metric_spec
+from fp8bench.protocols.axes import HIDDEN_AXIS_DEFAULTS
 
 # A note names the settings that it applies to. If there are more than this, it only counts them.
 _MAX_NAMED_SETTINGS = 3
@@ -129,8 +129,8 @@ class NamedCase(Result):
     group: ResultGroup
 
     @cached_property
-    def figures(self) -> Figures:
-        return Figures(self)
+    def figures(self) -> StepFigures:
+        return StepFigures(self)
 
     @property
     def reference_result(self) -> Result | None:
@@ -155,7 +155,7 @@ class NamedCase(Result):
         return f"{self.setting_name} {self.mode}".strip()
 
 
-def name_incomparable(result: Result) -> str:
+def explain_missing_ratio(result: Result) -> str:
     """Returns why a case has no ratio to its reference, as 'reference' or 'emulated'. Otherwise returns a dash."""
     if result.is_reference:
         return "reference"
@@ -207,7 +207,7 @@ class Panel:
     def measurements(self) -> list[Measurement]:
         return list(chain.from_iterable(case.record.measurements for case in self.named_cases))
 
-    def find_values(self, get_value: Callable[[Result], V | None]) -> list[CaseValue[V]]:
+    def find_case_values(self, get_value: Callable[[Result], V | None]) -> list[CaseValue[V]]:
         """Returns each case with the result of `get_value`. Cases for which the result is None are left out."""
         return [CaseValue(case, value) for case in self.named_cases if (value := get_value(case)) is not None]
 
@@ -235,15 +235,15 @@ def find_device(devices: Iterable[DeviceFacts], key: str) -> DeviceFacts | None:
 
 def list_metrics(case: NamedCase) -> Iterator[Metric]:
     # this import is slow, and every command imports this module
-    from fp8bench.analysis.metrics import metrics_of
+    from fp8bench.analysis.metrics import iterate_case_metrics
 
     # Ratios need the result of the group's reference, which may be missing.
     result = case.reference_result
     reference = Reference(result.record, result.labels) if result is not None else None
-    return metrics_of(case.record, case.finding, reference)
+    return iterate_case_metrics(case.record, case.finding, reference)
 
 
-class Figures(dict[str, Metric]):
+class StepFigures(dict[str, Metric]):
     """The metrics of a case's whole step by name, without those of single phases or ranks. A missing name gives a
     metric without a value.
 
@@ -254,8 +254,10 @@ class Figures(dict[str, Metric]):
         super().__init__()
         # Do not show a rate of work per second if the amount of work was declared but not checked, or contradicts the
         # check.
-        is_unchecked = case.record.tape is None and case.record.ceiling is None and Label.FEW_SAMPLES in case.labels
-        self._sound = not is_unchecked and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {
+        is_work_unchecked = (
+            case.record.tape is None and case.record.ceiling is None and Label.FEW_SAMPLES in case.labels
+        )
+        self._sound = not is_work_unchecked and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {
             *case.labels
         }
         for metric in list_metrics(case):
@@ -263,7 +265,7 @@ class Figures(dict[str, Metric]):
                 self.setdefault(metric.name, metric)
 
     def __missing__(self, name: str) -> Metric:
-        return Metric(spec_of(name))
+        return Metric(find_metric_spec(name))
 
     @property
     def rate(self) -> Metric:
@@ -284,14 +286,14 @@ def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
         results = [
             Result(record, findings.get(record.case.id) or Finding(record.case, Verdict.NONE)) for record in records
         ]
-        references = (result.mode for result in results if result.is_reference)
-        groups.append(ResultGroup(tuple(results), next(references, planned_references.get(setting, ""))))
+        reference_modes = (result.mode for result in results if result.is_reference)
+        groups.append(ResultGroup(tuple(results), next(reference_modes, planned_references.get(setting, ""))))
     # 2. Combine neighbouring groups that can share a table.
     panels = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
-    return tuple(Panel(_name_settings(tuple(panel_groups))) for _, panel_groups in panels)
+    return tuple(Panel(_name_group_settings(tuple(panel_groups))) for _, panel_groups in panels)
 
 
-def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
+def _name_group_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
     """Returns the groups with their setting names and the name of their main error.
 
     If only some groups have an optional parameter such as cache=cold, the other groups name its default: 'cache hot'.
@@ -309,7 +311,7 @@ def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
         differing_params = [pair for pair in params.items() if pair not in panel_of_groups.common_params]
         # Runs store an optional axis only if the user set it. Without a stored value, it has its default value.
         default_params = [
-            pair for pair in QUIET_DEFAULTS.items() if pair[0] in varying_param_names and pair[0] not in params
+            pair for pair in HIDDEN_AXIS_DEFAULTS.items() if pair[0] in varying_param_names and pair[0] not in params
         ]
         setting_name = describe_params([*differing_params, *default_params]) or ("as usual" if len(groups) > 1 else "")
         groups_with_setting_names.append(replace(group, setting_name=setting_name, error_metric=main_error_metric))
@@ -320,7 +322,7 @@ def shared_params(all_params: Sequence[Params]) -> Params:
     return tuple(pair for pair in all_params[0] if all(pair in params for params in all_params))
 
 
-def show_params(params: Iterable[tuple[str, object]]) -> str:
+def format_case_params(params: Iterable[tuple[str, object]]) -> str:
     return " ".join(f"{name}={value}" for name, value in params)
 
 
@@ -328,20 +330,22 @@ def describe_params(params: Iterable[tuple[str, Scalar]], left_out: Collection[t
     """Returns parameters in words, as 'nano, 2 x 96 tokens' or '256 x 256 x 64, cache cold', except those in
     `left_out`.
     """
-    text_by_name = {}
+    text_by_param = {}
     for name, value in params:
         if name in _PARAMS_WITHOUT_NAME or (name, value) not in left_out:
             is_path = ":" in str(value)
-            text_by_name[name] = str(value) if is_path else str(value).replace("_", " ")
-    param_phrases = [text_by_name.pop(name) for name in list(text_by_name) if name in _PARAMS_WITHOUT_NAME]
-    if {"m", "n", "k"} <= text_by_name.keys():
-        param_phrases.append(" x ".join(text_by_name.pop(name) for name in ("m", "n", "k")))
-    if {"batch", "sequence"} <= text_by_name.keys():
-        param_phrases.append(f"{text_by_name.pop('batch')} x {text_by_name.pop('sequence')} tokens")
-    for name, value in text_by_name.items():
+            text_by_param[name] = str(value) if is_path else str(value).replace("_", " ")
+    param_phrases = [text_by_param.pop(name) for name in list(text_by_param) if name in _PARAMS_WITHOUT_NAME]
+    if {"m", "n", "k"} <= text_by_param.keys():
+        param_phrases.append(" x ".join(text_by_param.pop(name) for name in ("m", "n", "k")))
+    if {"batch", "sequence"} <= text_by_param.keys():
+        param_phrases.append(f"{text_by_param.pop('batch')} x {text_by_param.pop('sequence')} tokens")
+    for name, value in text_by_param.items():
         name_value_separator = "=" if len(name) == 1 else " "
-        readable_name = name.replace("_", " ")
-        param_phrases.append(readable_name if value == "yes" else f"{readable_name}{name_value_separator}{value}")
+        readable_param_name = name.replace("_", " ")
+        param_phrases.append(
+            readable_param_name if value == "yes" else f"{readable_param_name}{name_value_separator}{value}"
+        )
     return ", ".join(param_phrases)
 
 
@@ -349,7 +353,7 @@ def panel_heading(workload: str, params: Params, device: str, devices: Sequence[
     """Returns the workload, parameters and device, as 'gemm product=forward on cpu (AMD EPYC, torch 2.13.0)'."""
     facts = find_device(devices, device)
     device_text = f"{device} ({facts.name}, torch {facts.torch})" if facts is not None else device
-    return join_parts(workload, show_params(params), "on", device_text, separator=" ")
+    return join_parts(workload, format_case_params(params), "on", device_text, separator=" ")
 
 
 def merge_notes(notes: Iterable[tuple[str, str, str]], num_settings: int) -> list[str]:
@@ -379,8 +383,8 @@ def median_value(measurement: Measurement | None) -> float | None:
     return statistics.median(measurement.samples) if measurement and measurement.samples else None
 
 
-def show_value(measurement: Measurement) -> str:
-    return spec_of(measurement.metric).to_text(median_value(measurement), measurement.unit)
+def show_measurement(measurement: Measurement) -> str:
+    return find_metric_spec(measurement.metric).format_value(median_value(measurement), measurement.unit)
 
 
 def error_name(measurement: Measurement) -> str:
@@ -396,7 +400,7 @@ def error_name(measurement: Measurement) -> str:
     return metric_name
 
 
-def show_floors(results: Iterable[Result]) -> str:
+def show_noise_floors(results: Iterable[Result]) -> str:
     """Returns the range of the noise floors (A/A) of these cases, as '+-0.6%', or '' if none was measured."""
     noise_floors = (result.finding.floor for result in results if result.finding.floor is not None)
     return units.span(noise_floors, lambda floor: f"+-{units.percent(floor)}")

@@ -15,11 +15,11 @@ from fp8bench.errors import StoreError
 from fp8bench.model import Ack
 from fp8bench.store.kept_lines import Log
 
-ACKS_VERSION = 1
+ACKNOWLEDGEMENT_LOG_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Undo:
+class AckWithdrawal:
     """A line of the file that withdraws the acknowledgement with this `id`."""
 
     id: str
@@ -34,7 +34,7 @@ class Acks:
     troubles: tuple[str, ...] = ()
 
 
-def acks_path(store: Path) -> Path:
+def get_acks_path(store: Path) -> Path:
     return store / "acks.jsonl"
 
 
@@ -43,18 +43,20 @@ def load_acks(store: Path) -> Acks:
         lines, troubles = _open_acks_log(store).lines()
     except StoreError as error:
         # The error's text begins with the file's path, which reports already print before this sentence.
-        reason = str(error).removeprefix(str(acks_path(store))).rstrip(".")
+        reason = str(error).removeprefix(str(get_acks_path(store))).rstrip(".")
         return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
-    undone_ack_ids = {line.id for line in lines if isinstance(line, Undo)}
+    ids_of_undone_acks = {line.id for line in lines if isinstance(line, AckWithdrawal)}
     # If two lines have the same id, the earlier line counts.
-    ack_by_id = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone_ack_ids}
+    acknowledgement_by_id = {
+        line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in ids_of_undone_acks
+    }
     return Acks(
-        tuple(sorted(ack_by_id.values(), key=lambda ack: (ack.when, ack.id))),
+        tuple(sorted(acknowledgement_by_id.values(), key=lambda ack: (ack.when, ack.id))),
         tuple(f"{trouble}, and is ignored" for trouble in troubles),
     )
 
 
-def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
+def append_acks(store: Path, lines: Sequence[Ack | AckWithdrawal]) -> None:
     _open_acks_log(store).append(lines)
 
 
@@ -65,6 +67,12 @@ def merge_acks(store: Path, theirs: Path) -> int:
     return len(_open_acks_log(store).merge(_open_acks_log(theirs).lines()[0]))
 
 
-def _open_acks_log(store: Path) -> Log[Ack | Undo]:
+def _open_acks_log(store: Path) -> Log[Ack | AckWithdrawal]:
     remedy = "Make room, or acknowledge in a store that is writable."
-    return Log(acks_path(store), {"undo": Undo, "ack": Ack}, "acknowledgement", ACKS_VERSION, remedy)
+    return Log(
+        get_acks_path(store),
+        {"undo": AckWithdrawal, "ack": Ack},
+        "acknowledgement",
+        ACKNOWLEDGEMENT_LOG_VERSION,
+        remedy,
+    )

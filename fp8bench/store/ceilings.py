@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench.errors import StoreError
 from fp8bench.files import format_checksummed_line, lock_folder, parse_checksummed_line, read_file, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
-from fp8bench.model.file_names import make_safe
+from fp8bench.model.file_names import make_safe_file_name
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.store.kept_lines import Log
 
@@ -24,7 +24,7 @@ from fp8bench.store.kept_lines import Log
 _CEILINGS_VERSION = 2
 MAX_CEILINGS_AGE_DAYS = 7
 # Ceilings (measured peak rates) are stored separately for each combination of these facts of environment and device.
-_DISTINGUISHING_FACTS = (
+_CEILING_CONDITION_FACTS = (
     "machine",
     "torch",
     "env_ONEDNN_MAX_CPU_ISA",
@@ -35,7 +35,7 @@ _DISTINGUISHING_FACTS = (
     "cpu_turbo_off",
     "cgroup_cpu_max",
 )
-_DEVICE_FACTS = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig")
+_CEILING_DEVICE_FACTS = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig")
 
 
 def find_or_measure_ceilings(
@@ -68,15 +68,17 @@ def _are_ceilings_current(ceilings: Ceilings) -> bool:
 def _store_ceilings(store: Path, environment: Environment, device: DeviceFacts, ceilings: Ceilings) -> Ceilings:
     """Adds the time and settings to ceilings, and writes them to the device's file and to `history.jsonl`."""
     settings = tuple(
-        (name, setting) for name, setting in _list_settings(environment, device).items() if setting is not None
+        (name, setting)
+        for name, setting in _collect_ceiling_settings(environment, device).items()
+        if setting is not None
     )
-    stamped_ceilings = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=settings)
+    timestamped_ceilings = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=settings)
     with contextlib.suppress(StoreError):
-        _open_ceilings_log(store).append([stamped_ceilings])
+        _open_ceilings_log(store).append([timestamped_ceilings])
     with contextlib.suppress(OSError):  # ceilings that cannot be stored are still valid for this run
         log = _open_ceilings_log(store, ceilings_file_name(environment, device))
-        write_whole(log.path, f"{format_checksummed_line(log.encode_value(stamped_ceilings))}\n")
-    return stamped_ceilings
+        write_whole(log.path, f"{format_checksummed_line(log.encode_value(timestamped_ceilings))}\n")
+    return timestamped_ceilings
 
 
 def load_ceilings_history(store: Path) -> list[Ceilings]:
@@ -93,13 +95,13 @@ def _read_ceilings(log: Log[Ceilings]) -> Ceilings | None:
     again.
     """
     try:
-        return log.decode_value(parse_checksummed_line(read_file(log.path).strip())[0])
+        return log.decode_line_value(parse_checksummed_line(read_file(log.path).strip())[0])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _list_settings(environment: Environment, device: DeviceFacts) -> dict[str, Scalar | None]:
-    names = (*_DISTINGUISHING_FACTS, *(f"{device.key} {name}" for name in _DEVICE_FACTS))
+def _collect_ceiling_settings(environment: Environment, device: DeviceFacts) -> dict[str, Scalar | None]:
+    names = (*_CEILING_CONDITION_FACTS, *(f"{device.key} {name}" for name in _CEILING_DEVICE_FACTS))
     return {name: environment.get(name) for name in names} | {"device": device.key, "name": device.name}
 
 
@@ -108,6 +110,6 @@ def ceilings_file_name(environment: Environment, device: DeviceFacts) -> str:
     and settings.
     """
     setting_texts = [
-        str(setting) for setting in _list_settings(environment, device).values() if setting not in (None, "")
+        str(setting) for setting in _collect_ceiling_settings(environment, device).values() if setting not in (None, "")
     ]
-    return f"{make_safe(' '.join(['whole', *setting_texts]))}.json"
+    return f"{make_safe_file_name(' '.join(['whole', *setting_texts]))}.json"

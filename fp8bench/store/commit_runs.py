@@ -18,18 +18,25 @@ from typing import NamedTuple
 from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
 from fp8bench.files import is_not_folder
 from fp8bench.model import Cell, Plan, Point, Run, Series
-from fp8bench.store.asv.identity import Identity, parse_identity
-from fp8bench.store.points import RunPoints, extract_points, merge_points
-from fp8bench.store.runs.listing import Listing, find_run, listing, make_search_error, remove_copies, run_files
+from fp8bench.store.asv.identity import AsvIdentity, parse_machine_identity
+from fp8bench.store.points import RunHistoryPoints, extract_history_points, merge_points
+from fp8bench.store.runs.listing import (
+    RunFileListing,
+    find_run,
+    list_distinct_runs,
+    listing,
+    make_search_error,
+    run_files,
+)
 from fp8bench.store.runs.run_file import load_header, load_run_with_lines
 
-NO_REPOSITORY = "not measured in a git repository"
-OUTSIDE_REPOSITORY = f"this was {NO_REPOSITORY}"
+NO_REPOSITORY_REASON = "not measured in a git repository"
+OUTSIDE_REPOSITORY = f"this was {NO_REPOSITORY_REASON}"
 DIRTY_FILES = "the files differed from their commit"
 INVALID_COMMIT_OR_START = "their commit or start is not valid"
 UNNAMED_MACHINE = "they do not name their machine"
 NO_TRACKED_CASE = "the history tracks none of their cases"
-NAMED_FOR_OTHER_COMMIT = "their files are named for another commit; `fp8bench history verify` names them"
+MISNAMED_RUN_FILES_REASON = "their files are named for another commit; `fp8bench history verify` names them"
 DAMAGED_LINES = "some of their lines are damaged and were left out; `fp8bench history verify` names them"
 UNREADABLE_FILE = "they cannot be read; `fp8bench history verify` says why"
 _COMMIT_HASH_PATTERN = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -41,8 +48,8 @@ class TrackedRun:
     """A run and the points that it adds to the history. If the run was read from a file, it has no records."""
 
     run: Run
-    identity: Identity
-    content: RunPoints
+    identity: AsvIdentity
+    content: RunHistoryPoints
 
     @property
     def commit(self) -> str:
@@ -67,7 +74,7 @@ class CommitRuns(NamedTuple):
     """
 
     runs: tuple[TrackedRun, ...]
-    left_out_reasons: tuple[str, ...]
+    skipped_run_reasons: tuple[str, ...]
     suites: frozenset[str] = frozenset()
 
 
@@ -87,10 +94,10 @@ def list_files_by_commit(store: Path) -> dict[str, list[Path]]:
     """Returns the run files of a store by commit, one file for each run, oldest first. Commits are in the order of
     their first runs.
     """
-    return group_by_commit(run_files(store))
+    return group_files_by_commit(run_files(store))
 
 
-def group_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
+def group_files_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     """Groups run files by commit. The files must be sorted newest first. The groups are in the same order as those of
     list_files_by_commit.
     """
@@ -102,19 +109,21 @@ def group_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
     runs = []
-    left_out_run_reasons = []
+    run_exclusion_reasons = []
     suites: set[str] = set()
     for path in paths:
         tracked_run, reason, names = _read_run(path)
         suites |= names
         if reason:
-            left_out_run_reasons.append(reason)
+            run_exclusion_reasons.append(reason)
         if tracked_run is not None:
             runs.append(tracked_run)
-    return CommitRuns(tuple(sorted(runs, key=lambda run: run.sort_key)), tuple(left_out_run_reasons), frozenset(suites))
+    return CommitRuns(
+        tuple(sorted(runs, key=lambda run: run.sort_key)), tuple(run_exclusion_reasons), frozenset(suites)
+    )
 
 
-def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
+def read_runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
     """Returns the tracked runs of a commit, oldest first. Unreadable files are left out."""
     commit_runs = read_runs(list_files_by_commit(store).get(commit[:8], ()))
     return [tracked_run for tracked_run in commit_runs.runs if tracked_run.commit == commit]
@@ -128,28 +137,31 @@ def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
         run, file_lines = load_run_with_lines(path)
     except (StoreError, OSError):
         return None, UNREADABLE_FILE, frozenset()
-    tracked_run, reason = check_run(run, path)
-    if file_lines.lost and (tracked_run is not None or reason == NO_TRACKED_CASE):
+    tracked_run, reason = extract_tracked_run(run, path)
+    if file_lines.has_lost_line and (tracked_run is not None or reason == NO_TRACKED_CASE):
         reason = DAMAGED_LINES
     return tracked_run, reason, frozenset(record.case.workload for record in run.records)
 
 
-def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
+def extract_tracked_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
     """Returns a run with its points for the history, or None if it has none. Also returns why cases are missing from
     the history ('' if none is).
     """
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
-        git_problem = run.environment.get("commit_unknown")
-        return None, f"git named no commit ({git_problem!s:.200})" if git_problem else NO_REPOSITORY
+        unknown_commit_reason = run.environment.get("commit_unknown")
+        return (
+            None,
+            f"git named no commit ({unknown_commit_reason!s:.200})" if unknown_commit_reason else NO_REPOSITORY_REASON,
+        )
     if run.environment.get("dirty") is not False:
         return None, DIRTY_FILES
     if explain_outside_history(run):
         return None, INVALID_COMMIT_OR_START
     if find_commit_prefix(path) != commit[:8]:
-        return None, NAMED_FOR_OTHER_COMMIT
+        return None, MISNAMED_RUN_FILES_REASON
     try:
-        tracked_run = make_tracked_run(run)
+        tracked_run = track_run(run)
     except Fp8benchError as error:
         return None, str(error).rstrip(".")
     if tracked_run is None:
@@ -164,9 +176,9 @@ def explain_outside_history(run: Run) -> str:
     """Returns why the figures of a run belong to no commit. Returns '' if they belong to a commit."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str) or not _COMMIT_HASH_PATTERN.fullmatch(commit):
-        git_problem = run.environment.get("commit_unknown")
-        if git_problem:
-            return f"git names no commit here ({git_problem!s:.200})"
+        unknown_commit_reason = run.environment.get("commit_unknown")
+        if unknown_commit_reason:
+            return f"git names no commit here ({unknown_commit_reason!s:.200})"
         return OUTSIDE_REPOSITORY
     is_dirty = run.environment.get("dirty")
     if is_dirty is not False:
@@ -179,9 +191,9 @@ def explain_outside_history(run: Run) -> str:
     return ""
 
 
-def make_tracked_run(run: Run) -> TrackedRun | None:
-    identity = parse_identity(run.environment.facts)
-    return None if identity is None else TrackedRun(run, identity, extract_points(run))
+def track_run(run: Run) -> TrackedRun | None:
+    run_identity = parse_machine_identity(run.environment.facts)
+    return None if run_identity is None else TrackedRun(run, run_identity, extract_history_points(run))
 
 
 def group_by_interpreter(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
@@ -189,7 +201,7 @@ def group_by_interpreter(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun
     groups: list[list[TrackedRun]] = []
     for run in tracked:
         for members in groups:
-            if run.commit == members[0].commit and run.identity.home.is_same(members[0].identity.home):
+            if run.commit == members[0].commit and run.identity.home.is_same_interpreter(members[0].identity.home):
                 members.append(run)
                 break
         else:
@@ -201,7 +213,7 @@ def collect_series(tracked: Sequence[TrackedRun]) -> list[Series]:
     """Returns the series of some runs. If several runs have the same series, the last of these runs defines it."""
     series_by_name: dict[str, Series] = {}
     for run in tracked:
-        series_by_name |= {series.name: series for series in run.content.series}
+        series_by_name |= {metric_series.name: metric_series for metric_series in run.content.series}
     return list(series_by_name.values())
 
 
@@ -252,14 +264,14 @@ def find_runs(words: str, store: Path) -> ChosenRuns:
     files: dict[Path, Path] = {}
     notes: list[str] = []
     for word in words.split(","):
-        chosen_runs = _find_runs_of_word(word.strip(), store)
+        chosen_runs = _find_runs_by_word(word.strip(), store)
         files |= {path.resolve(): path for path in chosen_runs.files}
         notes += chosen_runs.notes
-    distinct_runs = remove_copies(files.values()).check_refusals()
+    distinct_runs = list_distinct_runs(files.values()).raise_for_refused_files()
     return ChosenRuns(distinct_runs.files, [*notes, *distinct_runs.notes(distinct_runs.copies)])
 
 
-def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
+def _find_runs_by_word(word: str, store: Path) -> ChosenRuns:
     if not word:
         raise RunNotFound("an empty word names no run. Give an id, a file, a commit, a store, or 'last'.")
     # 1. Try the word as a store's folder, a run file, or a run's id.
@@ -267,7 +279,7 @@ def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
         if Path(word).is_dir():
             return _find_newest_runs(Path(word))
         is_single_run = word == "last" or Path(word).suffix == ".jsonl" or is_not_folder(Path(word))
-        runs = Listing(()) if is_single_run else listing(store)
+        runs = RunFileListing(()) if is_single_run else listing(store)
     except (OSError, ValueError) as error:
         raise make_search_error(word, store, error) from None
     if is_single_run or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in runs.all_files):
@@ -295,7 +307,7 @@ def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
     return chosen_runs
 
 
-def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
+def _find_runs_of_commit(commit: str, runs: RunFileListing) -> ChosenRuns:
     """Returns the run files of a commit, oldest first. A run is left out if its source files differed from the
     commit, or if it is unknown whether they did.
     """
@@ -341,7 +353,7 @@ def _find_newest_runs(store: Path) -> ChosenRuns:
     if runs.newest is None:
         is_store_folder = (store / "runs").is_dir()
         raise RunNotFound(f"{store} {'has no runs yet' if is_store_folder else 'is not a store: it has no runs'}.")
-    newest_file = runs.find_counted_file(runs.newest)
+    newest_file = runs.find_original_run_file(runs.newest)
     header = _load_run_header_or_none(newest_file)
     commit = (
         header.environment.get("commit") if header is not None and header.environment.get("dirty") is False else None

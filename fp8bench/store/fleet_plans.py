@@ -17,7 +17,7 @@ from pathlib import Path
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import LOCK_FILE_NAME as LOCK_FILE
 from fp8bench.files import (
-    Damaged,
+    DamagedFileError,
     add_checksum,
     is_locked,
     open_file,
@@ -27,8 +27,8 @@ from fp8bench.files import (
     write_whole,
 )
 from fp8bench.model import Run, Status
-from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.model.codec import MalformedValueError, decode, encode
+from fp8bench.model.run import CellAttempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import find_incomplete_groups, load_header, load_run_with_lines
@@ -49,7 +49,7 @@ def write_plan(plan: FleetPlan, path: Path) -> None:
     write_whole(path, json.dumps(add_checksum({"schema": _PLAN_SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
 
 
-def read_plan(path: Path) -> FleetPlan:
+def read_fleet_plan(path: Path) -> FleetPlan:
     """Reads a plan. Raises UsageError if the file is not a plan."""
     try:
         content = parse_json(read_file(path))
@@ -65,17 +65,17 @@ def read_plan(path: Path) -> FleetPlan:
             "with this version."
         )
     try:
-        plan = decode(FleetPlan, remove_checksum(content)["fleet"])
-    except Damaged as error:
+        fleet_plan = decode(FleetPlan, remove_checksum(content)["fleet"])
+    except DamagedFileError as error:
         raise _make_invalid_plan_error(
             path, f"{error}; delete the line 'sum' if you changed the plan on purpose"
         ) from None
-    except Malformed as error:
+    except MalformedValueError as error:
         raise _make_invalid_plan_error(path, str(error)) from None
-    fault = _find_plan_fault(plan)
-    if fault:
-        raise _make_invalid_plan_error(path, fault)
-    return plan
+    plan_fault = _find_fleet_plan_fault(fleet_plan)
+    if plan_fault:
+        raise _make_invalid_plan_error(path, plan_fault)
+    return fleet_plan
 
 
 def _make_invalid_plan_error(path: Path, reason: str) -> UsageError:
@@ -85,7 +85,7 @@ def _make_invalid_plan_error(path: Path, reason: str) -> UsageError:
     )
 
 
-def _find_plan_fault(plan: FleetPlan) -> str:
+def _find_fleet_plan_fault(plan: FleetPlan) -> str:
     """Returns what is wrong with a plan, because a person may have edited it. Returns '' if the plan is valid."""
     if not _PLAN_ID_PATTERN.fullmatch(plan.id):
         return f"its id {plan.id!r:.40} has characters other than letters and digits"
@@ -111,21 +111,21 @@ def check_cell(plan: FleetPlan, cell_number: int) -> None:
         raise UsageError(f"cell {cell_number} is not among the cells 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
 
-def cell_folder(plan: FleetPlan, cell_number: int, store: Path) -> Path:
+def get_cell_folder(plan: FleetPlan, cell_number: int, store: Path) -> Path:
     """Returns the folder of a cell, with the lock of the cell and the output of its worker."""
-    return store / "cells" / plan.name_of(cell_number).replace("/", "-")
+    return store / "cells" / plan.format_cell_id(cell_number).replace("/", "-")
 
 
 def iterate_plan_runs(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
     """Yields (cell number, header) of each readable run of a plan, newest run first."""
     return (
         (cell_number, run_header_or_reason)
-        for cell_number, run_header_or_reason in _iterate_plan_files(plan, store)
+        for cell_number, run_header_or_reason in _iterate_plan_run_files(plan, store)
         if isinstance(run_header_or_reason, Run)
     )
 
 
-def _iterate_plan_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
+def _iterate_plan_run_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
     """Yields (cell number, header) of each run of a plan, newest run first. For an unreadable run, the header is
     replaced by the reason.
     """
@@ -135,11 +135,11 @@ def _iterate_plan_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run
             run_header_or_reason = load_header(path)
             if not run_header_or_reason.started:
                 raise StoreError(f"{path}: {run_header_or_reason.troubles[0]}")
-            cell_number = find_cell_number(plan, run_header_or_reason.cell)
+            plan_cell_number = find_cell_number(plan, run_header_or_reason.cell)
         except (StoreError, RunNotFound) as error:
-            run_header_or_reason, cell_number = str(error), find_cell_number(plan, _search_cell_name(path))
-        if cell_number is not None:
-            yield cell_number, run_header_or_reason
+            run_header_or_reason, plan_cell_number = str(error), find_cell_number(plan, _search_cell_name(path))
+        if plan_cell_number is not None:
+            yield plan_cell_number, run_header_or_reason
 
 
 def _search_cell_name(path: Path) -> str:
@@ -163,25 +163,25 @@ def store_plan(plan: FleetPlan, store: Path) -> None:
     path = store / "plans" / f"{plan.id}.json"
     if not path.exists():
         write_plan(plan, path)
-    elif read_plan(path) != plan:
+    elif read_fleet_plan(path) != plan:
         raise StoreError(f"{path} is a different plan with the same id. Move one of them away.")
 
 
 def load_plans(store: Path) -> tuple[FleetPlan, ...]:
     """Returns the plans of a store, oldest first. Raises UsageError for a broken plan."""
-    plans = (read_plan(path) for path in sorted((store / "plans").glob("*.json")))
-    return tuple(sorted(plans, key=lambda plan: plan.created))
+    fleet_plans = (read_fleet_plan(path) for path in sorted((store / "plans").glob("*.json")))
+    return tuple(sorted(fleet_plans, key=lambda plan: plan.created))
 
 
 def is_run_complete(run: Run) -> bool:
     return run.finished and not find_incomplete_groups(run)
 
 
-def add_attempt(plan: FleetPlan, cell_number: int, store: Path, attempt: Attempt) -> None:
-    _open_attempt_log(cell_folder(plan, cell_number, store)).append([attempt])
+def add_attempt(plan: FleetPlan, cell_number: int, store: Path, attempt: CellAttempt) -> None:
+    _open_cell_attempt_log(get_cell_folder(plan, cell_number, store)).append([attempt])
 
 
-def should_run(state: CellState, retry: bool) -> bool:
+def should_run_cell(state: CellState, retry: bool) -> bool:
     return state.status in _UNFINISHED_CELL_STATES or (retry and state.status is CellStatus.FAILED)
 
 
@@ -190,11 +190,12 @@ def compute_cell_states(plan: FleetPlan, store: Path, except_cells: Collection[i
     `except_cells`.
     """
     runs: dict[int, list[Run | str]] = {}
-    for cell_number, run_header_or_reason in _iterate_plan_files(plan, store):
+    for cell_number, run_header_or_reason in _iterate_plan_run_files(plan, store):
         runs.setdefault(cell_number, []).append(run_header_or_reason)
-    cell_numbers = (cell_number for cell_number in range(len(plan.cells)) if cell_number not in except_cells)
+    included_cell_numbers = (cell_number for cell_number in range(len(plan.cells)) if cell_number not in except_cells)
     return tuple(
-        _compute_cell_state(plan, cell_number, store, runs.get(cell_number, [])) for cell_number in cell_numbers
+        _compute_cell_state(plan, cell_number, store, runs.get(cell_number, []))
+        for cell_number in included_cell_numbers
     )
 
 
@@ -202,8 +203,8 @@ def _compute_cell_state(
     plan: FleetPlan, cell_number: int, store: Path, headers_or_reasons: list[Run | str]
 ) -> CellState:
     # 1. Find the newest run of the cell, or its newest complete run if it has one.
-    folder = cell_folder(plan, cell_number, store)
-    loaded_runs, damage_texts = _load_runs(headers_or_reasons)
+    folder = get_cell_folder(plan, cell_number, store)
+    loaded_runs, damage_texts = _load_runs_with_damage(headers_or_reasons)
     newest_complete_run = next((run for run in loaded_runs if is_run_complete(run)), None)
     newest_run = newest_complete_run or (loaded_runs[0] if loaded_runs else None)
     attempts, damage_of_folder = _load_attempts(folder)
@@ -232,30 +233,30 @@ def _compute_cell_state(
     return state
 
 
-def _load_runs(headers_or_reasons: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
+def _load_runs_with_damage(headers_or_reasons: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
     """Returns the runs with these headers, including their records, and descriptions of damage in the run files. A
     last line that is cut off, because the process was killed, does not count as damage.
     """
     loaded_runs = []
-    damage_texts = []
+    run_damage_texts = []
     for run_header_or_reason in headers_or_reasons:
         if isinstance(run_header_or_reason, str):
-            damage_texts.append(run_header_or_reason)
+            run_damage_texts.append(run_header_or_reason)
             continue
         try:
             run, file_lines = load_run_with_lines(Path(run_header_or_reason.path))
         except (StoreError, RunNotFound) as error:
-            damage_texts.append(str(error))
+            run_damage_texts.append(str(error))
             continue
         loaded_runs.append(run)
-        if file_lines.lost or file_lines.troubles:
-            damage_texts += [f"{run_header_or_reason.path}: {trouble}" for trouble in run.troubles]
-    return loaded_runs, damage_texts
+        if file_lines.has_lost_line or file_lines.troubles:
+            run_damage_texts += [f"{run_header_or_reason.path}: {trouble}" for trouble in run.troubles]
+    return loaded_runs, run_damage_texts
 
 
-def _load_attempts(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
+def _load_attempts(folder: Path) -> tuple[tuple[CellAttempt, ...], list[str]]:
     """Returns the attempts to measure a cell, and descriptions of damage in its folder."""
-    log = _open_attempt_log(folder)
+    log = _open_cell_attempt_log(folder)
     if folder.exists() and not folder.is_dir():
         return (), [f"{folder} is not a folder"]
     folder_faults = [f"{path} is not a file" for name in (OUTPUT_FILE, LOCK_FILE) if (path := folder / name).is_dir()]
@@ -266,8 +267,8 @@ def _load_attempts(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
     return tuple(attempts), [*folder_faults, *(f"{log.path}: {trouble}" for trouble in troubles)]
 
 
-def _open_attempt_log(folder: Path) -> Log[Attempt]:
-    return Log(folder / "attempts.jsonl", {"": Attempt}, "attempt")
+def _open_cell_attempt_log(folder: Path) -> Log[CellAttempt]:
+    return Log(folder / "attempts.jsonl", {"": CellAttempt}, "attempt")
 
 
 def _read_last_message(folder: Path) -> str:

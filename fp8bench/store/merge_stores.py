@@ -17,7 +17,7 @@ from fp8bench.errors import StoreError
 from fp8bench.files import append, convert_write_errors, is_locked, lock_folder, open_file, read_file, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
-from fp8bench.store.asv.view import define_series, results_folder, write_interpreter_results
+from fp8bench.store.asv.view import asv_results_folder, define_series, write_interpreter_results
 from fp8bench.store.commit_runs import (
     collect_series,
     find_commit_prefix,
@@ -26,22 +26,29 @@ from fp8bench.store.commit_runs import (
     read_runs,
 )
 from fp8bench.store.figures.cache import delete_cache
-from fp8bench.store.figures.history import read_and_cache
-from fp8bench.store.runs.listing import Listing, find_run_id, is_beginning, listing, machine_folder, run_files
+from fp8bench.store.figures.history import read_and_cache_runs
+from fp8bench.store.runs.listing import (
+    RunFileListing,
+    find_run_id,
+    is_content_prefix,
+    listing,
+    machine_folder,
+    run_files,
+)
 from fp8bench.store.runs.run_file import load_run, lock_run
 
 
 @dataclass
 class MergeResult:
-    """The result of merging another store into ours: our files of the runs that were `copied` or `extended`, the number
-    of runs that both stores had (`same`), and the number of new acknowledgements.
+    """The result of merging another store into ours: our files of the runs that were `copied_files` or
+    `extended_paths`, the number of runs that both stores had (`same`), and the number of new acknowledgements.
 
     `failed` are sentences about runs that could not be merged. `notes` are sentences about things that the user should
     check.
     """
 
-    copied: list[Path] = field(default_factory=list)
-    extended: list[Path] = field(default_factory=list)
+    copied_files: list[Path] = field(default_factory=list)
+    extended_paths: list[Path] = field(default_factory=list)
     same: int = 0
     acks: int = 0
     failed: list[str] = field(default_factory=list)
@@ -54,19 +61,19 @@ def find_store(folder: Path, our_store: Path) -> Path:
     """
     try:
         candidates = (folder, folder / our_store.name, folder / ".fp8bench")
-        their_store = next((candidate for candidate in candidates if (candidate / "runs").is_dir()), None)
-        if their_store is None:
+        store_folder = next((candidate for candidate in candidates if (candidate / "runs").is_dir()), None)
+        if store_folder is None:
             problem = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(
                 f"{folder} is not a store: it {problem}. Give another machine's .fp8bench, or its parent folder."
             )
         # Resolve links and '..', which may lead back into our store.
-        our_folder, their_folder = our_store.resolve(), their_store.resolve()
+        our_folder, their_folder = our_store.resolve(), store_folder.resolve()
     except OSError as error:
         raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
     if their_folder == our_folder or our_folder in their_folder.parents:
         raise StoreError(f"{folder} is this store, or inside it. Give the store of another machine.")
-    return their_store
+    return store_folder
 
 
 def merge_runs(our_store: Path, their_store: Path) -> MergeResult:
@@ -74,11 +81,11 @@ def merge_runs(our_store: Path, their_store: Path) -> MergeResult:
     our_runs, their_runs = listing(our_store), listing(their_store)
     path_by_id = {find_run_id(path): path for path in (*our_runs.refused, *our_runs.files)}
     merge_result.failed += [f"{note}." for note in their_runs.notes(their_runs.refused)]
-    merge_result.failed += copy_each_run(their_runs, partial(_copy_into_store, path_by_id, our_store, merge_result))
+    merge_result.failed += copy_store_runs(their_runs, partial(_copy_into_store, path_by_id, our_store, merge_result))
     return merge_result
 
 
-def copy_each_run(runs: Listing, copy_one: Callable[[Path], None]) -> Iterator[str]:
+def copy_store_runs(runs: RunFileListing, copy_one: Callable[[Path], None]) -> Iterator[str]:
     """Calls `copy_one` on each run of a store, oldest first. Yields a sentence for each run that could not be
     copied.
     """
@@ -96,13 +103,15 @@ def _copy_into_store(path_by_id: Mapping[str, Path], our_store: Path, merge_resu
     load_run(path)  # raises an error if the file is not a run
     target = path_by_id.get(find_run_id(path)) or our_store / "runs" / machine_folder(path) / path.name
     copy_outcome = copy_run(path, content, target)
-    if copy_outcome is CopyOutcome.SAME:
+    if copy_outcome is RunCopyOutcome.SAME:
         merge_result.same += 1
     else:
-        (merge_result.copied if copy_outcome is CopyOutcome.NEW else merge_result.extended).append(target)
+        (merge_result.copied_files if copy_outcome is RunCopyOutcome.NEW else merge_result.extended_paths).append(
+            target
+        )
 
 
-class CopyOutcome(Enum):
+class RunCopyOutcome(Enum):
     """The result of copying a run file to our store. SAME: we had the file. LONGER: our file had only the first lines
     of the copied file, and was extended.
     """
@@ -112,7 +121,7 @@ class CopyOutcome(Enum):
     LONGER = "longer"
 
 
-def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
+def copy_run(path: Path, content: bytes, target: Path) -> RunCopyOutcome:
     """Copies a run file to `target`. `content` is the whole content of the run file, or its first lines.
 
     If `target` exists, it must be a file of the same run, and one of the two files must be the beginning of the other.
@@ -122,19 +131,19 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
         # 1. If our store does not have the file, copy it.
         if not target.exists():
             write_whole(target, content)
-            return CopyOutcome.NEW
+            return RunCopyOutcome.NEW
         if find_run_id(target) != find_run_id(path):
             raise StoreError(f"{path} was not copied: {target} is a different run. Rename one of them.")
         # 2. Keep our file if it has all lines. Otherwise append the lines that it lacks.
-        if is_beginning(content, read_file(target)):
-            return CopyOutcome.SAME
+        if is_content_prefix(content, read_file(target)):
+            return RunCopyOutcome.SAME
         if content.startswith(read_file(target)):
             with open_file(target, "ab") as file:  # if the process is killed here, the next merge appends the rest
                 lock_run(file, target)
                 target_content = read_file(target)
                 if content.startswith(target_content):
                     append(file, content[len(target_content) :])
-                    return CopyOutcome.LONGER
+                    return RunCopyOutcome.LONGER
     raise StoreError(
         f"run {find_run_id(path)} differs between {path} and {target}, which is unchanged: each was resumed "
         "separately, or one was changed. Keep the correct file, and move the other away."
@@ -163,7 +172,7 @@ class RebuildResult:
     files: list[Path] = field(default_factory=list)
     series: int = 0
     runs: int = 0
-    left_out_reasons: Counter[str] = field(default_factory=Counter)
+    skipped_run_reasons: Counter[str] = field(default_factory=Counter)
     renamed_files: list[Path] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -177,7 +186,7 @@ def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> Reb
     # 1. Delete the cache before a complete rebuild.
     rebuild_result = RebuildResult()
     if commits is None:
-        rebuild_result.left_out_reasons = listing(store).left_out_reasons
+        rebuild_result.skipped_run_reasons = listing(store).skipped_run_reasons
         delete_cache(store)
     # 2. Write asv's files of each commit.
     series_by_name: dict[str, Series] = {}
@@ -186,21 +195,21 @@ def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> Reb
             continue
         # Read the runs while holding the lock. Otherwise a writer that read fewer runs could write after this one.
         with lock_folder(store / "asv"):
-            commit_runs = read_and_cache(store, commit, paths)
+            commit_runs = read_and_cache_runs(store, commit, paths)
             for tracked in group_by_interpreter(commit_runs.runs):
                 try:
                     rebuild_result.files.append(
-                        write_interpreter_results(results_folder(store), tracked, rebuild_result.renamed_files)
+                        write_interpreter_results(asv_results_folder(store), tracked, rebuild_result.renamed_files)
                     )
                 except (StoreError, OSError) as error:
                     rebuild_result.failed.append(str(error))
-        rebuild_result.left_out_reasons.update(commit_runs.left_out_reasons)
+        rebuild_result.skipped_run_reasons.update(commit_runs.skipped_run_reasons)
         rebuild_result.runs += len(commit_runs.runs)
         series_by_name |= {run.name: run for run in collect_series(commit_runs.runs)}
     # 3. Write the definitions of the series, as the newest runs define them.
     with lock_folder(store / "asv"):
         define_series(
-            results_folder(store), _find_newest_series(store, series_by_name.values()), rebuild_result.renamed_files
+            asv_results_folder(store), _find_newest_series(store, series_by_name.values()), rebuild_result.renamed_files
         )
     rebuild_result.files, rebuild_result.failed = (
         list(dict.fromkeys(rebuild_result.files)),
@@ -236,5 +245,5 @@ def merge_store(store: Path, their_store: Path) -> tuple[MergeResult, RebuildRes
         except (StoreError, OSError) as error:
             merge_result.failed.append(str(error))
     return merge_result, rebuild_asv_view(
-        store, {find_commit_prefix(path) for path in (*merge_result.copied, *merge_result.extended)}
+        store, {find_commit_prefix(path) for path in (*merge_result.copied_files, *merge_result.extended_paths)}
     )

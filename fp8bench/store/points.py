@@ -24,16 +24,16 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import BENCH, DEVICE_SETTINGS, TIME_CONDITIONS
+from fp8bench.model.run import BENCH, DEVICE_SETTINGS, TIME_CONDITION_FACTS
 from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 from fp8bench.store.series import (
-    check_grid,
+    check_history_grid,
     class_name,
     join_versions,
-    list_cells,
+    list_grid_cells,
     list_tracked_metrics,
     make_series,
     reference_precision,
@@ -58,11 +58,11 @@ _FACTS_IRRELEVANT_TO_COUNTS = frozenset(
 )
 # Measuring conditions exclude the variable that turns compiled quantisers (software casts) on or off, because records
 # of cases with quantisers show how these ran.
-_QUANTISERS_FACT = f"env_{QUANTISERS_VARIABLE}"
+_QUANTISERS_FACT_NAME = f"env_{QUANTISERS_VARIABLE}"
 
 
 @dataclass(frozen=True)
-class RunPoints:
+class RunHistoryPoints:
     """The points that a run adds to the history, with their series. `untracked_cases` is the number of cases that the
     history does not track, and `why` is the reason.
     """
@@ -73,11 +73,11 @@ class RunPoints:
     why: str = ""
 
 
-def extract_points(run: Run) -> RunPoints:
+def extract_history_points(run: Run) -> RunHistoryPoints:
     """Returns the points that a run adds to the history, and the number of cases that the history does not track."""
     reason = _explain_untracked_run(run)
     if reason:
-        return RunPoints(untracked_cases=len(run.records), why=reason)
+        return RunHistoryPoints(untracked_cases=len(run.records), why=reason)
     records_by_workload: dict[str, list[Record]] = {}
     for record in run.records:
         records_by_workload.setdefault(record.case.workload, []).append(record)
@@ -90,7 +90,7 @@ def extract_points(run: Run) -> RunPoints:
         series += workload_points.series
         untracked_cases += workload_points.untracked_cases
         reason = reason or workload_points.why
-    return RunPoints(tuple(points), tuple(series), untracked_cases, reason)
+    return RunHistoryPoints(tuple(points), tuple(series), untracked_cases, reason)
 
 
 def merge_points(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
@@ -142,45 +142,49 @@ def _explain_untracked_run(run: Run) -> str:
     return ""
 
 
-def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> RunPoints:
+def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> RunHistoryPoints:
     if name == BENCH:
         reason = "the history does not follow bench; write a suite of your function (docs/user-suites.md)"
-        return RunPoints(untracked_cases=len(records), why=reason)
+        return RunHistoryPoints(untracked_cases=len(records), why=reason)
     if name not in workloads.names(hidden=True):
-        return RunPoints(untracked_cases=len(records), why=f"the suite {name} is unknown; --import its module")
+        return RunHistoryPoints(untracked_cases=len(records), why=f"the suite {name} is unknown; --import its module")
     workload = workloads.get(name)
     if workload.history is None:
-        return RunPoints(untracked_cases=len(records), why=f"the suite {name} declares no grid")
+        return RunHistoryPoints(untracked_cases=len(records), why=f"the suite {name} declares no grid")
     try:
-        _check_grid(type(workload))
+        _check_workload_grid(type(workload))
         main_device, tracked_ranks = _find_main_device(run), workload.history.ranks or (1,)
         if main_device is not None and main_device.ranks not in tracked_ranks:
             actual_ranks_text = f"it was measured by {main_device.ranks} rank{'s' * (main_device.ranks != 1)}"
             tracked_ranks_text = ", ".join(map(str, tracked_ranks))
-            return RunPoints(
+            return RunHistoryPoints(
                 untracked_cases=len(records),
                 why=f"{actual_ranks_text}, but the history of {name} tracks {tracked_ranks_text}",
             )
         return _extract_grid_points(workload, workload.history, records, run)
     except UsageError as error:
-        return RunPoints(untracked_cases=len(records), why=str(error).rstrip("."))
+        return RunHistoryPoints(untracked_cases=len(records), why=str(error).rstrip("."))
 
 
-def _extract_grid_points(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunPoints:
+def _extract_grid_points(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunHistoryPoints:
     conditions = _collect_conditions(workload, run)
     points: list[Point] = []
     untracked_cases = 0
-    data_identity = None
-    references = {record.case.setting: record for record in reversed(records) if record.is_reference}
+    text_data_identity = None
+    reference_by_setting = {record.case.setting: record for record in reversed(records) if record.is_reference}
     for record in records:
         cell = _find_grid_cell(workload, record.case, run)
         if cell is None:
             untracked_cases += 1
             continue
-        data_identity = _find_data_identity(workload, record.case)
-        reference = references.get(record.case.setting)
-        points += _make_points(workload, grid, record, reference, cell, _has_few_rounds(run, record), conditions)
-    return RunPoints(tuple(points), _cached_series(type(workload), data_identity) if points else (), untracked_cases)
+        text_data_identity = _find_data_identity(workload, record.case)
+        reference = reference_by_setting.get(record.case.setting)
+        points += _make_history_points(
+            workload, grid, record, reference, cell, _has_few_rounds(run, record), conditions
+        )
+    return RunHistoryPoints(
+        tuple(points), _make_cached_series(type(workload), text_data_identity) if points else (), untracked_cases
+    )
 
 
 def _add_metric_conditions(
@@ -224,7 +228,10 @@ def _collect_conditions(workload: Workload, run: Run) -> Conditions:
     """
     facts = run.environment.facts
     # Figures of one commit cannot be compared if one of these facts or a recorded environment variable differs.
-    names = [*TIME_CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT)]
+    names = [
+        *TIME_CONDITION_FACTS,
+        *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT_NAME),
+    ]
     is_built_in = type(workload).__module__.startswith("fp8bench.")
     names += [] if is_built_in else ["imports_sha256"]
     conditions = [(name, facts.get(name)) for name in names]
@@ -245,12 +252,12 @@ def _find_main_device(run: Run) -> DeviceFacts | None:
 
 
 @cache
-def _check_grid(workload_class: type[Workload]) -> None:
-    check_grid(workload_class())
+def _check_workload_grid(workload_class: type[Workload]) -> None:
+    check_history_grid(workload_class())
 
 
 @cache
-def _cached_series(workload_class: type[Workload], data_identity: str | None) -> tuple[Series, ...]:
+def _make_cached_series(workload_class: type[Workload], data_identity: str | None) -> tuple[Series, ...]:
     return make_series(workload_class(), data_identity)
 
 
@@ -265,7 +272,7 @@ def _cached_reference(workload_class: type[Workload]) -> str:
     return reference_precision(workload_class())
 
 
-def find_cell(case: Case, run: Run) -> Cell | None:
+def find_grid_cell_of_case(case: Case, run: Run) -> Cell | None:
     """Returns the cell (the tracked combination of parameters) that a case belongs to in its suite's grid, or None if
     the grid does not have the case.
     """
@@ -285,13 +292,15 @@ def _find_grid_cell(workload: Workload, case: Case, run: Run) -> Cell | None:
         return None
     if run.request.data is not None and workload.uses_corpus:
         return None
-    axis_values = _cached_cells(type(workload), main_device, _find_data_identity(workload, case)).get(case.params)
+    axis_values = _list_cached_cells(type(workload), main_device, _find_data_identity(workload, case)).get(case.params)
     return None if axis_values is None else (case.precision, *axis_values)
 
 
 @cache
-def _cached_cells(workload_class: type[Workload], facts: DeviceFacts, data_identity: str | None) -> dict[Params, Cell]:
-    return list_cells(workload_class(), facts, data_identity)
+def _list_cached_cells(
+    workload_class: type[Workload], facts: DeviceFacts, data_identity: str | None
+) -> dict[Params, Cell]:
+    return list_grid_cells(workload_class(), facts, data_identity)
 
 
 def _find_data_identity(workload: Workload, case: Case) -> str | None:
@@ -301,7 +310,7 @@ def _find_data_identity(workload: Workload, case: Case) -> str | None:
     return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 
 
-def _make_points(
+def _make_history_points(
     workload: Workload,
     grid: Grid,
     record: Record,
@@ -336,9 +345,9 @@ def _collect_metrics(workload: Workload, record: Record, reference: Record | Non
     is_comparable = reference is not None and reference.case.precision == _cached_reference(type(workload))
     reference_metrics = Reference(reference) if reference is not None and is_comparable else None
     metric_by_name: dict[str, Metric] = {}
-    from fp8bench.analysis.metrics import metrics_of
+    from fp8bench.analysis.metrics import iterate_case_metrics
 
-    for metric in metrics_of(record, None, reference_metrics):
+    for metric in iterate_case_metrics(record, None, reference_metrics):
         if metric.phase == STEP or (metric.phase is not None and metric.name == TIME):
             name = metric.name if metric.phase == STEP else time_of_phase(str(metric.phase))
             metric_by_name.setdefault(name, metric)

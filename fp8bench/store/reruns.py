@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
-from fp8bench.analysis.labels import DISTURBED_RATIO, count_disturbed_slots
+from fp8bench.analysis.labels import MIN_DISTURBED_RATIO, count_disturbed_slots
 from fp8bench.analysis.verdicts import log_of_best_ratio
 from fp8bench.errors import StoreError
 from fp8bench.files import format_checksummed_line, lock_folder, parse_checksummed_line, read_file, write_whole
@@ -26,7 +26,7 @@ from fp8bench.model.run import BENCH
 from fp8bench.store.ceilings import ceilings_file_name
 
 # At least this many comparisons between runs are needed to estimate how much runs differ.
-MIN_COMPARISONS = 4
+MIN_RERUN_COMPARISONS = 4
 # The variance of a case is averaged with the typical variance of the other cases, which counts as this many comparisons
 # of runs. The weight is small because cases differ in variance, and because in one of ten runs the process is in a
 # different mode than in earlier runs.
@@ -35,7 +35,7 @@ _OTHER_CASES_WEIGHT = 2
 _VARIANCE_QUANTILE = 2 / 3
 # An interval reaches from its estimate at most this multiple of the largest difference between two runs of one case. In
 # the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the long run.
-_MAX_REACH_OF_WIDEST = 2.0
+_MAX_INTERVAL_REACH_RATIO = 2.0
 # The machine counts as busy if other programs disturbed more than this share of the timing slots.
 _BUSY_SLOTS_SHARE = 0.2
 # Increase this version when the same runs give different numbers.
@@ -65,8 +65,8 @@ class CaseRuns:
     def add(self, log_ratio: float) -> CaseRuns:
         difference, runs = log_ratio - self.mean, self.runs + 1
         mean = self.mean + difference / runs
-        squares = self.squares + difference * (log_ratio - mean)
-        return CaseRuns(runs, mean, squares, min(self.low, log_ratio), max(self.high, log_ratio))
+        sum_of_squares = self.squares + difference * (log_ratio - mean)
+        return CaseRuns(runs, mean, sum_of_squares, min(self.low, log_ratio), max(self.high, log_ratio))
 
 
 def was_machine_busy(*timings: Timing) -> bool:
@@ -74,29 +74,29 @@ def was_machine_busy(*timings: Timing) -> bool:
     from each other.
     """
     slots = sum(len(timing.slots) for timing in timings)
-    return sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) > _BUSY_SLOTS_SHARE * slots
+    return sum(count_disturbed_slots(timing, MIN_DISTURBED_RATIO) for timing in timings) > _BUSY_SLOTS_SHARE * slots
 
 
-def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | None:
+def learn_run_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | None:
     """Returns how much runs of a case differ, learned from earlier runs of this and of other cases. Returns None if
     there are too few earlier runs.
     """
     case_runs = runs_by_case.get(case, CaseRuns())
     other_case_summaries = [summary for name, summary in runs_by_case.items() if name != case and summary.freedom]
-    other_cases_freedom = sum(summary.freedom for summary in other_case_summaries)
-    if case_runs.freedom + other_cases_freedom < MIN_COMPARISONS:
+    other_case_degrees_of_freedom = sum(summary.freedom for summary in other_case_summaries)
+    if case_runs.freedom + other_case_degrees_of_freedom < MIN_RERUN_COMPARISONS:
         return None
-    prior_weight = min(_OTHER_CASES_WEIGHT, other_cases_freedom)
-    weight = case_runs.freedom + prior_weight
+    typical_variance_weight = min(_OTHER_CASES_WEIGHT, other_case_degrees_of_freedom)
+    weight = case_runs.freedom + typical_variance_weight
     count = case_runs.runs + sum(summary.runs for summary in other_case_summaries)
     # Average the variance of this case with the typical variance, which counts as `prior_weight` comparisons.
-    squares = case_runs.squares + prior_weight * _find_typical_variance(other_case_summaries)
-    spread = math.sqrt(squares / weight)
+    weighted_square_sum = case_runs.squares + typical_variance_weight * _find_typical_variance(other_case_summaries)
+    spread = math.sqrt(weighted_square_sum / weight)
     # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
     widest_log_ratio_range = max(
         summary.high - summary.low for summary in (case_runs, *other_case_summaries) if summary.runs
     )
-    return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest_log_ratio_range)
+    return Reruns(spread, weight, count, max_reach=_MAX_INTERVAL_REACH_RATIO * widest_log_ratio_range)
 
 
 def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
@@ -105,11 +105,11 @@ def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
     """
     # The mean would be dominated by the noisiest case, and no other case would get a verdict. On a shared machine, the
     # intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
-    freedom_at_quantile = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
-    cumulative_freedom = 0
+    quantile_freedom = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
+    summed_degrees_of_freedom = 0
     for variance, case_freedom in sorted((runs.squares / runs.freedom, runs.freedom) for runs in cases):
-        cumulative_freedom += case_freedom
-        if cumulative_freedom >= freedom_at_quantile:
+        summed_degrees_of_freedom += case_freedom
+        if summed_degrees_of_freedom >= quantile_freedom:
             return variance
     return 0.0
 
@@ -118,7 +118,7 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
     """Returns the records with the spread between earlier runs of the same case. The spread is learned from the earlier
     runs in which the machine was as busy as in this run, or from all earlier runs if these are too few.
     """
-    runs_by_case = _read_case_runs(_reruns_path(records, run, store))
+    runs_by_case = _read_case_runs(_get_reruns_path(records, run, store))
     records_with_spread = []
     for record in records:
         if record.timing is None:
@@ -126,19 +126,27 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
             continue
         # The key ends with the machine's load ('busy' or 'quiet'), followed by the A/A suffix for the reference.
         key = _make_rerun_key(record, records, run)
-        is_aa, load_with_suffix = key.endswith(_AA_KEY_SUFFIX), key.rpartition("|")[2]
-        runs_of_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_KEY_SUFFIX) == is_aa}
+        is_aa, machine_load_suffix = key.endswith(_AA_KEY_SUFFIX), key.rpartition("|")[2]
+        runs_of_comparison_kind = {
+            case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_KEY_SUFFIX) == is_aa
+        }
         if record.case.workload != BENCH:
             # A user's callable may be anything, so its spread does not apply to the cases of fp8bench's suites.
-            runs_of_kind = {case: runs for case, runs in runs_of_kind.items() if not case.startswith(f"{BENCH}[")}
+            runs_of_comparison_kind = {
+                case: runs for case, runs in runs_of_comparison_kind.items() if not case.startswith(f"{BENCH}[")
+            }
         runs_at_same_load = {
-            case: runs for case, runs in runs_of_kind.items() if case.rpartition("|")[2] == load_with_suffix
+            case: runs
+            for case, runs in runs_of_comparison_kind.items()
+            if case.rpartition("|")[2] == machine_load_suffix
         }
-        reruns = learn_spread(key, runs_at_same_load) or learn_spread(key, runs_of_kind)
+        reruns = learn_run_spread(key, runs_at_same_load) or learn_run_spread(key, runs_of_comparison_kind)
         if reruns is not None:
             # `low` and `high` cover all runs of this case, on a busy and on a quiet machine.
             runs_of_case = [
-                runs for case, runs in runs_of_kind.items() if case.rpartition("|")[0] == key.rpartition("|")[0]
+                runs
+                for case, runs in runs_of_comparison_kind.items()
+                if case.rpartition("|")[0] == key.rpartition("|")[0]
             ]
             reruns = replace(
                 reruns,
@@ -160,7 +168,7 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
             log_ratio_by_key[_make_rerun_key(record, records, run)] = log_ratio
     if not log_ratio_by_key:
         return
-    path = _reruns_path(records, run, store)
+    path = _get_reruns_path(records, run, store)
     with contextlib.suppress(OSError, StoreError), lock_folder(path.parent):
         runs_by_case = _read_case_runs(path)
         for name, log_ratio in log_ratio_by_key.items():
@@ -206,13 +214,13 @@ def _make_rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
     """
     reference = _find_reference(records) or record
     timings = [timing for timing in (record.timing, reference.timing) if timing is not None]
-    load_with_suffix = "busy" if record.case.device.startswith("cpu") and was_machine_busy(*timings) else "quiet"
-    load_with_suffix += _AA_KEY_SUFFIX * record.is_reference
+    machine_load_suffix = "busy" if record.case.device.startswith("cpu") and was_machine_busy(*timings) else "quiet"
+    machine_load_suffix += _AA_KEY_SUFFIX * record.is_reference
     code_versions = (str(run.environment.get(key) or "") for key in _CODE_VERSION_KEYS)
-    return "|".join([record.case.id, reference.case.mode, *code_versions, load_with_suffix])
+    return "|".join([record.case.id, reference.case.mode, *code_versions, machine_load_suffix])
 
 
-def _reruns_path(records: Sequence[Record], run: Run, store: Path) -> Path:
+def _get_reruns_path(records: Sequence[Record], run: Run, store: Path) -> Path:
     device = next(device_facts for device_facts in run.devices if device_facts.key == records[0].case.device)
     return store / "reruns" / ceilings_file_name(run.environment, device)
 

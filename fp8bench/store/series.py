@@ -14,8 +14,8 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.ranks import RANK_LIBRARIES, describe_ranks
-from fp8bench.model.specs import METRICS, RELATIVE_TIMES, MetricSpec, reserved_name_reason, spec_of
-from fp8bench.plan.checked_workload import checked_axes, expand_cases, user_errors_as_usage
+from fp8bench.model.specs import METRICS, RELATIVE_TIMES, MetricSpec, explain_reserved_name, find_metric_spec
+from fp8bench.plan.checked_workload import expand_cases, list_checked_axes, user_errors_as_usage
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
@@ -35,11 +35,11 @@ def class_name(workload: str) -> str:
 
 def list_tracked_metrics(grid: Grid) -> tuple[MetricSpec, ...]:
     """Returns the metrics of a case that the history tracks, in asv's units. The first one is the step's time."""
-    kept_where_words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
+    history_condition_words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
     if grid.energy and not grid.ranks:
-        kept_where_words.add("energy")
-    metric_specs = [spec for spec in METRICS.values() if spec.history and spec.kept_where in kept_where_words]
-    errors = [spec_of(name) for name in grid.errors]
+        history_condition_words.add("energy")
+    metric_specs = [spec for spec in METRICS.values() if spec.history and spec.kept_where in history_condition_words]
+    errors = [find_metric_spec(name) for name in grid.errors]
     metric_specs += [replace(spec, history="against the reference that the workload names") for spec in errors]
     return tuple(
         replace(spec, unit=units.RATIO if spec in RELATIVE_TIMES else ASV_UNITS.get(spec.unit, spec.unit))
@@ -58,8 +58,8 @@ def list_parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     """Returns the parameters of a series with their values: dtypes, axes with several values on a CPU or a GPU, and
     numbers of ranks.
     """
-    grid = _require_grid(workload)
-    axes = {axis.name: axis for axis in checked_axes(workload, _DEVICE_BY_CLASS["cpu"])}
+    grid = _require_history_grid(workload)
+    axes = {axis.name: axis for axis in list_checked_axes(workload, _DEVICE_BY_CLASS["cpu"])}
     values_by_name: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
         values = dict.fromkeys(_parse_axis_value(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
@@ -71,8 +71,8 @@ def list_parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
 
 
 def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
-    """Returns all series of a workload. Raises UsageError if check_grid() refuses its grid."""
-    check_grid(workload)
+    """Returns all series of a workload. Raises UsageError if check_history_grid() refuses its grid."""
+    check_history_grid(workload)
     params = list_parameters(workload)
     class_path = f"{workload.name}.{class_name(workload.name)}"
     return tuple(
@@ -85,33 +85,33 @@ def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
             tuple(params.values()),
             join_versions(workload.version, data),
         )
-        for metric in list_tracked_metrics(_require_grid(workload))
+        for metric in list_tracked_metrics(_require_history_grid(workload))
     )
 
 
-def list_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
+def list_grid_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
     """Maps the parameters of each case that the history tracks on a device to its cell (its coordinates in graphs). The
     cells have no dtype. Returns {} if the history does not track this number of ranks.
     """
-    ranks = _require_grid(workload).ranks
+    ranks = _require_history_grid(workload).ranks
     if facts.ranks not in (ranks or (1,)):
         return {}
     names = [name for name in list_parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
-    ranks_cell = (describe_ranks(facts.ranks, facts.kind),) if ranks else ()
+    rank_description_values = (describe_ranks(facts.ranks, facts.kind),) if ranks else ()
     cells = {}
     with user_errors_as_usage(workload):
-        for displayed_values, params in _iterate_cells(workload, facts):
+        for displayed_values, params in _iterate_grid_cells(workload, facts):
             key = (*params, ("data", data)) if data and workload.uses_corpus else params
-            cells[key] = (*(displayed_values[name] for name in names), *ranks_cell)
+            cells[key] = (*(displayed_values[name] for name in names), *rank_description_values)
     return cells
 
 
 def reference_precision(workload: Workload) -> str:
     """Returns the precision that the history's relative times refer to: the highest precision of the suite's grid."""
-    return min(_require_grid(workload).dtypes, key=lambda name: precisions.get(name).rank)
+    return min(_require_history_grid(workload).dtypes, key=lambda name: precisions.get(name).rank)
 
 
-def check_grid(workload: Workload) -> None:
+def check_history_grid(workload: Workload) -> None:
     """Raises UsageError if the cases that a workload declares for its history cannot be tracked, for example because
     of wrong names.
     """
@@ -133,47 +133,50 @@ def fingerprint_grid(name: str) -> str:
     if workload.history is None:
         return "no grid"
     try:
-        series = make_series(workload, None)
+        metric_series = make_series(workload, None)
         cells = []
         for kind, ranks in itertools.product(_DEVICE_BY_CLASS.values(), workload.history.ranks or (1,)):
-            cells.append(list_cells(workload, replace(kind, ranks=ranks), None))
+            cells.append(list_grid_cells(workload, replace(kind, ranks=ranks), None))
         is_built_in = type(workload).__module__.startswith("fp8bench.")
-        return repr((workload.history, workload.uses_corpus, is_built_in, reference_precision(workload), series, cells))
+        return repr(
+            (workload.history, workload.uses_corpus, is_built_in, reference_precision(workload), metric_series, cells)
+        )
     except UsageError as error:
         return str(error)
 
 
 def _find_grid_faults(workload: Workload) -> Iterator[str]:
     try:
-        yield from _find_wrong_grid_values(_require_grid(workload))
-        yield from _find_wrong_names(workload)
+        yield from _find_wrong_grid_values(_require_history_grid(workload))
+        yield from _find_unusable_asv_names(workload)
         yield from _find_wrong_axes(workload)
-        yield from _find_ambiguous_cells(workload)
+        yield from _describe_ambiguous_cells(workload)
     except UsageError as error:
         yield str(error).rstrip(".")
 
 
-def _find_wrong_names(workload: Workload) -> Iterator[str]:
+def _find_unusable_asv_names(workload: Workload) -> Iterator[str]:
     name = class_name(workload.name)
     if not workload.name.isidentifier() or not name.isidentifier():
         yield "asv uses the name for a module, so it must be letters, digits and underscores. Rename it"
-    yield from filter(None, map(reserved_name_reason, _require_grid(workload).errors))
+    yield from filter(None, map(explain_reserved_name, _require_history_grid(workload).errors))
 
 
 def _find_wrong_axes(workload: Workload) -> Iterator[str]:
-    grid = _require_grid(workload)
+    grid = _require_history_grid(workload)
     if set(grid.cpu) != set(grid.gpu):
         yield f"cpu names the axes {', '.join(grid.cpu) or 'none'} and gpu {', '.join(grid.gpu) or 'none'}"
-    axes = {axis.name: axis for axis in checked_axes(workload, _DEVICE_BY_CLASS["cpu"])}
+    axes = {axis.name: axis for axis in list_checked_axes(workload, _DEVICE_BY_CLASS["cpu"])}
     for name in grid.cpu:
         if name not in axes:
             yield f"{name!r} is not an axis; the axes are {', '.join(sorted(axes))}"
         if not grid.cpu[name] or not grid.gpu[name]:
             yield f"the axis {name!r} has no value on a {'gpu' if grid.cpu[name] else 'cpu'}"
-    all_values_overlap = all(
-        _scalar_values(axes[name], grid.cpu[name]) & _scalar_values(axes[name], grid.gpu[name]) for name in grid.cpu
+    do_all_axis_values_overlap = all(
+        _parse_axis_values(axes[name], grid.cpu[name]) & _parse_axis_values(axes[name], grid.gpu[name])
+        for name in grid.cpu
     )
-    if all_values_overlap and not grid.ranks:
+    if do_all_axis_values_overlap and not grid.ranks:
         yield "no axis has entirely different values on cpu and gpu, so a machine could mix both in one series"
 
 
@@ -184,29 +187,29 @@ def _find_wrong_grid_values(grid: Grid) -> Iterator[str]:
     if not grid.dtypes or len(set(grid.dtypes)) < len(grid.dtypes):
         yield f"its dtypes are {', '.join(grid.dtypes) or 'none'}; give at least one, and each once"
     for name in grid.dtypes:
-        if precisions.canonical(name) != name:
-            yield f"the dtype {name!r} is an alias of {precisions.canonical(name)}"
+        if precisions.find_canonical_name(name) != name:
+            yield f"the dtype {name!r} is an alias of {precisions.find_canonical_name(name)}"
 
 
-def _find_ambiguous_cells(workload: Workload) -> Iterator[str]:
+def _describe_ambiguous_cells(workload: Workload) -> Iterator[str]:
     for kind, facts in _DEVICE_BY_CLASS.items():
-        for axis in checked_axes(workload, facts):
+        for axis in list_checked_axes(workload, facts):
             if axis.name not in _get_grid_axis_values(workload, facts) and len(axis.values(axis.default)) != 1:
                 yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
         cases: set[Params] = set()
-        for displayed_values, params in _iterate_cells(workload, facts):
+        for displayed_values, params in _iterate_grid_cells(workload, facts):
             if params in cases:
                 yield f"two cells are the same case on a {kind} ({displayed_values})"
             cases.add(params)
 
 
-def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
+def _iterate_grid_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
     """Yields a pair for each case of the grid on a class of devices: its values by axis, as graphs show them, and its
     parameters.
     """
-    grid_values = _get_grid_axis_values(workload, facts)
-    axes = checked_axes(workload, facts)
-    texts = [grid_values.get(axis.name, axis.default) for axis in axes]
+    grid_axis_values = _get_grid_axis_values(workload, facts)
+    axes = list_checked_axes(workload, facts)
+    texts = [grid_axis_values.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
         axis_text_pairs = list(zip(axes, combination, strict=True))
         cases = expand_cases(workload, axes, {axis.name: axis.values((text,))[0] for axis, text in axis_text_pairs})
@@ -223,16 +226,16 @@ def _parse_axis_value(axis: Axis, text: str) -> Scalar:
     return value if isinstance(value, int) and not isinstance(value, bool) else text
 
 
-def _scalar_values(axis: Axis, values: Iterable[str]) -> set[Scalar]:
+def _parse_axis_values(axis: Axis, values: Iterable[str]) -> set[Scalar]:
     return {_parse_axis_value(axis, text) for text in values}
 
 
 def _get_grid_axis_values(workload: Workload, facts: DeviceFacts) -> Mapping[str, tuple[str, ...]]:
-    grid = _require_grid(workload)
+    grid = _require_history_grid(workload)
     return grid.gpu if facts.accelerated else grid.cpu
 
 
-def _require_grid(workload: Workload) -> Grid:
+def _require_history_grid(workload: Workload) -> Grid:
     if workload.history is None:
         raise UsageError(f"the suite {workload.name!r} declares no grid with a history.")
     return workload.history

@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL_SUFFIX, is_locked, parse_json, read_file, remove_checksum
+from fp8bench.files import PARTIAL_FILE_SUFFIX, is_locked, parse_json, read_file, remove_checksum
 from fp8bench.model import Fault, Run
-from fp8bench.store.acks import acks_path, load_acks
-from fp8bench.store.kept_lines import SEALED_FILE_PATTERNS, parse_file_lines
+from fp8bench.store.acks import get_acks_path, load_acks
+from fp8bench.store.kept_lines import CHECKSUMMED_FILE_PATTERNS, parse_file_lines
 from fp8bench.store.runs.listing import (
     REFUSAL_REMEDY,
-    Listing,
+    RunFileListing,
     describe_refusal,
     list_all_files,
     list_unreadable_folders,
     listing,
 )
-from fp8bench.store.runs.run_file import file_name, find_incomplete_groups, load_run_with_lines
+from fp8bench.store.runs.run_file import find_incomplete_groups, load_run_with_lines, make_run_file_name
 
 _FOREIGN_FILE_REMEDY = "Check whether it is useful, and delete it"
 _MAX_SHOWN_TROUBLES = 3
 # After the file's name is removed, an error text that begins with one of these gets "it" as its subject.
-_VERBS_AFTER_FILE_NAME = ("is ", "was ", "cannot ")
+_SUBJECTLESS_ERROR_STARTS = ("is ", "was ", "cannot ")
 
 
 @dataclass(frozen=True)
-class Verified:
+class StoreVerification:
     """The faults of a store, the number of its run files, and the number of run files without a fault."""
 
     faults: tuple[Fault, ...]
@@ -36,7 +36,7 @@ class Verified:
     run_files_without_fault: int
 
 
-def verify_store(store: Path) -> Verified:
+def verify_store(store: Path) -> StoreVerification:
     """Reads every file of a store and returns its faults."""
     # 1. Check the run files.
     runs = listing(store)
@@ -44,7 +44,7 @@ def verify_store(store: Path) -> Verified:
     broken_file_count = unsealed_file_count = 0
     for path in runs.all_files:
         is_sealed, run_faults = _check_run_file(path)
-        run_faults += _check_copies(path, runs)
+        run_faults += _check_run_copies(path, runs)
         broken_file_count += any(fault.broken for fault in run_faults)
         unsealed_file_count += not is_sealed
         store_faults += run_faults
@@ -56,10 +56,10 @@ def verify_store(store: Path) -> Verified:
         store_faults.append(Fault(str(store / "runs"), problem, "Changes in them cannot be detected", broken=False))
     # 3. Check all other files.
     store_faults += _check_other_files(store)
-    return Verified(tuple(store_faults), len(runs.all_files), len(runs.all_files) - broken_file_count)
+    return StoreVerification(tuple(store_faults), len(runs.all_files), len(runs.all_files) - broken_file_count)
 
 
-def _check_copies(path: Path, runs: Listing) -> Iterator[Fault]:
+def _check_run_copies(path: Path, runs: RunFileListing) -> Iterator[Fault]:
     if path in runs.copies:
         problem = f"it is the same run as {runs.copies[path]}, or its beginning, and counts once"
         yield Fault(str(path), problem, "Move it away")
@@ -79,28 +79,30 @@ def _check_run_file(path: Path) -> tuple[bool, list[Fault]]:
         return True, [_make_store_error_fault(path, error, remedy)]
     except OSError as error:
         return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
-    run_file_faults = [_make_line_fault(run, file_lines.lost)] if run.troubles and not is_being_written else []
+    faults_and_remarks = (
+        [_make_broken_line_fault(run, file_lines.has_lost_line)] if run.troubles and not is_being_written else []
+    )
     # Without a header, the correct file name is unknown, because it has the run's start and commit.
-    if run.environment.facts and path.name != file_name(run):
-        remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
-        run_file_faults.append(Fault(str(path), "its name does not fit the run in it", remedy))
+    if run.environment.facts and path.name != make_run_file_name(run):
+        remedy = f"Rename it to {make_run_file_name(run)}: the runs of a commit are found by their names"
+        faults_and_remarks.append(Fault(str(path), "its name does not fit the run in it", remedy))
     # Damage may hide checksums, so only an intact file without checksums counts as a file of an older version.
-    return file_lines.sealed or bool(run.troubles), run_file_faults
+    return file_lines.has_checksummed_lines or bool(run.troubles), faults_and_remarks
 
 
-def _make_line_fault(run: Run, lost: bool) -> Fault:
+def _make_broken_line_fault(run: Run, lost: bool) -> Fault:
     """Returns the fault of a run with broken lines. `lost` is whether a completely written line is missing (not merely
     cut short).
 
     The fault is only a remark (`broken=False`) if every planned case has a record, unless a line is lost and no resumed
     run has measured the lost cases again.
     """
-    shown_troubles_text = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
+    first_troubles_text = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
     unlisted_trouble_count = len(run.troubles) - _MAX_SHOWN_TROUBLES
     problem = (
-        f"{shown_troubles_text}; and {unlisted_trouble_count} more"
+        f"{first_troubles_text}; and {unlisted_trouble_count} more"
         if unlisted_trouble_count > 0
-        else shown_troubles_text
+        else first_troubles_text
     )
     if not run.environment.facts:
         return Fault(run.path, problem, "Its records belong to no commit; restore it from a copy")
@@ -123,16 +125,18 @@ def _check_other_files(store: Path) -> Iterator[Fault]:
     for path in list_unreadable_folders(store):
         problem = "it is not readable, so its runs are unknown"
         yield Fault(str(path), problem, "Make it readable (chmod u+rx)")
-    for pattern in (*SEALED_FILE_PATTERNS, "trainings/*/places.json", "reruns/*.json"):
+    for pattern in (*CHECKSUMMED_FILE_PATTERNS, "trainings/*/places.json", "reruns/*.json"):
         for path in sorted(store.glob(pattern)):
-            yield from _check_seal(path)
+            yield from _check_checksums(path)
     for trouble in load_acks(store).troubles:
         yield Fault(
-            str(acks_path(store)), trouble, "Delete the line, and acknowledge again the changes that should not alarm"
+            str(get_acks_path(store)),
+            trouble,
+            "Delete the line, and acknowledge again the changes that should not alarm",
         )
 
 
-def _check_seal(path: Path) -> Iterator[Fault]:
+def _check_checksums(path: Path) -> Iterator[Fault]:
     """Yields a fault if a JSON document or a file of JSON lines is unreadable or was changed after it was written."""
     try:
         if path.suffix == ".jsonl":
@@ -140,21 +144,23 @@ def _check_seal(path: Path) -> Iterator[Fault]:
             broken_line_texts = [
                 f"line {line.number} was changed after it was written ({line.why})" for line in file_lines.broken
             ]
-            problems = [*broken_line_texts, *file_lines.troubles]
+            file_problems = [*broken_line_texts, *file_lines.troubles]
         else:
             document = parse_json(read_file(path))
             remove_checksum(document if isinstance(document, dict) else {})
             return
     except OSError as error:
-        problems = [f"it cannot be read ({error.strerror})"]
+        file_problems = [f"it cannot be read ({error.strerror})"]
     except ValueError as error:
-        problems = [f"it was changed after it was written ({str(error)[:80]})"]
-    if problems:
-        yield Fault(str(path), "; ".join(problems[:_MAX_SHOWN_TROUBLES]), "Restore it from a copy, or measure it again")
+        file_problems = [f"it was changed after it was written ({str(error)[:80]})"]
+    if file_problems:
+        yield Fault(
+            str(path), "; ".join(file_problems[:_MAX_SHOWN_TROUBLES]), "Restore it from a copy, or measure it again"
+        )
 
 
 def _make_foreign_file_fault(path: Path) -> Fault:
-    if path.name.endswith(PARTIAL_SUFFIX):
+    if path.name.endswith(PARTIAL_FILE_SUFFIX):
         return Fault(
             str(path),
             "it is an unfinished file of a run or a merge that was killed",
@@ -170,4 +176,4 @@ def _make_store_error_fault(path: Path, error: StoreError, remedy: str) -> Fault
     """
     error_text = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
     problem = error_text.partition(". ")[0].rstrip(".")
-    return Fault(str(path), f"it {problem}" if problem.startswith(_VERBS_AFTER_FILE_NAME) else problem, remedy)
+    return Fault(str(path), f"it {problem}" if problem.startswith(_SUBJECTLESS_ERROR_STARTS) else problem, remedy)

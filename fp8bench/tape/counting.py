@@ -21,7 +21,7 @@ from fp8bench.tape.recorder import (
     Call,
     RecordedTensor,
     bind_arguments,
-    called_operator,
+    get_operator_name,
     iterate_tensors,
     list_written_arguments,
 )
@@ -62,9 +62,9 @@ _PARTLY_READ_ARGUMENTS = {
     "_unsafe_index": "self",
     "masked_select": "self",
 }
-_EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
+_EMBEDDING_BAG_OPERATORS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
 # Maps operators that write only a part of a tensor to the argument that has as many elements as this part.
-_PARTLY_WRITTEN_COUNTS = {
+_WRITTEN_PART_ARGUMENTS = {
     "index_put_": "values",
     "_index_put_impl_": "values",
     "index_add_": "source",
@@ -101,28 +101,30 @@ def _count_tensor_elements(value: Any) -> int:
     return sum(math.prod(tensor.shape) for tensor in iterate_tensors(value))
 
 
-def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[RecordedTensor]) -> tuple[str, int]:
+def _find_partly_used_argument(
+    name: str, arguments: Mapping[str, Any], results: list[RecordedTensor]
+) -> tuple[str, int]:
     """Returns the argument of which a call reads or writes only a part, and the number of elements in that part. The
     name is '' if the call reads and writes all arguments completely.
     """
-    if name in _EMBEDDING_BAGS:
+    if name in _EMBEDDING_BAG_OPERATORS:
         return "weight", _count_tensor_elements(arguments["indices"]) * int(arguments["weight"].shape[-1])
     if name in _PARTLY_READ_ARGUMENTS and results:
         return _PARTLY_READ_ARGUMENTS[name], _count_tensor_elements(results[0])
-    if name not in _PARTLY_WRITTEN_COUNTS:
+    if name not in _WRITTEN_PART_ARGUMENTS:
         return "", 0
-    count = _count_tensor_elements(arguments.get(_PARTLY_WRITTEN_COUNTS[name]))
+    count = _count_tensor_elements(arguments.get(_WRITTEN_PART_ARGUMENTS[name]))
     shape = arguments["self"].shape
     if name == "index_fill_":
         count *= math.prod(shape) // max(1, shape[arguments["dim"]])
     # The values may be broadcast to the shape of the indices, so count the elements of that shape.
     if "indices" in arguments:
         indices = [*arguments["indices"], *(None for _ in shape[len(arguments["indices"]) :])]
-        given_index_tensors = [index for index in indices if index is not None]
-        if any(index.dtype is torch.bool for index in given_index_tensors):
+        index_tensors = [index for index in indices if index is not None]
+        if any(index.dtype is torch.bool for index in index_tensors):
             return ("self", count) if count > 1 else ("", 0)
         elements_per_index = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
-        index_shape = torch.broadcast_shapes(*(index.shape for index in given_index_tensors))  # type: ignore[no-untyped-call]
+        index_shape = torch.broadcast_shapes(*(index.shape for index in index_tensors))  # type: ignore[no-untyped-call]
         count = elements_per_index * math.prod(index_shape)
     return "self", count
 
@@ -133,7 +135,7 @@ class CallTraffic:
     """
 
     def __init__(self, call: Call) -> None:
-        self._name = called_operator(call)
+        self._name = get_operator_name(call)
         self.only_allocates = self._name in ALLOCATION_OPERATORS
         self.read: list[RecordedTensor] = []
         self.written: list[RecordedTensor] = []
@@ -145,7 +147,7 @@ class CallTraffic:
         overwrites_tensor = (
             self._name.startswith("fp8bench::")
             or self._name in _OVERWRITING_OPERATORS
-            or (self._name in _PARTLY_WRITTEN_COUNTS and "add" not in self._name and not accumulate_option)
+            or (self._name in _WRITTEN_PART_ARGUMENTS and "add" not in self._name and not accumulate_option)
         )
         unread_argument_name = (
             "self" if self._name.removesuffix("_") in _PRODUCTS_WITH_BETA and arguments.get("beta") == 0 else ""
@@ -154,12 +156,12 @@ class CallTraffic:
         # 1. The operator's schema, with exceptions for some operators, determines which arguments are read and written.
         for name, value in arguments.items():
             tensors = list(iterate_tensors(value))
-            only_receives_result = is_out_by_name.get(name)
+            is_output_argument = is_out_by_name.get(name)
             if name != unread_argument_name and (
-                only_receives_result is None or not (overwrites_tensor or only_receives_result)
+                is_output_argument is None or not (overwrites_tensor or is_output_argument)
             ):
                 self.read += tensors
-            if only_receives_result is not None and not (name == "grads" and arguments.get("grad_scale") is None):
+            if is_output_argument is not None and not (name == "grads" and arguments.get("grad_scale") is None):
                 self.written += tensors
         # 2. A result is written if it has its own memory. A view of an argument is not written.
         storages = {tensor.storage for tensor in (*self.read, *self.written)}
@@ -172,7 +174,7 @@ class CallTraffic:
             return
         self.written += self.new_tensors
         # 3. Some operators read or write only a part of an argument.
-        argument, count = _find_partial_access(self._name, arguments, self.new_tensors)
+        argument, count = _find_partly_used_argument(self._name, arguments, self.new_tensors)
         for tensor in iterate_tensors(arguments.get(argument)):
             self._partial_bytes[id(tensor)] = count * tensor.dtype.itemsize
 
@@ -212,19 +214,19 @@ def get_dtype_name(dtype: Any) -> str:
     return _DTYPE_NAMES.get(name, name)
 
 
-def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
+def count_operator_calls(calls: Iterable[Call], tf32: bool = False) -> Tape:
     """Returns the operators of a step with their counts, and the sums of each phase (the step's tape). With `tf32`,
     float32 products on a GPU count as TF32.
     """
     calls_by_operator: Counter[OperatorCount] = Counter()
     sums: dict[str, PhaseCount] = {}
-    unwritten_memory = _UnwrittenMemory()
+    unwritten_memory_tracker = _UnwrittenMemoryTracker()
     for call in calls:
         # Skip calls on meta tensors, with which torch only computes shapes.
         if not all(tensor.is_real for tensor in iterate_tensors(call.result)):
             continue
         call_traffic = CallTraffic(call)
-        unwritten_memory.track_call(call_traffic)
+        unwritten_memory_tracker.track_call(call_traffic)
         bytes_by_dtype = {
             get_dtype_name(dtype): size for dtype, size in call_traffic.count_bytes_by_dtype().items() if size
         }
@@ -233,7 +235,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
             continue  # the call only returned a view or new memory
         operator = OperatorCount(
             call.phase,
-            called_operator(call),
+            get_operator_name(call),
             call.backward,
             tuple(_describe_tensors((call.positional, tuple(call.named.values())))),
             tuple(_describe_tensors(call.result)),
@@ -248,17 +250,19 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
         sums[call.phase] = _add_to_phase_count(sums.get(call.phase, PhaseCount(call.phase)), operator, bytes_by_dtype)
     operators = tuple(replace(operator_count, calls=count) for operator_count, count in calls_by_operator.items())
     return Tape(
-        operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), unwritten_memory.count_unwritten
+        operators,
+        tuple(sums[phase] for phase in CELL_PHASES if phase in sums),
+        unwritten_memory_tracker.count_unwritten_storages,
     )
 
 
-class _UnwrittenMemory:
+class _UnwrittenMemoryTracker:
     def __init__(self) -> None:
         self._unwritten_storages: set[int] = set()
         self._read_unwritten_count = 0
 
     @property
-    def count_unwritten(self) -> int:
+    def count_unwritten_storages(self) -> int:
         return self._read_unwritten_count + len(self._unwritten_storages)
 
     def track_call(self, traffic: CallTraffic) -> None:

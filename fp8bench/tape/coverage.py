@@ -27,7 +27,7 @@ from fp8bench.formats.recipes import round_up
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D_KIND, EXPERTS_KIND, ProductWeight, StackedWeightWatch
 from fp8bench.tape.formulas import PRODUCT_SHAPES, count_flops
-from fp8bench.tape.recorder import Call, OperatorTape, bind_arguments, called_operator, iterate_tensors
+from fp8bench.tape.recorder import Call, OperatorTape, bind_arguments, get_operator_name, iterate_tensors
 from fp8bench.tape.timed_calls import RunningModules
 
 # The largest relative difference of two steps' FLOPs that counts as equal. With experts, the number of tokens of
@@ -46,12 +46,12 @@ def list_products(call: Call) -> list[HeldProduct]:
     """Returns the matrix products of one call with their sizes. The list is empty for operators without products. It
     is also empty for attention and LSTMs, whose products are inside one fused operator.
     """
-    if called_operator(call) not in PRODUCT_SHAPES:
+    if get_operator_name(call) not in PRODUCT_SHAPES:
         return []
-    _, shapes = PRODUCT_SHAPES[called_operator(call)]
+    _, shapes = PRODUCT_SHAPES[get_operator_name(call)]
     # The functions in PRODUCT_SHAPES take the call's result as an argument with the name ''.
     named_arguments = {**bind_arguments(call), "": next(iterate_tensors(call.result), None)}
-    return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named_arguments)]
+    return [HeldProduct(m, n, k, product_count, call.backward) for m, n, k, product_count in shapes(named_arguments)]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class _CallSiteTracker(RunningModules[_CallSite]):
         super()._handle_module_end(module, inputs, result)
 
 
-class _LocatedTape(OperatorTape):  # type: ignore[no-untyped-call]
+class _CallSiteTape(OperatorTape):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
         super().__init__()
         self.modules = _CallSiteTracker(model, product_weights)
@@ -128,7 +128,7 @@ class _LocatedTape(OperatorTape):  # type: ignore[no-untyped-call]
         self.nodes: list[int | None] = []
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        site, node, _ = self.modules.locate_call()
+        site, node, _ = self.modules.locate_running_call()
         self.sites.append(site)
         self.nodes.append(None if node is None else node._sequence_nr())
         return super().run_call(func, args, named)
@@ -150,53 +150,53 @@ def measure_coverage(
     # Record two steps, to report a product that only one of them has.
     tape = _record_step(model, product_weights, step)
     second_step_tape = _record_step(model, product_weights, step)
-    sums = _CoverageSums(model, tape)
+    coverage_sums = _CoverageSums(model, tape)
     for call, site, node in zip(tape.calls, tape.sites, tape.nodes, strict=True):
-        sums.add(call, site, node)
-    if not sums.flops and not sums.other_products:
+        coverage_sums.add(call, site, node)
+    if not coverage_sums.flops and not coverage_sums.other_products:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     # List the weights first. Then list the products without a weight, those with the most FLOPs first.
-    weight_holders = (_build_weight_holder(weight, sums, tape, multiple) for weight in product_weights)
-    products_without_weight = sorted(sums.other_products.values(), key=lambda product: -(product.flops or 0))
+    product_weight_holders = (_build_weight_holder(weight, coverage_sums, tape, multiple) for weight in product_weights)
+    products_without_weight = sorted(coverage_sums.other_products.values(), key=lambda product: -(product.flops or 0))
     # Leave out stacks that no product uses: they only look like weights.
     multiplying_weight_holders = (
-        weight_holder for weight_holder in weight_holders if weight_holder.rule != _NO_PRODUCT_RULE
+        weight_holder for weight_holder in product_weight_holders if weight_holder.rule != _NO_PRODUCT_RULE
     )
-    new_parameter_names = [name for name, _ in model.named_parameters() if name not in parameters]
+    late_parameter_names = [name for name, _ in model.named_parameters() if name not in parameters]
     remarks = (
-        [_LATE_PARAMETERS_REMARK.format(_join_first_names(new_parameter_names))]
-        if new_parameter_names
+        [_LATE_PARAMETERS_REMARK.format(_join_first_names(late_parameter_names))]
+        if late_parameter_names
         else _describe_step_differences(tape, second_step_tape)
     )
     return Coverage(
-        tuple(multiplying_weight_holders), tuple(products_without_weight), sums.flops, remarks=tuple(remarks)
+        tuple(multiplying_weight_holders), tuple(products_without_weight), coverage_sums.flops, remarks=tuple(remarks)
     )
 
 
 def _record_step(
     model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object]
-) -> _LocatedTape:
-    tape = _LocatedTape(model, product_weights)
+) -> _CallSiteTape:
+    tape = _CallSiteTape(model, product_weights)
     with tape.modules.watch(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
 
 
-def _describe_step_differences(first: _LocatedTape, second: _LocatedTape) -> list[str]:
+def _describe_step_differences(first: _CallSiteTape, second: _CallSiteTape) -> list[str]:
     """Returns a remark if the two steps call different products or differ in FLOPs, and otherwise nothing."""
     first_flops, first_step_products = _count_products(first)
     second_flops, second_step_products = _count_products(second)
     differing_products = (first_step_products - second_step_products) + (second_step_products - first_step_products)
-    allowed_difference = _FLOPS_TOLERANCE * max(first_flops, second_flops)
-    if not differing_products and abs(first_flops - second_flops) <= allowed_difference:
+    allowed_flops_difference = _FLOPS_TOLERANCE * max(first_flops, second_flops)
+    if not differing_products and abs(first_flops - second_flops) <= allowed_flops_difference:
         return []
-    module_note = (
+    differing_modules_note = (
         f" ({_join_first_names(sorted({path or 'outside of layers' for path, _ in differing_products}))})"
         if differing_products
         else ""
     )
     first_text, second_text = (units.count(flops, "FLOP") for flops in (first_flops, second_flops))
-    figures = f"the first multiplies {first_text}, the second {second_text}{module_note}"
+    figures = f"the first multiplies {first_text}, the second {second_text}{differing_modules_note}"
     return [f"steps are not alike: {figures}; the coverage is that of the first step"]
 
 
@@ -205,16 +205,16 @@ def _join_first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_LISTED_NAMES]) + unlisted_names_text
 
 
-def _count_products(tape: _LocatedTape) -> tuple[int, Counter[tuple[str, str]]]:
+def _count_products(tape: _CallSiteTape) -> tuple[int, Counter[tuple[str, str]]]:
     """Returns the FLOPs of a step, and how often each module calls each operator that has products."""
-    total_flops = 0
+    total_product_flops = 0
     calls = Counter[tuple[str, str]]()
     for call, site in zip(tape.calls, tape.sites, strict=True):
         flops, _ = count_flops(call)
-        total_flops += flops or 0
+        total_product_flops += flops or 0
         if flops != 0:
-            calls[site.path, called_operator(call)] += 1
-    return total_flops, calls
+            calls[site.path, get_operator_name(call)] += 1
+    return total_product_flops, calls
 
 
 class _CoverageSums:
@@ -223,7 +223,7 @@ class _CoverageSums:
     layer's forward pass.
     """
 
-    def __init__(self, model: nn.Module, tape: _LocatedTape) -> None:
+    def __init__(self, model: nn.Module, tape: _CallSiteTape) -> None:
         self.flops = 0
         self.flops_by_weight: Counter[int] = Counter()
         self.products: dict[int, list[HeldProduct]] = defaultdict(list)
@@ -253,7 +253,7 @@ class _CoverageSums:
             self.flops_by_weight[id(site.product_weight)] += count
             return
         node_weight_name = "" if node is None else self._weight_name_by_node.get(node, "")
-        operator = called_operator(call)
+        operator = get_operator_name(call)
         weight = next(self._find_weights(call), node_weight_name)
         self.used_by_functions.add(weight)
         key = operator, site.path, weight, count is None
@@ -273,7 +273,7 @@ class _CoverageSums:
         """Yields the weights among a call's arguments, if the call may be a product. Operators outside of aten may be
         products.
         """
-        if call.operator.namespace == "aten" and called_operator(call) not in PRODUCT_SHAPES:
+        if call.operator.namespace == "aten" and get_operator_name(call) not in PRODUCT_SHAPES:
             return
         for tensor in iterate_tensors((call.positional, tuple(call.named.values()))):
             if tensor.storage in self._names and len(tensor.shape) > 1:
@@ -291,7 +291,7 @@ def _explain_missing_layer(operator: str, count: int | None, weight: str) -> str
 
 
 def _build_weight_holder(
-    product_weight: ProductWeight, sums: _CoverageSums, tape: _LocatedTape, multiple: int
+    product_weight: ProductWeight, sums: _CoverageSums, tape: _CallSiteTape, multiple: int
 ) -> Holder:
     products = tuple(sums.products[id(product_weight)])
     calls = tape.modules.call_counts[id(product_weight)]
@@ -323,7 +323,7 @@ def _build_weight_holder(
         reason=reason,
         rule=rule,
         native=explain_misfit(product_weight, products, multiple),
-        also=product_weight.further_names,  # other paths at which this module occurs
+        also=product_weight.module_aliases,  # other paths at which this module occurs
     )
 
 

@@ -27,7 +27,7 @@ from fp8bench.tape.recorder import (
     Call,
     RecordedTensor,
     bind_arguments,
-    called_operator,
+    get_operator_name,
     is_view,
     iterate_tensors,
     operator_name,
@@ -35,19 +35,19 @@ from fp8bench.tape.recorder import (
 
 # A formula takes a dict of a call's arguments by name, with the call's result under ''. FORMULAS maps each operator to
 # the argument with the dtype of the product, and to the formula.
-NamedArguments = Mapping[str, Any]
-FlopsFormula = Callable[[NamedArguments], int]
+ArgumentByName = Mapping[str, Any]
+FlopsFormula = Callable[[ArgumentByName], int]
 # The sizes M, N and K of a product (M, K) times (K, N), and the number of products with these sizes.
-ProductSizes = tuple[int, int, int, int]
-ListProducts = Callable[[NamedArguments], list[ProductSizes]]
+ProductDimensions = tuple[int, int, int, int]
+ListProductSizes = Callable[[ArgumentByName], list[ProductDimensions]]
 
 
-def _make_matrix_shapes(left_name: str, right_name: str) -> ListProducts:
+def _make_matrix_shapes(left_name: str, right_name: str) -> ListProductSizes:
     """Returns a function that lists the sizes of a matrix product, or of a batch of equal products, from a call's
     arguments. The parameters are the names of the two operands, which may be vectors.
     """
 
-    def list_products(named: NamedArguments) -> list[ProductSizes]:
+    def list_products(named: ArgumentByName) -> list[ProductDimensions]:
         a = named[left_name]
         sides = 1, *a.shape
         n = int(named[""].shape[-1]) if len(named[right_name].shape) > 1 else 1
@@ -62,7 +62,7 @@ def _count_summed_numbers(a: RecordedTensor) -> int:
     return int(a.shape[-1]) * (2 if a.dtype is packed_fp4_dtype else 1)
 
 
-def _get_grouped_shapes(named: NamedArguments) -> list[ProductSizes]:
+def _get_grouped_shapes(named: ArgumentByName) -> list[ProductDimensions]:
     """Returns the sizes of a grouped product. If one operand is divided into groups of rows or columns, with one matrix
     per group, all groups together count as one product. Two stacks of matrices are multiplied in pairs.
     """
@@ -72,29 +72,29 @@ def _get_grouped_shapes(named: NamedArguments) -> list[ProductSizes]:
     return [(a.shape[-2], b.shape[-1], _count_summed_numbers(a), product_count)]
 
 
-def _make_flops_formula(products: ListProducts) -> FlopsFormula:
-    return lambda named: sum(2 * m * n * k * times for m, n, k, times in products(named))
+def _make_flops_formula(products: ListProductSizes) -> FlopsFormula:
+    return lambda named: sum(2 * m * n * k * product_count for m, n, k, product_count in products(named))
 
 
-def get_convolution_shapes(named: NamedArguments) -> list[ProductSizes]:
+def get_convolution_shapes(named: ArgumentByName) -> list[ProductDimensions]:
     """Returns the sizes of a convolution as one matrix product. Windows that reach over the edge count in full.
     Weights are (outputs, inputs / groups, window). In a transposed convolution outputs and inputs are swapped.
     """
-    outputs, window, positions, groups = _get_convolution_sides(named, named[""])
+    outputs, window, positions, groups = _get_conv_product_sizes(named, named[""])
     return [(positions, outputs, window, groups)]
 
 
-def get_convolution_backward_shapes(named: NamedArguments) -> list[ProductSizes]:
+def get_convolution_backward_shapes(named: ArgumentByName) -> list[ProductDimensions]:
     """Returns the sizes of the products in a convolution's backward pass: one for each requested gradient, of the
     input and of the weight. Each product is as large as the forward product.
     """
-    outputs, window, positions, groups = _get_convolution_sides(named, named["grad_output"])
+    outputs, window, positions, groups = _get_conv_product_sizes(named, named["grad_output"])
     for_input, for_weight = named["output_mask"][:2]
     products = [((positions, window, outputs, groups), for_input), ((outputs, window, positions, groups), for_weight)]
     return [product for product, is_needed in products if is_needed]
 
 
-def _get_convolution_sides(named: NamedArguments, out: Any) -> tuple[int, int, int, int]:
+def _get_conv_product_sizes(named: ArgumentByName, out: Any) -> tuple[int, int, int, int]:
     """Returns the sizes of a convolution's matrix product: outputs per group, elements of a window, pixels of all
     images, and groups.
     """
@@ -110,7 +110,7 @@ def _get_convolution_sides(named: NamedArguments, out: Any) -> tuple[int, int, i
     )
 
 
-def _count_attended_pairs(named: NamedArguments) -> float:
+def _count_query_key_pairs(named: ArgumentByName) -> float:
     """Counts the pairs of a query and a key in one head. With a causal mask, a query and its own key count as half a
     pair.
     """
@@ -127,7 +127,7 @@ def _make_attention_formula(products: tuple[int, int]) -> FlopsFormula:
     key width, and how many contract over the value width.
     """
 
-    def flops(named: NamedArguments) -> int:
+    def flops(named: ArgumentByName) -> int:
         query_tensor = named["query"]
         value = named["value"]
         heads = math.prod(query_tensor.shape[:-2])
@@ -135,7 +135,7 @@ def _make_attention_formula(products: tuple[int, int]) -> FlopsFormula:
         return int(
             2
             * heads
-            * _count_attended_pairs(named)
+            * _count_query_key_pairs(named)
             * (key_products * query_tensor.shape[-1] + value_products * value.shape[-1])
         )
 
@@ -149,7 +149,7 @@ _ATTENTION_BACKWARD = ("query", _make_attention_formula((3, 2)))
 
 
 def _make_lstm_formula(times: int, *weights: str) -> tuple[str, FlopsFormula]:
-    def flops(named: NamedArguments) -> int:
+    def flops(named: ArgumentByName) -> int:
         steps: int = math.prod(named["input"].shape[:2])
         return times * 2 * steps * sum(math.prod(named[weight].shape) for weight in weights)
 
@@ -158,7 +158,7 @@ def _make_lstm_formula(times: int, *weights: str) -> tuple[str, FlopsFormula]:
 
 # For each operator that multiplies matrices: the argument with the dtype of the products, and a function that lists the
 # sizes of the products.
-PRODUCT_SHAPES: dict[str, tuple[str, ListProducts]] = {
+PRODUCT_SHAPES: dict[str, tuple[str, ListProductSizes]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"),
                     ("self", _make_matrix_shapes("self", "mat2"))),
     **dict.fromkeys(("addmm", "_addmm_activation"), ("mat1", _make_matrix_shapes("mat1", "mat2"))),
@@ -254,21 +254,23 @@ def count_flops(call: Call) -> tuple[int | None, str]:
     the call has no product, and None if they are unknown, for example for sparse tensors.
     """
     # The FLOPs of a sparse product depend on its values. A recorded tensor without strides is sparse.
-    if multiplies_tensors(call.operator) and any(tensor.stride is None for tensor in iterate_tensors(call.positional)):
+    if is_tensor_multiplication(call.operator) and any(
+        tensor.stride is None for tensor in iterate_tensors(call.positional)
+    ):
         return None, ""
-    entry = _find_flops_formula(called_operator(call))
-    if entry is not None:
-        argument, formula = entry
+    argument_and_formula = _find_flops_formula(get_operator_name(call))
+    if argument_and_formula is not None:
+        argument, formula = argument_and_formula
         result = next(iterate_tensors(call.result), None)
         return formula({**bind_arguments(call), "": result}), argument
     # If FORMULAS has no formula for the operator, use torch's formula if there is one.
-    torch_formula = _find_torch_formula(call.operator)
-    if torch_formula is not None:
-        return _apply_torch_formula(call, torch_formula), next(iter(bind_arguments(call)), "")
-    return (None if multiplies_tensors(call.operator) is None else 0), ""
+    torch_flops_formula = _find_torch_formula(call.operator)
+    if torch_flops_formula is not None:
+        return _apply_torch_flop_formula(call, torch_flops_formula), next(iter(bind_arguments(call)), "")
+    return (None if is_tensor_multiplication(call.operator) is None else 0), ""
 
 
-def multiplies_tensors(operator: Any) -> bool | None:
+def is_tensor_multiplication(operator: Any) -> bool | None:
     """Returns whether an operator multiplies tensors with each other, or None if that is unknown."""
     name = operator_name(operator)
     if _find_flops_formula(name) is not None or _find_torch_formula(operator) is not None:
@@ -291,7 +293,7 @@ def _find_torch_formula(operator: Any) -> Callable[..., int] | None:
     return flop_registry.get(getattr(operator, "overloadpacket", operator))
 
 
-def _apply_torch_formula(call: Call, formula: Callable[..., int]) -> int | None:
+def _apply_torch_flop_formula(call: Call, formula: Callable[..., int]) -> int | None:
     """Returns a call's FLOPs by a formula that is registered with torch. Returns None if the formula raises an error;
     it gets only the shapes of tensors.
     """
@@ -300,8 +302,8 @@ def _apply_torch_formula(call: Call, formula: Callable[..., int]) -> int | None:
         return value.shape if isinstance(value, RecordedTensor) else value
 
     try:
-        named_shapes = {name: shapes(argument) for name, argument in call.named.items()}
-        return int(formula(*map(shapes, call.positional), **named_shapes, out_val=shapes(call.result)))
+        keyword_argument_shapes = {name: shapes(argument) for name, argument in call.named.items()}
+        return int(formula(*map(shapes, call.positional), **keyword_argument_shapes, out_val=shapes(call.result)))
     except Exception:  # noqa: BLE001 - the formula may be foreign code
         return None
 
@@ -313,32 +315,34 @@ def _multiplies_nothing(operator: Any) -> bool:
         return True  # fp8bench's own operators without an entry in FORMULAS are quantisers
     if operator.namespace != "aten":
         return False
-    base_name = name.removesuffix("_").removeprefix("_foreach_")
+    operator_base_name = name.removesuffix("_").removeprefix("_foreach_")
     if (
         name.removesuffix("_") in _OPERATORS_WITHOUT_PRODUCTS
-        or base_name in _OPERATORS_WITHOUT_PRODUCTS
+        or operator_base_name in _OPERATORS_WITHOUT_PRODUCTS
         or is_view(operator)
     ):
         return True
-    operator_packets = [getattr(torch.ops.aten, text, None) for text in (name, base_name)]
-    overloads = [operator]
+    operator_packets = [getattr(torch.ops.aten, text, None) for text in (name, operator_base_name)]
+    operator_overloads = [operator]
     for operator_packet in operator_packets:
         if operator_packet is not None:
-            overloads += [getattr(operator_packet, overload_name) for overload_name in operator_packet.overloads()]
-    operator_tags = chain.from_iterable(overload.tags for overload in overloads)
+            operator_overloads += [
+                getattr(operator_packet, overload_name) for overload_name in operator_packet.overloads()
+            ]
+    operator_tags = chain.from_iterable(overload.tags for overload in operator_overloads)
     return any(tag.name in _ELEMENTWISE_TAGS for tag in operator_tags)
 
 
-ACCUMULATION_NODE = "AccumulateGrad"
+GRADIENT_ACCUMULATION_NODE = "AccumulateGrad"
 # In these phases, all operators have the same kind. In all other phases, each operator's kind depends on the operator.
-_SHARE_KIND_OF_PHASE = {
+_SHARE_KIND_BY_PHASE = {
     Phase.CAST: ShareKind.CAST,
     Phase.ATTENTION: ShareKind.ATTENTION,
     Phase.ACCUMULATE: ShareKind.ACCUMULATE,
     Phase.OPTIMIZER_STEP: ShareKind.OPTIMIZER,
 }
 # Kinds by the beginning of an operator's name. The first match decides.
-_KINDS_BY_PREFIX: tuple[tuple[str, ShareKind], ...] = (
+_SHARE_KINDS_BY_PREFIX: tuple[tuple[str, ShareKind], ...] = (
     ("_scaled_dot_product", ShareKind.ATTENTION), ("scaled_dot_product", ShareKind.ATTENTION),
     ("_flash_attention", ShareKind.ATTENTION), ("_efficient_attention", ShareKind.ATTENTION),
     ("_cudnn_attention", ShareKind.ATTENTION), ("flex_attention", ShareKind.ATTENTION),
@@ -376,9 +380,9 @@ new_empty_strided resize _resize_output set record_stream is_pinned is_same_size
 unfold
 """,
 }  # fmt: skip
-_SHARE_KIND_OF_OPERATOR: dict[str, ShareKind] = {}
+_SHARE_KIND_BY_OPERATOR: dict[str, ShareKind] = {}
 for _share_kind, _operator_names in _OPERATOR_NAMES_BY_KIND.items():
-    _SHARE_KIND_OF_OPERATOR |= dict.fromkeys(_operator_names.split(), _share_kind)
+    _SHARE_KIND_BY_OPERATOR |= dict.fromkeys(_operator_names.split(), _share_kind)
 CONVOLUTION = "conv"
 
 
@@ -396,9 +400,9 @@ class CallLocation:
 
 
 def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str]:
-    location_share_kind = classify_location(location)
-    if location_share_kind is not None:
-        return location_share_kind, ""
+    share_kind_of_location = classify_location(location)
+    if share_kind_of_location is not None:
+        return share_kind_of_location, ""
     name = operator_name(operator)
     kind, detail = classify_name(name, location)
     if kind is not ShareKind.UNKNOWN:
@@ -406,34 +410,34 @@ def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str
     # For views that `classify_name` does not know, torch's flag `is_view` is set.
     if getattr(operator, "is_view", False):
         return ShareKind.VIEW, ""
-    does_multiply = multiplies_tensors(operator)
-    if does_multiply is None:
+    is_product_operator = is_tensor_multiplication(operator)
+    if is_product_operator is None:
         return ShareKind.UNKNOWN, name
-    return (ShareKind.GEMM if does_multiply else ShareKind.ELEMENTWISE), ""
+    return (ShareKind.GEMM if is_product_operator else ShareKind.ELEMENTWISE), ""
 
 
 def classify_location(location: CallLocation) -> ShareKind | None:
-    if location.phase in _SHARE_KIND_OF_PHASE:
-        return _SHARE_KIND_OF_PHASE[Phase(location.phase)]
+    if location.phase in _SHARE_KIND_BY_PHASE:
+        return _SHARE_KIND_BY_PHASE[Phase(location.phase)]
     if location.is_optimizing:
         return ShareKind.OPTIMIZER
-    return ShareKind.ACCUMULATE if location.node.endswith(ACCUMULATION_NODE) else None
+    return ShareKind.ACCUMULATE if location.node.endswith(GRADIENT_ACCUMULATION_NODE) else None
 
 
 def classify_name(name: str, location: CallLocation) -> tuple[ShareKind, str]:
-    base = name.removesuffix("_")
-    if base in _UNFUSED_ATTENTION and _ATTENTION_MODULE.search(location.module):
+    base_name = name.removesuffix("_")
+    if base_name in _UNFUSED_ATTENTION and _ATTENTION_MODULE.search(location.module):
         return ShareKind.ATTENTION, ""
     if "convolution" in name:
         return ShareKind.GEMM, CONVOLUTION
     if name in COPY_OPERATORS:
         dtypes = location.dtypes or ()
-        is_cast = len(set(dtypes)) > 1 and all(dtype.is_floating_point for dtype in dtypes)
-        return (ShareKind.CAST if is_cast else ShareKind.COPY), ""
+        is_dtype_cast = len(set(dtypes)) > 1 and all(dtype.is_floating_point for dtype in dtypes)
+        return (ShareKind.CAST if is_dtype_cast else ShareKind.COPY), ""
     if name.startswith("fp8bench::"):  # an fp8bench operator without products is a quantiser
         return (ShareKind.GEMM if name in FORMULAS else ShareKind.CAST), ""
-    for prefix, kind in _KINDS_BY_PREFIX:
+    for prefix, kind in _SHARE_KINDS_BY_PREFIX:
         if name.startswith(prefix):
             return kind, ""
-    kind = _SHARE_KIND_OF_OPERATOR.get(base, ShareKind.UNKNOWN)
+    kind = _SHARE_KIND_BY_OPERATOR.get(base_name, ShareKind.UNKNOWN)
     return kind, name if kind is ShareKind.UNKNOWN else ""

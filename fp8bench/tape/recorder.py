@@ -65,7 +65,7 @@ class Call(NamedTuple):
     result: Any
 
 
-class Route(Enum):
+class OperatorRoute(Enum):
     """The treatment of an operator by a dispatch mode: record it, decompose it first, or run it without a record. Views
     and torch's profiler markers are not recorded.
     """
@@ -75,15 +75,15 @@ class Route(Enum):
     SKIP = 2
 
 
-def choose_route(func: Any) -> Route:
+def choose_operator_route(func: Any) -> OperatorRoute:
     if func.namespace in _SILENT_NAMESPACES:
-        return Route.SKIP
+        return OperatorRoute.SKIP
     if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator, such as torch.cond
-        return Route.RECORD
+        return OperatorRoute.RECORD
     name = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE_KEY):
-        return Route.DECOMPOSE
-    return Route.SKIP if is_view(func) else Route.RECORD
+        return OperatorRoute.DECOMPOSE
+    return OperatorRoute.SKIP if is_view(func) else OperatorRoute.RECORD
 
 
 def is_view(func: Any) -> bool:
@@ -95,7 +95,7 @@ def is_view(func: Any) -> bool:
     return any(getattr(overload, "is_view", False) for overload in (func, out_of_place_overload))
 
 
-class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
+class PhaseOperatorWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """A dispatch mode that passes each operator of a step to `run_call`, and keeps the current phase in `_phase`. The
     step enters phases by the markers in `phases`.
 
@@ -112,7 +112,7 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         self._phase = UNATTRIBUTED
         # Entering `with phases.gemm` calls `enter("gemm")`. Leaving it calls `enter` with the enclosing phase.
         self.phases = Markers(lambda name: ReportingMarker(name, self._open_phases, self.enter))
-        self._routes: dict[Any, Route] = {}
+        self._routes: dict[Any, OperatorRoute] = {}
 
     def enter(self, phase: str) -> None:
         self._phase = phase
@@ -120,16 +120,16 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         operator_route = self._routes.get(func)
         if operator_route is None:
-            operator_route = self._routes[func] = choose_route(func)
+            operator_route = self._routes[func] = choose_operator_route(func)
         if (
-            operator_route is Route.DECOMPOSE
+            operator_route is OperatorRoute.DECOMPOSE
         ):  # without gradients torch does not decompose some composite operators itself
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result
             # torch has no decomposition for these arguments, so treat the operator as one call.
-        elif operator_route is Route.SKIP:
+        elif operator_route is OperatorRoute.SKIP:
             is_watched_view = self.watches_views and getattr(func, "is_view", False)
             if not is_watched_view:
                 return func(*args, **named)
@@ -139,7 +139,7 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
 
-class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
+class OperatorTape(PhaseOperatorWatch):  # type: ignore[no-untyped-call]
     """Records every operator that runs in the `with` block, and the phase that it runs in. Also sums the seconds of
     all operators.
     """
@@ -157,9 +157,9 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         inputs = tuple(map(_record_tensors, args))
         named_inputs = {name: _record_tensors(argument) for name, argument in named.items()}
-        call_begin_seconds = perf_counter()
+        call_start_time = perf_counter()
         result = func(*args, **named)
-        self.seconds += perf_counter() - call_begin_seconds
+        self.seconds += perf_counter() - call_start_time
         self.calls.append(
             Call(
                 func,
@@ -210,7 +210,7 @@ def list_written_arguments(operator: Any) -> Iterator[tuple[int, Any]]:
             yield position, argument
 
 
-def called_operator(call: Call) -> str:
+def get_operator_name(call: Call) -> str:
     return operator_name(call.operator)
 
 

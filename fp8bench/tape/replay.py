@@ -31,7 +31,7 @@ class CannotReplay(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class ReplayRegister:
     """Stands for a tensor in a replayed call. The tensor is the result of an earlier call, stored under `number` until
     its last use.
     """
@@ -40,7 +40,7 @@ class Register:
 
 
 @dataclass(frozen=True, slots=True)
-class BitsCheck:
+class ResultBitsCheck:
     """Results that a repeated call must reproduce. `bits` has checksums of the tensors that the call returned or wrote
     in the step. `generators` has the states of its random generators before the call.
     """
@@ -65,7 +65,7 @@ class ReplayedCall:
     written_arguments: tuple[Any, ...] = ()
     results: tuple[tuple[int, int], ...] = ()
     freed_registers: tuple[int, ...] = ()
-    check: BitsCheck | None = None
+    check: ResultBitsCheck | None = None
 
     def execute(self, registers: list[Tensor | None]) -> Any:
         args = self.args
@@ -91,13 +91,13 @@ class OverwrittenInput:
 
 
 @dataclass(frozen=True)
-class Replay:
+class PhaseReplay:
     """A recorded phase of a step that can be repeated. `bytes` is the size of all memory that it keeps for this."""
 
     calls: tuple[ReplayedCall, ...]
     register_count: int
     overwritten_inputs: tuple[OverwrittenInput, ...]
-    generators: tuple[torch.Generator, ...]
+    torch_generators: tuple[torch.Generator, ...]
     bytes: int
 
     def run(self, times: int = 1) -> None:
@@ -116,7 +116,7 @@ class Replay:
         for overwritten_input in self.overwritten_inputs:
             overwritten_input.memory.copy_(overwritten_input.initial_contents)
 
-    def find_difference(self) -> str:
+    def find_replay_difference(self) -> str:
         """Runs the phase once from its initial state and compares all results with those of the step, bit for bit.
         Returns a sentence about the first operator that differs, or ''.
         """
@@ -153,11 +153,11 @@ class Replay:
     @contextmanager
     def keep_random_states(self) -> Iterator[None]:
         """Restores the states of all random generators after the `with` block."""
-        states = [(source, source.get_state()) for source in self.generators]
+        generator_states = [(source, source.get_state()) for source in self.torch_generators]
         try:
             yield
         finally:
-            for generator, state in states:
+            for generator, state in generator_states:
                 generator.set_state(state)
 
 
@@ -176,8 +176,8 @@ def _compute_checksum(tensor: Tensor) -> int:
         return 0
     # A tensor of one element counts as contiguous with any stride. Cloning gives it a normal stride, so that it can
     # be viewed as bytes.
-    contiguous_copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    values: Any = contiguous_copy.view(-1).view(torch.uint8).numpy()
+    contiguous_tensor_copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    values: Any = contiguous_tensor_copy.view(-1).view(torch.uint8).numpy()
     return zlib.crc32(values)
 
 
@@ -187,7 +187,7 @@ def _is_memory_finite(memory: Tensor, dtype: torch.dtype) -> bool:
 
 def _insert_register_tensors(part: Any, registers: list[Tensor | None]) -> Any:
     kind = type(part)
-    if kind is Register:
+    if kind is ReplayRegister:
         return registers[part.number]
     if kind is list or kind is tuple:
         return kind(_insert_register_tensors(inner, registers) for inner in part)
@@ -206,34 +206,34 @@ class _TensorView(NamedTuple):
 
 
 @dataclass(eq=False)
-class _RecordedMemory:
+class _RecordedMemoryBlock:
     """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
-    `input_contents` has the storage's contents before the phase, or None if a call of the phase allocated it. It is the
-    step's own storage until a call overwrites it, and a copy afterwards (`has_copied_input`). `weak_reference` keeps
-    the storage's address from being used again. `registers_by_view` maps each tensor that views the storage to its
-    number in the replay (register).
+    `contents_before_phase` has the storage's contents before the phase, or None if a call of the phase allocated it. It
+    is the step's own storage until a call overwrites it, and a copy afterwards (`has_copied_input`). `weak_reference`
+    keeps the storage's address from being used again. `registers_by_view` maps each tensor that views the storage to
+    its number in the replay (register).
     """
 
     weak_reference: StorageWeakRef
     device: torch.device
-    input_contents: torch.UntypedStorage | None = None
+    contents_before_phase: torch.UntypedStorage | None = None
     has_copied_input: bool = False
     is_overwritten: bool = False
     floating_dtypes: set[torch.dtype] = field(default_factory=set)
     registers_by_view: dict[_TensorView, int] = field(default_factory=dict)
 
     def copy_input(self) -> int:
-        if self.input_contents is None or self.has_copied_input:
+        if self.contents_before_phase is None or self.has_copied_input:
             return 0
-        self.input_contents = self.input_contents.clone()  # type: ignore[no-untyped-call]
+        self.contents_before_phase = self.contents_before_phase.clone()  # type: ignore[no-untyped-call]
         self.has_copied_input = True
-        return self.input_contents.nbytes()
+        return self.contents_before_phase.nbytes()
 
 
 @dataclass(frozen=True, slots=True)
 class _InputTensor:
-    memory: _RecordedMemory
+    memory: _RecordedMemoryBlock
     spec: _TensorView
 
 
@@ -250,23 +250,23 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._stack = stack
         self._max_bytes = max_bytes
         self._check = check
-        self._memories: dict[int, _RecordedMemory] = {}
-        self._input_memories: dict[_RecordedMemory, None] = {}
+        self._memories: dict[int, _RecordedMemoryBlock] = {}
+        self._input_memories: dict[_RecordedMemoryBlock, None] = {}
         self._calls: list[ReplayedCall] = []
         self._register_count = 0
         self._bytes = 0
         self._generators: dict[torch.Generator, None] = {}
         self._refusal_reason = ""
 
-    def replay(self) -> Replay:
+    def replay(self) -> PhaseReplay:
         if not self._refusal_reason and not self._calls:
             self._refusal_reason = "it calls no operator of torch"
         if self._refusal_reason:
             raise CannotReplay(self._refusal_reason)
         overwritten_inputs = tuple(self._copy_overwritten_inputs())
         calls = [_resolve_call_inputs(call) for call in self._calls]
-        return Replay(
-            tuple(_add_freed_registers(calls)),
+        return PhaseReplay(
+            tuple(_mark_freed_registers(calls)),
             self._register_count,
             overwritten_inputs,
             tuple(self._generators),
@@ -294,18 +294,29 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         recorded_args = tuple(map(self._record_argument_part, args))
         recorded_kwargs = {name: self._record_argument_part(value) for name, value in kwargs.items()}
         for tensor in written_tensors:
-            memory = self._find_recorded_memory(tensor)
-            self._count_bytes(memory.copy_input())
-            memory.is_overwritten = True
-        drawn_generators = self._find_random_generators(func, kwargs)
-        states = tuple((generator, generator.get_state()) for generator in drawn_generators) if self._check else ()
+            recorded_memory = self._find_recorded_memory(tensor)
+            self._count_bytes(recorded_memory.copy_input())
+            recorded_memory.is_overwritten = True
+        call_random_generators = self._find_random_generators(func, kwargs)
+        generator_states = (
+            tuple((generator, generator.get_state()) for generator in call_random_generators) if self._check else ()
+        )
         result = func(*args, **kwargs)
-        bits_check = BitsCheck(compute_checksums(func, result, written_tensors), states) if self._check else None
+        result_bits_check = (
+            ResultBitsCheck(compute_checksums(func, result, written_tensors), generator_states) if self._check else None
+        )
         result_registers = tuple(self._number_result_tensors(list_tensors(result)))
-        recorded_written_tensors = tuple(map(self._record_argument_part, written_tensors))
+        written_tensor_records = tuple(map(self._record_argument_part, written_tensors))
         self._calls.append(
             ReplayedCall(
-                func, recorded_args, recorded_kwargs, False, recorded_written_tensors, result_registers, (), bits_check
+                func,
+                recorded_args,
+                recorded_kwargs,
+                False,
+                written_tensor_records,
+                result_registers,
+                (),
+                result_bits_check,
             )
         )
         return result
@@ -329,16 +340,16 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             return [self._record_argument_part(inner) for inner in part]
         return part
 
-    def _record_tensor(self, tensor: Tensor) -> _InputTensor | Register:
-        memory = self._find_recorded_memory(tensor)
-        view_spec = _describe_view(tensor)
+    def _record_tensor(self, tensor: Tensor) -> _InputTensor | ReplayRegister:
+        recorded_memory = self._find_recorded_memory(tensor)
+        view_spec = _make_tensor_view_spec(tensor)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-            memory.floating_dtypes.add(tensor.dtype)
-        if memory.input_contents is not None:
-            return _InputTensor(memory, view_spec)
-        if view_spec not in memory.registers_by_view:  # autograd makes some views without calling an operator
-            source = Register(next(iter(memory.registers_by_view.values())))
-            memory.registers_by_view[view_spec] = self._register_count
+            recorded_memory.floating_dtypes.add(tensor.dtype)
+        if recorded_memory.contents_before_phase is not None:
+            return _InputTensor(recorded_memory, view_spec)
+        if view_spec not in recorded_memory.registers_by_view:  # autograd makes some views without calling an operator
+            source = ReplayRegister(next(iter(recorded_memory.registers_by_view.values())))
+            recorded_memory.registers_by_view[view_spec] = self._register_count
             results = ((0, self._register_count),)
             self._calls.append(
                 ReplayedCall(
@@ -351,7 +362,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
                 )
             )
             self._register_count += 1
-        return Register(memory.registers_by_view[view_spec])
+        return ReplayRegister(recorded_memory.registers_by_view[view_spec])
 
     def _number_result_tensors(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         """Numbers the tensors of a call's result that the phase did not get as input. Yields each tensor's position in
@@ -359,24 +370,24 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         """
         for position, tensor in enumerate(results):
             storage = tensor.untyped_storage()
-            spec = _describe_view(tensor)
-            memory = self._memories.setdefault(
-                storage._cdata, _RecordedMemory(_make_weak_reference(storage), tensor.device)
+            spec = _make_tensor_view_spec(tensor)
+            recorded_memory = self._memories.setdefault(
+                storage._cdata, _RecordedMemoryBlock(_make_weak_reference(storage), tensor.device)
             )
-            if memory.input_contents is None and spec not in memory.registers_by_view:
-                memory.registers_by_view[spec] = self._register_count
+            if recorded_memory.contents_before_phase is None and spec not in recorded_memory.registers_by_view:
+                recorded_memory.registers_by_view[spec] = self._register_count
                 yield position, self._register_count
                 self._register_count += 1
 
-    def _find_recorded_memory(self, tensor: Tensor) -> _RecordedMemory:
+    def _find_recorded_memory(self, tensor: Tensor) -> _RecordedMemoryBlock:
         storage = tensor.untyped_storage()
-        memory = self._memories.get(storage._cdata)
-        if memory is None:
-            memory = _RecordedMemory(_make_weak_reference(storage), tensor.device, storage)
-            self._memories[storage._cdata] = memory
-            self._input_memories[memory] = None
+        recorded_memory = self._memories.get(storage._cdata)
+        if recorded_memory is None:
+            recorded_memory = _RecordedMemoryBlock(_make_weak_reference(storage), tensor.device, storage)
+            self._memories[storage._cdata] = recorded_memory
+            self._input_memories[recorded_memory] = None
             self._count_bytes(storage.nbytes())
-        return memory
+        return recorded_memory
 
     def _count_bytes(self, size: int) -> None:
         self._bytes += size
@@ -391,10 +402,12 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _copy_overwritten_inputs(self) -> Iterator[OverwrittenInput]:
         for memory in self._input_memories:
-            if memory.is_overwritten and memory.input_contents is not None:
-                memory_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.input_contents)
-                self._bytes += memory.input_contents.nbytes()
-                yield OverwrittenInput(memory_bytes, memory_bytes.clone(), tuple(memory.floating_dtypes))
+            if memory.is_overwritten and memory.contents_before_phase is not None:
+                memory_byte_tensor = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(
+                    memory.contents_before_phase
+                )
+                self._bytes += memory.contents_before_phase.nbytes()
+                yield OverwrittenInput(memory_byte_tensor, memory_byte_tensor.clone(), tuple(memory.floating_dtypes))
 
 
 def _explain_refusal(func: Any, inputs: Sequence[Tensor]) -> str:
@@ -421,7 +434,7 @@ def _list_written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     )
 
 
-def _describe_view(tensor: Tensor) -> _TensorView:
+def _make_tensor_view_spec(tensor: Tensor) -> _TensorView:
     return _TensorView(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -449,29 +462,29 @@ def _resolve_call_inputs(call: ReplayedCall) -> ReplayedCall:
 
 def _resolve_argument_part(part: Any) -> Any:
     if isinstance(part, _InputTensor):
-        assert part.memory.input_contents is not None
-        return _view_storage(part.spec, part.memory.input_contents, part.memory.device)
+        assert part.memory.contents_before_phase is not None
+        return _view_storage(part.spec, part.memory.contents_before_phase, part.memory.device)
     return [_resolve_argument_part(inner) for inner in part] if type(part) is list else part
 
 
 def _list_register_numbers(part: Any) -> list[int]:
-    if isinstance(part, Register):
+    if isinstance(part, ReplayRegister):
         return [part.number]
     if isinstance(part, list | tuple):
         return list(chain.from_iterable(map(_list_register_numbers, part)))
     return []
 
 
-def _add_freed_registers(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
-    last_call_by_register: dict[int, int] = {}
-    for number, call in enumerate(calls):
+def _mark_freed_registers(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
+    last_call_index_by_register: dict[int, int] = {}
+    for call_number, call in enumerate(calls):
         used_registers = [
             *_list_register_numbers((call.args, list(call.kwargs.values()))),
             *(register for _, register in call.results),
         ]
-        last_call_by_register.update(dict.fromkeys(used_registers, number))
+        last_call_index_by_register.update(dict.fromkeys(used_registers, call_number))
     registers_by_last_call = defaultdict(list)
-    for register, number in last_call_by_register.items():
-        registers_by_last_call[number].append(register)
-    for number, call in enumerate(calls):
-        yield replace(call, freed_registers=tuple(registers_by_last_call[number]))
+    for register, call_number in last_call_index_by_register.items():
+        registers_by_last_call[call_number].append(register)
+    for call_number, call in enumerate(calls):
+        yield replace(call, freed_registers=tuple(registers_by_last_call[call_number]))

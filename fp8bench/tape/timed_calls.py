@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8bench.model.step import Share, ShareKind, Shares, SharesFrom
 from fp8bench.tape.formulas import COPY_OPERATORS, CallLocation, classify_call
-from fp8bench.tape.recorder import PhasedWatch, operator_name
+from fp8bench.tape.recorder import PhaseOperatorWatch, operator_name
 
 _current_autograd_task = torch._C._current_graph_task_id
 _next_node_number = torch._C._autograd._get_sequence_nr
@@ -33,7 +33,7 @@ _current_node = torch._C._current_autograd_node
 _FORWARD_TASK_NUMBER = -1  # the task number that torch reports outside of any backward pass
 _NODE_LABEL_KEY = "fp8bench.module"
 # The sequence number of all autograd nodes that accumulate a parameter's gradient. No module creates such nodes.
-_GRADIENT_NODE_NUMBER = 2**64 - 1
+_ACCUMULATE_GRAD_NODE_NUMBER = 2**64 - 1
 # The type of the labels that the caller assigns to modules.
 L = TypeVar("L")
 
@@ -49,13 +49,13 @@ class _NodeRanges(Generic[L]):
         self._ends: list[int] = []
         self._labels: list[L] = []
 
-    def add_range(self, end: int, label: L) -> None:
+    def add_label_range(self, end: int, label: L) -> None:
         """Adds the range from the end of the previous range to `end` (exclusive)."""
         if end > (self._ends[-1] if self._ends else self.first_number):
             self._ends.append(end)
             self._labels.append(label)
 
-    def find_label(self, number: int) -> L:
+    def find_node_label(self, number: int) -> L:
         range_index = bisect_right(self._ends, number)
         return self._labels[range_index] if range_index < len(self._ends) else self._outside_label
 
@@ -94,7 +94,7 @@ class RunningModules(Generic[L]):
             finally:
                 self._running.clear()
 
-    def locate_call(self) -> tuple[L, Any, bool]:
+    def locate_running_call(self) -> tuple[L, Any, bool]:
         """Returns where a call runs: the label of the module, the autograd node, and whether a backward pass is
         running. The node is None in forward, and also in a module that is recomputed during backward.
         """
@@ -107,11 +107,11 @@ class RunningModules(Generic[L]):
         return label, node, is_backward
 
     def enter_module(self, label: L) -> None:
-        task, number = self._close_range()
-        self._running.append(_RunningModule(label, task, number))
+        task, node_number = self._assign_new_nodes()
+        self._running.append(_RunningModule(label, task, node_number))
 
     def leave_module(self) -> _RunningModule[L]:
-        self._close_range()
+        self._assign_new_nodes()
         return self._running.pop()
 
     def _track_autograd_task(self) -> int:
@@ -124,13 +124,13 @@ class RunningModules(Generic[L]):
     def _find_node_label(self, node: Any, task: int) -> L:
         if _NODE_LABEL_KEY in node.metadata:
             return node.metadata[_NODE_LABEL_KEY]
-        number = node._sequence_nr()
+        node_number = node._sequence_nr()
         # Search the parent task first: it creates the nodes of a recomputed block, whose numbers are larger than those
         # of the forward pass.
         for creating_task in (self._parent_tasks[task], _FORWARD_TASK_NUMBER):
             node_ranges = self._ranges_by_task.get(creating_task)
-            if node_ranges is not None and number >= node_ranges.first_number:
-                return node_ranges.find_label(number)
+            if node_ranges is not None and node_number >= node_ranges.first_number:
+                return node_ranges.find_node_label(node_number)
         return self._outside_label
 
     def _handle_module_start(self, module: nn.Module, inputs: Any) -> None:
@@ -143,25 +143,25 @@ class RunningModules(Generic[L]):
         if self._running and self._label_of(module) is not None:
             self._label_autograd_nodes(result, self.leave_module())
 
-    def _close_range(self) -> tuple[int, int]:
+    def _assign_new_nodes(self) -> tuple[int, int]:
         """Assigns the autograd nodes that were created since the last call to the module that ran. Returns the current
         autograd task and the next node's number.
         """
         task = self._track_autograd_task()
-        number = _next_node_number()
+        node_number = _next_node_number()
         node_ranges = self._ranges_by_task.get(task)
         if node_ranges is None:
-            node_ranges = self._ranges_by_task[task] = _NodeRanges(number, self._outside_label)
+            node_ranges = self._ranges_by_task[task] = _NodeRanges(node_number, self._outside_label)
         running_module = self._running[-1] if self._running else None
-        node_ranges.add_range(
-            number,
+        node_ranges.add_label_range(
+            node_number,
             running_module.label if running_module is not None and running_module.task == task else self._outside_label,
         )
-        return task, number
+        return task, node_number
 
     def _label_autograd_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
         """Labels the autograd nodes that a finished module created, as far as the module's result depends on them."""
-        nodes_to_visit: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
+        nodes_to_visit: list[Any] = [tensor.grad_fn for tensor in _iterate_result_tensors(result)]
         node_ranges = self._ranges_by_task[ended.task]
         visited_nodes = set()
         # Follow the autograd graph back from the result. Stop at nodes that existed before the module started.
@@ -170,9 +170,11 @@ class RunningModules(Generic[L]):
             if node is None or node in visited_nodes or node._sequence_nr() < ended.first_number:
                 continue
             visited_nodes.add(node)
-            number = node._sequence_nr()
+            node_number = node._sequence_nr()
             # Nodes that accumulate a gradient are in no range. The first module that reaches such a node labels it.
-            label = ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
+            label = (
+                ended.label if node_number == _ACCUMULATE_GRAD_NODE_NUMBER else node_ranges.find_node_label(node_number)
+            )
             node.metadata.setdefault(_NODE_LABEL_KEY, label)
             nodes_to_visit += [next_node for next_node, _ in node.next_functions]
 
@@ -198,7 +200,7 @@ class ModulePaths(RunningModules[str]):
             self._names.setdefault(module, name or type(module).__name__)
 
 
-def _find_tensors(result: Any) -> Iterator[Tensor]:
+def _iterate_result_tensors(result: Any) -> Iterator[Tensor]:
     """Yields the tensors in a module's result. It looks into nested collections and dataclasses, and into no other
     object.
     """
@@ -206,7 +208,7 @@ def _find_tensors(result: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _find_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from _iterate_result_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 # The prefix of the profiler range's name for an operator. The operator's number follows the prefix.
@@ -226,7 +228,7 @@ class TimedCall(NamedTuple):
     nanoseconds: int
 
 
-class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
+class OperatorTimes(PhaseOperatorWatch):  # type: ignore[no-untyped-call]
     """Times every operator in a `with` block with `clock`. Backward passes run in the thread that starts them. With
     `in_profiler_ranges`, each operator runs in a profiler range whose name has the operator's number.
     """
@@ -245,7 +247,9 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         # The task in which an optimizer's step runs. A backward pass inside that step is a separate task.
         self._optimizer_task: int | None = None
         self._clock = clock
-        self._open_range: Callable[[str], Any] = _open_range if in_profiler_ranges else lambda name: _EMPTY_RANGE
+        self._open_range: Callable[[str], Any] = (
+            _open_range if in_profiler_ranges else lambda name: _NULL_PROFILER_RANGE
+        )
 
     @contextmanager
     def time_calls(self) -> Iterator[list[TimedCall]]:
@@ -260,8 +264,10 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
                 lambda *ignored: setattr(self, "_optimizer_task", _current_autograd_task())
             )
             stack.callback(begin_hook.remove)
-            end_hook = register_optimizer_step_post_hook(lambda *ignored: setattr(self, "_optimizer_task", None))
-            stack.callback(end_hook.remove)
+            optimizer_end_hook = register_optimizer_step_post_hook(
+                lambda *ignored: setattr(self, "_optimizer_task", None)
+            )
+            stack.callback(optimizer_end_hook.remove)
             stack.enter_context(self)
             try:
                 yield self.calls
@@ -269,7 +275,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
                 self._optimizer_task = None
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        module, node, backward = self._paths.locate_call()
+        module, node, backward = self._paths.locate_running_call()
         # An optimizer's step may call the model again. Operators in a module's forward pass do not count as optimizing.
         is_module_forward = bool(module) and not backward
         is_optimizing = (
@@ -283,19 +289,21 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
             result = func(*args, **named)
             call_end_ns = self._clock()
         copy_dtypes = None if source_dtype is None else (source_dtype, _find_dtype(result) or source_dtype)
-        location = CallLocation(self._phase, module, "" if node is None else node.name(), is_optimizing, copy_dtypes)
-        self.calls.append(TimedCall(func, location, backward, call_end_ns - call_begin_ns))
+        call_location = CallLocation(
+            self._phase, module, "" if node is None else node.name(), is_optimizing, copy_dtypes
+        )
+        self.calls.append(TimedCall(func, call_location, backward, call_end_ns - call_begin_ns))
         return result
 
 
-_EMPTY_RANGE = nullcontext()
+_NULL_PROFILER_RANGE = nullcontext()
 
 
 def _find_source_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
     """Returns the dtype of the tensor that a copy operator reads, or None if the argument has no tensor."""
     # The source is the first argument of _to_copy and _copy_from, but the second argument of copy_(target, source).
-    begins_with_target = len(args) > 1 and operator_name(func) not in ("_to_copy", "_copy_from")
-    return _find_dtype(args[1] if begins_with_target else args[:1])
+    is_target_first_argument = len(args) > 1 and operator_name(func) not in ("_to_copy", "_copy_from")
+    return _find_dtype(args[1] if is_target_first_argument else args[:1])
 
 
 def _find_dtype(value: Any) -> torch.dtype | None:
@@ -308,14 +316,14 @@ def _open_range(name: str) -> Any:
     return record_function(name)
 
 
-def compute_shares(steps: Sequence[Sequence[TimedCall]], unwatched_seconds: Sequence[float]) -> Shares:
+def compute_step_shares(steps: Sequence[Sequence[TimedCall]], unwatched_seconds: Sequence[float]) -> Shares:
     """Returns how steps whose operators were timed divide their time among operators, and the seconds of other steps.
     The time of the shortest operator counts as the cost of timing and is subtracted from every call.
     """
     calls, nanoseconds = _select_typical_step(steps)
     watch_cost_ns = min(nanoseconds, default=0.0)
     return Shares(
-        sum_shares(calls, [(nanosecond - watch_cost_ns) * 1e-9 for nanosecond in nanoseconds]),
+        sum_call_shares(calls, [(nanosecond - watch_cost_ns) * 1e-9 for nanosecond in nanoseconds]),
         median(unwatched_seconds),
     )
 
@@ -330,7 +338,7 @@ def compute_kernel_shares(
     operator's number to the seconds of the kernels that it launched. `kernel_seconds` maps the name of each kernel
     that no operator launched to its seconds.
     """
-    operator_shares = sum_shares(calls, [operator_seconds.get(number, 0.0) for number in range(len(calls))])
+    operator_shares = sum_call_shares(calls, [operator_seconds.get(number, 0.0) for number in range(len(calls))])
     kernel_shares = [
         Share(ShareKind.UNKNOWN, module="", backward=False, seconds=seconds, calls=1, what=name)
         for name, seconds in kernel_seconds.items()
@@ -385,16 +393,16 @@ def _get_correlation_id(event: Mapping[str, Any]) -> object:
     return (event.get("args") or {}).get("correlation")
 
 
-def sum_shares(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
+def sum_call_shares(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
     """Adds up calls of the same kind, module and pass (forward or backward). Returns the longest share first."""
-    sums: dict[tuple[ShareKind, str, bool, str], Share] = {}
+    share_sums: dict[tuple[ShareKind, str, bool, str], Share] = {}
     for call, call_seconds in zip(calls, seconds, strict=True):
         kind, detail = classify_call(call.operator, call.location)
         key = kind, call.location.module, call.backward, detail
-        empty_operator_share = Share(kind, call.location.module, call.backward, seconds=0.0, calls=0, what=detail)
-        share = sums.get(key, empty_operator_share)
-        sums[key] = dataclasses.replace(share, seconds=share.seconds + call_seconds, calls=share.calls + 1)
-    return tuple(sorted(sums.values(), key=lambda share: -share.seconds))
+        zero_time_share = Share(kind, call.location.module, call.backward, seconds=0.0, calls=0, what=detail)
+        share = share_sums.get(key, zero_time_share)
+        share_sums[key] = dataclasses.replace(share, seconds=share.seconds + call_seconds, calls=share.calls + 1)
+    return tuple(sorted(share_sums.values(), key=lambda share: -share.seconds))
 
 
 def _select_typical_step(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall], list[float]]:
@@ -408,6 +416,6 @@ def _select_typical_step(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence
         nanoseconds.append([call.nanoseconds for call in step])
     if all(step_operators == operators[0] for step_operators in operators):
         return steps[0], [median(call_nanoseconds) for call_nanoseconds in zip(*nanoseconds, strict=True)]
-    step_numbers_by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
-    median_step_number = step_numbers_by_time[len(step_numbers_by_time) // 2]
+    step_numbers_sorted_by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
+    median_step_number = step_numbers_sorted_by_time[len(step_numbers_sorted_by_time) // 2]
     return steps[median_step_number], [float(time) for time in nanoseconds[median_step_number]]

@@ -31,14 +31,14 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
     for registry in (workloads, precisions, devices):
         # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own
         registry.names()
-    watched = [switch for switch in watched or list_process_switches() if not switch.set_by_imports]
+    watched = [switch for switch in watched or list_process_switches() if not switch.is_set_by_imports]
     with _import_lock:
         for name in names:
             _import_module(name, watched)
 
 
 def _import_module(name: str, watched_switches: Sequence[Switch]) -> None:
-    old_values = read_values(watched_switches)
+    old_switch_values = read_values(watched_switches)
     try:
         with _stdout_to_stderr():
             if name.endswith(".py"):
@@ -56,7 +56,7 @@ def _import_module(name: str, watched_switches: Sequence[Switch]) -> None:
             "can import."
         ) from error
     finally:
-        changed_switches = restore_values(watched_switches, old_values)
+        changed_switches = restore_values(watched_switches, old_switch_values)
     if changed_switches:
         # remove the module, so that a second import fails in the same way
         sys.modules.pop(user_module(name), None)
@@ -136,11 +136,11 @@ def own_words(error: BaseException) -> str:
     error_class_name = "" if isinstance(error, Fp8benchError) else type(error).__name__
     description = ": ".join(part for part in (error_class_name, text) if part)
     # Code of fp8bench, of the standard library, and without a file ('<string>').
-    foreign_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
+    non_user_path_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
     user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(foreign_prefixes)
+        if not frame.filename.startswith(non_user_path_prefixes)
         and not _PACKAGE_FOLDERS.intersection(Path(frame.filename).parts)
     ]
     return (

@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from fp8bench.errors import ImportFailed, UsageError
-from fp8bench.model.promises import SIGNATURE_WORDS, AuditKind, Signature, Takes
+from fp8bench.model.promises import SIGNATURE_WORDS, AuditedCallableKind, CallablePromise, OperandForm
 from fp8bench.user_code import import_user_modules, user_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,31 +40,33 @@ def audited(
 audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_WORDS.items())))
 
 
-def make_signature(kind: str, precision: str, *promises: Any, **named_promises: Any) -> Signature:
+def make_signature(kind: str, precision: str, *promises: Any, **named_promises: Any) -> CallablePromise:
     """Returns the signature (kind, precision and promises) of a kernel to audit. Raises UsageError if a value is
     invalid.
     """
-    unchecked_signature: Any = Signature(kind, precision, *promises, **named_promises)  # type: ignore[arg-type]
-    for name, valid_words in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
+    unchecked_signature: Any = CallablePromise(kind, precision, *promises, **named_promises)  # type: ignore[arg-type]
+    for name, valid_words in (("kind", AuditedCallableKind), ("takes", OperandForm), ("second", ("nk", "kn"))):
         if (word := getattr(unchecked_signature, name)) not in tuple(valid_words):
             raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(valid_words)}.")
     if type(unchecked_signature.multiple) is not int or not 1 <= unchecked_signature.multiple <= 1024:
         raise UsageError(
             f"an audit's multiple is {unchecked_signature.multiple!r:.80}. Give a whole number from 1 to 1024."
         )
-    if unchecked_signature.takes == Takes.CODES and kind != AuditKind.PRODUCT:
+    if unchecked_signature.takes == OperandForm.CODES and kind != AuditedCallableKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
-    if unchecked_signature.second != "nk" and kind != AuditKind.PRODUCT:
+    if unchecked_signature.second != "nk" and kind != AuditedCallableKind.PRODUCT:
         raise UsageError(f"a {kind} has no second operand to transpose: only a product has one.")
-    if unchecked_signature.causal and kind != AuditKind.ATTENTION:
+    if unchecked_signature.causal and kind != AuditedCallableKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
-    signature: Signature = replace(unchecked_signature, kind=AuditKind(kind), takes=Takes(unchecked_signature.takes))
+    signature: CallablePromise = replace(
+        unchecked_signature, kind=AuditedCallableKind(kind), takes=OperandForm(unchecked_signature.takes)
+    )
     return signature
 
 
-def find_declared_signature(function: Callable[..., Any]) -> Signature | None:
+def find_declared_signature(function: Callable[..., Any]) -> CallablePromise | None:
     signature = getattr(function, _SIGNATURE_ATTRIBUTE, None)
-    return signature if isinstance(signature, Signature) else None
+    return signature if isinstance(signature, CallablePromise) else None
 
 
 def split_target(target: str) -> tuple[str, str]:

@@ -30,7 +30,7 @@ class Unset:
     """Stands for the usual value of a switch if it depends on the machine or the user. Not equal to any value."""
 
 
-class NotInUse:
+class UnusedLibraryValue:
     """Stands for the value of a switch whose library is not in use. Reading the real value would initialise the
     library.
     """
@@ -43,9 +43,9 @@ class Switch:
 
     `names` are the public names of torch that set the switch; a test compares them with torch's. `usual` is the value
     in a new process. `is_distorting` returns whether a value distorts the reference. If so, fp8bench refuses to
-    measure; the error names the expected value (`expected`, by default `usual`) and how to restore it (`correction`).
-    `is_recorded` switches are stored with each run. Importing harmless packages may change a switch with
-    `set_by_imports`, so it is watched only around steps.
+    measure; the error names the expected value (`expected`, by default `usual`) and how to restore it
+    (`restore_instruction`). `is_recorded` switches are stored with each run. Importing harmless packages may change a
+    switch with `is_set_by_imports`, so it is watched only around steps.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Switch:
     usual: Any = Unset
     is_distorting: Callable[[Any], object] | None = None
     is_recorded: bool = True
-    set_by_imports: bool = False
+    is_set_by_imports: bool = False
     expected: str = ""
-    correction: str = ""
+    restore_instruction: str = ""
 
 
 def make_attribute_switch(name: str, holder: Any, attribute: str, **more: Any) -> Switch:
@@ -72,12 +72,14 @@ def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[st
     """Sets switches to their values `before`. Describes each switch that had a different value: both values, and
     whether restoring failed.
     """
-    present_values = read_values(switches)
-    if present_values == before:
+    current_switch_values = read_values(switches)
+    if current_switch_values == before:
         return []
-    switches_with_values = zip(switches, before, present_values, strict=True)
-    # Ignore switches that read as NotInUse before: the first use of a library is not a change.
-    comparable_switches = [(switch, old, new) for switch, old, new in switches_with_values if old is not NotInUse]
+    switches_with_values = zip(switches, before, current_switch_values, strict=True)
+    # Ignore switches that read as UnusedLibraryValue before: the first use of a library is not a change.
+    comparable_switches = [
+        (switch, old, new) for switch, old, new in switches_with_values if old is not UnusedLibraryValue
+    ]
     # read each switch again, because writing an older switch of torch sets several newer ones
     for switch, old, _ in comparable_switches:
         if switch.set_value is not None and switch.read() != old:
@@ -97,7 +99,7 @@ def make_plain(value: Any) -> Scalar | None:
     match value:
         case enum.Enum():
             return value.name
-        case _ if value is NotInUse:
+        case _ if value is UnusedLibraryValue:
             return None
         case None | bool() | int() | float() | str():
             return value
@@ -115,7 +117,7 @@ def make_plain(value: Any) -> Scalar | None:
 # time.
 _ENVIRONMENT_BYTES: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
 _WATCHED_VARIABLES = frozenset(map(os.fsencode, TORCH_VARIABLES))
-_LOWERING_VARIABLES = frozenset(PRECISION_LOWERING_VARIABLES)
+_PRECISION_LOWERING_NAMES = frozenset(PRECISION_LOWERING_VARIABLES)
 # If one of these variables is set, OpenMP binds the thread to processors when its first loop runs.
 _THREAD_BINDING_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCK_NAMES = (
@@ -179,9 +181,9 @@ def _list_system_switches() -> Iterator[Switch]:
         _read_environment,
         _set_environment,
         is_recorded=False,
-        is_distorting=_LOWERING_VARIABLES.intersection,
-        expected="none of " + " and ".join(sorted(_LOWERING_VARIABLES)),
-        correction="unset it, and start Python again",
+        is_distorting=_PRECISION_LOWERING_NAMES.intersection,
+        expected="none of " + " and ".join(sorted(_PRECISION_LOWERING_NAMES)),
+        restore_instruction="unset it, and start Python again",
     )
 
 
@@ -194,14 +196,14 @@ def _list_clock_and_signal_switches() -> Iterator[Switch]:
             name,
             usual=f"time.{name}",
             is_distorting=partial(_is_replaced_clock, name),
-            correction="end what replaces the clocks of this process",
+            restore_instruction="end what replaces the clocks of this process",
         )
-    for number in _HANDLED_SIGNALS:
+    for signal_number in _HANDLED_SIGNALS:
         yield Switch(
-            f"the handler of {number.name}",
-            partial(_get_signal_handler, number),
-            partial(signal.signal, number),
-            set_by_imports=True,
+            f"the handler of {signal_number.name}",
+            partial(_get_signal_handler, signal_number),
+            partial(signal.signal, signal_number),
+            is_set_by_imports=True,
         )
     # A timer that was started is stopped again. A timer that has ended cannot be started again.
     for kind, timer in _TIMERS_BY_KIND.items():
@@ -219,7 +221,7 @@ def _list_c_library_switches() -> Iterator[Switch]:
             library.fesetround,
             usual=0,
             is_distorting=bool,
-            correction="call fesetround(FE_TONEAREST)",
+            restore_instruction="call fesetround(FE_TONEAREST)",
         )
 
 
@@ -229,8 +231,8 @@ def _is_replaced_clock(name: str, clock: Any) -> bool:
     The clock is compared with the expected name and type, because it may have been replaced before fp8bench was
     imported.
     """
-    is_clock = isinstance(clock, types.BuiltinFunctionType) and clock.__module__ == "time"
-    return not is_clock or clock.__name__ != name
+    is_builtin_clock = isinstance(clock, types.BuiltinFunctionType) and clock.__module__ == "time"
+    return not is_builtin_clock or clock.__name__ != name
 
 
 def _get_signal_handler(number: int) -> Any:

@@ -23,30 +23,30 @@ from fp8bench.model import (
     Scalar,
 )
 from fp8bench.model.promises import Conformity
-from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, Settings, StateCheck
+from fp8bench.model.raw import QueueFilling, RawPhaseReplay, RawSlot, RawStep, Settings, StateCheck
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import ceilings, fusing
-from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overheads, time_loop_pairs
-from fp8bench.worker.faults import DescribedFault
-from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.clock import PhaseStampClock, find_shared_phase_marks, measure_overheads, time_alternating_loops
+from fp8bench.worker.faults import FaultDescription
+from fp8bench.worker.finite import InitialFiniteElements
 from fp8bench.worker.prepared import (
     PreparedCase,
     State,
-    begin_without_ranks,
     count_bytes,
     make_cache_flush,
     make_rotation,
+    skip_rank_barrier,
 )
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import (
     end_processes_on_error,
-    list_running,
+    guard_untimed_pass,
+    list_running_tasks,
     stdout_to_stderr,
-    untimed_pass,
-    wait_and_name_running,
+    wait_for_running_tasks,
 )
 from fp8bench.worker.switches import (
     precision_scope,
@@ -58,7 +58,7 @@ from fp8bench.worker.switches import (
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
-def _is_own_workload(workload: Workload) -> bool:
+def _is_built_in_workload(workload: Workload) -> bool:
     """Returns whether all kernels of a workload are launched by fp8bench's code. False for a user's workload, and for
     the suite `model`, which runs a user's model.
     """
@@ -79,9 +79,9 @@ class Bench(UntimedPasses):
         super().__init__(settings)
         self._prepared: dict[str, PreparedCase] = {}
         self._trials = ProductTrials()
-        self._make_clock: Callable[[Stamper], PhaseClock] = PhaseClock
+        self._make_clock: Callable[[Stamper], PhaseStampClock] = PhaseStampClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
-        self._meet_ranks: Callable[[], None] = begin_without_ranks
+        self._meet_ranks: Callable[[], None] = skip_rank_barrier
         self._any_rank: Callable[[bool], bool] = bool  # without ranks, only this process has an answer
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
@@ -124,8 +124,8 @@ class Bench(UntimedPasses):
         return {**describe_torch_build(), **self._switches}
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
-        registered_names = workloads.names(hidden=True)
-        return {name: workloads.get(name).version for name in suites if name in registered_names}
+        registered_suites = workloads.names(hidden=True)
+        return {name: workloads.get(name).version for name in suites if name in registered_suites}
 
     def modules_under(self, folder: str) -> tuple[str, ...]:
         return modules_under(Path(folder))
@@ -135,22 +135,26 @@ class Bench(UntimedPasses):
         device = self._select_device(facts)
         workload = workloads.get(case.workload)
         precision = precisions.get(case.precision)
-        running_tasks_before = list_running()
-        fusing.forget_waiting()  # quantisers that only untimed passes requested need no compilation
+        running_tasks_before = list_running_tasks()
+        fusing.forget_waiting_quantisers()  # quantisers that only untimed passes requested need no compilation
         cache_mode = CACHE.of(dict(case.params))
         phase_mark_codes: list[int] = []
         stamp_sharing_indices: list[int] = []
         # 1. Run the first step, which allocates memory, and chooses or compiles kernels.
         with precision_scope(precision), restore_switches(), stdout_to_stderr(), end_processes_on_error():
-            make_state = partial(self._make_stepped_state, workload, case, facts)
-            first_state = make_state()
-            states = make_rotation(first_state, make_state, facts, device) if cache_mode == ROTATING else (first_state,)
+            make_stepped_state = partial(self._make_state_after_step, workload, case, facts)
+            first_state = make_stepped_state()
+            states = (
+                make_rotation(first_state, make_stepped_state, facts, device)
+                if cache_mode == ROTATING
+                else (first_state,)
+            )
             # On a GPU, adjacent phases may share a time stamp if no kernel is launched between them. A user's suite or
             # model shares no stamps, because torch may not see its kernels. A compiled model shares none either,
             # because its first call must be like the timed ones.
             is_compiled = dict(case.params).get("compile", "no") != "no"
-            if facts.accelerated and not is_compiled and _is_own_workload(workload):
-                phase_mark_codes, stamp_sharing_indices = find_shared_marks(
+            if facts.accelerated and not is_compiled and _is_built_in_workload(workload):
+                phase_mark_codes, stamp_sharing_indices = find_shared_phase_marks(
                     partial(step, workload, first_state.held, first_state.scales)
                 )
         # 2. For a cold cache, make the function that flushes the cache before each call.
@@ -160,7 +164,7 @@ class Bench(UntimedPasses):
         clock = self._make_clock(stamper)
         if stamp_sharing_indices:
             clock.share(phase_mark_codes, stamp_sharing_indices)
-        started_tasks = list_running() - running_tasks_before
+        tasks_started_by_case = list_running_tasks() - running_tasks_before
         # 3. Store the state for timed slots. Store also the threads and processes that its preparation started, because
         # `release` reports them.
         self._prepared[key] = PreparedCase(
@@ -171,21 +175,23 @@ class Bench(UntimedPasses):
             states,
             clock,
             stamper,
-            started_tasks,
+            tasks_started_by_case,
             flush_cache,
             facts.cache_bytes,
-            meet_ranks=self._meet_ranks,
+            wait_for_ranks=self._meet_ranks,
             is_true_on_any_rank=self._any_rank,
         )
         gc.collect()
 
-    def _make_stepped_state(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
-        setup = self._make_setup(case, facts)
-        workload_state = workload.prepare(setup)
-        finite_state = FiniteState(workload_state)
-        step(workload, workload_state, setup.scales, self._make_unmarked_phases())
-        finite_state.begin(workload_state)
-        return State(workload_state, setup.scales, finite_state, (setup.arithmetic, *setup.layers.values()))
+    def _make_state_after_step(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
+        setup = self._make_case_setup(case, facts)
+        prepared_workload_state = workload.prepare(setup)
+        finiteness_checker = InitialFiniteElements(prepared_workload_state)
+        step(workload, prepared_workload_state, setup.scales, self._make_unmarked_phases())
+        finiteness_checker.begin(prepared_workload_state)
+        return State(
+            prepared_workload_state, setup.scales, finiteness_checker, (setup.arithmetic, *setup.layers.values())
+        )
 
     def rotation(self, key: str) -> Rotation:
         prepared_case = self._prepared[key]
@@ -201,7 +207,7 @@ class Bench(UntimedPasses):
         """Returns how many quantisers (emulated casts) wait for compilation, and why quantisers that could not be
         compiled run eagerly ('' if no compilation failed).
         """
-        return fusing.count_waiting(), fusing.explain_eager_quantisers()
+        return fusing.count_waiting_quantisers(), fusing.explain_eager_quantisers()
 
     def compiler(self, facts: DeviceFacts) -> str:
         self._select_device(facts)
@@ -213,22 +219,22 @@ class Bench(UntimedPasses):
         are slow.
         """
         prepared_case = self._select_case(key)
-        running_tasks_before = list_running()
+        running_tasks_before = list_running_tasks()
         with precision_scope(prepared_case.precision), restore_switches(), stdout_to_stderr():
-            fusing.compile_waiting()
+            fusing.compile_waiting_quantisers()
             step(prepared_case.workload, prepared_case.state, prepared_case.scales, SilentPhases())
         prepared_case.device.synchronise(prepared_case.index)
         # also waits for the compiler's background work, which would disturb the timing
-        wait_and_name_running(list_running() - running_tasks_before)
+        wait_for_running_tasks(list_running_tasks() - running_tasks_before)
         gc.collect()
 
-    def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
+    def slot(self, key: str, calls: int, discard: int, filling: QueueFilling | None = None) -> RawSlot:
         return self._select_case(key).slot(calls, discard, filling)
 
     def capture(self, key: str) -> str:
         return self._select_case(key).capture()
 
-    def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
+    def replay(self, key: str, calls: int, discard: int, filling: QueueFilling | None) -> RawSlot:
         return self._select_case(key).replay_slot(calls, discard, filling)
 
     def replay_phases(self, key: str) -> RawStep | None:
@@ -237,20 +243,20 @@ class Bench(UntimedPasses):
     def loop(self, key: str, steps: int) -> float:
         return self._select_case(key).loop(steps)
 
-    def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
+    def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawPhaseReplay:
         return self._select_case(key).hold_phase(phase, most_bytes)
 
     def loop_phase(self, key: str, times: int) -> float:
         return self._select_case(key).loop_phase(times)
 
-    def drop_phase(self, key: str) -> str:
-        return self._select_case(key).drop_phase()
+    def drop_held_phase(self, key: str) -> str:
+        return self._select_case(key).drop_held_phase()
 
     def begin_late(self, key: str) -> None:
         self._select_case(key).begin_late()
 
-    def is_late_due(self, key: str) -> bool:
-        return self._select_case(key).is_late_due
+    def is_late_inspection_due(self, key: str) -> bool:
+        return self._select_case(key).is_late_inspection_due
 
     def end_late(self, key: str) -> LateSteps:
         return self._select_case(key).end_late()
@@ -272,12 +278,12 @@ class Bench(UntimedPasses):
         if released_case is None:
             return ()
         device = released_case.device
-        started_tasks = released_case.started
+        tasks_started_by_case = released_case.started
         # The last reference to the state must be deleted before its memory can be freed.
         del released_case
         gc.collect()
         device.empty_cache()
-        return tuple(wait_and_name_running(started_tasks))
+        return tuple(wait_for_running_tasks(tasks_started_by_case))
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
         return measure_overheads(self._select_device(facts), facts.index)
@@ -290,14 +296,14 @@ class Bench(UntimedPasses):
         return tuple(ceilings.list_rates(facts))
 
     def ceiling(self, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-        return ceilings.measure_next(self._select_device(facts), facts, rate, seconds)
+        return ceilings.measure_next_run(self._select_device(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
         from fp8bench.worker.conformity import compare_arithmetics
 
         device = self._select_device(facts)
         precision = precisions.get(mode)
-        with precision_scope(precision), restore_switches(), untimed_pass():
+        with precision_scope(precision), restore_switches(), guard_untimed_pass():
             conformities = compare_arithmetics(precision, facts, self._settings.seed)
         device.empty_cache()
         return conformities
@@ -309,12 +315,12 @@ class Bench(UntimedPasses):
         try:
             prepared_case = self._prepared[key]
             with prepared_case.precision.scope():
-                take_bare_step = partial(prepared_case.workload.step, prepared_case.state, SilentPhases())
-                return time_loop_pairs(take_bare_step, lambda: self.slot(key, steps, 0), steps, rounds)
+                take_unmarked_step = partial(prepared_case.workload.step, prepared_case.state, SilentPhases())
+                return time_alternating_loops(take_unmarked_step, lambda: self.slot(key, steps, 0), steps, rounds)
         finally:
             self.release(key)
 
-    def recover(self, fault: DescribedFault) -> DescribedFault:
+    def recover_from_fault(self, fault: FaultDescription) -> FaultDescription:
         """Frees the memory of a failed request. If the device does not work afterwards, returns a fault that is not a
         lack of memory.
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fp8bench.worker.finite import can_convert
+from fp8bench.worker.finite import can_convert_dtype
 
 # A tensor is processed in pieces of this many elements, or of this many 8-byte words.
-_PIECE_ELEMENTS = 1 << 18
+_ELEMENTS_PER_PIECE = 1 << 18
 # Odd multipliers of the digest. Their bits have no pattern, so that they mix the bits of the tensor well.
 _PIECE_FACTOR, _WORD_FACTOR = 0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _DIGEST_MODULUS = 1 << 64
@@ -25,9 +25,9 @@ def digest(tensor: Any) -> int:
     probability of 1 in 2**63.
     """
     digest_value = 0
-    for piece in _view_storage(tensor, torch.uint8).split(8 * _PIECE_ELEMENTS):
-        whole_word_bytes = piece.numel() // 8 * 8
-        for words in (piece[:whole_word_bytes].view(torch.int64), piece[whole_word_bytes:].to(torch.int64)):
+    for piece in _view_storage(tensor, torch.uint8).split(8 * _ELEMENTS_PER_PIECE):
+        complete_word_bytes = piece.numel() // 8 * 8
+        for words in (piece[:complete_word_bytes].view(torch.int64), piece[complete_word_bytes:].to(torch.int64)):
             # mix the upper bits of a word into its lower bits; otherwise two changed signs would cancel
             mixed_words = words * _WORD_FACTOR
             mixed_words ^= mixed_words >> 32
@@ -43,18 +43,20 @@ def sketch_tensor(tensor: Any, original: Any = None) -> Any:
     The distance between the sketches of two tensors is about the distance between the tensors.
     """
     dtype = _choose_readable_dtype(tensor.dtype)
-    sums = torch.zeros(_SKETCH_SUMS, dtype=torch.float64, device=tensor.device)
+    sketch_sums = torch.zeros(_SKETCH_SUMS, dtype=torch.float64, device=tensor.device)
     computing_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-    element_sign_table = _make_sign_table(tensor.device, computing_dtype)
-    piece_sign_table = _make_sign_table(tensor.device, torch.float64)
-    for number, piece in enumerate(_view_storage(tensor, dtype).split(_SIGN_TABLE_ROWS)):
+    element_sign_table = _make_random_sign_table(tensor.device, computing_dtype)
+    piece_sign_table = _make_random_sign_table(tensor.device, torch.float64)
+    for piece_number, piece in enumerate(_view_storage(tensor, dtype).split(_SIGN_TABLE_ROWS)):
         numbers = piece.to(computing_dtype).nan_to_num(0.0, 0.0, 0.0)
         # subtract element by element, because rounding errors of the sums would hide a small step
         if original is not None:
-            original_piece = _view_storage(original, dtype)[number * _SIGN_TABLE_ROWS :][: piece.numel()]
+            original_piece = _view_storage(original, dtype)[piece_number * _SIGN_TABLE_ROWS :][: piece.numel()]
             numbers = numbers - original_piece.to(computing_dtype).nan_to_num(0.0, 0.0, 0.0)
-        sums += (numbers @ element_sign_table[: piece.numel()]) * piece_sign_table[number % _SIGN_TABLE_ROWS]
-    return sums
+        sketch_sums += (numbers @ element_sign_table[: piece.numel()]) * piece_sign_table[
+            piece_number % _SIGN_TABLE_ROWS
+        ]
+    return sketch_sums
 
 
 def count_subnormals(tensor: Any) -> int:
@@ -80,7 +82,7 @@ def replace_numbers(tensor: Any, seed: int) -> Iterator[None]:
     generator = torch.Generator(tensor.device).manual_seed(seed)
     dtype = _choose_readable_dtype(tensor.dtype)
     with restore_afterwards(tensor):
-        for piece in _view_storage(tensor, dtype).split(_PIECE_ELEMENTS):
+        for piece in _view_storage(tensor, dtype).split(_ELEMENTS_PER_PIECE):
             if dtype.is_floating_point:
                 piece.copy_(_draw_within_range(piece, generator))
             else:
@@ -101,7 +103,7 @@ def _choose_readable_dtype(dtype: Any) -> Any:
     """Returns the dtype in which a tensor's memory is read: the tensor's dtype, or an integer of the same size if torch
     cannot convert that dtype.
     """
-    if dtype.is_floating_point and (dtype.itemsize > 1 or can_convert(dtype)):
+    if dtype.is_floating_point and (dtype.itemsize > 1 or can_convert_dtype(dtype)):
         return dtype
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
 
@@ -126,10 +128,10 @@ def _view_storage(tensor: Any, dtype: Any) -> Any:
 @functools.lru_cache(maxsize=1)
 def _make_position_weights(device: Any) -> Any:
     """Returns a weight for each position of an 8-byte word, so that the digest depends on the order of the words."""
-    return torch.arange(1, 2 * _PIECE_ELEMENTS, 2, dtype=torch.int64, device=device)
+    return torch.arange(1, 2 * _ELEMENTS_PER_PIECE, 2, dtype=torch.int64, device=device)
 
 
 @functools.lru_cache(maxsize=2)
-def _make_sign_table(device: Any, dtype: Any) -> Any:
+def _make_random_sign_table(device: Any, dtype: Any) -> Any:
     generator = torch.Generator().manual_seed(2)
     return (torch.randint(2, (_SIGN_TABLE_ROWS, _SKETCH_SUMS), generator=generator) * 2 - 1).to(device, dtype)

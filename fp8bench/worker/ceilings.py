@@ -62,7 +62,7 @@ def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
     return tuple((size,) for size in sizes)
 
 
-def count_work(limit: Limit, shape: Shape) -> float:
+def count_call_work(limit: Limit, shape: Shape) -> float:
     """Returns the FLOPs, bytes or launches of one timed call, by the kind of limit. For a limit on array bandwidth,
     `shape` is the size of an array in bytes.
     """
@@ -97,13 +97,13 @@ def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithm
     source_array = random_array()
     if limit is Limit.LAUNCH:
         return partial(source_array.add_, 1)
-    target_array = torch.empty_like(source_array)
+    copy_target_array = torch.empty_like(source_array)
     if limit is Limit.TRIAD:
-        return partial(torch.add, source_array, random_array(), alpha=3.0, out=target_array)
+        return partial(torch.add, source_array, random_array(), alpha=3.0, out=copy_target_array)
     if limit is Limit.LOAD:
         # Only pinned memory is copied at the speed of the bus.
-        return partial(target_array.copy_, torch.ones(source_array.shape).pin_memory(), non_blocking=True)
-    return partial(target_array.copy_, source_array)
+        return partial(copy_target_array.copy_, torch.ones(source_array.shape).pin_memory(), non_blocking=True)
+    return partial(copy_target_array.copy_, source_array)
 
 
 # One precision for each kind of matrix product that a device may support.
@@ -121,15 +121,17 @@ def list_rates(facts: DeviceFacts) -> list[Rate]:
     return product_rates + [Rate(limit) for limit in Limit if limit is not Limit.PRODUCT and list_shapes(limit, facts)]
 
 
-def measure_next(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
+def measure_next_run(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
     """Adds one run to the measurement of a device's highest rate (FLOPs, bytes or launches per second). The first call
     only searches the fastest shape.
     """
     wait_for_device = partial(device.synchronise, facts.index)
     try:
         if not rate.shape:
-            searched_rate = _time_shapes(rate, list_shapes(rate.limit, facts), facts, wait_for_device, seconds, 0)
-            return replace(searched_rate, runs=())
+            searched_ceiling_rate = _time_shapes(
+                rate, list_shapes(rate.limit, facts), facts, wait_for_device, seconds, 0
+            )
+            return replace(searched_ceiling_rate, runs=())
         run_number = len(rate.runs) + 1
         (value,) = _time_shapes(rate, (rate.shape,), facts, wait_for_device, seconds, run_number).runs
         return replace(rate, runs=(*rate.runs, value))
@@ -145,9 +147,9 @@ def _time_shapes(
     precision = precisions.get(rate.precision or PRECISION_NAMES[0])
     arithmetic = precision.arithmetic(facts)
     with precision.scope():
-        work_by_shape = {shape: count_work(rate.limit, shape) for shape in shapes}
+        work_amount_by_shape = {shape: count_call_work(rate.limit, shape) for shape in shapes}
         shape, best_rate, tried_shape_count = _find_best_shape(
-            work_by_shape, lambda shape: make_call(rate.limit, shape, facts, arithmetic, seed), wait, seconds
+            work_amount_by_shape, lambda shape: make_call(rate.limit, shape, facts, arithmetic, seed), wait, seconds
         )
     return replace(rate, runs=(best_rate,), searched=tried_shape_count, shape=shape)
 
@@ -167,9 +169,9 @@ def _find_best_shape(
     best_shape = next(iter(work_by_shape))
     tried_shape_count = 0
     seconds_per_shape = seconds / len(work_by_shape)
-    for shape, work in work_by_shape.items():
+    for shape, work_amount in work_by_shape.items():
         # All further shapes are larger and would take even longer, so the search ends.
-        if best_rate and work / best_rate > seconds_per_shape:
+        if best_rate and work_amount / best_rate > seconds_per_shape:
             break
         tried_shape_count += 1
         deadline = time.perf_counter() + seconds_per_shape
@@ -178,10 +180,10 @@ def _find_best_shape(
         # The first call was a warm-up. The time of the second call determines how many calls a batch needs.
         single_call_seconds = _time_call_batch(call, 1, wait)
         calls_per_batch = max(1, int(_CALL_BATCH_SECONDS / single_call_seconds))
-        batch_seconds = [single_call_seconds]
+        call_batch_seconds = [single_call_seconds]
         while time.perf_counter() < deadline:
-            batch_seconds.append(_time_call_batch(call, calls_per_batch, wait))
-        rate = work / sorted(batch_seconds)[: _RATED_BATCH_INDEX + 1][-1]
+            call_batch_seconds.append(_time_call_batch(call, calls_per_batch, wait))
+        rate = work_amount / sorted(call_batch_seconds)[: _RATED_BATCH_INDEX + 1][-1]
         best_rate, best_shape = max((best_rate, best_shape), (rate, shape))
     return best_shape, best_rate, tried_shape_count
 

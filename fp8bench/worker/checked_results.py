@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from fp8bench.model import TensorStatistics
-from fp8bench.model.specs import reserved_name_reason
+from fp8bench.model.specs import explain_reserved_name
 
 
-def check_errors(returned: object) -> dict[str, float]:
+def check_error_figures(returned: object) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         raise TypeError(
             f"error() returned {_describe_value(returned)}; "
@@ -25,7 +25,7 @@ def check_errors(returned: object) -> dict[str, float]:
         for name, value in returned.items()
     }
     # A reserved name would replace one of fp8bench's own figures in tables.
-    if reserved_reason := next(filter(None, map(reserved_name_reason, errors)), ""):
+    if reserved_reason := next(filter(None, map(explain_reserved_name, errors)), ""):
         raise ValueError(f"error() returned a number with a reserved name: {reserved_reason}.")
     return errors
 
@@ -38,7 +38,7 @@ def check_statistics(returned: object) -> tuple[TensorStatistics, ...]:
     )
 
 
-def check_verdict(returned: object) -> str:
+def require_check_text(returned: object) -> str:
     return _require_text(returned, "what check() returns ('' if nothing is wrong)")
 
 
@@ -56,14 +56,14 @@ def check_gradient_error(returned: object) -> float | None:
 def _copy_tensor_statistics(returned: object) -> TensorStatistics:
     if not isinstance(returned, TensorStatistics):
         raise TypeError(f"statistics() gave {_describe_value(returned)}; expected a TensorStatistics")
-    outside_shares = []
+    out_of_range_rows = []
     subject_and_expectation = ("outside of TensorStatistics holds", "a tuple")
     for row in _require_iterable(returned.outside, *subject_and_expectation):
         # Accept any sequence of a format name and two numbers as a row of `outside`.
         match tuple(_require_iterable(row, *subject_and_expectation)):
             case (name, over, under):
                 share_subject = f"a share in TensorStatistics.outside of {returned.kind!r}"
-                outside_shares.append(
+                out_of_range_rows.append(
                     (
                         _require_text(name, "a format in outside"),
                         _require_number(over, share_subject),
@@ -80,7 +80,7 @@ def _copy_tensor_statistics(returned: object) -> TensorStatistics:
         _require_text(returned.role, "role"),
         _require_count(returned.count),
         _require_number(returned.amax, "amax"),
-        tuple(outside_shares),
+        tuple(out_of_range_rows),
     )
 
 

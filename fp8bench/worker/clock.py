@@ -20,7 +20,7 @@ UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
 
 
 @dataclass(slots=True, eq=False)
-class Marker:
+class PhaseMarker:
     """The context manager that marks a phase. It is created once and entered many times, even while it is already
     entered.
 
@@ -30,20 +30,20 @@ class Marker:
 
     _phase_code: int
     _note_code: Callable[[int], None]
-    _append_stamp: Callable[[Any], None]
+    _append_time_stamp: Callable[[Any], None]
     _take_stamp: Callable[[], Any]
 
     def __enter__(self) -> None:
-        self._append_stamp(self._take_stamp())
+        self._append_time_stamp(self._take_stamp())
         self._note_code(self._phase_code)
 
     def __exit__(self, *exc: object) -> None:
-        self._append_stamp(self._take_stamp())
+        self._append_time_stamp(self._take_stamp())
         self._note_code(~self._phase_code)
 
 
 @dataclass(slots=True, eq=False)
-class SharingMarker(Marker):
+class StampSharingMarker(PhaseMarker):
     """A marker that takes fewer time stamps. If its phase begins right after another phase ends, without a kernel in
     between, it reuses the time stamp of that end.
     """
@@ -53,11 +53,11 @@ class SharingMarker(Marker):
 
     def __enter__(self) -> None:
         if self._shared.get(len(self._noted_codes)) != self._phase_code:
-            self._append_stamp(self._take_stamp())
+            self._append_time_stamp(self._take_stamp())
         self._note_code(self._phase_code)
 
 
-class PhaseClock(Markers):
+class PhaseStampClock(Markers):
     """Provides a marker for each phase, and records the beginnings and ends of phases in the current step as marks. A
     mark has a time stamp and a code: the phase's index in CELL_PHASES at its beginning, and the bitwise complement of
     this index at its end.
@@ -91,7 +91,9 @@ class PhaseClock(Markers):
         self._report = report
         self.now = stamper.source()
         self._note_code = self._noted_codes.append if report is None else self._report_phase
-        super().__init__(lambda name: Marker(CELL_PHASES.index(name), self._note_code, self._stamps.append, self.now))
+        super().__init__(
+            lambda name: PhaseMarker(CELL_PHASES.index(name), self._note_code, self._stamps.append, self.now)
+        )
 
     def share(self, notes: list[int], indices: Iterable[int]) -> None:
         """Leaves out the time stamps of the marks with these `indices`, in later steps whose marks have the codes
@@ -104,11 +106,11 @@ class PhaseClock(Markers):
         self._shared = {index: notes[index] for index in indices}
         for name in PHASES:
             code = CELL_PHASES.index(name)
-            append_stamp = self._stamps.append
+            append_time_stamp = self._stamps.append
             setattr(
                 self,
                 name,
-                SharingMarker(code, self._note_code, append_stamp, self.now, self._noted_codes, self._shared),
+                StampSharingMarker(code, self._note_code, append_time_stamp, self.now, self._noted_codes, self._shared),
             )
 
     def begin(self) -> None:
@@ -151,7 +153,7 @@ class PhaseClock(Markers):
         self._report(self._open[-1])
 
 
-class BetweenCalls:
+class BetweenCallsTimer:
     """Measures how long an accelerator works between calls, for example to flush a cache. It has a separate source of
     time stamps (`Stamper`), which steps cannot change.
     """
@@ -187,8 +189,8 @@ def _compute_phase_codes(notes: Iterable[int]) -> list[int]:
             )
         phase_codes.append(open_phase_codes[-1])
     if len(open_phase_codes) != 1:
-        open_phases = ", ".join(CELL_PHASES[code] for code in open_phase_codes[1:])
-        raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
+        open_phases_text = ", ".join(CELL_PHASES[code] for code in open_phase_codes[1:])
+        raise RuntimeError(f"the step ended inside {open_phases_text}: every phase opened must be closed in the step")
     return phase_codes
 
 
@@ -199,16 +201,16 @@ def make_reporting_phases(report: Callable[[str], None]) -> Markers:
     return Markers(lambda name: ReportingMarker(name, open_phases, report))
 
 
-def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
+def find_shared_phase_marks(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
     """Runs a step. Returns the codes of its marks (beginnings and ends of phases), and the indices of those marks that
     can reuse the time stamp of the mark before them.
 
     Such a mark begins a phase right after another phase ends, without an operator of torch in between. Kernels that
     torch does not launch are invisible here.
     """
-    from fp8bench.tape.recorder import PhasedWatch
+    from fp8bench.tape.recorder import PhaseOperatorWatch
 
-    class LaunchWatch(PhasedWatch):  # type: ignore[no-untyped-call]
+    class LaunchWatch(PhaseOperatorWatch):  # type: ignore[no-untyped-call]
         has_launched = True
 
         def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -225,7 +227,7 @@ def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list
         phase_mark_codes.append(code)
         launch_watch.has_launched = False
 
-    phases = Markers(lambda name: Marker(CELL_PHASES.index(name), note, lambda stamp: None, lambda: None))
+    phases = Markers(lambda name: PhaseMarker(CELL_PHASES.index(name), note, lambda stamp: None, lambda: None))
     with launch_watch:
         step(phases)
     return phase_mark_codes, stamp_sharing_indices
@@ -239,16 +241,16 @@ _QUEUED_STAMP_COUNT = 512
 _MIN_DEVICE_BUSY_SECONDS = 10e-3
 
 
-_measured_stamp_costs: dict[tuple[str, int], float] = {}
+_stamp_seconds_by_device: dict[tuple[str, int], float] = {}
 
 
 def stamp_cost(device: Device, index: int) -> float:
     """Returns the seconds that a stamp takes on the device. It is measured once per process."""
     # Store the costs by device kind, because each case makes a new `Device` object.
     device_key = device.kind, index
-    if device_key not in _measured_stamp_costs:
-        _measured_stamp_costs[device_key] = measure_overheads(device, index).stamp_cost
-    return _measured_stamp_costs[device_key]
+    if device_key not in _stamp_seconds_by_device:
+        _stamp_seconds_by_device[device_key] = measure_overheads(device, index).stamp_cost
+    return _stamp_seconds_by_device[device_key]
 
 
 def measure_overheads(device: Device, index: int) -> Overheads:
@@ -256,8 +258,8 @@ def measure_overheads(device: Device, index: int) -> Overheads:
     also of a pair of events.
     """
     stamper = device.stamper(index)
-    clock = PhaseClock(stamper)
-    read_clock = stamper.source()
+    clock = PhaseStampClock(stamper)
+    read_stamp_clock = stamper.source()
 
     def start_step() -> None:
         device.synchronise(index)
@@ -266,21 +268,21 @@ def measure_overheads(device: Device, index: int) -> Overheads:
 
     # The loop itself takes time, which is subtracted from all costs.
     empty_loop_seconds = _time_fastest_loop(lambda: None, _run_empty_loop)
-    marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(clock)) - empty_loop_seconds
-    silent_marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(SilentPhases())) - empty_loop_seconds
-    stamp_seconds = _time_fastest_loop(start_step, lambda: _call_repeatedly(read_clock)) - empty_loop_seconds
+    phase_marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(clock)) - empty_loop_seconds
+    silent_phases_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(SilentPhases())) - empty_loop_seconds
+    clock_read_seconds = _time_fastest_loop(start_step, lambda: _call_repeatedly(read_stamp_clock)) - empty_loop_seconds
     event_pair_seconds = None
     if device.kind != "cpu":
         start_step()
         # Keep the device busy while events are enqueued. Otherwise the host would determine the time between events.
-        device.occupy(index, max(_MIN_DEVICE_BUSY_SECONDS, 2 * _QUEUED_STAMP_COUNT * stamp_seconds))
-        time_stamps = [read_clock() for _ in range(_QUEUED_STAMP_COUNT)]
+        device.occupy(index, max(_MIN_DEVICE_BUSY_SECONDS, 2 * _QUEUED_STAMP_COUNT * clock_read_seconds))
+        time_stamps = [read_stamp_clock() for _ in range(_QUEUED_STAMP_COUNT)]
         intervals_ns = sorted(stamper.intervals_ns(time_stamps))
         event_pair_seconds = intervals_ns[len(intervals_ns) // 2] * 1e-9
     return Overheads(
-        max(marker_seconds, 0.0),
-        max(silent_marker_seconds, 0.0),
-        max(stamp_seconds, 0.0),
+        max(phase_marker_seconds, 0.0),
+        max(silent_phases_seconds, 0.0),
+        max(clock_read_seconds, 0.0),
         event_pair_seconds,
         device.why_idle(index),
     )
@@ -312,14 +314,14 @@ def _call_repeatedly(function: Callable[[], object]) -> None:
         function()
 
 
-def time_loop_pairs(
+def time_alternating_loops(
     bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
     """Returns the CPU seconds per step of two loops: slots of fp8bench (`harness`), and a loop that measures nothing
     (`bare`). Each round runs both loops, in alternating order.
     """
     harness_loop_seconds = []
-    bare_loop_seconds = []
+    unmeasured_loop_seconds = []
     for round_number in range(rounds):
         for is_harness in (round_number % 2, 1 - round_number % 2):
             start = time.process_time()
@@ -329,8 +331,8 @@ def time_loop_pairs(
             else:
                 for _ in range(steps):
                     bare()
-                bare_loop_seconds.append((time.process_time() - start) / steps)
-    return harness_loop_seconds, bare_loop_seconds
+                unmeasured_loop_seconds.append((time.process_time() - start) / steps)
+    return harness_loop_seconds, unmeasured_loop_seconds
 
 
 # The largest allowed relative difference of two clocks. Daemons that adjust the time change the speed of the system's

@@ -16,7 +16,7 @@ from fp8bench.formats.hardware import has_hopper_units, is_amd, is_nvidia
 from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import DeviceFacts
-from fp8bench.model.promises import Conformity, Difference, FirstElement
+from fp8bench.model.promises import Conformity, Difference, FirstDifferingElement
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import OPERAND_ROLES, TRANSPOSED_ROLES
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role
@@ -25,25 +25,25 @@ from fp8bench.protocols import Arithmetic, Operand, Precision, Role
 # multiples of every block size.
 PRODUCT_SHAPES = ((128, 128, 128), (128, 256, 2048))
 # Scales are stored for a layer's name, so native kernels and emulation must use the same name.
-_LAYER_NAME = "conform"
+_PLACEHOLDER_LAYER_NAME = "conform"
 _MAX_LINE_LENGTH = 300
 
 
 def compare_arithmetics(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[Conformity, ...]:
     try:
-        make_native = _make_native(precision, facts)
-        make_emulated = _make_emulation(precision, facts)
+        make_native_arithmetic = _make_native_arithmetic(precision, facts)
+        make_emulated_arithmetic = _make_emulated_arithmetic(precision, facts)
     except (NotImplementedError, KeyError) as error:
         return (Conformity(precision.mode, "all of it", "", why=str(error.args[0])),)
-    compared = _ComparedPrecision(precision, make_native, make_emulated, facts, seed)
-    return (*compared.compare_casts(), *compared.compare_products())
+    compared_precision = _ComparedPrecision(precision, make_native_arithmetic, make_emulated_arithmetic, facts, seed)
+    return (*compared_precision.compare_casts(), *compared_precision.compare_products())
 
 
-def _make_native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
+def _make_native_arithmetic(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     if precision.whole_layers:
         raise NotImplementedError("its layers have their own casts and products")
     if precision.support(facts).is_native:
-        return lambda: precision.arithmetic(facts).layer(_LAYER_NAME)
+        return lambda: precision.arithmetic(facts).layer(_PLACEHOLDER_LAYER_NAME)
     if not isinstance(precision, RecipePrecision) or precision.backend is not None:
         raise NotImplementedError(f"not native here: {precision.support(facts).reason}")
     from fp8bench.formats.codes import CODE_DTYPES
@@ -51,16 +51,16 @@ def _make_native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arith
     for treatment in precision.recipe.treatments:
         if treatment.fmt.name not in CODE_DTYPES and treatment.fmt is not E2M1:
             raise NotImplementedError(f"torch has no kernel that takes {treatment.fmt.name}")
-    return lambda: precision.native(facts).layer(_LAYER_NAME)
+    return lambda: precision.native(facts).layer(_PLACEHOLDER_LAYER_NAME)
 
 
-def _make_emulation(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
+def _make_emulated_arithmetic(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     from fp8bench.formats.operators import values
     from fp8bench.nn.arithmetics import EmulatedArithmetic, RecipeArithmetic
 
     recipe = getattr(precision, "recipe", None)
     if isinstance(recipe, Recipe):
-        return lambda: RecipeArithmetic(recipe_on_device(recipe, facts)).layer(_LAYER_NAME)
+        return lambda: RecipeArithmetic(recipe_on_device(recipe, facts)).layer(_PLACEHOLDER_LAYER_NAME)
     fmt = FORMATS.get(precision.name)
     carrier = precision.arithmetic(facts).carrier
     if fmt is None and precision.arithmetic(facts).casts:
@@ -127,7 +127,7 @@ class _ComparedPrecision:
         return gaussian_numbers.to(self._native().carrier)
 
     def _compare_cast(self, cast_name: str, role: Role, x: Tensor, method_name: str) -> Conformity:
-        from fp8bench.numerics.conformity import explain_cast, largest_grid_steps
+        from fp8bench.numerics.conformity import explain_cast_difference, find_largest_grid_steps
 
         subject = f"cast of {cast_name}"
         shape = f"{x.shape[0]}x{x.shape[1]}"
@@ -146,14 +146,14 @@ class _ComparedPrecision:
 
         def count_steps(native_values: Tensor, emulated_values: Tensor) -> Tensor:
             largest_value = float(emulated_values.abs().nan_to_num(0.0, 0.0).max())
-            steps = largest_grid_steps(emulated_values.to(torch.float64), fmt, largest_value)
+            steps = find_largest_grid_steps(emulated_values.to(torch.float64), fmt, largest_value)
             return (native_values - emulated_values).abs().to(torch.float64) / steps
 
         return _compare_elements(
             Conformity(self.mode, subject, shape, Difference.NONE),
             native_values,
             emulated_values,
-            lambda: explain_cast(native_values, emulated_values, x.to(torch.float32), fmt),
+            lambda: explain_cast_difference(native_values, emulated_values, x.to(torch.float32), fmt),
             count_steps,
         )
 
@@ -171,8 +171,8 @@ class _ComparedPrecision:
                 if native_arithmetic.casts
                 else self._cast_operands(emulated_arithmetic, "cpu", product, m, n, k)
             )
-            casting_arithmetic = native_arithmetic if native_arithmetic.casts else emulated_arithmetic
-            operand_values = [casting_arithmetic.restore(operand, torch.float32).cpu() for operand in sources]
+            operand_cast_arithmetic = native_arithmetic if native_arithmetic.casts else emulated_arithmetic
+            operand_values = [operand_cast_arithmetic.restore(operand, torch.float32).cpu() for operand in sources]
             a, b = (
                 Operand(value, gradient=operand.gradient)
                 for value, operand in zip(operand_values, operands, strict=True)
@@ -199,7 +199,7 @@ class _ComparedPrecision:
                 operand_values,
             )
             if conformity.difference is not None and not conformity.difference.conforms:
-                conformity = self._explain_by_units(conformity, native_result, operands, operand_values)
+                conformity = self._explain_by_matrix_units(conformity, native_result, operands, operand_values)
             yield conformity
 
     def _cast_operands(
@@ -208,11 +208,11 @@ class _ComparedPrecision:
         roles = OPERAND_ROLES[product]
         operands = []
         for name, role, rows in zip("ab", roles, (m, n), strict=True):
-            cast_tensor = arithmetic.cast_transpose if role in TRANSPOSED_ROLES[product] else arithmetic.cast
-            operands.append(cast_tensor(self._draw_tensor(f"{product} {name}", rows, k).to(device), role))
+            cast_function = arithmetic.cast_transpose if role in TRANSPOSED_ROLES[product] else arithmetic.cast
+            operands.append(cast_function(self._draw_tensor(f"{product} {name}", rows, k).to(device), role))
         return operands
 
-    def _explain_by_units(
+    def _explain_by_matrix_units(
         self, conformity: Conformity, result: Tensor, operands: list[Operand], values: list[Tensor]
     ) -> Conformity:
         """Marks the comparison as conforming if this GPU's matrix units explain the result: for formats of 8 bits or
@@ -220,7 +220,7 @@ class _ComparedPrecision:
 
         How they sum is known for Hopper only. On other GPUs, the result must be at least as exact as sums of 14 bits.
         """
-        from fp8bench.numerics.conformity import ConformitySums, are_short_sums
+        from fp8bench.numerics.conformity import ConformitySums, matches_14_bit_sums
 
         if any(operand.scale is None or operand.data.element_size() != 1 for operand in operands):
             return conformity
@@ -230,7 +230,7 @@ class _ComparedPrecision:
         if not self._has_unknown_units or is_wrong:
             return conformity
         a, b = (value.to(torch.float64) for value in values)
-        if not are_short_sums(result, ConformitySums(a, b, result.dtype)):
+        if not matches_14_bit_sums(result, ConformitySums(a, b, result.dtype)):
             return conformity
         reason = f"as exact as sums of 14 bits; how this GPU's units sum is unknown ({conformity.difference})"
         return replace(conformity, difference=Difference.SHORT_SUMS, why=reason)
@@ -240,7 +240,7 @@ class _ComparedPrecision:
         from fp8bench.numerics.conformity import matches_hopper_units
 
         native_arithmetic = self._native()
-        first, second = (operand.data.to(torch.float32).cpu() for operand in operands)
+        first_operand, second_operand = (operand.data.to(torch.float32).cpu() for operand in operands)
         ones_operands = [
             replace(operand, data=torch.ones_like(operand.data, dtype=torch.float32).to(operand.data.dtype))
             for operand in operands
@@ -249,21 +249,21 @@ class _ComparedPrecision:
             native_arithmetic.restore(operand, torch.float32).cpu() for operand in ones_operands
         )
         for promoted, sum_words in ((True, "and added to a float32 sum after every 128"), (False, "all along")):
-            if matches_hopper_units(result, (first, second), (row_scales, column_scales), promoted):
+            if matches_hopper_units(result, (first_operand, second_operand), (row_scales, column_scales), promoted):
                 return f"as Hopper's FP8 units sum: 14 bits are kept after every 32 products, {sum_words}"
         return ""
 
     def _compare_results(
         self, subject: str, shape: str, native: Tensor, emulated: Tensor, values: list[Tensor]
     ) -> Conformity:
-        from fp8bench.numerics.conformity import ConformitySums, count_steps_between, explain_product
+        from fp8bench.numerics.conformity import ConformitySums, count_ulps_between, explain_product_difference
 
         def explain() -> tuple[Difference, str]:
             a, b = (value.to(torch.float64) for value in values)
-            return explain_product(native, ConformitySums(a, b, native.dtype, self._bits))
+            return explain_product_difference(native, ConformitySums(a, b, native.dtype, self._bits))
 
         conformity = Conformity(self.mode, subject, shape, Difference.NONE)
-        return _compare_elements(conformity, native, emulated, explain, count_steps_between)
+        return _compare_elements(conformity, native, emulated, explain, count_ulps_between)
 
 
 def _compare_elements(
@@ -278,19 +278,21 @@ def _compare_elements(
     """
     from fp8bench.numerics.conformity import have_different_bits
 
-    differs = have_different_bits(native, emulated)
-    conformity = replace(conformity, total=differs.numel())
-    if not bool(differs.any()):
+    has_different_bits = have_different_bits(native, emulated)
+    conformity = replace(conformity, total=has_different_bits.numel())
+    if not bool(has_different_bits.any()):
         return conformity
     difference, reason = explain()
-    first_index = tuple(int(index) for index in differs.nonzero()[0])
+    first_different_index = tuple(int(index) for index in has_different_bits.nonzero()[0])
     return replace(
         conformity,
         difference=difference,
         why=reason,
-        count=int(differs.sum()),
-        largest=float(count_steps(native, emulated)[differs].max()),
-        first=FirstElement(first_index, float(native[first_index]), float(emulated[first_index])),
+        count=int(has_different_bits.sum()),
+        largest=float(count_steps(native, emulated)[has_different_bits].max()),
+        first=FirstDifferingElement(
+            first_different_index, float(native[first_different_index]), float(emulated[first_different_index])
+        ),
     )
 
 

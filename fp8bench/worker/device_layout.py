@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts
-from fp8bench.model.consumed import DeviceNote, Emulating, EmulationEnd, Laid, Lifted
+from fp8bench.model.consumed import DeviceNote, EmulationEnd, EmulationStart, Laid, Lifted
 from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Role, ScaleBook, Setup, Workload
 from fp8bench.protocols.arithmetic import DELEGATED_ATTRIBUTES
 from fp8bench.registry import precisions
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class _HardwareMemory:
-    _next_memory_keys = itertools.count()
+    _memory_key_counter = itertools.count()
 
     def __init__(self, note: Callable[[DeviceNote], None], size: int, address: int = 0) -> None:
         self._note = note
-        self._key = next(self._next_memory_keys)
+        self._key = next(self._memory_key_counter)
         note(Laid(self._key, size, address))
 
     def __del__(self) -> None:
@@ -47,11 +47,11 @@ class _HardwareTensor(NamedTuple):
 
 # The owner of a tensor's memory, as a number: an index into the newly allocated memory (0 or more), the source tensor
 # (-1), or a tensor of the operand that the call received (-2, -3).
-_SOURCE_OWNER_NUMBER = -1
-_OPERAND_OWNER_NUMBERS = (-2, -3)
+_SOURCE_MEMORY_OWNER = -1
+_OPERAND_MEMORY_OWNERS = (-2, -3)
 
 
-class _CallLayout(NamedTuple):
+class _CallMemoryLayout(NamedTuple):
     """The tensors that hardware would have after a call such as `cast`: the returned operands (on the meta device), who
     owns the memory of each of their tensors, and the sizes in bytes of memory that the call allocates.
     """
@@ -89,7 +89,7 @@ class DeviceLedger:
         """
         self.has_seen_cast = True
         replaced_addresses: list[int] = []
-        self.meter.note(Emulating())
+        self.meter.note(EmulationStart())
         try:
             yield replaced_addresses
         finally:
@@ -118,7 +118,7 @@ class EmulatedHardware:
 
     def wrap_arithmetic(self, key: str, inner: Arithmetic, ledger: DeviceLedger) -> Arithmetic:
         hardware_arithmetic = self.arithmetics.get(key)
-        return inner if hardware_arithmetic is None else LaidOutArithmetic(inner, hardware_arithmetic, ledger)
+        return inner if hardware_arithmetic is None else LayoutRecordingArithmetic(inner, hardware_arithmetic, ledger)
 
     @property
     def needs_separate_step(self) -> bool:
@@ -151,7 +151,7 @@ def find_hardware_for_modes(modes: Iterable[tuple[str, str]], facts: DeviceFacts
     return EmulatedHardware(arithmetics)
 
 
-class LaidOutArithmetic(Arithmetic):
+class LayoutRecordingArithmetic(Arithmetic):
     """An emulated arithmetic (casts and products) that records, for each cast, the memory that the result would take on
     the hardware.
     """
@@ -161,23 +161,23 @@ class LaidOutArithmetic(Arithmetic):
         self._inner = inner
         self._hardware = hardware
         self._ledger = ledger
-        self._call_layouts: dict[tuple[Any, ...], _CallLayout] = {}
+        self._call_layouts: dict[tuple[Any, ...], _CallMemoryLayout] = {}
         self._hardware_tensors: dict[int, tuple[_HardwareTensor, weakref.ref[Tensor]]] = {}
 
     def layer(self, name: str) -> Arithmetic:
-        inner_arithmetic = self._inner.layer(name)
+        wrapped_arithmetic = self._inner.layer(name)
         return (
             self
-            if inner_arithmetic is self._inner
-            else LaidOutArithmetic(inner_arithmetic, self._hardware.layer(name), self._ledger)
+            if wrapped_arithmetic is self._inner
+            else LayoutRecordingArithmetic(wrapped_arithmetic, self._hardware.layer(name), self._ledger)
         )
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        inner_arithmetic = self._inner.scaled_by(book, name)  # emulation and hardware use the same stored scale
+        wrapped_arithmetic = self._inner.scaled_by(book, name)  # emulation and hardware use the same stored scale
         return (
             self
-            if inner_arithmetic is self._inner
-            else LaidOutArithmetic(inner_arithmetic, self._hardware, self._ledger)
+            if wrapped_arithmetic is self._inner
+            else LayoutRecordingArithmetic(wrapped_arithmetic, self._hardware, self._ledger)
         )
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
@@ -193,13 +193,13 @@ class LaidOutArithmetic(Arithmetic):
         if not self._ledger.listening:
             return self._inner.turn(operand, source, role)
         hardware_tensor, _ = self._hardware_tensors.get(id(operand.data), (None, None))
-        with self._ledger.mark_emulation() as replaced:
+        with self._ledger.mark_emulation() as replaced_addresses:
             transposed_operand = self._inner.turn(operand, source, role)
             if hardware_tensor is None:
                 self._ledger.has_known_operands = False
                 return transposed_operand
             (recorded_result,) = self._record_results(
-                "turn", source, role, [transposed_operand], replaced, hardware_tensor
+                "turn", source, role, [transposed_operand], replaced_addresses, hardware_tensor
             )
         return recorded_result  # type: ignore[no-any-return]
 
@@ -211,7 +211,7 @@ class LaidOutArithmetic(Arithmetic):
         """
         if not self._ledger.listening:
             return self._inner.cast_both(tensor, role, amax)
-        with self._ledger.mark_emulation() as replaced:
+        with self._ledger.mark_emulation() as replaced_addresses:
             operand, transposed_operand = self._inner.cast_both(tensor, role, amax)
             if (
                 transposed_operand is None
@@ -219,7 +219,7 @@ class LaidOutArithmetic(Arithmetic):
             ):
                 transposed_operand = self._inner.turn(operand, tensor, role)
             operand, transposed_operand = self._record_results(
-                "cast_both", tensor, role, [operand, transposed_operand], replaced
+                "cast_both", tensor, role, [operand, transposed_operand], replaced_addresses
             )
         return operand, transposed_operand
 
@@ -237,9 +237,9 @@ class LaidOutArithmetic(Arithmetic):
         """
         if not self._ledger.listening:
             return self._inner.restore(operand, dtype)
-        with self._ledger.mark_emulation() as replaced:
+        with self._ledger.mark_emulation() as replaced_addresses:
             values = self._inner.restore(operand, dtype).detach()
-            replaced.append(values.untyped_storage().data_ptr())
+            replaced_addresses.append(values.untyped_storage().data_ptr())
             restored_memory = _HardwareMemory(self._ledger.meter.note, values.numel() * values.element_size())
         self._store_hardware_tensor(_HardwareTensor(Operand(values.to("meta")), (restored_memory,)), values)
         return values
@@ -248,8 +248,8 @@ class LaidOutArithmetic(Arithmetic):
         call = getattr(self._inner, name)
         if not self._ledger.listening:
             return call(tensor, role)  # type: ignore[no-any-return]
-        with self._ledger.mark_emulation() as replaced:
-            (operand,) = self._record_results(name, tensor, role, [call(tensor, role)], replaced)
+        with self._ledger.mark_emulation() as replaced_addresses:
+            (operand,) = self._record_results(name, tensor, role, [call(tensor, role)], replaced_addresses)
         return operand  # type: ignore[no-any-return]
 
     def _record_results(
@@ -269,12 +269,12 @@ class LaidOutArithmetic(Arithmetic):
         viewed tensor alive.
         """
         call_layout = self._find_call_layout(name, source, role, hardware_tensor)
-        new_memories = [_HardwareMemory(self._ledger.meter.note, size) for size in call_layout.sizes]
+        hardware_memories = [_HardwareMemory(self._ledger.meter.note, size) for size in call_layout.sizes]
         # If the cast uses a stored scale, hardware would use the same scale tensor as the emulation.
         scale = getattr(self._inner, "scales", {}).get(role)
-        if scale is not None and scale.last_pair is not None and new_memories and call_layout.parts[0][-1] >= 0:
-            address = scale.last_pair.inverse.untyped_storage().data_ptr()
-            new_memories[call_layout.parts[0][-1]] = _HardwareMemory(self._ledger.meter.note, 0, address)
+        if scale is not None and scale.last_pair is not None and hardware_memories and call_layout.parts[0][-1] >= 0:
+            address = scale.last_pair.inverse_scale.untyped_storage().data_ptr()
+            hardware_memories[call_layout.parts[0][-1]] = _HardwareMemory(self._ledger.meter.note, 0, address)
         recorded_results = []
         for real, operand, parts in zip(results, call_layout.operands, call_layout.parts, strict=True):
             # hardware that transposes after this call keeps the source tensor, which is not recorded here
@@ -284,7 +284,9 @@ class LaidOutArithmetic(Arithmetic):
                 continue
             detached_result = replace(real, data=real.data.detach())
             replaced.append(detached_result.data.untyped_storage().data_ptr())
-            memories = tuple(self._find_memory_owner(part, new_memories, source, hardware_tensor) for part in parts)
+            memories = tuple(
+                self._find_memory_owner(part, hardware_memories, source, hardware_tensor) for part in parts
+            )
             self._store_hardware_tensor(_HardwareTensor(operand, memories), detached_result.data)
             recorded_results.append(detached_result)
         return recorded_results
@@ -294,10 +296,10 @@ class LaidOutArithmetic(Arithmetic):
     ) -> _HardwareMemory:
         if part >= 0:
             return new[part]
-        if part == _SOURCE_OWNER_NUMBER:
+        if part == _SOURCE_MEMORY_OWNER:
             return _HardwareMemory(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
         assert hardware_tensor is not None
-        return hardware_tensor.memories[_OPERAND_OWNER_NUMBERS.index(part)]
+        return hardware_tensor.memories[_OPERAND_MEMORY_OWNERS.index(part)]
 
     def _store_hardware_tensor(self, hardware_tensor: _HardwareTensor, real: Tensor) -> None:
         """Stores what hardware would hold in place of `real`, a tensor of the emulation, until that tensor is freed."""
@@ -309,7 +311,7 @@ class LaidOutArithmetic(Arithmetic):
 
     def _find_call_layout(
         self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None
-    ) -> _CallLayout:
+    ) -> _CallMemoryLayout:
         tensors = [source] if hardware_tensor is None else [source, *hardware_tensor.operand.tensors]
         tensor_layouts = [
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors
@@ -321,35 +323,37 @@ class LaidOutArithmetic(Arithmetic):
 
     def _make_call_layout(
         self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None
-    ) -> _CallLayout:
+    ) -> _CallMemoryLayout:
         import torch
 
         # 1. Run the hardware's arithmetic on meta tensors, which have sizes but no memory.
         with torch.device("meta"), torch.no_grad():
-            meta_source = None
+            meta_source_tensor = None
             if source is not None:
-                meta_source = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+                meta_source_tensor = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
             arguments = () if hardware_tensor is None else (hardware_tensor.operand,)
-            result = getattr(self._hardware, name)(*arguments, meta_source, role)
+            result = getattr(self._hardware, name)(*arguments, meta_source_tensor, role)
         # 2. Find the memory of the call's inputs. All other memory of the result is new.
         operands = result if isinstance(result, tuple) else (result,)
-        inputs = [meta_source] if hardware_tensor is None else [meta_source, *hardware_tensor.operand.tensors]
+        inputs = (
+            [meta_source_tensor] if hardware_tensor is None else [meta_source_tensor, *hardware_tensor.operand.tensors]
+        )
         owner_number_by_storage = {
             tensor.untyped_storage()._cdata: owner_number
-            for tensor, owner_number in zip(inputs, (_SOURCE_OWNER_NUMBER, *_OPERAND_OWNER_NUMBERS), strict=False)
+            for tensor, owner_number in zip(inputs, (_SOURCE_MEMORY_OWNER, *_OPERAND_MEMORY_OWNERS), strict=False)
             if tensor is not None
         }
         sizes: list[int] = []
-        owner_numbers_by_operand = []
+        memory_owners_by_operand = []
         # 3. Find the owner of each result's memory. Count new memory only once, even if several tensors are views of
         # it.
         for operand in operands:
-            owner_numbers = []
+            memory_owner_numbers = []
             for tensor in () if operand is None else operand.tensors:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in owner_number_by_storage:
                     owner_number_by_storage[storage._cdata] = len(sizes)
                     sizes.append(storage.nbytes())
-                owner_numbers.append(owner_number_by_storage[storage._cdata])
-            owner_numbers_by_operand.append(tuple(owner_numbers))
-        return _CallLayout(operands, tuple(owner_numbers_by_operand), tuple(sizes))
+                memory_owner_numbers.append(owner_number_by_storage[storage._cdata])
+            memory_owners_by_operand.append(tuple(memory_owner_numbers))
+        return _CallMemoryLayout(operands, tuple(memory_owners_by_operand), tuple(sizes))

@@ -22,7 +22,7 @@ _TORCH_ADVICE = re.compile(
 _MAX_TEXT_LENGTH = 1000
 
 
-class DescribedFault(NamedTuple):
+class FaultDescription(NamedTuple):
     """The description of an exception. `out_of_memory` is true if the exception means that the memory of a device was
     exhausted.
     """
@@ -33,14 +33,14 @@ class DescribedFault(NamedTuple):
     out_of_memory: bool
 
 
-def describe_fault(error: BaseException, asks_devices: bool = True) -> DescribedFault:
+def describe_fault(error: BaseException, asks_devices: bool = True) -> FaultDescription:
     """Describes an exception. With `asks_devices`, asks the devices whether exhausted memory caused it.
 
     The advice that torch appends to a driver's error is only in the traceback.
     """
     if isinstance(error, WorkerFault):  # the exception comes from a worker process of this process
         message = str(error).removeprefix(f"{error.kind}: ")
-        return DescribedFault(error.kind, message, error.trace, error.out_of_memory)
+        return FaultDescription(error.kind, message, error.trace, error.out_of_memory)
     device_kinds = devices.names() if asks_devices else ()
     try:
         message = str(error)
@@ -62,4 +62,4 @@ def describe_fault(error: BaseException, asks_devices: bool = True) -> Described
         message = str(UnknownName("phase", str(error.name), map(str, PHASES)))
     if len(message) > _MAX_TEXT_LENGTH:
         message = f"{message[:_MAX_TEXT_LENGTH]}... ({len(message) - _MAX_TEXT_LENGTH} more characters)"
-    return DescribedFault(type(error).__name__, message, trace, is_memory_exhausted)
+    return FaultDescription(type(error).__name__, message, trace, is_memory_exhausted)

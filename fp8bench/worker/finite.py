@@ -17,52 +17,53 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fp8bench.worker.state_tensors import ViewKey, get_version, get_view_key, iterate_tensors
+from fp8bench.worker.state_tensors import TensorViewKey, get_tensor_view_key, get_version, iterate_tensors
 
 # The limit in CPU seconds for reading a whole state once.
 READ_SECONDS = 0.5
 # A tensor of a one-byte dtype is converted in pieces of this many elements.
-_PIECE_ELEMENTS = 1 << 22
+_ELEMENTS_PER_PIECE = 1 << 22
 
 
-class LostNumbers(NamedTuple):
-    """Elements of a state that are not finite any more: how many (`lost`), of how many checked elements. `where`
-    describes the first tensor with such elements.
+class LostFiniteElements(NamedTuple):
+    """Elements of a state that are not finite any more: how many (`nonfinite_count`), of how many checked elements.
+    `where` describes the first tensor with such elements.
     """
 
-    lost: int = 0
-    checked_count: int = 0
+    nonfinite_count: int = 0
+    checked_number_count: int = 0
     where: str = ""
 
     @property
     def share(self) -> float:
-        return self.lost / self.checked_count if self.checked_count else 0.0
+        return self.nonfinite_count / self.checked_number_count if self.checked_number_count else 0.0
 
     def __str__(self) -> str:
-        if not self.lost:
+        if not self.nonfinite_count:
             return ""
-        return f"its state is not finite: {self.lost} of {self.checked_count} numbers, the first in {self.where}"
+        counts = f"{self.nonfinite_count} of {self.checked_number_count} numbers"
+        return f"its state is not finite: {counts}, the first in {self.where}"
 
 
-class _InitiallyNotFinite(NamedTuple):
+class _InitialNonFiniteElements(NamedTuple):
     not_finite: Any
-    is_mask: bool
+    has_negative_infinity: bool
 
 
-class FiniteState:
+class InitialFiniteElements:
     """Remembers the finite elements of a prepared state, to find those that are not finite after the steps."""
 
     def __init__(self, state: object) -> None:
-        self._prepared: dict[ViewKey, _InitiallyNotFinite | None] = {}
-        self._made_versions: dict[ViewKey, int] = {}
+        self._prepared: dict[TensorViewKey, _InitialNonFiniteElements | None] = {}
+        self._made_versions: dict[TensorViewKey, int] = {}
         # False if the time was too short to read the whole state. Then a tensor that is not in `_prepared` may have
         # existed since preparation.
         self._has_read_state = True
         for tensor in self._iterate_float_tensors(state):
             not_finite_mask = _make_not_finite_mask(tensor)
-            is_mask = not_finite_mask is not None and bool(_make_negative_infinity_mask(tensor).any())
-            self._prepared[get_view_key(tensor)] = (
-                None if not_finite_mask is None else _InitiallyNotFinite(not_finite_mask, is_mask)
+            has_negative_infinity = not_finite_mask is not None and bool(_make_negative_infinity_mask(tensor).any())
+            self._prepared[get_tensor_view_key(tensor)] = (
+                None if not_finite_mask is None else _InitialNonFiniteElements(not_finite_mask, has_negative_infinity)
             )
 
     @property
@@ -74,24 +75,28 @@ class FiniteState:
         later, counts as an input and not as lost.
         """
         for tensor in self._iterate_float_tensors(state):
-            if (view := get_view_key(tensor)) not in self._prepared and _make_not_finite_mask(tensor) is not None:
+            if (view := get_tensor_view_key(tensor)) not in self._prepared and _make_not_finite_mask(
+                tensor
+            ) is not None:
                 self._made_versions[view] = get_version(tensor)
 
-    def find_lost_numbers(self, state: object) -> LostNumbers:
-        lost_count = 0
-        checked_count = 0
-        first_tensor = ""
+    def find_lost_numbers(self, state: object) -> LostFiniteElements:
+        lost_number_count = 0
+        checked_number_count = 0
+        first_tensor_description = ""
         had_read_whole_state = self._has_read_state
         for tensor in self._iterate_float_tensors(state):
-            if get_view_key(tensor) not in self._prepared and not had_read_whole_state:
+            if get_tensor_view_key(tensor) not in self._prepared and not had_read_whole_state:
                 continue
-            checked_count += tensor.numel()
-            tensor_lost_count = self._count_lost_numbers(tensor)
-            if tensor_lost_count and not first_tensor:
-                shape_text = " x ".join(map(str, tensor.shape)) or "one number"
-                first_tensor = f"a tensor of {shape_text} ({str(tensor.dtype).removeprefix('torch.')})"
-            lost_count += tensor_lost_count
-        return LostNumbers(lost_count, checked_count, first_tensor)
+            checked_number_count += tensor.numel()
+            tensor_lost_numbers = self._count_lost_numbers(tensor)
+            if tensor_lost_numbers and not first_tensor_description:
+                tensor_shape_text = " x ".join(map(str, tensor.shape)) or "one number"
+                first_tensor_description = (
+                    f"a tensor of {tensor_shape_text} ({str(tensor.dtype).removeprefix('torch.')})"
+                )
+            lost_number_count += tensor_lost_numbers
+        return LostFiniteElements(lost_number_count, checked_number_count, first_tensor_description)
 
     def _iterate_float_tensors(self, state: object) -> Iterator[Any]:
         import torch
@@ -103,7 +108,7 @@ class FiniteState:
             dtype = tensor.dtype
             if dtype.is_complex and not tensor.is_conj():
                 yield torch.view_as_real(tensor.detach())
-            elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert(dtype)):
+            elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert_dtype(dtype)):
                 yield tensor.detach()
         self._has_read_state = self._has_read_state and time.thread_time() <= deadline
 
@@ -111,23 +116,23 @@ class FiniteState:
         not_finite_mask = _make_not_finite_mask(tensor)
         if not_finite_mask is None:
             return 0
-        view_key = get_view_key(tensor)
-        if view_key not in self._prepared:
-            is_input = self._made_versions.get(view_key) == get_version(tensor)
+        tensor_view_key = get_tensor_view_key(tensor)
+        if tensor_view_key not in self._prepared:
+            is_input = self._made_versions.get(tensor_view_key) == get_version(tensor)
             is_infinity_mask = bool((_make_negative_infinity_mask(tensor) == not_finite_mask).all()) and not bool(
                 not_finite_mask.all()
             )
             return 0 if is_input or is_infinity_mask else int(not_finite_mask.sum())
-        prepared = self._prepared[view_key]
-        if prepared is not None:
-            not_finite_mask = not_finite_mask & ~prepared.not_finite
-            if prepared.is_mask:
+        initially_not_finite_values = self._prepared[tensor_view_key]
+        if initially_not_finite_values is not None:
+            not_finite_mask = not_finite_mask & ~initially_not_finite_values.not_finite
+            if initially_not_finite_values.has_negative_infinity:
                 not_finite_mask = not_finite_mask & ~_make_negative_infinity_mask(tensor)
         return int(not_finite_mask.sum())
 
 
 @functools.cache
-def can_convert(dtype: Any) -> bool:
+def can_convert_dtype(dtype: Any) -> bool:
     """Returns whether torch can convert single elements of a dtype. It cannot convert packed pairs."""
     import torch
 
@@ -148,8 +153,8 @@ def _make_not_finite_mask(tensor: Any) -> Any:
         smallest_and_largest_element = torch.stack(torch.aminmax(tensor))
         return None if bool(smallest_and_largest_element.isfinite().all()) else ~tensor.isfinite()
     # torch has no arithmetic for one-byte dtypes, so pieces of the tensor are converted first.
-    pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_PIECE_ELEMENTS)]
-    return torch.cat(pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in pieces) else None
+    mask_pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_ELEMENTS_PER_PIECE)]
+    return torch.cat(mask_pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in mask_pieces) else None
 
 
 def _make_negative_infinity_mask(tensor: Any) -> Any:

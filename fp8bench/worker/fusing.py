@@ -20,24 +20,24 @@ from fp8bench.formats.triton_casts import describe
 
 _OPERATORS_MODULE = "fp8bench.formats.operators"
 _MAX_REASON_LENGTH = 200
-_EMPTY_KERNEL_REGISTRY = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
+_EMPTY_QUANTISER_REGISTRY = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
 
 
 def _find_kernel_registry() -> Any:
     """Returns the registry of compiled quantisers, or an empty one if the module of quantisers was never imported."""
-    return getattr(sys.modules.get(_OPERATORS_MODULE), "KERNELS", _EMPTY_KERNEL_REGISTRY)
+    return getattr(sys.modules.get(_OPERATORS_MODULE), "KERNELS", _EMPTY_QUANTISER_REGISTRY)
 
 
-def forget_waiting() -> None:
+def forget_waiting_quantisers() -> None:
     """Clears the list of quantisers (emulated casts) that wait for compilation, so that only later calls add to it."""
     _find_kernel_registry().wanted.clear()
 
 
-def count_waiting() -> int:
+def count_waiting_quantisers() -> int:
     return len(_find_kernel_registry().wanted)
 
 
-def compile_waiting() -> None:
+def compile_waiting_quantisers() -> None:
     """Compiles all waiting quantisers (emulated casts), one after the other. If compiling fails, the case still runs,
     and its record has the reason.
     """
@@ -49,24 +49,24 @@ def compile_waiting() -> None:
 
 def explain_eager_quantisers() -> str:
     for reason in _find_kernel_registry().refused.values():
-        reason_lines = [line.strip() for line in reason.splitlines() if line.strip()]
+        nonempty_reason_lines = [line.strip() for line in reason.splitlines() if line.strip()]
         # if the first line contains only the kind of the error, add the second line
-        line_count = 2 if reason_lines and reason_lines[0].endswith(":") else 1
-        return f"compiling failed: {' '.join(reason_lines[:line_count])[:_MAX_REASON_LENGTH].rstrip('.:')}"
+        line_count = 2 if nonempty_reason_lines and nonempty_reason_lines[0].endswith(":") else 1
+        return f"compiling failed: {' '.join(nonempty_reason_lines[:line_count])[:_MAX_REASON_LENGTH].rstrip('.:')}"
     return ""
 
 
 # The number of quantisers (emulated casts) that ran eagerly. For each vector width in bits, the number that ran as one
 # compiled kernel.
-QuantiserCalls = tuple[int, Counter[int]]
+QuantiserCallCounts = tuple[int, Counter[int]]
 
 
-def count_calls() -> QuantiserCalls:
+def count_calls() -> QuantiserCallCounts:
     kernel_registry = _find_kernel_registry()
     return kernel_registry.eager, Counter(kernel_registry.fused)
 
 
-def count_calls_since(earlier: QuantiserCalls) -> QuantiserCalls:
+def count_calls_since(earlier: QuantiserCallCounts) -> QuantiserCallCounts:
     eager, fused = count_calls()
     return eager - earlier[0], fused - earlier[1]
 
@@ -77,10 +77,10 @@ def try_to_compile(device: str) -> str:
 
     from fp8bench.formats.operators import values
 
-    forget_waiting()
+    forget_waiting_quantisers()
     values(torch.ones(64, device=device), E4M3)
     start = time.perf_counter()
-    compile_waiting()
+    compile_waiting_quantisers()
     seconds = time.perf_counter() - start
     if reason := explain_eager_quantisers():
         return reason
@@ -105,12 +105,12 @@ def _try_triton(device: Any) -> str:
         # launch
         for _ in range(3):
             current_codes(test_matrix, E4M3, ScaleRounding.EXACT, both=True)
-            compile_waiting()
+            compile_waiting_quantisers()
     return describe(device)
 
 
 @contextlib.contextmanager
-def without_compiling() -> Iterator[list[Any]]:
+def disable_compiling() -> Iterator[list[Any]]:
     """Runs compiled functions uncompiled within the `with` block. Yields a list that gets an entry for each call of a
     compiled function.
 

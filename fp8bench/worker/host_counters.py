@@ -8,15 +8,15 @@ import os
 import resource
 from pathlib import Path
 
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, try_reading
+from fp8bench.model.readings import NoReading, Reading, ReadingOrUnavailable, Readings, try_reading
 
 PROC_FOLDER = Path("/proc")
 _KIB = 1024
 # The index of stolen time in a line of the file: 'cpu', user, nice, system, idle, iowait, irq, softirq, steal.
-_STEAL_FIELD_INDEX = 8
+_STOLEN_TIME_FIELD_INDEX = 8
 _MAX_LINE_BYTES = 512
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_RESET_HIGH_WATER = "5"
+_RESET_PEAK_MEMORY_COMMAND = "5"
 
 
 def read_counters(proc: Path = PROC_FOLDER) -> Readings:
@@ -37,7 +37,7 @@ def read_resident_memory(proc: Path = PROC_FOLDER) -> Readings:
     return {"rss": _read_memory_status(proc, "VmRSS"), "rss_high_water": _read_memory_status(proc, "VmHWM")}
 
 
-def reset_high_water(proc: Path = PROC_FOLDER) -> Read:
+def reset_peak_resident_memory(proc: Path = PROC_FOLDER) -> ReadingOrUnavailable:
     """Resets the highest resident memory that the system has recorded to the present size. Returns the new value, or
     the reason why it could not be reset.
     """
@@ -48,7 +48,7 @@ def _reset_peak_memory(proc: Path) -> Reading:
     path = proc / "self" / "clear_refs"
     old_peak_bytes = _read_status_bytes(proc, "VmHWM")
     try:
-        path.write_text(_RESET_HIGH_WATER)
+        path.write_text(_RESET_PEAK_MEMORY_COMMAND)
     except OSError as error:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
     new_peak_bytes = _read_status_bytes(proc, "VmHWM")
@@ -58,7 +58,7 @@ def _reset_peak_memory(proc: Path) -> Reading:
     return Reading(new_peak_bytes, "B", str(path))
 
 
-def _read_memory_status(proc: Path, name: str) -> Read:
+def _read_memory_status(proc: Path, name: str) -> ReadingOrUnavailable:
     return try_reading(lambda: Reading(_read_status_bytes(proc, name), "B", f"{proc}/self/status {name}"))
 
 
@@ -78,8 +78,8 @@ def _read_status_bytes(proc: Path, name: str) -> int:
 
 def _read_steal_time(proc: Path) -> Reading:
     fields = _split_first_line(path := f"{proc}/stat")
-    if fields[:1] == [b"cpu"] and len(fields) > _STEAL_FIELD_INDEX and fields[_STEAL_FIELD_INDEX].isdigit():
-        return Reading(int(fields[_STEAL_FIELD_INDEX]) / _TICKS_PER_SECOND, "s", path)
+    if fields[:1] == [b"cpu"] and len(fields) > _STOLEN_TIME_FIELD_INDEX and fields[_STOLEN_TIME_FIELD_INDEX].isdigit():
+        return Reading(int(fields[_STOLEN_TIME_FIELD_INDEX]) / _TICKS_PER_SECOND, "s", path)
     raise NoReading(f"{path} does not report stolen time")
 
 
@@ -96,10 +96,10 @@ def _split_first_line(path: str) -> list[bytes]:
     runs before and after each timed slot.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        file_descriptor = os.open(path, os.O_RDONLY)
         try:
-            return os.read(descriptor, _MAX_LINE_BYTES).partition(b"\n")[0].split()
+            return os.read(file_descriptor, _MAX_LINE_BYTES).partition(b"\n")[0].split()
         finally:
-            os.close(descriptor)
+            os.close(file_descriptor)
     except OSError as error:
         raise NoReading(f"{path} cannot be read: {error.strerror}") from error

@@ -17,12 +17,12 @@ from typing import Any
 
 from fp8bench.model import LateSteps
 from fp8bench.protocols import Device
-from fp8bench.tape.counting import ALLOCATION_OPERATORS, count_tape
+from fp8bench.tape.counting import ALLOCATION_OPERATORS, count_operator_calls
 from fp8bench.tape.recorder import OperatorTape, operator_name
 from fp8bench.user_code.switches import read_values
 from fp8bench.worker.bits import count_subnormals
-from fp8bench.worker.fusing import without_compiling
-from fp8bench.worker.step_effect import InitialContents, compare_slots, make_slot, restore_state
+from fp8bench.worker.fusing import disable_compiling
+from fp8bench.worker.step_effect import InitialStateContents, compare_slots, make_slot_summary, restore_state
 from fp8bench.worker.switches import get_arithmetic_switches
 
 # The operators of at most this many steps are counted.
@@ -36,13 +36,13 @@ _MAX_FLOPS_VARIATION = 0.05
 _MAX_REPORTED_OPERATORS = 12
 
 
-class LateSlots:
+class LateStepInspection:
     """Inspects steps after the timing (late steps), in slots: turns of a few steps.
 
-    The caller enters the context manager `slot` for each slot while `is_due` is true. It calls `begin_call` before each
-    step, passes the step's answer to `keep`, and after the slot passes the steps' seconds to `add_slot`. In the first
-    slot, operators are recorded while the state has the timed steps' numbers, because a step may do less work with
-    these. Later slots have different numbers, and are compared with each other.
+    The caller enters the context manager `slot` for each slot while `is_due` is true. It calls `begin_late_call` before
+    each step, passes the step's answer to `keep`, and after the slot passes the steps' seconds to `add_slot`. In the
+    first slot, operators are recorded while the state has the timed steps' numbers, because a step may do less work
+    with these. Later slots have different numbers, and are compared with each other.
     """
 
     def __init__(self, state: Any, inputs: set[int], device: Device, tf32: bool) -> None:
@@ -51,12 +51,12 @@ class LateSlots:
         self._tf32 = tf32
         self._state_restoration = ExitStack()
         self._replace_inputs = partial(restore_state, state, inputs)
-        self._initial_contents: InitialContents | None = None
+        self._initial_contents: InitialStateContents | None = None
         self._slot_requests = compare_slots()
         self._is_timed = False
         self._call = ExitStack()
         self._compiled: list[Any] = []
-        self._tapes: list[_LateTape] = []
+        self._tapes: list[_LateOperatorTape] = []
         self._answers: deque[Any] = deque(maxlen=1)
         self._late = LateSteps()
         self._wait_count = 0
@@ -73,37 +73,43 @@ class LateSlots:
         self._tapes.clear()
         with ExitStack() as stack:
             if not self._is_timed:
-                self._compiled = stack.enter_context(without_compiling())
+                self._compiled = stack.enter_context(disable_compiling())
             stack.callback(self._call.close)
-            earlier_wait_count = _count_waits()
+            wait_count_at_start = _count_thread_waits()
             yield
-            self._wait_count = _count_waits() - earlier_wait_count
+            self._wait_count = _count_thread_waits() - wait_count_at_start
 
-    def begin_call(self) -> None:
+    def begin_late_call(self) -> None:
         self._call.close()
         if not self._is_timed:
-            self._tapes.append(_LateTape(looks=not self._tapes and self._device.kind == "cpu"))
+            self._tapes.append(_LateOperatorTape(looks=not self._tapes and self._device.kind == "cpu"))
             self._call.enter_context(self._tapes[-1])
 
     def add_slot(self, seconds: Sequence[float], discarded: int) -> None:
-        sketches = [] if self._initial_contents is None else self._initial_contents.sketch_changes(list(self._answers))
+        tensor_sketches = (
+            [] if self._initial_contents is None else self._initial_contents.sketch_changes(list(self._answers))
+        )
         self._answers.clear()
         if self._initial_contents is None:
-            self._late = self._summarise_tapes(self._tapes[discarded:])
+            self._late = self._summarise_step_tapes(self._tapes[discarded:])
             self._initial_contents = self._state_restoration.enter_context(self._replace_inputs())
             self._is_timed = next(self._slot_requests)
             return
         step_seconds = [tape.seconds for tape in self._tapes] or seconds
         operator_count = len(self._tapes[-1].calls) if self._tapes else 0
         try:
-            slot = None if self._compiled else make_slot(step_seconds, operator_count, sketches, max(seconds))
+            slot = (
+                None
+                if self._compiled
+                else make_slot_summary(step_seconds, operator_count, tensor_sketches, max(seconds))
+            )
             self._is_timed = self._slot_requests.send(slot)
         except StopIteration as comparison:
             self.is_due = False
             self._late = replace(self._late, told_apart=comparison.value)
 
-    def _summarise_tapes(self, tapes: Sequence[_LateTape]) -> LateSteps:
-        counted_step_tapes = [count_tape(tape.calls, self._tf32) for tape in tapes[-_MAX_COUNTED_STEPS:]]
+    def _summarise_step_tapes(self, tapes: Sequence[_LateOperatorTape]) -> LateSteps:
+        counted_step_tapes = [count_operator_calls(tape.calls, self._tf32) for tape in tapes[-_MAX_COUNTED_STEPS:]]
         step_flops = [tape.flops for tape in counted_step_tapes]
         flops_by_path = Counter[str]()
         for tape in counted_step_tapes:
@@ -132,12 +138,12 @@ class LateSlots:
         return self._late
 
 
-def _count_waits() -> int:
+def _count_thread_waits() -> int:
     """Returns how often this thread has given up its core, for example to sleep, or to wait for a lock or a file."""
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 
-def _compute_mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
+def _compute_mean_seconds(tapes: Sequence[_LateOperatorTape]) -> dict[str, float]:
     """Returns for each operator, by its name, the mean seconds that it takes in a step."""
     seconds = defaultdict[str, float](float)
     for tape in tapes:
@@ -146,7 +152,7 @@ def _compute_mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
     return seconds
 
 
-class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
+class _LateOperatorTape(OperatorTape):  # type: ignore[no-untyped-call]
     """Records the operators of a step after the timing, and the thread's CPU seconds of each operator.
 
     With `looks`, it also checks torch's arithmetic switches after each operator, and samples the numbers that the

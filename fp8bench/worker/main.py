@@ -82,13 +82,13 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
         import ctypes
 
         set_parent_death_signal = 1
-        adopt_orphans = 36  # orphaned descendants become children of this process, so that it can end them
+        child_subreaper_option = 36  # orphaned descendants become children of this process, so that it can end them
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-            ctypes.CDLL(None).prctl(adopt_orphans, 1)
+            ctypes.CDLL(None).prctl(child_subreaper_option, 1)
 
 
-def close_in_children(lifeline: int, connection: Connection) -> None:
+def close_connections_in_forks(lifeline: int, connection: Connection) -> None:
     """Closes the request socket and the lifeline pipe in processes that a workload forks, so that these cannot answer
     the parent.
     """
@@ -118,11 +118,11 @@ def answer(
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
     except BaseException as error:  # this includes sys.exit(), because a workload must not end this process
-        fault = describe_fault(error, bench is not None)
+        request_fault = describe_fault(error, bench is not None)
     # Recover outside of the except block: inside, the exception would keep the frames and their tensors in memory.
     if bench is not None:
-        fault = bench.recover(fault)
-    return bench, ("fault", *fault)
+        request_fault = bench.recover_from_fault(request_fault)
+    return bench, ("fault", *request_fault)
 
 
 def serve(connection: Connection, make_bench: MakeBench, report: Callable[[str], None]) -> None:
@@ -133,7 +133,7 @@ def serve(connection: Connection, make_bench: MakeBench, report: Callable[[str],
     worker_pid = os.getpid()
     while True:
         try:
-            number, name, arguments = connection.recv()
+            request_number, name, arguments = connection.recv()
         except (EOFError, ConnectionResetError):
             return
         report(name)
@@ -146,7 +146,7 @@ def serve(connection: Connection, make_bench: MakeBench, report: Callable[[str],
             gc.collect()
             gc.freeze()
             limit_memory()
-        connection.send((number, reply))
+        connection.send((request_number, reply))
 
 
 def limit_memory() -> None:
@@ -177,7 +177,7 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     faulthandler.enable()
     die_with_parent(lifeline, connection)
-    close_in_children(lifeline, connection)
+    close_connections_in_forks(lifeline, connection)
     # No other code runs in this process, so workloads have started the child processes of all its threads.
     take_over_process()
     # Redirect output to this file, so that a workload does not print into the parent's tables. The size of the file

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
-from fp8bench.model.readings import Read, Reading
+from fp8bench.model.readings import Reading, ReadingOrUnavailable
 from fp8bench.model.words import LOADING_PHASES
 from fp8bench.profiler.allocations import AllocationStream, PhaseStart, list_bytes_at_phase_starts
 from fp8bench.protocols import (
@@ -31,13 +31,13 @@ from fp8bench.protocols import (
 from fp8bench.protocols.arithmetic import Watch
 from fp8bench.worker.clock import make_reporting_phases
 from fp8bench.worker.device_layout import NO_EMULATION, DeviceLedger, EmulatedHardware
-from fp8bench.worker.host_counters import read_resident_memory, reset_high_water
+from fp8bench.worker.host_counters import read_resident_memory, reset_peak_resident_memory
 from fp8bench.worker.state_tensors import StateTensors, iterate_addresses, state_tensors
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import without_garbage_collection
 
 # A callback that takes the addresses of allocated memory, and the purpose of this memory.
-ReportMemory = Callable[[Sequence[int], MemoryRole], None]
+ReportMemoryRole = Callable[[Sequence[int], MemoryRole], None]
 
 
 class PreparedMemory(NamedTuple):
@@ -49,13 +49,13 @@ class PreparedMemory(NamedTuple):
 
 # Makes a function that prepares a state. The casts of this state report their memory to the callback. In the ledger
 # they record the memory that hardware would hold.
-MakePrepare = Callable[[ReportMemory | None, DeviceLedger | None], Callable[[], PreparedMemory]]
+MakeMemoryPreparation = Callable[[ReportMemoryRole | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
-def make_preparer(
+def make_memory_pass_preparer(
     workload: Workload, make_setup: Callable[[], Setup], hardware: EmulatedHardware = NO_EMULATION
-) -> MakePrepare:
-    def make_prepare(report: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+) -> MakeMemoryPreparation:
+    def make_prepare(report: ReportMemoryRole | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
         setup = make_setup()
         workload.preload(setup)
         setup = setup if ledger is None else hardware.wrap_setup(setup, ledger)
@@ -71,15 +71,19 @@ def make_preparer(
 
 
 class _MeasuredStep(NamedTuple):
-    course: MemoryCourse | None
-    prepared: PreparedMemory
+    memory_course: MemoryCourse | None
+    prepared_memory: PreparedMemory
     before: StateTensors
-    resident: Read
+    resident: ReadingOrUnavailable
     seconds: float
 
 
 def measure_step_memory(
-    make: MakePrepare, device: Device, index: int, leaks: bool = True, hardware: EmulatedHardware = NO_EMULATION
+    make: MakeMemoryPreparation,
+    device: Device,
+    index: int,
+    leaks: bool = True,
+    hardware: EmulatedHardware = NO_EMULATION,
 ) -> tuple[MemoryUse | str, Any]:
     """Measures the memory of a step. Returns the memory and the measured state. If the memory is unknown, returns the
     reason and None.
@@ -98,58 +102,60 @@ def measure_step_memory(
         device_ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
         device_memory_course = None
         if device_ledger and hardware.needs_separate_step:
-            device_memory_course = _measure_second_step(make, device, meter, device_ledger).course
+            device_memory_course = _measure_second_step(make, device, meter, device_ledger).memory_course
         measured_step = _measure_second_step(make, device, meter, None if device_memory_course else device_ledger)
-        if measured_step.course is None:
+        if measured_step.memory_course is None:
             return "torch's profiler recorded nothing", None
         # 3. Sum up the memory of the step by its purpose.
         memory_use = _summarise_memory(
-            measured_step.course,
+            measured_step.memory_course,
             measured_step.before,
-            state_tensors(measured_step.prepared.state),
+            state_tensors(measured_step.prepared_memory.state),
             measured_step.resident,
         )
         # Without emulation, the hardware's peak is the measured peak.
         hardware_peak_bytes = (
-            (device_memory_course or measured_step.course).on_device if device_ledger else memory_use.peak
+            (device_memory_course or measured_step.memory_course).on_device if device_ledger else memory_use.peak
         )
         reason = device_ledger.why() if device_ledger else hardware.why
         memory_use = replace(memory_use, on_device=None if reason else hardware_peak_bytes, off_device=reason)
         # 4. Measure the growth of memory, which takes many more steps.
         if not leaks:
-            return memory_use, measured_step.prepared.state
-        repeat_step = partial(measured_step.prepared.step, SilentPhases())
+            return memory_use, measured_step.prepared_memory.state
+        repeat_step = partial(measured_step.prepared_memory.step, SilentPhases())
         device_key = device.kind if device.kind == "cpu" else f"{device.kind}:{index}"
-        growth_bytes_per_step = measure_growth(repeat_step, device_key, measured_step.seconds)
-        return replace(memory_use, leak=growth_bytes_per_step), measured_step.prepared.state
+        growth_bytes_per_step = measure_memory_growth(repeat_step, device_key, measured_step.seconds)
+        return replace(memory_use, leak=growth_bytes_per_step), measured_step.prepared_memory.state
 
 
 def _measure_second_step(
-    make: MakePrepare, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None
+    make: MakeMemoryPreparation, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None
 ) -> _MeasuredStep:
     prepare = make(meter.say, ledger)
     gc.collect(0)
     device.empty_cache()  # cached blocks would change how new blocks are allocated
     meter.start()
     try:
-        prepared = prepare()
-        prepared.step(SilentPhases())
+        prepared_memory = prepare()
+        prepared_memory.step(SilentPhases())
         gc.collect(0)  # only the youngest generation: it has all objects that were made since the start
-        state_before = state_tensors(prepared.state)
-        resident_memory_reading = reset_high_water()
+        state_tensors_before_step = state_tensors(prepared_memory.state)
+        resident_memory_reading = reset_peak_resident_memory()
         meter.mark()
         start = time.perf_counter()
-        prepared.step(make_reporting_phases(meter.enter))
+        prepared_memory.step(make_reporting_phases(meter.enter))
         seconds = time.perf_counter() - start
         if isinstance(resident_memory_reading, Reading):
             resident_memory_reading = read_resident_memory()["rss_high_water"]
     finally:
-        memory_course = meter.stop()
-    return _MeasuredStep(memory_course, prepared, state_before, resident_memory_reading, seconds)
+        recorded_memory_course = meter.stop()
+    return _MeasuredStep(
+        recorded_memory_course, prepared_memory, state_tensors_before_step, resident_memory_reading, seconds
+    )
 
 
 def _summarise_memory(
-    course: MemoryCourse, state_before: StateTensors, state_after: StateTensors, resident: Read
+    course: MemoryCourse, state_before: StateTensors, state_after: StateTensors, resident: ReadingOrUnavailable
 ) -> MemoryUse:
     bytes_at_peak_by_role = sum_by_role(course.held, course.peak, state_before, state_after) if course.held else {}
     forward_bytes_by_role = sum_by_role(
@@ -178,7 +184,7 @@ _COPY_ROLES = {
 }
 
 
-def report_casts(setup: Setup, report: ReportMemory) -> Setup:
+def report_casts(setup: Setup, report: ReportMemoryRole) -> Setup:
     """Returns the setup with arithmetics whose casts call `report`: with the addresses and the purpose of the source
     tensor, and of the copy that the cast makes, if any.
     """
@@ -191,7 +197,7 @@ def report_casts(setup: Setup, report: ReportMemory) -> Setup:
     )
 
 
-def make_cast_watch(report: ReportMemory) -> Watch:
+def make_cast_watch(report: ReportMemoryRole) -> Watch:
     """Returns a function that reports the memory of each cast: the source tensor's, and the result's as a copy. Memory
     of the result is not a copy if the source or the cast in the other orientation already has it.
     """
@@ -202,10 +208,12 @@ def make_cast_watch(report: ReportMemory) -> Watch:
             return
         source_addresses = [] if source is None else list(iterate_addresses(source))
         addresses_not_copied = {*source_addresses, *(_list_addresses(other_orientation) if other_orientation else ())}
-        addresses_of_copies = [address for address in _list_addresses(operand) if address not in addresses_not_copied]
+        copied_operand_addresses = [
+            address for address in _list_addresses(operand) if address not in addresses_not_copied
+        ]
         for addresses, memory_role in (
             (source_addresses, MEMORY_ROLES[role]),
-            (addresses_of_copies, _COPY_ROLES[role]),
+            (copied_operand_addresses, _COPY_ROLES[role]),
         ):
             if addresses:
                 report(addresses, memory_role)
@@ -231,7 +239,7 @@ def sum_by_role(
     """
     bytes_by_role = dict.fromkeys(MemoryRole, 0)
     for block in held:
-        bytes_by_role[find_role(block, state_before, state_after)] += block.size
+        bytes_by_role[find_memory_role(block, state_before, state_after)] += block.size
     bytes_without_role = peak - sum(bytes_by_role.values())
     if bytes_without_role < 0:
         return {}
@@ -239,7 +247,7 @@ def sum_by_role(
     return {role: size for role, size in bytes_by_role.items() if size}
 
 
-def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
+def find_memory_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
     """Returns the purpose of an allocation: the purpose of the state's tensor there before or after the step, else the
     one that casts have reported, else one derived from the lifetime of the memory.
     """
@@ -275,7 +283,7 @@ def _find_role_by_lifetime(block: HeldBlock) -> MemoryRole:
     return MemoryRole.OTHER if block.lasting else MemoryRole.ACTIVATIONS
 
 
-def try_batch(make: MakePrepare, device: Device, index: int, limit: int | None) -> int | None:
+def try_batch(make: MakeMemoryPreparation, device: Device, index: int, limit: int | None) -> int | None:
     """Prepares a state and takes two steps. Returns the peak of the state's tensors in bytes, or None if they are not
     counted.
 
@@ -303,24 +311,24 @@ def try_batch(make: MakePrepare, device: Device, index: int, limit: int | None) 
                 for _ in range(2):
                     take_step(SilentPhases())
         finally:  # read the counter after the limit has ended, because reading needs memory
-            memory_course = memory_counter.stop() if memory_counter is not None else None
+            recorded_memory_course = memory_counter.stop() if memory_counter is not None else None
         gc.collect(1)
     device.empty_cache()
-    return memory_course.peak if memory_course is not None else None
+    return recorded_memory_course.peak if recorded_memory_course is not None else None
 
 
 # FIRST_STEPS steps are taken first. If memory grows during these steps, as many further steps are taken as fit into
-# FURTHER_STEPS_SECONDS, but at least MIN_STEPS and at most MAX_STEPS.
+# GROWTH_STEPS_SECONDS, but at least MIN_STEPS and at most MAX_STEPS.
 FIRST_STEPS = 3
 MIN_STEPS, MAX_STEPS = 12, 48
-FURTHER_STEPS_SECONDS = 2.0
+GROWTH_STEPS_SECONDS = 2.0
 # The growth of memory is measured only for steps up to this many seconds.
 LONGEST_STEP_SECONDS = 1.0
 # Slower growth is not a leak: reaching 1 GiB would take more than four million steps.
 MIN_GROWTH_BYTES = 256
 
 
-def measure_growth(step: Callable[[], None], device: str, seconds: float) -> float | None:
+def measure_memory_growth(step: Callable[[], None], device: str, seconds: float) -> float | None:
     """Returns by how many bytes the memory of tensors grows in each step, on device and host; 0.0 if the growth ends.
 
     None means unknown. `seconds` is the approximate time of a step.
@@ -338,13 +346,15 @@ def measure_growth(step: Callable[[], None], device: str, seconds: float) -> flo
     replace those made before tracing began.
     """
     # Most states stop growing within a few steps and need no more.
-    bytes_after_first_steps = _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_STEP_SECONDS else []
-    if not bytes_after_first_steps:
+    held_bytes_after_first_steps = (
+        _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_STEP_SECONDS else []
+    )
+    if not held_bytes_after_first_steps:
         return None
-    if bytes_after_first_steps[-1] - bytes_after_first_steps[0] < MIN_GROWTH_BYTES:
+    if held_bytes_after_first_steps[-1] - held_bytes_after_first_steps[0] < MIN_GROWTH_BYTES:
         return 0.0
     # Drop the first byte count, which was taken before the first of these steps.
-    step_count = min(MAX_STEPS, max(MIN_STEPS, int(FURTHER_STEPS_SECONDS / seconds)))
+    step_count = min(MAX_STEPS, max(MIN_STEPS, int(GROWTH_STEPS_SECONDS / seconds)))
     return compute_growth(_count_held_bytes(step, device, step_count // 4 * 4, parts=4)[1:])
 
 
@@ -352,16 +362,16 @@ def compute_growth(held: Sequence[int]) -> float:
     """Returns the growth in bytes per step, from the bytes that were held after each of many steps; 0.0 if the growth
     ends.
     """
-    quarter_step_count = len(held) // 4
+    steps_per_quarter = len(held) // 4
     held_bytes_by_quarter = [
-        held[start : start + quarter_step_count] for start in range(0, 4 * quarter_step_count, quarter_step_count)
+        held[start : start + steps_per_quarter] for start in range(0, 4 * steps_per_quarter, steps_per_quarter)
     ]
-    rises_of_minimum = [
+    minimum_bytes_rises = [
         min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(held_bytes_by_quarter)
     ]
-    last_quarter_rise = min(rises_of_minimum[-1], max(held_bytes_by_quarter[3]) - max(held_bytes_by_quarter[2]))
-    growth_continues = min(rises_of_minimum) > 0 and last_quarter_rise >= max(rises_of_minimum) / 2
-    bytes_per_step = sum(rises_of_minimum) / (len(rises_of_minimum) * quarter_step_count)
+    last_quarter_rise = min(minimum_bytes_rises[-1], max(held_bytes_by_quarter[3]) - max(held_bytes_by_quarter[2]))
+    growth_continues = min(minimum_bytes_rises) > 0 and last_quarter_rise >= max(minimum_bytes_rises) / 2
+    bytes_per_step = sum(minimum_bytes_rises) / (len(minimum_bytes_rises) * steps_per_quarter)
     return bytes_per_step if growth_continues and bytes_per_step >= MIN_GROWTH_BYTES else 0.0
 
 
@@ -377,9 +387,9 @@ def _count_held_bytes(step: Callable[[], None], device: str, count: int, parts: 
     allocation_stream.start()
     try:
         allocation_stream.note(PhaseStart(""))
-        for number in range(1, count + 1):
+        for step_number in range(1, count + 1):
             step()
-            gc.collect(2 if parts and number % (count // parts) == 0 else 0)
+            gc.collect(2 if parts and step_number % (count // parts) == 0 else 0)
             allocation_stream.note(PhaseStart(""))
     finally:
         allocation_events = allocation_stream.stop()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.hardware import multiplied_bits
+from fp8bench.formats.hardware import find_operand_bits
 from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, GivenTensors, Products
@@ -29,7 +29,7 @@ from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import find_map_key
 from fp8bench.registry import devices, precisions
 from fp8bench.worker.bits import count_subnormals
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 from fp8bench.worker.memory_pass import report_casts
 from fp8bench.worker.state_tensors import find_models, get_address, get_version, iterate_tensors, state_tensors
 from fp8bench.worker.static_scales import step
@@ -45,20 +45,20 @@ _MAX_STEP_SECONDS = 1.0
 def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
     addresses_cast_in_step = set[int]()
     setup = report_casts(make_setup(), lambda addresses, role: addresses_cast_in_step.update(addresses))
-    formats = find_formats(workload, setup.case, facts)
+    formats = find_product_formats(workload, setup.case, facts)
     precision = precisions.get(setup.case.precision)
     is_native = precision.support(facts).is_native
     # Only native products take codes. TF32 units read float32 tensors and round them.
     takes_codes = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
     operand_inspection = _OperandInspection(formats, is_native and precision.float32_products != "highest", takes_codes)
     state = workload.prepare(setup)
-    state_inputs = StateInputs(state)
-    clock = PhaseClock(devices.get(facts.kind).stamper(facts.index))
+    state_input_tensors = StepInputSums(state)
+    clock = PhaseStampClock(devices.get(facts.kind).stamper(facts.index))
     start = time.thread_time()
     with ProductWatch(operand_inspection.inspect_operands) as watch:
         step(workload, state, setup.scales, clock)
-    input_sums = state_inputs.sum_inputs()
-    held_weights = _HeldWeights(state, formats)
+    input_sums = state_input_tensors.sum_inputs()
+    held_weights = _StateWeightFinder(state, formats)
     if time.thread_time() - start < _MAX_STEP_SECONDS:  # the first step may have cast tensors that later steps reuse
         addresses_cast_in_step.clear()
         with ProductWatch(held_weights.inspect_operands):
@@ -66,25 +66,25 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
     multiplying_kernels = (
         _list_multiplying_kernels(partial(step, workload, state, setup.scales), facts) if takes_codes else ()
     )
-    del state, state_inputs
-    has_low_values = operand_inspection.has_low_operand or operand_inspection.has_wide_operand
-    real_precision = identify_product(precision, facts) if operand_inspection.count or multiplying_kernels else ""
-    is_unknown = not formats or (not has_low_values and operand_inspection.count > _MAX_INSPECTED_PRODUCTS)
+    del state, state_input_tensors
+    has_low_values = operand_inspection.has_low_precision_operand or operand_inspection.has_wide_operand
+    identified_precision = identify_product(precision, facts) if operand_inspection.count or multiplying_kernels else ""
+    is_precision_unknown = not formats or (not has_low_values and operand_inspection.count > _MAX_INSPECTED_PRODUCTS)
     return Products(
         operand_inspection.count,
-        None if is_unknown else has_low_values,
-        tuple(operand_inspection.seen_dtypes),
+        None if is_precision_unknown else has_low_values,
+        tuple(operand_inspection.operand_dtype_names),
         watch.operators,
         tuple(watch.attention),
-        operand_inspection.has_wide_operand and not operand_inspection.has_low_operand,
-        real_precision,
+        operand_inspection.has_wide_operand and not operand_inspection.has_low_precision_operand,
+        identified_precision,
         multiplying_kernels,
         input_sums,
-        len(held_weights.find_unwritten() - addresses_cast_in_step),
+        len(held_weights.find_unwritten_weights() - addresses_cast_in_step),
     )
 
 
-class _HeldWeights:
+class _StateWeightFinder:
     """Finds tensors of a state that may be weights stored in a low-precision format of the case: they are the right
     operand of a product, and no step writes them. Leaves out the parameters of models, and tensors whose purpose the
     state declares.
@@ -109,12 +109,12 @@ class _HeldWeights:
             if any(has_format_dtype(weight, fmt) for fmt in self._formats):
                 self._read.add(get_address(weight))
 
-    def find_unwritten(self) -> set[int]:
+    def find_unwritten_weights(self) -> set[int]:
         held = ((address, *self._held[address]) for address in self._read & self._held.keys())
         return {address for address, tensor, version in held if get_version(tensor) == version}
 
 
-def find_formats(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
+def find_product_formats(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
     """Returns the formats of a case's products: those of its precision map if the map covers all layers, else those
     of its precision.
     """
@@ -145,13 +145,13 @@ def _list_multiplying_kernels(run: Callable[[Any], None], facts: DeviceFacts) ->
             for event in record_trace(run, facts.kind)["traceEvents"]
             if event.get("cat") == "kernel"
         )
-        return tuple(name for name in dict.fromkeys(kernel_names) if multiplied_bits(name) is not None)
+        return tuple(name for name in dict.fromkeys(kernel_names) if find_operand_bits(name) is not None)
     return ()
 
 
 # M, N, K of the product whose numbers are examined, as multiples of every block size.
 _EXAMINED_PRODUCT_SHAPE = (128, 256, 512)
-_LAYER_NAME = "fingerprint"
+_PLACEHOLDER_LAYER_NAME = "fingerprint"
 
 
 def identify_product(precision: Precision, facts: DeviceFacts) -> str:
@@ -168,19 +168,22 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
     generator = torch.Generator(facts.key).manual_seed(0)
     m, n, k = _EXAMINED_PRODUCT_SHAPE
     x, weight = (torch.randn(rows, k, generator=generator, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
-    emulated_layer = RecipeArithmetic(recipe_on_device(recipe, facts)).layer(_LAYER_NAME)
-    promised_operands = emulated_layer.cast(x, Role.INPUT).data, emulated_layer.cast(weight, Role.WEIGHT).data
+    emulated_layer = RecipeArithmetic(recipe_on_device(recipe, facts)).layer(_PLACEHOLDER_LAYER_NAME)
+    emulated_operands = emulated_layer.cast(x, Role.INPUT).data, emulated_layer.cast(weight, Role.WEIGHT).data
     carrier_name = str(arithmetic.carrier).removeprefix("torch.")
-    guesses: dict[str, tuple[Tensor, Tensor]] = {precision.mode: promised_operands, carrier_name: (x, weight)}
+    operands_by_precision: dict[str, tuple[Tensor, Tensor]] = {
+        precision.mode: emulated_operands,
+        carrier_name: (x, weight),
+    }
     if is_native:
-        carrier_dtype_operands = (
-            promised_operands[0].to(arithmetic.carrier),
-            promised_operands[1].to(arithmetic.carrier),
+        operands_in_carrier_dtype = (
+            emulated_operands[0].to(arithmetic.carrier),
+            emulated_operands[1].to(arithmetic.carrier),
         )
-        guesses[f"{carrier_name} copies of {precision.mode}'s values"] = carrier_dtype_operands
+        operands_by_precision[f"{carrier_name} copies of {precision.mode}'s values"] = operands_in_carrier_dtype
     try:
         layer_function = arithmetic.whole(torch.nn.Parameter(weight.to(torch.float32)))
-        layer = arithmetic.layer(_LAYER_NAME)
+        layer = arithmetic.layer(_PLACEHOLDER_LAYER_NAME)
         product = (
             layer_function(x)
             if layer_function is not None
@@ -188,12 +191,13 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
         )
     except Exception:  # noqa: BLE001 - a product that this device cannot do fails where it is timed, with the reason
         return ""
-    return find_nearest_precision(product, precision.mode, guesses)
+    return find_nearest_precision(product, precision.mode, operands_by_precision)
 
 
 @dataclass
 class _OperandInspection:
-    """Checks whether a step multiplies in one of the case's formats (`has_low_operand`), until one product does.
+    """Checks whether a step multiplies in one of the case's formats (`has_low_precision_operand`), until one product
+    does.
 
     If products read codes, the operand must have a format's dtype. `has_wide_operand` is true once an operand has
     values of a format, but a wider dtype.
@@ -203,37 +207,42 @@ class _OperandInspection:
     reads_float32: bool
     takes_codes: bool = False
     count: int = 0
-    has_low_operand: bool = False
+    has_low_precision_operand: bool = False
     has_wide_operand: bool = False
-    seen_dtypes: dict[str, None] = field(default_factory=dict)
+    operand_dtype_names: dict[str, None] = field(default_factory=dict)
 
     def inspect_operands(self, operands: Sequence[Any]) -> None:
         """Checks the formats of a product's operands. The backward pass calls this method from a different thread, but
         for one product at a time.
         """
-        if self.has_low_operand or self.count > _MAX_INSPECTED_PRODUCTS:
+        if self.has_low_precision_operand or self.count > _MAX_INSPECTED_PRODUCTS:
             return
         self.count += 1
-        self.seen_dtypes.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
-        operand_formats = [(tensor, fmt) for tensor in operands for fmt in self.formats]
+        self.operand_dtype_names.update(
+            dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands)
+        )
+        operand_format_pairs = [(tensor, fmt) for tensor in operands for fmt in self.formats]
         if self.takes_codes:
-            self.has_low_operand = any(has_format_dtype(tensor, fmt) for tensor, fmt in operand_formats)
+            self.has_low_precision_operand = any(has_format_dtype(tensor, fmt) for tensor, fmt in operand_format_pairs)
             self.has_wide_operand = self.has_wide_operand or (
-                not self.has_low_operand and any(has_format(tensor, fmt) for tensor, fmt in operand_formats)
+                not self.has_low_precision_operand
+                and any(has_format(tensor, fmt) for tensor, fmt in operand_format_pairs)
             )
         else:
             reads_float32 = self.reads_float32 and any(operand.dtype == torch.float32 for operand in operands)
-            self.has_low_operand = reads_float32 or any(has_format(tensor, fmt) for tensor, fmt in operand_formats)
+            self.has_low_precision_operand = reads_float32 or any(
+                has_format(tensor, fmt) for tensor, fmt in operand_format_pairs
+            )
 
 
 # The limit in CPU seconds for reading a state. Nothing is reported about a state that takes longer.
 READ_SECONDS = 0.5
-_PIECE_ELEMENTS = 1 << 20
+_ELEMENTS_PER_PIECE = 1 << 20
 # The most input shapes that are reported, largest first. The largest inputs decide how long a step takes.
 _MAX_INPUT_SHAPES = 32
 
 
-class StateInputs:
+class StepInputSums:
     """Sums the numbers of the tensors that a step takes as input, by shape. The sums must be equal in all precisions,
     up to rounding. A tensor counts as input if the step does not write it, or if it is trained. Tensors that the step
     overwrites do not count, because they may be uninitialised.
@@ -256,13 +265,13 @@ class StateInputs:
             is_trained = tensor.is_leaf and tensor.requires_grad
             if is_trained or (get_version(tensor) == version and self._sum_numbers(tensor) == sums):
                 shape = tuple(tensor.shape)
-                previous = input_sums_by_shape.get(shape, GivenTensors(shape))
-                total, squares, subnormals = (a + b for a, b in zip(previous.sums, sums, strict=True))
-                scattered_tensor_count = previous.scattered + (
+                previous_tensors = input_sums_by_shape.get(shape, GivenTensors(shape))
+                total, sum_of_squares, subnormals = (a + b for a, b in zip(previous_tensors.sums, sums, strict=True))
+                scattered_tensor_count = previous_tensors.scattered + (
                     tensor.layout is torch.strided and 1 not in tensor.stride()
                 )
                 input_sums_by_shape[shape] = GivenTensors(
-                    shape, previous.tensors + 1, total, squares, int(subnormals), scattered_tensor_count
+                    shape, previous_tensors.tensors + 1, total, sum_of_squares, int(subnormals), scattered_tensor_count
                 )
         if time.thread_time() > self._deadline:
             return ()
@@ -273,16 +282,16 @@ class StateInputs:
         take too long.
         """
         total = 0.0
-        squares = 0.0
+        sum_of_squares = 0.0
         subnormal_count = 0
-        for piece in tensor.detach().reshape(-1).split(_PIECE_ELEMENTS):
+        for piece in tensor.detach().reshape(-1).split(_ELEMENTS_PER_PIECE):
             if time.thread_time() > self._deadline:
                 return None
             total += float(piece.sum(dtype=torch.float64))
-            squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
+            sum_of_squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
             if tensor.dtype is not torch.float16:  # CPUs do not multiply in float16
                 subnormal_count += count_subnormals(piece)
-        return (total, squares, subnormal_count) if squares < float("inf") else None
+        return (total, sum_of_squares, subnormal_count) if sum_of_squares < float("inf") else None
 
 
 def _is_readable_float_tensor(tensor: Any) -> bool:

@@ -22,7 +22,7 @@ from fp8bench.model import MemoryRole
 
 # Maps the address of a state's memory to the purpose of this memory, None if it is unknown.
 StateTensors = Mapping[int, MemoryRole | None]
-ViewKey = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
+TensorViewKey = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 
 # The most objects of a case's state that are inspected. Inspecting them takes about a second.
 MAX_OBJECTS = 1_000_000
@@ -51,8 +51,8 @@ def state_tensors(state: object) -> StateTensors:
 
     roles: dict[int, MemoryRole | None] = {}
     optimizers: list[torch.optim.Optimizer] = []
-    role_declarers: list[Any] = []
-    for part in _iterate_objects(state):
+    role_declaring_objects: list[Any] = []
+    for part in _iterate_reachable_objects(state):
         if isinstance(part, torch.Tensor):
             is_trained = part.requires_grad and part.is_leaf
             _add_tensor_addresses(roles, part, MemoryRole.WEIGHTS if is_trained else None)
@@ -61,11 +61,11 @@ def state_tensors(state: object) -> StateTensors:
         elif isinstance(part, torch.optim.Optimizer):
             optimizers.append(part)
         elif callable(getattr(type(part), "memory_roles", None)):
-            role_declarers.append(part)
+            role_declaring_objects.append(part)
     for optimizer in optimizers:
         _set_tensor_roles(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
     # `holders` begins with the outermost object. Set its roles last, so that they replace the roles of inner objects.
-    for holder in reversed(role_declarers):
+    for holder in reversed(role_declaring_objects):
         declared_roles = holder.memory_roles()
         if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):
             raise TypeError(
@@ -83,7 +83,7 @@ def find_models(state: object) -> list[Any]:
 
     contained_modules: set[object] = set()
     models = []
-    for part in _iterate_objects(state):
+    for part in _iterate_reachable_objects(state):
         if isinstance(part, torch.nn.Module) and part not in contained_modules:
             models.append(part)
             contained_modules.update(part.modules())
@@ -93,7 +93,7 @@ def find_models(state: object) -> list[Any]:
 def _set_tensor_roles(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
     import torch
 
-    for part in _iterate_objects(parts):
+    for part in _iterate_reachable_objects(parts):
         if isinstance(part, torch.Tensor):
             roles.update(dict.fromkeys(iterate_addresses(part), role))
 
@@ -104,7 +104,7 @@ def _add_tensor_addresses(roles: dict[int, MemoryRole | None], tensor: Any, role
         roles[address] = roles.get(address) or role
 
 
-def _iterate_objects(root: object, until: float = math.inf) -> Iterator[Any]:
+def _iterate_reachable_objects(root: object, until: float = math.inf) -> Iterator[Any]:
     """Yields an object and all objects that it holds, nearest first. The contents of tensors, classes and modules are
     not searched.
     """
@@ -112,13 +112,13 @@ def _iterate_objects(root: object, until: float = math.inf) -> Iterator[Any]:
     visited_ids = set[int]()
     visited_objects = []  # keep all objects alive, so that no new object gets the id of a visited one
     while objects_to_visit and len(visited_ids) < MAX_OBJECTS and time.thread_time() < until:
-        part = objects_to_visit.popleft()
-        if isinstance(part, _UNSEARCHED_TYPES) or id(part) in visited_ids:
+        visited_object = objects_to_visit.popleft()
+        if isinstance(visited_object, _UNSEARCHED_TYPES) or id(visited_object) in visited_ids:
             continue
-        visited_ids.add(id(part))
-        visited_objects.append(part)
-        yield part
-        objects_to_visit.extend(_list_referenced_objects(part))
+        visited_ids.add(id(visited_object))
+        visited_objects.append(visited_object)
+        yield visited_object
+        objects_to_visit.extend(_list_referenced_objects(visited_object))
 
 
 def _list_referenced_objects(holder: Any) -> list[Any]:
@@ -137,7 +137,7 @@ def iterate_addresses(tensor: Any) -> Iterator[int]:
     """Yields the addresses under which an allocator knows a tensor's memory. For a wrapper, these are the addresses
     of the wrapped tensors.
     """
-    yield from filter(None, map(get_address, _iterate_parts(tensor)))
+    yield from filter(None, map(get_address, _iterate_wrapped_tensors(tensor)))
 
 
 def iterate_tensors(*roots: object, until: float = math.inf) -> Iterator[Any]:
@@ -150,15 +150,15 @@ def iterate_tensors(*roots: object, until: float = math.inf) -> Iterator[Any]:
     import torch
 
     visited_views = set()
-    for tensor_holder in _iterate_objects(roots, until):
+    for tensor_holder in _iterate_reachable_objects(roots, until):
         if not isinstance(tensor_holder, torch.Tensor):
             continue
         tensors = [tensor_holder]
         if tensor_holder.is_leaf and tensor_holder.grad is not None:
             tensors.append(tensor_holder.grad)
         for tensor in tensors:
-            for part in _iterate_parts(tensor):
-                if get_address(part) and (view := get_view_key(part)) not in visited_views:
+            for part in _iterate_wrapped_tensors(tensor):
+                if get_address(part) and (view := get_tensor_view_key(part)) not in visited_views:
                     visited_views.add(view)
                     yield part
 
@@ -173,7 +173,7 @@ def get_address(tensor: Any) -> int:
         return 0
 
 
-def is_foreign(tensor: Any) -> bool:
+def is_foreign_tensor(tensor: Any) -> bool:
     """Returns whether a tensor's memory was not allocated by torch (NumPy, a mapped file) or is shared between
     processes.
     """
@@ -187,29 +187,29 @@ def save_generators(state: object) -> list[Callable[[], object]]:
     """
     import torch
 
-    restore_functions: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    restore_generator_functions: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
     numpy_generator: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
-    for part in _iterate_objects(state):
+    for part in _iterate_reachable_objects(state):
         if isinstance(part, torch.Generator):
-            restore_functions.append(partial(part.set_state, part.get_state()))
+            restore_generator_functions.append(partial(part.set_state, part.get_state()))
         elif isinstance(part, random.Random):
-            restore_functions.append(partial(part.setstate, part.getstate()))
+            restore_generator_functions.append(partial(part.setstate, part.getstate()))
         elif isinstance(part, numpy_generator):
             bit_generator = part.bit_generator
-            restore_functions.append(partial(setattr, bit_generator, "state", bit_generator.state))
-    return restore_functions
+            restore_generator_functions.append(partial(setattr, bit_generator, "state", bit_generator.state))
+    return restore_generator_functions
 
 
-def holds_foreign_data(state: object) -> bool:
+def holds_non_torch_data(state: object) -> bool:
     """Returns whether a state holds numbers outside of torch's tensors: arrays, buffers, open files."""
     array_type = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
     foreign_types = (array_type, memoryview, bytearray, mmap.mmap, io.IOBase)
-    if any(isinstance(part, foreign_types) for part in _iterate_objects(state)):
+    if any(isinstance(part, foreign_types) for part in _iterate_reachable_objects(state)):
         return True
-    return any(map(is_foreign, iterate_tensors(state)))
+    return any(map(is_foreign_tensor, iterate_tensors(state)))
 
 
-def get_view_key(tensor: Any) -> ViewKey:
+def get_tensor_view_key(tensor: Any) -> TensorViewKey:
     return get_address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -218,15 +218,15 @@ def get_version(tensor: Any) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def _iterate_parts(tensor: Any) -> Iterator[Any]:
+def _iterate_wrapped_tensors(tensor: Any) -> Iterator[Any]:
     """Yields a tensor, or the tensors that it wraps. DTensor also lists its device mesh, which is not a tensor."""
     import torch
 
-    list_part_names = getattr(type(tensor), "__tensor_flatten__", None)
-    if list_part_names is None:
+    flatten_tensor = getattr(type(tensor), "__tensor_flatten__", None)
+    if flatten_tensor is None:
         yield tensor
         return
-    for name in list_part_names(tensor)[0]:
-        part = getattr(tensor, name)
-        if isinstance(part, torch.Tensor):
-            yield from _iterate_parts(part)
+    for name in flatten_tensor(tensor)[0]:
+        tensor_part = getattr(tensor, name)
+        if isinstance(tensor_part, torch.Tensor):
+            yield from _iterate_wrapped_tensors(tensor_part)

@@ -11,7 +11,7 @@ from fp8bench.protocols import Phases, ScaleBook, Setup, SilentPhases, Workload
 
 
 @dataclass
-class Calibrations:
+class CalibrationResults:
     """Stores the result of calibration for each case: the largest magnitudes by layer and role. A case is calibrated
     once.
     """
@@ -22,19 +22,21 @@ class Calibrations:
         """Returns the setup with a new `ScaleBook` of the case's static scales, or the same setup if the case has no
         static scales.
         """
-        scale_rule = setup.case.static
-        if scale_rule is None:
+        static_scale_rule = setup.case.static
+        if static_scale_rule is None:
             return setup
-        if scale_rule.source:
-            return replace(setup, scales=ScaleBook(scale_rule, scale_rule.find_magnitudes(setup.case.precision)))
+        if static_scale_rule.source:
+            return replace(
+                setup, scales=ScaleBook(static_scale_rule, static_scale_rule.find_magnitudes(setup.case.precision))
+            )
         case_id = setup.case.id
         if case_id not in self._amax_by_case:
-            scale_book = ScaleBook(scale_rule)
+            scale_book = ScaleBook(static_scale_rule)
             state = workload.prepare(replace(setup, scales=scale_book))
-            for _ in range(scale_rule.batches):
+            for _ in range(static_scale_rule.batches):
                 step(workload, state, scale_book, SilentPhases())
             self._amax_by_case[case_id] = {(scale.layer, scale.role): scale.amax for scale in scale_book.states()}
-        return replace(setup, scales=ScaleBook(scale_rule, self._amax_by_case[case_id]))
+        return replace(setup, scales=ScaleBook(static_scale_rule, self._amax_by_case[case_id]))
 
 
 def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:

@@ -23,14 +23,14 @@ from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import without_garbage_collection
 from fp8bench.worker.tracing import TRACED_STEPS, record_trace
 
-MEASURED_STEPS = 8
+MEASURED_STEP_COUNT = 8
 _WARM_UP_STEPS = 2
 _CALIBRATING_CALLS = 1001
-NO_PROBE_REASON = "the system's loader preloads no library into the worker"
+NO_ALLOCATOR_PROBE_REASON = "the system's loader preloads no library into the worker"
 # The metrics that a reading of the host's counters has, in this order.
-HOST_METRICS = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
+HOST_COUNTER_METRICS = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
 # The metric for each counter of torch's allocator, by the counter's name.
-_DEVICE_COUNTS: Mapping[str, MetricSpec] = {
+_DEVICE_COUNT_SPECS: Mapping[str, MetricSpec] = {
     "num_device_alloc": specs.DEVICE_ALLOCATIONS,
     "num_alloc_retries": specs.ALLOCATION_RETRIES,
 }
@@ -47,11 +47,11 @@ class AllocatorProbe:
         self._library = library
         self._numbers = (ctypes.c_uint64 * 4)()
         library.fp8bench_probe_cost.restype = ctypes.c_uint64
-        clock_costs = [library.fp8bench_probe_cost(_CALIBRATING_CALLS) / _CALIBRATING_CALLS for _ in range(5)]
+        clock_reading_costs = [library.fp8bench_probe_cost(_CALIBRATING_CALLS) / _CALIBRATING_CALLS for _ in range(5)]
         # The clock is read before and after a call. About one reading falls into the measured time, and is subtracted.
-        self._cost = min(clock_costs)
+        self._cost = min(clock_reading_costs)
 
-    def switch(self, on: bool) -> None:
+    def switch_probe(self, on: bool) -> None:
         self._library.fp8bench_probe_switch(int(on))
 
     def read(self) -> tuple[float, float, float]:
@@ -62,13 +62,13 @@ class AllocatorProbe:
         return float(calls), float(size), max(0.0, nanoseconds - calls * self._cost) * 1e-9
 
 
-def find_probe() -> AllocatorProbe | None:
+def find_allocator_probe() -> AllocatorProbe | None:
     library = ctypes.CDLL(None)
     return AllocatorProbe(library) if hasattr(library, "fp8bench_probe_read") else None
 
 
 @dataclass
-class PhaseReadings:
+class PhaseCounterReadings:
     """Readings of counters that only grow, by the phase of the step.
 
     At each change of phase the counters are read twice. Changes between these two readings are not counted, so that the
@@ -90,9 +90,9 @@ class PhaseReadings:
 
     def change_phase(self, phase: str) -> None:
         reading = self.read()
-        phase_counts = self.steps[-1].setdefault(self._phase, [0.0] * len(reading))
+        phase_totals = self.steps[-1].setdefault(self._phase, [0.0] * len(reading))
         for index, (present, last) in enumerate(zip(reading, self._last_reading, strict=True)):
-            phase_counts[index] += present - last
+            phase_totals[index] += present - last
         self._phase = phase
         self._last_reading = self.read()
 
@@ -122,31 +122,33 @@ def count_step_allocations(
     with without_garbage_collection():
         for _ in range(_WARM_UP_STEPS):
             run(SilentPhases())
-        host_counts, host_reasons = _count_host_allocations(run, unprobed or NO_PROBE_REASON)
+        host_counts, host_reasons = _count_host_allocations(run, unprobed or NO_ALLOCATOR_PROBE_REASON)
         on_device, device_reasons = _count_device_allocations(run, device, index)
     return (*host_counts, *on_device), tuple(dict.fromkeys((*host_reasons, *device_reasons)))
 
 
 def _count_host_allocations(run: Callable[[Phases], None], unprobed: str) -> AllocationCounts:
-    probe = find_probe()
+    probe = find_allocator_probe()
 
     def read() -> Sequence[float]:
         page_faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         return (*probe.read(), page_faults) if probe is not None else (page_faults,)
 
     # The probe slows down every call of the memory allocator, so turn it on only during these steps.
-    phase_readings = PhaseReadings(read)
+    phase_readings = PhaseCounterReadings(read)
     if probe is not None:
-        probe.switch(True)
+        probe.switch_probe(True)
     try:
-        for _ in range(MEASURED_STEPS):
+        for _ in range(MEASURED_STEP_COUNT):
             phase_readings.run(run)
     finally:
         if probe is not None:
-            probe.switch(False)
+            probe.switch_probe(False)
     if probe is None:
-        return tuple(phase_readings.measurements(HOST_METRICS[-1:])), (f"no calls of the allocator: {unprobed}",)
-    return tuple(phase_readings.measurements(HOST_METRICS)), ()
+        return tuple(phase_readings.measurements(HOST_COUNTER_METRICS[-1:])), (
+            f"no calls of the allocator: {unprobed}",
+        )
+    return tuple(phase_readings.measurements(HOST_COUNTER_METRICS)), ()
 
 
 def _count_device_allocations(run: Callable[[Phases], None], device: Device, index: int) -> AllocationCounts:
@@ -155,15 +157,17 @@ def _count_device_allocations(run: Callable[[Phases], None], device: Device, ind
     """
     if device.allocations(index) is None:
         return (), ()
-    readings = [device.allocations(index) or {}]
-    for _ in range(MEASURED_STEPS):
+    allocator_readings = [device.allocations(index) or {}]
+    for _ in range(MEASURED_STEP_COUNT):
         run(SilentPhases())
-        readings.append(device.allocations(index) or {})
+        allocator_readings.append(device.allocations(index) or {})
     seconds = sum_device_call_seconds(record_trace(run, device.kind)["traceEvents"]) / TRACED_STEPS
     measurements = []
-    for name, spec in _DEVICE_COUNTS.items():
-        count_growths = tuple(float(later.get(name, 0) - earlier.get(name, 0)) for earlier, later in pairwise(readings))
-        measurements.append(Measurement(spec.name, spec.unit, count_growths))
+    for name, spec in _DEVICE_COUNT_SPECS.items():
+        counts_per_step = tuple(
+            float(later.get(name, 0) - earlier.get(name, 0)) for earlier, later in pairwise(allocator_readings)
+        )
+        measurements.append(Measurement(spec.name, spec.unit, counts_per_step))
     return (*measurements, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
 
 

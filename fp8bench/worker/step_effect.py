@@ -35,12 +35,12 @@ from fp8bench.model.words import LOADING_PHASES
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.worker.bits import copy_bytes, digest, replace_numbers, restore_afterwards, restore_bytes, sketch_tensor
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 from fp8bench.worker.state_tensors import (
     get_address,
     get_version,
-    holds_foreign_data,
-    is_foreign,
+    holds_non_torch_data,
+    is_foreign_tensor,
     iterate_tensors,
     save_generators,
 )
@@ -50,7 +50,7 @@ from fp8bench.worker.static_scales import step as take_step
 MAX_STEP_SECONDS = 1.0
 # In Python, a step that does nothing takes less than this many seconds. A step whose work torch does not see takes
 # more.
-IDLE_STEP_SECONDS = 50e-6
+MAX_IDLE_STEP_SECONDS = 50e-6
 # Limits for repeating a step that seems to do nothing: the least and most repetitions, and the CPU seconds after which
 # no more follow. Load may lengthen some repetitions, so short steps are repeated more often.
 _MIN_REPETITIONS, _MAX_REPETITIONS, _REPETITION_SECONDS = 5, 100, 0.01
@@ -58,14 +58,14 @@ _MIN_REPETITIONS, _MAX_REPETITIONS, _REPETITION_SECONDS = 5, 100, 0.01
 _MAX_COMPARED_STEPS = 4
 
 
-class _MemoryContents(NamedTuple):
+class _MemoryDigest(NamedTuple):
     """The contents of a range of memory: its address, a digest of its bits, and how often torch has written it."""
 
     address: int
     digest: int
     version: int
     elements: int
-    floating: bool
+    has_float_elements: bool
 
 
 class _InspectionTooSlow(Exception):
@@ -80,7 +80,7 @@ class _StateSteps:
         self.phases = set[str]()
         # Use the phase markers of timed steps, because a step could detect markers of a different class.
         self._stamper = device.stamper(index)
-        self._clock = PhaseClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
+        self._clock = PhaseStampClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
         self.state = workload.prepare(setup)
         self.returned: Any = None
 
@@ -115,38 +115,38 @@ class _StateSteps:
         return False
 
     def memories(self) -> dict[int, list[Any]]:
-        return find_memories(self.state, self.returned)
+        return find_tensors_by_address(self.state, self.returned)
 
-    def read_memory(self) -> list[_MemoryContents]:
+    def read_memory(self) -> list[_MemoryDigest]:
         return self.digest_memories(self.memories())
 
-    def digest_memories(self, memories: Mapping[int, list[Any]]) -> list[_MemoryContents]:
-        digests = []
+    def digest_memories(self, memories: Mapping[int, list[Any]]) -> list[_MemoryDigest]:
+        memory_digests = []
         deadline = time.thread_time() + MAX_STEP_SECONDS
         for address, tensors in memories.items():
-            _require_time(deadline)
+            _check_deadline(deadline)
             first_tensor = tensors[0]
             version = max(map(get_version, tensors))
             count = max(tensor.numel() for tensor in tensors)
             is_float_tensor = first_tensor.dtype.is_floating_point
-            digests.append(_MemoryContents(address, digest(first_tensor), version, count, is_float_tensor))
-        return digests
+            memory_digests.append(_MemoryDigest(address, digest(first_tensor), version, count, is_float_tensor))
+        return memory_digests
 
 
-def find_memories(*roots: object) -> dict[int, list[Any]]:
+def find_tensors_by_address(*roots: object) -> dict[int, list[Any]]:
     """Returns the tensors that the objects `roots` hold, by the address of their memory. Leaves out memory that is not
     torch's.
     """
     memories: dict[int, list[Any]] = {}
     deadline = time.thread_time() + MAX_STEP_SECONDS
     for tensor in iterate_tensors(*roots, until=deadline):
-        if not is_foreign(tensor):
+        if not is_foreign_tensor(tensor):
             memories.setdefault(get_address(tensor), []).append(tensor)
-    _require_time(deadline)
+    _check_deadline(deadline)
     return memories
 
 
-def _require_time(deadline: float) -> None:
+def _check_deadline(deadline: float) -> None:
     if time.thread_time() > deadline:
         raise _InspectionTooSlow(f"its state takes more than {MAX_STEP_SECONDS:g} s to read")
 
@@ -162,32 +162,32 @@ def check_step_effect(workload: Workload, setup: Setup, device: Device, index: i
 
 
 def _find_step_effect(steps: _StateSteps) -> StepEffect:
-    prepared = steps.read_memory()
+    prepared_contents = steps.read_memory()
     history = _step_until_repeat(steps)
     if history is None:
         return StepEffect(True)
     previous_step, last_step = history.history[-2:]
     if not last_step:
         return StepEffect(None, "its state holds no tensor")
-    if LOADING_PHASES & set(steps.phases) or holds_foreign_data(steps.state):
+    if LOADING_PHASES & set(steps.phases) or holds_non_torch_data(steps.state):
         return StepEffect(None, "it may read data outside of tensors")
-    inputs = set(prepared) & set(previous_step) & set(last_step)
-    answer_addresses = {get_address(tensor) for tensor in iterate_tensors(steps.returned)}
+    inputs = set(prepared_contents) & set(previous_step) & set(last_step)
+    returned_tensor_addresses = {get_address(tensor) for tensor in iterate_tensors(steps.returned)}
     results = [
         tensor
         for tensor in last_step
         if not history.is_counter(tensor)
         and tensor not in inputs
-        and (tensor not in previous_step or tensor.address in answer_addresses)
+        and (tensor not in previous_step or tensor.address in returned_tensor_addresses)
     ]
     if not inputs:
         return StepEffect(None, "it has no input tensor that could be changed")
     is_idle = not results and _is_idle(steps)
     if not is_idle and not any(
-        result.floating or result.elements > 1 for result in results
+        result.has_float_elements or result.elements > 1 for result in results
     ):  # a result that is a single truth value may be equal by chance
         return StepEffect(None, "no result of it is stored in its state or returned")
-    float_tensor_addresses = {tensor.address for tensor in inputs if tensor.floating}
+    float_tensor_addresses = {tensor.address for tensor in inputs if tensor.has_float_elements}
     other_tensor_addresses = {tensor.address for tensor in inputs} - float_tensor_addresses
     overwritten_addresses = {result.address for result in results if result not in previous_step} & {
         tensor.address for tensor in previous_step
@@ -208,16 +208,16 @@ class _StepHistory:
     """Digests of the memory after each step. The last step's results equal those of an earlier step, except in
     one-element tensors.
 
-    Such tensors may count steps. `changed_numbers` has the addresses of those that differ. `has_new_counters` is true
-    if also one-element tensors differ that each step allocates again.
+    Such tensors may count steps. `changed_number_addresses` has the addresses of those that differ. `has_new_counters`
+    is true if also one-element tensors differ that each step allocates again.
     """
 
-    history: list[list[_MemoryContents]]
-    changed_numbers: set[int]
+    history: list[list[_MemoryDigest]]
+    changed_number_addresses: set[int]
     has_new_counters: bool
 
-    def is_counter(self, tensor: _MemoryContents) -> bool:
-        return tensor.address in self.changed_numbers or (
+    def is_counter(self, tensor: _MemoryDigest) -> bool:
+        return tensor.address in self.changed_number_addresses or (
             self.has_new_counters and tensor.elements <= 1 and tensor.address not in self._first_step_addresses
         )
 
@@ -230,22 +230,20 @@ def _step_until_repeat(steps: _StateSteps) -> _StepHistory | None:
     """Takes steps until one gives the results of an earlier step. Returns None if a few steps all give new results."""
     steps.take_step_and_wait()
     # keep these tensors, so that new tensors of the next step get different addresses
-    held_memories = [steps.memories()]
-    history = [steps.digest_memories(held_memories[0])]
+    step_memories = [steps.memories()]
+    history = [steps.digest_memories(step_memories[0])]
     while len(history) < _MAX_COMPARED_STEPS:
         if steps.seconds() > MAX_STEP_SECONDS:
             raise _InspectionTooSlow(f"a step takes more than {MAX_STEP_SECONDS:g} s")
-        held_memories.append(steps.memories())
-        history.append(steps.digest_memories(held_memories[-1]))
+        step_memories.append(steps.memories())
+        history.append(steps.digest_memories(step_memories[-1]))
         for earlier in reversed(history[:-1]):
-            if (changed_numbers := _find_changed_numbers(earlier, history[-1])) is not None:
+            if (changed_numbers := _find_changed_scalars(earlier, history[-1])) is not None:
                 return _StepHistory(history, *changed_numbers)
     return None
 
 
-def _find_changed_numbers(
-    old: Sequence[_MemoryContents], new: Sequence[_MemoryContents]
-) -> tuple[set[int], bool] | None:
+def _find_changed_scalars(old: Sequence[_MemoryDigest], new: Sequence[_MemoryDigest]) -> tuple[set[int], bool] | None:
     """Compares the memory after two steps. Returns None if a tensor of several elements differs. Otherwise returns the
     addresses of one-element tensors that differ although both steps have them, and whether one-element tensors differ
     that each step allocates again.
@@ -257,15 +255,15 @@ def _find_changed_numbers(
     }
     # Memory that each step allocates again has no lasting address. So compare the digests of all such tensors in any
     # order, and separately the digests of all single numbers.
-    old_tensors, old_numbers = _count_digests(old, lasting_memories)
-    new_tensors, new_numbers = _count_digests(new, lasting_memories)
+    old_tensors, old_numbers = _count_content_digests(old, lasting_memories)
+    new_tensors, new_numbers = _count_content_digests(new, lasting_memories)
     if any(lasting_memories[address].elements > 1 for address in changed_addresses) or old_tensors != new_tensors:
         return None
     return changed_addresses, old_numbers != new_numbers
 
 
-def _count_digests(
-    memories: Sequence[_MemoryContents], lasting_memories: Mapping[int, object]
+def _count_content_digests(
+    memories: Sequence[_MemoryDigest], lasting_memories: Mapping[int, object]
 ) -> tuple[Counter[int], Counter[int]]:
     """Counts equal contents of memory that each step allocates again, by digest. Returns the counts for tensors with
     several elements, and for one-element tensors.
@@ -287,22 +285,22 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
     address before the first step, and torch may not have counted that a step wrote it.
     """
     contents_before_step = steps.read_memory()
-    replacement_digest_by_address = dict[int, int]()
+    fill_digest_by_address = dict[int, int]()
     with ExitStack() as stack:
         # Fill each memory from a different seed. Otherwise a result that equals an input could equal it again.
-        for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
+        for seed, (address, (first_tensor, *_)) in enumerate(steps.memories().items()):
             if address in chosen_addresses:
-                stack.enter_context(replace_numbers(first, seed))
-                replacement_digest_by_address[address] = digest(first)
+                stack.enter_context(replace_numbers(first_tensor, seed))
+                fill_digest_by_address[address] = digest(first_tensor)
         if steps.is_step_failing():
             return True
         memory_after = steps.read_memory()
     addresses_still_replaced = {
-        tensor.address for tensor in memory_after if tensor.digest == replacement_digest_by_address.get(tensor.address)
+        tensor.address for tensor in memory_after if tensor.digest == fill_digest_by_address.get(tensor.address)
     }
     excluded_addresses = set[int]() if with_results else addresses_still_replaced
 
-    def count_results(memories: Sequence[_MemoryContents]) -> Counter[int]:
+    def count_results(memories: Sequence[_MemoryDigest]) -> Counter[int]:
         results = (
             tensor for tensor in memories if not history.is_counter(tensor) and tensor.address not in excluded_addresses
         )
@@ -311,18 +309,18 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
     return count_results(memory_after) not in map(count_results, (*history.history, contents_before_step))
 
 
-def _rewrites_memory(steps: _StateSteps, written_once: set[_MemoryContents]) -> bool:
+def _rewrites_memory(steps: _StateSteps, written_once: set[_MemoryDigest]) -> bool:
     """Returns whether a step changes memory in place without torch noticing. `written_once` is memory that only the
     first step changed: rounding, for example, changes nothing when it is repeated. The numbers there are replaced, and
     a step that works in place changes them again.
     """
     addresses = {tensor.address for tensor in written_once}
-    for address, (first, *_) in steps.memories().items():
+    for address, (first_tensor, *_) in steps.memories().items():
         if address in addresses:
-            original_digest = digest(first)
-            with replace_numbers(first, seed=0):
-                replacement_digest = digest(first)
-                if steps.is_step_failing() or digest(first) not in (original_digest, replacement_digest):
+            original_digest = digest(first_tensor)
+            with replace_numbers(first_tensor, seed=0):
+                replacement_digest = digest(first_tensor)
+                if steps.is_step_failing() or digest(first_tensor) not in (original_digest, replacement_digest):
                     return True
     return False
 
@@ -337,7 +335,7 @@ def _is_idle(steps: _StateSteps) -> bool:
         start = time.process_time()
         steps.take_step_and_wait()
         step_seconds = time.process_time() - start
-        if step_seconds < IDLE_STEP_SECONDS:
+        if step_seconds < MAX_IDLE_STEP_SECONDS:
             return True
         spent_seconds += step_seconds
         if number + 1 >= _MIN_REPETITIONS and (spent_seconds > _REPETITION_SECONDS or time.monotonic() > deadline):
@@ -347,20 +345,20 @@ def _is_idle(steps: _StateSteps) -> bool:
 
 # The order of slots that time steps (True) and slots that count operators (False). A step's time does not follow this
 # order if it drifts steadily, or repeats after 2, 3, 4 or 8 slots.
-_SLOT_ORDER = (True, False, False, True, False, True, True, False)
+_TIMED_SLOT_PATTERN = (True, False, False, True, False, True, True, False)
 # Kernels may round differently in two slots. So ignore differences below _ROUNDING_SHARE of the step's effect on a
 # tensor, and differences below _LEAST_CHANGE_SHARE of the largest effect on any tensor.
 _ROUNDING_SHARE, _LEAST_CHANGE_SHARE = 0.05, 1e-3
 # The largest allowed ratio between step times in timed slots and in slots that count operators, in both directions.
 # Counting an operator may cost _OPERATOR_COUNTING_SECONDS.
-_MAX_SLOWDOWN = 1.5
+_MAX_STEP_SLOWDOWN = 1.5
 _OPERATOR_COUNTING_SECONDS = 30e-6
 # The largest state in bytes whose numbers are replaced. For a larger state this takes too long.
 MAX_BYTES = 1 << 26
 
-# For each tensor, in the order of `find_memories`: a few sums that describe how a step changed the tensor
+# For each tensor, in the order of `find_tensors_by_address`: a few sums that describe how a step changed the tensor
 # (bits.sketch), or the content of the tensor if it is new.
-Sketches = list[Any]
+TensorChangeSketches = list[Any]
 
 
 class SlotSummary(NamedTuple):
@@ -370,11 +368,11 @@ class SlotSummary(NamedTuple):
 
     typical: float
     least: float
-    sums: Sketches
+    sums: TensorChangeSketches
     most: float
 
 
-def make_slot(seconds: Sequence[float], operators: int, sums: Sketches, most: float) -> SlotSummary:
+def make_slot_summary(seconds: Sequence[float], operators: int, sums: TensorChangeSketches, most: float) -> SlotSummary:
     """Summarises a slot (one case's turn) whose slowest step took `most` seconds. If operators were counted, `seconds`
     has the time that each step spent in its `operators` operators. Otherwise `seconds` has the time of each step, and
     `operators` is 0.
@@ -387,42 +385,42 @@ def compare_slots() -> Generator[bool, SlotSummary | None, str]:
     (False), and receives this slot. It returns how the two kinds differ; '' if they do not, or if this is unknown.
     """
     timed_slots: list[SlotSummary] = []
-    counted_slots: list[SlotSummary] = []
+    counted_slot_summaries: list[SlotSummary] = []
     reason = ""
-    for is_timed in _SLOT_ORDER:
+    for is_timed in _TIMED_SLOT_PATTERN:
         if (slot := (yield is_timed)) is None or slot.typical > MAX_STEP_SECONDS:
             return ""
-        (timed_slots if is_timed else counted_slots).append(slot)
-        if counted_slots and not (reason := _describe_slot_difference(timed_slots, counted_slots)):
+        (timed_slots if is_timed else counted_slot_summaries).append(slot)
+        if counted_slot_summaries and not (reason := _describe_slot_difference(timed_slots, counted_slot_summaries)):
             return ""
     return reason
 
 
 def _describe_slot_difference(timed: Sequence[SlotSummary], counted: Sequence[SlotSummary]) -> str:
-    slowest_timed = max(slot.typical for slot in timed)
-    fastest_counted = min(slot.least for slot in counted)
-    if fastest_counted > _MAX_SLOWDOWN * slowest_timed:
+    slowest_timed_seconds = max(slot.typical for slot in timed)
+    fastest_counted_seconds = min(slot.least for slot in counted)
+    if fastest_counted_seconds > _MAX_STEP_SLOWDOWN * slowest_timed_seconds:
         return (
-            f"a step takes {units.seconds(slowest_timed)} when it is timed, and its operators take "
-            f"{units.seconds(fastest_counted)} or more when they are counted"
+            f"a step takes {units.seconds(slowest_timed_seconds)} when it is timed, and its operators take "
+            f"{units.seconds(fastest_counted_seconds)} or more when they are counted"
         )
     fastest_timed = min(slot.least for slot in timed)
     slowest_counted = max(slot.most for slot in counted)
-    if fastest_timed > _MAX_SLOWDOWN * slowest_counted:
+    if fastest_timed > _MAX_STEP_SLOWDOWN * slowest_counted:
         return (
             f"a step takes {units.seconds(fastest_timed)} when it is timed, and {units.seconds(slowest_counted)} when "
             "its operators are counted"
         )
     # A tensor is evidence that a step cheats only if all timed slots agree about its change, and all counted slots too.
-    sketches = [slot.sums for slot in (*timed, *counted)]
+    sums_by_slot = [slot.sums for slot in (*timed, *counted)]
     least_change = _LEAST_CHANGE_SHARE * max(
-        (float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0
+        (float(sums.abs().max()) for slot_sums in sums_by_slot for sums in slot_sums), default=0.0
     )
-    for tensor_sums in zip_longest(*sketches):
-        timed_sums = tensor_sums[: len(timed)]
+    for tensor_sums in zip_longest(*sums_by_slot):
+        timed_slot_sums = tensor_sums[: len(timed)]
         counted_sums = tensor_sums[len(timed) :]
-        all_slots_agree = _do_all_agree(timed_sums, least_change) and _do_all_agree(counted_sums, least_change)
-        if all_slots_agree and not _are_sketches_close(timed_sums[0], counted_sums[0], least_change):
+        all_slots_agree = _do_all_agree(timed_slot_sums, least_change) and _do_all_agree(counted_sums, least_change)
+        if all_slots_agree and not _are_sketches_close(timed_slot_sums[0], counted_sums[0], least_change):
             return "a step leaves other results when it is timed than when its operators are counted"
     return ""
 
@@ -435,11 +433,11 @@ def _are_sketches_close(sums: Any, other_sums: Any, least_change: float) -> bool
     if sums is None or other_sums is None:
         return sums is other_sums
     difference = float((sums - other_sums).abs().max())
-    largest_sum = float(max(sums.abs().max(), other_sums.abs().max()))
-    return difference <= max(_ROUNDING_SHARE * largest_sum, least_change)
+    largest_absolute_sum = float(max(sums.abs().max(), other_sums.abs().max()))
+    return difference <= max(_ROUNDING_SHARE * largest_absolute_sum, least_change)
 
 
-class InitialContents:
+class InitialStateContents:
     """Stores the contents of a state's memory and the positions of its random generators, to start each slot after the
     timing from them.
     """
@@ -455,46 +453,48 @@ class InitialContents:
 
     def restore(self) -> None:
         """Restores the memory and the generators, except for tensors that earlier slots added to the state."""
-        for first, copy in self._initial.values():
-            restore_bytes(first, copy)
-        memories = find_memories(self._state) if self._is_stored else {}
+        for first_tensor, copy in self._initial.values():
+            restore_bytes(first_tensor, copy)
+        memories = find_tensors_by_address(self._state) if self._is_stored else {}
         self._contents = dict(self._initial)
-        for address, (first, *_) in memories.items():
+        for address, (first_tensor, *_) in memories.items():
             if address not in self._contents:
-                self._contents[address] = first, copy_bytes(first)
+                self._contents[address] = first_tensor, copy_bytes(first_tensor)
         for draw_again in self._generator_resets:
             draw_again()
 
-    def sketch_changes(self, answer: object) -> Sketches:
+    def sketch_changes(self, answer: object) -> TensorChangeSketches:
         """Returns sketches (random sums) of the state's changes since `restore`, and of the tensors in a step's answer.
         Returns [] if the state's contents were not stored.
         """
-        memories = find_memories(self._state, answer) if self._is_stored else {}
-        sketches = []
-        for address, (first, *_) in memories.items():
+        memories = find_tensors_by_address(self._state, answer) if self._is_stored else {}
+        change_sketches = []
+        for address, (first_tensor, *_) in memories.items():
             _, copy = self._contents.get(address, (None, None))
             # Memory of a different size is a new tensor at an old address.
-            if copy is not None and copy.numel() != first.untyped_storage().nbytes():
+            if copy is not None and copy.numel() != first_tensor.untyped_storage().nbytes():
                 copy = None
-            sketches.append(sketch_tensor(first, copy))
-        return sketches
+            change_sketches.append(sketch_tensor(first_tensor, copy))
+        return change_sketches
 
 
 @contextmanager
-def restore_state(state: object, inputs: set[int]) -> Iterator[InitialContents]:
+def restore_state(state: object, inputs: set[int]) -> Iterator[InitialStateContents]:
     """Replaces the numbers of the inputs within the `with` block. Restores the state's memory and generators
     afterwards.
 
     A state of more than MAX_BYTES is left unchanged.
     """
-    memories = find_memories(state)
+    memories = find_tensors_by_address(state)
     if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MAX_BYTES:
-        yield InitialContents(state, None)
+        yield InitialStateContents(state, None)
         return
     with ExitStack() as stack:
         for draw_again in save_generators(state):
             stack.callback(draw_again)
-        for seed, (address, (first, *_)) in enumerate(memories.items()):
-            is_replaced_input = address in inputs and first.dtype.is_floating_point
-            stack.enter_context(replace_numbers(first, seed) if is_replaced_input else restore_afterwards(first))
-        yield InitialContents(state, memories)
+        for seed, (address, (first_tensor, *_)) in enumerate(memories.items()):
+            is_float_input = address in inputs and first_tensor.dtype.is_floating_point
+            stack.enter_context(
+                replace_numbers(first_tensor, seed) if is_float_input else restore_afterwards(first_tensor)
+            )
+        yield InitialStateContents(state, memories)

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 
-GRACE_SECONDS = 0.5
-_WAIT_PIECE_COUNT = 20
+TASK_GRACE_SECONDS = 0.5
+_GRACE_WAIT_COUNT = 20
 # Seconds to wait until a process ends. The process may have to wait for a core.
-_EXIT_SECONDS = 2.0
+_EXIT_WAIT_SECONDS = 2.0
 _POLL_SECONDS = 0.005
 # Helper processes that live as long as the process that started them, and do nothing without a request.
-_HARMLESS_COMMANDS = (
+_HELPER_PROCESS_COMMANDS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "torch/_inductor/compile_worker",
@@ -50,38 +50,38 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def untimed_pass() -> Iterator[None]:
+def guard_untimed_pass() -> Iterator[None]:
     """Runs an untimed pass, whose output goes to stderr. Raises LeftRunning if it leaves threads or processes
     running.
     """
-    running_tasks_before = list_running()
+    running_tasks_before = list_running_tasks()
     with stdout_to_stderr():
         yield
-    if names := wait_and_name_running(list_running() - running_tasks_before):
+    if names := wait_for_running_tasks(list_running_tasks() - running_tasks_before):
         raise LeftRunning(
             f"it left {_describe_running(names)}: they would be timed with later work. Join them before returning."
         )
 
 
 @contextlib.contextmanager
-def silent_step() -> Iterator[None]:
+def require_silent_step() -> Iterator[None]:
     """Runs the `with` block, which takes timed steps. Raises an error if a step printed, or left a thread or a process
     running.
     """
-    running_tasks_before = list_running()
+    running_tasks_before = list_running_tasks()
     stdout_bytes_before = _measure_stdout_bytes()
     with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
         yield
     lines = captured_output.getvalue().strip().splitlines()
     bytes_bypassing_stdout = _measure_stdout_bytes() - stdout_bytes_before
     if lines or bytes_bypassing_stdout:
-        shown_output = repr(lines[0][:60]) if lines else f"{bytes_bypassing_stdout} bytes that bypass sys.stdout"
+        printed_output_text = repr(lines[0][:60]) if lines else f"{bytes_bypassing_stdout} bytes that bypass sys.stdout"
         further_lines_text = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         raise StepPrinted(
-            f"a step printed {shown_output}{further_lines_text}: printing is timed with the step. "
+            f"a step printed {printed_output_text}{further_lines_text}: printing is timed with the step. "
             "Print while preparing, or not at all."
         )
-    if names := wait_and_name_running(list_running() - running_tasks_before, 0.0):
+    if names := wait_for_running_tasks(list_running_tasks() - running_tasks_before, 0.0):
         raise LeftRunning(
             f"a step left {_describe_running(names)}: it would be timed with the next one. Join it in the step, or "
             "start it while preparing."
@@ -118,7 +118,7 @@ def _end_forked_children() -> Iterator[None]:
 
 def _end_child_after_step() -> None:
     if _step_process_ids:
-        PhaseClock.end = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
+        PhaseStampClock.end = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
 
 
 os.register_at_fork(after_in_child=_end_child_after_step)
@@ -151,13 +151,13 @@ def owns_process() -> bool:
     return _owns_process
 
 
-def list_running() -> RunningTasks:
-    thread_id = None if _owns_process else threading.get_native_id()
-    descendant_pids = () if _has_no_child() else _iterate_descendants(os.getpid(), thread_id)
+def list_running_tasks() -> RunningTasks:
+    calling_thread_id = None if _owns_process else threading.get_native_id()
+    descendant_pids = () if _has_no_child() else _iterate_descendants(os.getpid(), calling_thread_id)
     return RunningTasks(frozenset(threading.enumerate()), frozenset(descendant_pids))
 
 
-def wait_and_name_running(started: RunningTasks, grace_seconds: float = GRACE_SECONDS) -> list[str]:
+def wait_for_running_tasks(started: RunningTasks, grace_seconds: float = TASK_GRACE_SECONDS) -> list[str]:
     """Returns the names of threads that do not end within `grace_seconds` seconds, and of processes. Ends these
     processes.
 
@@ -165,9 +165,9 @@ def wait_and_name_running(started: RunningTasks, grace_seconds: float = GRACE_SE
     """
     threads = [thread for thread in started.threads if not _is_torch_thread(thread)]
     # wait in several pieces: if the system suspends this process for a while, only one piece is lost
-    for _ in range(_WAIT_PIECE_COUNT):
+    for _ in range(_GRACE_WAIT_COUNT):
         if threads := [thread for thread in threads if thread.is_alive()]:
-            threads[0].join(grace_seconds / _WAIT_PIECE_COUNT)
+            threads[0].join(grace_seconds / _GRACE_WAIT_COUNT)
     return [thread.name for thread in threads if thread.is_alive()] + _end_processes(started.processes)
 
 
@@ -176,11 +176,11 @@ def end_processes_on_error() -> Iterator[None]:
     """If the `with` block raises, ends the processes that the block has started, because no state exists whose release
     would end them.
     """
-    running_tasks_before = list_running()
+    running_tasks_before = list_running_tasks()
     try:
         yield
     except BaseException:
-        wait_and_name_running(list_running() - running_tasks_before, 0.0)
+        wait_for_running_tasks(list_running_tasks() - running_tasks_before, 0.0)
         raise
 
 
@@ -231,7 +231,7 @@ def _iterate_descendants(pid: int, thread: int | str | None = None) -> Iterator[
 
 
 def _end_processes(started: Iterable[int]) -> list[str]:
-    deadline = time.monotonic() + _EXIT_SECONDS
+    deadline = time.monotonic() + _EXIT_WAIT_SECONDS
     while (remaining := [pid for pid in sorted(started) if _is_busy(pid)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     descriptions = [f"process {pid}: {_read_command_line(pid):.60}" for pid in remaining]
@@ -246,7 +246,7 @@ def _end_processes(started: Iterable[int]) -> list[str]:
 def _is_busy(pid: int) -> bool:
     """Returns whether a process runs and is not a harmless helper, judged by its command line."""
     # A new process whose command line is still empty counts as busy.
-    return _is_alive(pid) and not any(word in _read_command_line(pid) for word in _HARMLESS_COMMANDS)
+    return _is_alive(pid) and not any(word in _read_command_line(pid) for word in _HELPER_PROCESS_COMMANDS)
 
 
 def _read_command_line(pid: int) -> str:

@@ -38,13 +38,13 @@ def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequ
     Yields the switches' values before the block. The next call under the same precision may pass them as
     `known_values`, so that they need not be read again.
     """
-    old_values = read_values(switches()) if known_values is None else known_values
+    old_switch_values = read_values(switches()) if known_values is None else known_values
     try:
-        yield old_values
+        yield old_switch_values
     except BaseException:
-        restore_values(switches(), old_values)
+        restore_values(switches(), old_switch_values)
         raise
-    changed_switches = restore_values(switches(), old_values)
+    changed_switches = restore_values(switches(), old_switch_values)
     if changed_switches:
         raise SwitchesChanged(
             f"it left {', '.join(changed_switches)}: other cases run in the same process. "
@@ -65,12 +65,12 @@ def precision_scope(precision: Precision) -> Iterator[None]:
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Turns automatic garbage collection off, so that tensors in reference cycles are freed at a defined time."""
-    was_collector_enabled = gc.isenabled()
+    was_gc_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_collector_enabled:
+        if was_gc_enabled:
             gc.enable()
 
 
@@ -81,11 +81,11 @@ def switches() -> tuple[Switch, ...]:
     return (
         *list_torch_switches(),
         *list_process_switches(),
-        Switch(_OWN_FUNCTIONS, watch_own_functions(), None, usual=()),
+        Switch(_FP8BENCH_FUNCTIONS_TEXT, watch_measuring_functions(), None, usual=()),
     )
 
 
-_OWN_FUNCTIONS = "fp8bench's own functions"
+_FP8BENCH_FUNCTIONS_TEXT = "fp8bench's own functions"
 # Prefixes of the fp8bench modules that time or inspect steps.
 _MEASURING_MODULES = tuple(
     f"fp8bench.{room}"
@@ -93,11 +93,11 @@ _MEASURING_MODULES = tuple(
 )
 
 
-def watch_own_functions() -> Callable[[], tuple[str, ...]]:
+def watch_measuring_functions() -> Callable[[], tuple[str, ...]]:
     """Remembers the functions of fp8bench that measure steps. Returns a function that names those that were replaced
     since then. A step that replaces such a function could falsify its measured time, or what is observed of the step.
     """
-    function_places: list[tuple[dict[str, Any], str]] = []
+    function_bindings: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
         # List the functions before any step runs, so that functions that a step adds to these modules are not listed.
         if name.startswith(_MEASURING_MODULES):
@@ -107,19 +107,22 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
                 # A copy, because another thread may add a name.
                 for word, value in list(names.items()):
                     if type(value) is FunctionType:
-                        function_places.append((names, word))
-    functions: list[Any] = [names[name] for names, name in function_places]
-    function_codes = [function.__code__ for function in functions]
+                        function_bindings.append((names, word))
+    measuring_functions: list[Any] = [names[name] for names, name in function_bindings]
+    function_codes = [function.__code__ for function in measuring_functions]
 
     def list_replacements() -> tuple[str, ...]:
         # Every step takes this path. It is fast, because it computes no names.
-        present_functions: list[Any] = [names.get(name) for names, name in function_places]
-        if present_functions == functions and [function.__code__ for function in functions] == function_codes:
+        current_functions: list[Any] = [names.get(name) for names, name in function_bindings]
+        if (
+            current_functions == measuring_functions
+            and [function.__code__ for function in measuring_functions] == function_codes
+        ):
             return ()
-        functions_and_codes = zip(functions, function_codes, present_functions, strict=True)
+        function_code_pairs = zip(measuring_functions, function_codes, current_functions, strict=True)
         return tuple(
             f"{function.__module__}.{function.__qualname__}"
-            for function, code, current in functions_and_codes
+            for function, code, current in function_code_pairs
             if current is not function or function.__code__ is not code
         )
 
@@ -171,7 +174,7 @@ def refuse_distorted_reference() -> None:
         else []
     )
     switch_corrections = dict.fromkeys(
-        switch.correction for switch, _ in distorting_switch_values[:_MAX_NAMED_SWITCHES]
+        switch.restore_instruction for switch, _ in distorting_switch_values[:_MAX_NAMED_SWITCHES]
     )
     raise UsageError(
         f"the process that is to measure has {'; '.join([*distorting_switch_texts, *further_count_texts])}, "

@@ -21,11 +21,11 @@ from fp8bench.model import CELL_PHASES, DeviceFacts, Tape
 from fp8bench.model.step import Shares
 from fp8bench.profiler import record_events
 from fp8bench.protocols import Device, Phases, Precision, Setup, SilentPhases, Stamper, Workload
-from fp8bench.tape.counting import count_tape
+from fp8bench.tape.counting import count_operator_calls
 from fp8bench.tape.recorder import OperatorTape
-from fp8bench.tape.timed_calls import OperatorTimes, compute_kernel_shares, compute_shares, sum_kernel_seconds
-from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.fusing import without_compiling
+from fp8bench.tape.timed_calls import OperatorTimes, compute_kernel_shares, compute_step_shares, sum_kernel_seconds
+from fp8bench.worker.clock import PhaseStampClock
+from fp8bench.worker.fusing import disable_compiling
 from fp8bench.worker.state_tensors import find_models
 from fp8bench.worker.static_scales import step
 
@@ -38,20 +38,20 @@ _COMPILED_STEP_REASON = "a compiled step calls no operator by itself; measure th
 
 def record_tape(workload: Workload, setup: Setup, precision: Precision, stamper: Stamper) -> Tape:
     operator_tape = OperatorTape()
-    clock = PhaseClock(stamper, lambda code: operator_tape.enter(CELL_PHASES[code]))
+    clock = PhaseStampClock(stamper, lambda code: operator_tape.enter(CELL_PHASES[code]))
     state = workload.prepare(setup)
-    with without_compiling():
+    with disable_compiling():
         # The first step creates moments and caches, unlike later steps.
         step(workload, state, setup.scales, clock)
     clock.begin()
-    with without_compiling() as compiled, operator_tape:
+    with disable_compiling() as compiled, operator_tape:
         step(workload, state, setup.scales, clock)
-    tape = count_tape(operator_tape.calls, precision.float32_products != "highest")
+    tape = count_operator_calls(operator_tape.calls, precision.float32_products != "highest")
     return replace(tape, fused=_COMPILED_STEP_NOTE) if compiled else tape
 
 
 @dataclass(frozen=True)
-class _SharedSteps:
+class _StepRunner:
     run: Callable[[Phases], object]
     wait: Callable[[], None]
     facts: DeviceFacts
@@ -64,7 +64,7 @@ class _SharedSteps:
         is_single_threaded = not self.facts.accelerated and torch.get_num_threads() == 1
         return time.thread_time_ns if is_single_threaded else time.perf_counter_ns
 
-    def time_without_watch(self) -> float:
+    def time_unwatched_step(self) -> float:
         clock = self.clock
         start = clock()
         self.run(SilentPhases())
@@ -72,15 +72,15 @@ class _SharedSteps:
         return (clock() - start) * 1e-9
 
 
-def measure_shares(workload: Workload, setup: Setup, device: Device) -> Shares | str:
+def measure_step_shares(workload: Workload, setup: Setup, device: Device) -> Shares | str:
     """Returns how the time of a step divides among its parts, or the reason why a compiled step has no such figures."""
     state = workload.prepare(setup)
     index = setup.facts.index
-    shared_steps = _SharedSteps(
+    shared_steps = _StepRunner(
         lambda phases: step(workload, state, setup.scales, phases), lambda: device.synchronise(index), setup.facts
     )
-    with without_compiling() as compiled:
-        shared_steps.time_without_watch()
+    with disable_compiling() as compiled:
+        shared_steps.time_unwatched_step()
     if compiled:
         return _COMPILED_STEP_REASON
     return (
@@ -90,25 +90,25 @@ def measure_shares(workload: Workload, setup: Setup, device: Device) -> Shares |
     )
 
 
-def _measure_operator_shares(steps: _SharedSteps, state: Any) -> Shares:
+def _measure_operator_shares(steps: _StepRunner, state: Any) -> Shares:
     operator_times = OperatorTimes(find_models(state), steps.clock)
     timed_calls_by_step = []
     unwatched_step_seconds = []
     # Observed and unobserved steps alternate, so that slow changes of the machine affect both kinds.
-    for _ in _iterate_limited_turns():
+    for _ in _iterate_turns_until_limit():
         with operator_times.time_calls() as calls:
             steps.run(operator_times.phases)
         timed_calls_by_step.append(calls)
-        unwatched_step_seconds.append(steps.time_without_watch())
+        unwatched_step_seconds.append(steps.time_unwatched_step())
     # The first observed and the first unobserved step are warm-ups. They are dropped if there are further steps.
-    return compute_shares(
+    return compute_step_shares(
         timed_calls_by_step[1:] or timed_calls_by_step, unwatched_step_seconds[1:] or unwatched_step_seconds
     )
 
 
-def _measure_kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
+def _measure_kernel_shares(steps: _StepRunner, state: Any) -> Shares:
     operator_times = OperatorTimes(find_models(state), in_profiler_ranges=True)
-    unwatched_step_seconds = [steps.time_without_watch() for _ in _iterate_limited_turns()]
+    unwatched_step_seconds = [steps.time_unwatched_step() for _ in _iterate_turns_until_limit()]
 
     def take_observed_step() -> None:
         with operator_times.time_calls():
@@ -121,7 +121,7 @@ def _measure_kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
     return compute_kernel_shares(operator_times.calls, operator_kernels, other_kernels, median(unwatched_step_seconds))
 
 
-def _iterate_limited_turns() -> Iterator[int]:
+def _iterate_turns_until_limit() -> Iterator[int]:
     start = time.perf_counter()
     for turn in range(1 + MAX_STEPS):
         yield turn

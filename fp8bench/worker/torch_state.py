@@ -63,8 +63,8 @@ def list_disabled_operators() -> tuple[tuple[str, str], ...]:
     """Lists what is disabled among torch's operators that are written in Python. Each entry is a kind of filter
     ('language', 'operator' or 'device') and the name that this filter disables.
     """
-    native: Any = torch.backends.python_native
-    state = native._get_filter_state()
+    python_native_backend: Any = torch.backends.python_native
+    state = python_native_backend._get_filter_state()
     names_by_kind = {"language": state._dsl_names, "operator": state._op_symbols, "device": state._dispatch_keys}
     disabled_operators: list[tuple[str, str]] = []
     for kind, names in names_by_kind.items():
@@ -73,7 +73,7 @@ def list_disabled_operators() -> tuple[tuple[str, str], ...]:
 
 
 def restore_disabled_operators(old: tuple[tuple[str, str], ...]) -> None:
-    native = torch.backends.python_native
+    python_native_backend = torch.backends.python_native
     method_names = {"operator": "operations", "device": "dispatch_keys"}
     disabled_operators = list_disabled_operators()
     # Set only changed switches, because setting one may load a library.
@@ -83,9 +83,9 @@ def restore_disabled_operators(old: tuple[tuple[str, str], ...]) -> None:
     ):
         for kind, name in differences:
             if kind == "language":
-                getattr(native, name).enabled = action == "enable"
+                getattr(python_native_backend, name).enabled = action == "enable"
             else:
-                getattr(native, f"{action}_{method_names[kind]}")(name)
+                getattr(python_native_backend, f"{action}_{method_names[kind]}")(name)
 
 
 def set_flash_attention(implementation: str | None) -> None:
@@ -95,7 +95,7 @@ def set_flash_attention(implementation: str | None) -> None:
         attention.activate_flash_attention_impl(implementation)
 
 
-def get_stance() -> Any:
+def get_compiler_stance() -> Any:
     """Returns the compiler's stance; None if it is the default, or if the compiler was not imported. Importing the
     compiler takes seconds.
     """

@@ -13,7 +13,7 @@ import torch
 from torch.nn import attention
 from torch.nn.modules import module
 
-from fp8bench.user_code.switches import NotInUse, Switch, Unset, make_attribute_switch
+from fp8bench.user_code.switches import Switch, Unset, UnusedLibraryValue, make_attribute_switch
 from fp8bench.worker import torch_state as state
 
 _SMALLEST_FLOAT = 5e-324
@@ -33,7 +33,7 @@ def list_torch_switches() -> Iterator[Switch]:
     """
     # Restore the lock on torch's flags first, because no flag can be restored while they are locked.
     yield from _list_mode_switches()
-    yield from _list_number_switches()
+    yield from _list_numerics_switches()
     yield from _list_library_switches()
     yield from _list_attention_switches()
     yield from _list_module_and_compiler_switches()
@@ -44,7 +44,7 @@ def list_torch_switches() -> Iterator[Switch]:
 def list_arithmetic_switches() -> Iterator[Switch]:
     """Yields the switches that change how fast, or how exactly, torch computes an operator."""
     # Do not list modes and hooks, because they run additional code, but do not change how an operator computes.
-    yield from _list_number_switches()
+    yield from _list_numerics_switches()
     yield from _list_library_switches()
     yield from _list_product_switches()
 
@@ -57,7 +57,7 @@ def _list_mode_switches() -> Iterator[Switch]:
         usual=False,
         is_distorting=bool,
         names=("torch.backends.disable_global_flags",),
-        correction="do not call torch.backends.disable_global_flags()",
+        restore_instruction="do not call torch.backends.disable_global_flags()",
     )
     # Inference mode comes before gradients, because it also turns gradients off.
     for name, read, usual, remedy in (
@@ -66,7 +66,7 @@ def _list_mode_switches() -> Iterator[Switch]:
         ("modes of torch's dispatcher", torch._C._len_torch_dispatch_stack, 0, "leave the TorchDispatchMode"),
         ("torch's profiler", torch._C._autograd._profiler_enabled, False, "end the profiler"),
     ):
-        yield Switch(name, read, None, usual=usual, is_distorting=bool, correction=remedy)
+        yield Switch(name, read, None, usual=usual, is_distorting=bool, restore_instruction=remedy)
     yield _make_function_switch("gradients", torch.is_grad_enabled, "torch.set_grad_enabled", usual=True)
     yield _make_function_switch("the default device", state.get_default_device, "torch.set_default_device", usual=None)
     yield Switch(
@@ -75,7 +75,7 @@ def _list_mode_switches() -> Iterator[Switch]:
         state.restore_saved_hooks,
         usual=None,
         is_distorting=bool,
-        correction="leave torch.autograd.graph.saved_tensors_hooks",
+        restore_instruction="leave torch.autograd.graph.saved_tensors_hooks",
     )
     for kind in _DEVICE_KINDS:
         old_enabled_setter, old_dtype_setter = _OLD_AUTOCAST_SETTERS[kind]
@@ -113,7 +113,7 @@ def _list_mode_switches() -> Iterator[Switch]:
     )
 
 
-def _list_number_switches() -> Iterator[Switch]:
+def _list_numerics_switches() -> Iterator[Switch]:
     """Yields the switches for default dtypes, threads, and denormal numbers."""
     yield _make_function_switch(
         "the default dtype",
@@ -162,15 +162,20 @@ def _list_library_switches() -> Iterator[Switch]:
         usual=True,
         is_distorting=partial(_differs_from_usual, True),
         names=("torch.backends.nnpack.set_flags", "torch.backends.nnpack.flags"),
-        correction="torch.backends.nnpack.set_flags(True)",
+        restore_instruction="torch.backends.nnpack.set_flags(True)",
     )
     for switch_name, function in (
         ("the library of linear algebra", "preferred_linalg_library"),
         ("the library of products on a GPU", "preferred_blas_library"),
         ("the library of attention on ROCm", "preferred_rocm_fa_library"),
     ):
-        read_or_set_library = getattr(cuda, function)
-        yield Switch(switch_name, read_or_set_library, read_or_set_library, names=(f"torch.backends.cuda.{function}",))
+        preferred_library_function = getattr(cuda, function)
+        yield Switch(
+            switch_name,
+            preferred_library_function,
+            preferred_library_function,
+            names=(f"torch.backends.cuda.{function}",),
+        )
     if hasattr(torch.backends, "python_native"):  # torch.backends.python_native exists since torch 2.12
         setter_names = (
             "DSLController.enabled",
@@ -204,7 +209,7 @@ def _list_attention_switches() -> Iterator[Switch]:
     # Reading the order would initialise the GPU.
     read_attention_order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
-        read_attention_order = partial(state.read_if_gpu_active, state.get_attention_order, NotInUse)
+        read_attention_order = partial(state.read_if_gpu_active, state.get_attention_order, UnusedLibraryValue)
     yield Switch("the order of attention's kernels", read_attention_order, torch._C._set_sdp_priority_order)
     yield Switch(
         "reduced-precision sums in attention",
@@ -213,7 +218,7 @@ def _list_attention_switches() -> Iterator[Switch]:
         usual=False,
         is_distorting=bool,
         names=("torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",),
-        correction="torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)",
+        restore_instruction="torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)",
     )
     if hasattr(attention, "current_flash_attention_impl"):
         yield Switch(
@@ -253,10 +258,10 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
         restore_hooks,
         usual=empty_global_hooks,
         is_distorting=any,
-        correction="remove the hooks",
+        restore_instruction="remove the hooks",
     )
     yield Switch(
-        "the stance of torch.compile", state.get_stance, state.set_stance, names=("torch.compiler.set_stance",)
+        "the stance of torch.compile", state.get_compiler_stance, state.set_stance, names=("torch.compiler.set_stance",)
     )
     yield Switch(
         "the default backend of torch.compile",
@@ -337,11 +342,11 @@ def _list_gpu_switches() -> Iterator[Switch]:
         if (read_or_set_size := getattr(libraries, function, None)) is not None
     ]
     for switch_name, read, write, usual_value, public_name in rows:
-        # If no GPU is in use, a switch reads as its usual value, or as NotInUse if it has none.
-        value_before_gpu_use = NotInUse if usual_value is Unset else usual_value
+        # If no GPU is in use, a switch reads as its usual value, or as UnusedLibraryValue if it has none.
+        switch_value_before_gpu = UnusedLibraryValue if usual_value is Unset else usual_value
         yield Switch(
             switch_name,
-            partial(state.read_if_gpu_active, read, value_before_gpu_use),
+            partial(state.read_if_gpu_active, read, switch_value_before_gpu),
             write,
             (public_name,),
             usual_value,
@@ -360,7 +365,7 @@ def _list_product_switches() -> Iterator[Switch]:
         names=("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
         usual="highest",
         is_distorting=partial(_differs_from_usual, "highest"),
-        correction='torch.set_float32_matmul_precision("highest")',
+        restore_instruction='torch.set_float32_matmul_precision("highest")',
     )
     cudnn = torch.backends.cudnn
     matmul = torch.backends.cuda.matmul
@@ -372,19 +377,19 @@ def _list_product_switches() -> Iterator[Switch]:
         usual=True,
     )
     for dtype in ("bf16", "fp16"):
-        attribute_name = f"allow_{dtype}_reduced_precision_reduction"
-        attribute_names = [attribute_name]
-        if hasattr(matmul, f"{attribute_name}_split_k"):
-            attribute_names.append(f"{attribute_name}_split_k")
+        reduction_flag_name = f"allow_{dtype}_reduced_precision_reduction"
+        attribute_names = [reduction_flag_name]
+        if hasattr(matmul, f"{reduction_flag_name}_split_k"):
+            attribute_names.append(f"{reduction_flag_name}_split_k")
         # The split-K attribute reads this setting's second value. Assigning the first attribute sets both values.
         yield Switch(
             f"{dtype}'s reduced-precision sums",
             partial(_read_attributes, matmul, attribute_names),
-            partial(setattr, matmul, attribute_name),
-            names=(f"torch.backends.cuda.matmul.{attribute_name}",),
+            partial(setattr, matmul, reduction_flag_name),
+            names=(f"torch.backends.cuda.matmul.{reduction_flag_name}",),
             usual=(True,) * len(attribute_names),
             is_distorting=lambda values: not all(values),
-            correction=f"torch.backends.cuda.matmul.{attribute_name} = True",
+            restore_instruction=f"torch.backends.cuda.matmul.{reduction_flag_name} = True",
         )
     yield from _make_flag_switch(
         "fp16's accumulators", "cuda.matmul.allow_fp16_accumulation", False, is_distorting=True
@@ -411,7 +416,7 @@ def _list_product_switches() -> Iterator[Switch]:
             usual="tf32" if attribute_path in ("cudnn.conv.", "cudnn.rnn.") else "none",
             is_distorting=_LOWERED_PRECISIONS.__contains__,
             expected="ieee",
-            correction=f'torch.backends.{attribute_path}fp32_precision = "ieee"',
+            restore_instruction=f'torch.backends.{attribute_path}fp32_precision = "ieee"',
         )
 
 
@@ -429,17 +434,17 @@ def _make_function_switch(
     If `usual` is given, any other value would distort the reference and is refused. If only `default` is given (the
     value in a new process), other values are harmless.
     """
-    write: Any = reduce(getattr, path.split(".")[1:], torch)
+    setter_function: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first_arguments, usual)))
     is_distorting = None if usual is Unset else partial(_differs_from_usual, usual)
     return Switch(
         name,
         read,
-        partial(write, *first_arguments),
+        partial(setter_function, *first_arguments),
         names or (path,),
         default if usual is Unset else usual,
         is_distorting,
-        correction=f"{path}({arguments})",
+        restore_instruction=f"{path}({arguments})",
     )
 
 
@@ -448,17 +453,17 @@ def _make_flag_switch(name: str, path: str, usual: Any = Unset, is_distorting: b
     attribute.
     """
     *parents, attribute_name = path.split(".")
-    flag_owner = reduce(getattr, parents, torch.backends)
-    if hasattr(flag_owner, attribute_name):
+    flag_parent_object = reduce(getattr, parents, torch.backends)
+    if hasattr(flag_parent_object, attribute_name):
         full_path = f"torch.backends.{path}"
         yield make_attribute_switch(
             name,
-            flag_owner,
+            flag_parent_object,
             attribute_name,
             names=(full_path,),
             usual=usual,
             is_distorting=partial(_differs_from_usual, usual) if is_distorting else None,
-            correction=f"{full_path} = {usual!r}",
+            restore_instruction=f"{full_path} = {usual!r}",
         )
 
 

@@ -22,9 +22,9 @@ from fp8bench.protocols import Device, Markers, Phases, SilentPhases
 
 TRACED_STEPS = 3
 # Warm-up steps before the profiler starts. One more follows under the profiler, whose first calls are slow.
-WARM_UP_STEPS = 2
+WARM_UP_STEPS_BEFORE_TRACE = 2
 
-MakeRange = Callable[[str], AbstractContextManager[object]]
+MakeProfilerRange = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,19 +32,19 @@ class RangeMarker:
     """The context manager of a phase. If it is entered within itself, it opens a nested range."""
 
     _name: str
-    _make_range: MakeRange
-    _open_ranges: list[AbstractContextManager[object]] = field(default_factory=list)
+    _make_profiler_range: MakeProfilerRange
+    _open_range_contexts: list[AbstractContextManager[object]] = field(default_factory=list)
 
     def __enter__(self) -> None:
-        range_context = self._make_range(self._name)
+        range_context = self._make_profiler_range(self._name)
         range_context.__enter__()
-        self._open_ranges.append(range_context)
+        self._open_range_contexts.append(range_context)
 
     def __exit__(self, *exc: object) -> None:
-        self._open_ranges.pop().__exit__(None, None, None)
+        self._open_range_contexts.pop().__exit__(None, None, None)
 
 
-def make_range_markers(range_of: MakeRange) -> Markers:
+def make_range_markers(range_of: MakeProfilerRange) -> Markers:
     return Markers(lambda name: RangeMarker(RANGE_PREFIX + name, range_of))
 
 
@@ -58,7 +58,7 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
 
     phases = make_range_markers(record_function)
     chrome_traces: list[dict[str, Any]] = []
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS_BEFORE_TRACE):
         step(phases)
     # The profiler names steps by their number, which includes its warm-up.
     profiler_schedule = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
@@ -78,7 +78,7 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     if not chrome_traces:
         raise RuntimeError("torch's profiler recorded nothing")
     trace = chrome_traces[0]
-    trace["traceEvents"] = cut_overlaps(trace["traceEvents"])
+    trace["traceEvents"] = cut_event_overlaps(trace["traceEvents"])
     if not any(str(event.get("name", "")).startswith(PROFILER_STEP_PREFIX) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
     return trace
@@ -90,12 +90,12 @@ def mark_slot(step: Callable[[Phases], None], device: Device, index: int, name: 
 
     Raises CannotMark if the device has no ranges.
     """
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS_BEFORE_TRACE):
         step(SilentPhases())
     with device.collecting(index) as range_of, range_of(name):
         phases = make_range_markers(range_of)
-        for number in range(TRACED_STEPS):
-            with range_of(f"step {number}"):
+        for step_number in range(TRACED_STEPS):
+            with range_of(f"step {step_number}"):
                 step(phases)
 
 
@@ -121,10 +121,10 @@ class TracedInterval(NamedTuple):
 
 
 # Maps a time in nanoseconds to the intervals of a thread that are open at this time.
-OpenIntervals = dict[int, list[TracedInterval]]
+OpenIntervalsByThread = dict[int, list[TracedInterval]]
 
 
-def cut_overlaps(events: Iterable[Event]) -> list[Event]:
+def cut_event_overlaps(events: Iterable[Event]) -> list[Event]:
     """Shortens phases so that no two intervals of a thread overlap partly, because trace viewers drop such intervals.
     In backward, a phase may begin within an operator of one autograd node and end after it, in a later node. The parts
     that are cut off are microseconds long.
@@ -134,13 +134,13 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     phase_edges_by_thread = defaultdict[object, set[int]](set)
     for event in trace_events:
         if _is_phase_event(event):
-            phase_interval = _make_interval(event)
+            phase_interval = _make_traced_interval(event)
             phase_edges_by_thread[event.get("tid")] |= {phase_interval.start, phase_interval.end}
         elif _has_start_and_duration(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
-            intervals_by_thread[event.get("tid")].append(_make_interval(event))
+            intervals_by_thread[event.get("tid")].append(_make_traced_interval(event))
     open_intervals_by_thread = {
-        thread: _find_open_intervals(intervals_by_thread[thread], times)
-        for thread, times in phase_edges_by_thread.items()
+        thread: _find_open_intervals(intervals_by_thread[thread], phase_edges)
+        for thread, phase_edges in phase_edges_by_thread.items()
     }
     return [
         _shorten_phase_event(event, open_intervals_by_thread[event.get("tid")]) if _is_phase_event(event) else event
@@ -148,21 +148,21 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     ]
 
 
-def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) -> OpenIntervals:
+def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) -> OpenIntervalsByThread:
     """Returns for each time the intervals that have begun before it and end after it."""
-    intervals_not_begun = sorted(intervals, key=lambda interval: interval.start, reverse=True)
+    upcoming_intervals = sorted(intervals, key=lambda interval: interval.start, reverse=True)
     unfinished_intervals: list[TracedInterval] = []
     open_intervals_by_time = {}
     for time in sorted(times):
-        while intervals_not_begun and intervals_not_begun[-1].start < time:
-            unfinished_intervals.append(intervals_not_begun.pop())
+        while upcoming_intervals and upcoming_intervals[-1].start < time:
+            unfinished_intervals.append(upcoming_intervals.pop())
         unfinished_intervals = [interval for interval in unfinished_intervals if interval.end > time]
         open_intervals_by_time[time] = unfinished_intervals.copy()
     return open_intervals_by_time
 
 
-def _shorten_phase_event(event: Event, open_intervals: OpenIntervals) -> Event:
-    phase = _make_interval(event)
+def _shorten_phase_event(event: Event, open_intervals: OpenIntervalsByThread) -> Event:
+    phase = _make_traced_interval(event)
     start = max(
         (interval.end for interval in open_intervals[phase.start] if interval.end < phase.end), default=phase.start
     )
@@ -181,6 +181,6 @@ def _is_phase_event(event: Event) -> bool:
     return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _has_start_and_duration(event)
 
 
-def _make_interval(event: Event) -> TracedInterval:
+def _make_traced_interval(event: Event) -> TracedInterval:
     interval_start_ns = round(event["ts"] * 1000)
     return TracedInterval(interval_start_ns, interval_start_ns + round(event["dur"] * 1000))

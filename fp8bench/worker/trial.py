@@ -20,7 +20,7 @@ from fp8bench.errors import BackendMissing
 from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts
-from fp8bench.model.raw import PRODUCTS_VARIABLE
+from fp8bench.model.raw import PRODUCT_CHECKS_VARIABLE
 from fp8bench.nn.shared_precisions import get_recipe
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhases
 from fp8bench.registry import backends, precisions, workloads
@@ -79,7 +79,7 @@ def _try_precision(precision: Precision, facts: DeviceFacts, single: bool) -> st
     is_native = precision.support(facts).is_native
     if not precision.takes_backend or not (is_native or precision.whole_layers):
         return ""
-    skips_check = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"
+    skips_check = os.environ.get(PRODUCT_CHECKS_VARIABLE) == "unchecked"
     try:
         arithmetic = precision.arithmetic(facts)
         if single:
@@ -108,9 +108,11 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
         """Draws numbers whose magnitudes grow from the first to the last row (by `down`) and column (by `across`).
         Magnitudes fall if these factors are negative.
         """
-        row_decades = magnitude_decades * down
+        row_magnitude_decades = magnitude_decades * down
         column_decades = magnitude_decades * across
-        element_magnitudes = torch.logspace(-row_decades, row_decades, rows, device=facts.key)[:, None]
+        element_magnitudes = torch.logspace(-row_magnitude_decades, row_magnitude_decades, rows, device=facts.key)[
+            :, None
+        ]
         element_magnitudes = element_magnitudes * torch.logspace(
             -column_decades, column_decades, columns, device=facts.key
         )
@@ -137,7 +139,7 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
             return (
                 f"its {name} product is wrong on {facts.key}: it differs from {expected_text} by {error:.3g} of "
                 f"{error_denominator_text}, where at most {allowed_error:g} is expected. Nothing is measured with it "
-                f"({PRODUCTS_VARIABLE}=unchecked measures nevertheless)"
+                f"({PRODUCT_CHECKS_VARIABLE}=unchecked measures nevertheless)"
             )
     return ""
 
@@ -161,14 +163,14 @@ def _compare_with_codes(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradi
         product = arithmetic.product(first, second, arithmetic.carrier)
         errors[name] = _find_largest_error(product, *_multiply_exactly(first_values, second_values))
     if arithmetic.groups:
-        errors |= _compare_group_products(arithmetic, a, g, (x, weight, gradient))
+        errors |= _measure_grouped_errors(arithmetic, a, g, (x, weight, gradient))
     return errors
 
 
-def _compare_group_products(
+def _measure_grouped_errors(
     arithmetic: Arithmetic, a: Operand, g: Operand, sources: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, float]:
-    from fp8bench.nn.linear import stack_operands, transpose_parts
+    from fp8bench.nn.linear import stack_operands, transpose_row_groups
 
     def restore_in_fp64(operand: Operand) -> Tensor:
         return arithmetic.restore(operand, torch.float64)
@@ -192,8 +194,8 @@ def _compare_group_products(
         arithmetic.multiply_groups(a, stack_operands(cast_weights), part_end_rows), part_token_counts
     )
     gradient_products = arithmetic.multiply_groups(
-        transpose_parts(arithmetic, g, gradient, Role.GRADIENT, part_token_counts),
-        transpose_parts(arithmetic, a, x, Role.INPUT, part_token_counts),
+        transpose_row_groups(arithmetic, g, gradient, Role.GRADIENT, part_token_counts),
+        transpose_row_groups(arithmetic, a, x, Role.INPUT, part_token_counts),
         part_end_rows,
     ).unbind()
     # 4. Return the larger error of the two parts, for each product.

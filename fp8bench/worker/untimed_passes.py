@@ -29,23 +29,23 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.worker.checked_results import check_errors, check_gradient_error, check_losses, check_statistics
+from fp8bench.worker.checked_results import check_error_figures, check_gradient_error, check_losses, check_statistics
 from fp8bench.worker.device_layout import find_hardware
-from fp8bench.worker.memory_pass import make_preparer, measure_step_memory, try_batch
-from fp8bench.worker.static_scales import Calibrations
+from fp8bench.worker.memory_pass import make_memory_pass_preparer, measure_step_memory, try_batch
+from fp8bench.worker.static_scales import CalibrationResults
 from fp8bench.worker.static_scales import step as take_step
 from fp8bench.worker.step_counters import count_step_allocations
-from fp8bench.worker.step_guards import RunningTasks, untimed_pass
+from fp8bench.worker.step_guards import RunningTasks, guard_untimed_pass
 from fp8bench.worker.switches import precision_scope, restore_switches
 from fp8bench.worker.tracing import mark_slot, record_trace, write_trace
 
 # The number of warm-up steps. The first step creates objects that later steps use again.
 _WARM_UP_STEPS = 2
 # `pace` stops after timed steps that took this many seconds together.
-_MAX_PACE_SECONDS = 10.0
+_MAX_PACE_STEPS_SECONDS = 10.0
 
 
-class KeptState(NamedTuple):
+class ResidentState(NamedTuple):
     """A state that stays in memory, so that the parent can ask the driver how much memory this process uses.
 
     `started` has the threads and processes of a state. Here it is empty, because an untimed pass must not leave any
@@ -64,8 +64,8 @@ class UntimedPasses:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._kept: dict[str, KeptState] = {}
-        self._calibrations = Calibrations()
+        self._kept: dict[str, ResidentState] = {}
+        self._calibrations = CalibrationResults()
         self._used: tuple[Device, int] | None = None
         # The key and the exact results of the last case whose errors were measured.
         self._exact: Any = None
@@ -87,15 +87,15 @@ class UntimedPasses:
         stored_exact_results = self._exact
 
         def share_exact_results(make: Callable[[], Any]) -> Any:
-            is_stored = stored_exact_results is not None and stored_exact_results[0] == key
-            self._exact = stored_exact_results if is_stored else (key, make())
+            are_exact_results_stored = stored_exact_results is not None and stored_exact_results[0] == key
+            self._exact = stored_exact_results if are_exact_results_stored else (key, make())
             return self._exact[1]
 
         with self._open_untimed_pass(case, facts) as (workload, _, setup):
             if reason := workload.error_refused(dict(case.params)):
                 return str(reason)
             try:
-                return check_errors(workload.error(replace(setup(), shared=share_exact_results)))
+                return check_error_figures(workload.error(replace(setup(), shared=share_exact_results)))
             except NotRepeatable as error:
                 return str(error)
 
@@ -128,10 +128,10 @@ class UntimedPasses:
         """Returns how the time of a step divides among its operators, or the reason why a compiled step has no such
         figures.
         """
-        from fp8bench.worker.tape_pass import measure_shares
+        from fp8bench.worker.tape_pass import measure_step_shares
 
         with self._open_untimed_pass(case, facts, frees=True) as (workload, device, setup):
-            return measure_shares(workload, setup(), device)
+            return measure_step_shares(workload, setup(), device)
 
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
@@ -167,12 +167,12 @@ class UntimedPasses:
         """
         with self._open_untimed_pass(case, facts) as (workload, device, setup):
             hardware = find_hardware(case, workload, facts)
-            make = make_preparer(workload, setup, hardware)
-            memory_use, state = measure_step_memory(make, device, facts.index, self._alone and leaks, hardware)
+            prepare_state = make_memory_pass_preparer(workload, setup, hardware)
+            memory_use, state = measure_step_memory(prepare_state, device, facts.index, self._alone and leaks, hardware)
         if isinstance(memory_use, str):
             return memory_use
         if key:
-            self._kept[key] = KeptState(device, state)
+            self._kept[key] = ResidentState(device, state)
         del state
         gc.collect(1)
         device.empty_cache()
@@ -183,7 +183,7 @@ class UntimedPasses:
         Raises the device's error if its memory, or the limit, is exhausted.
         """
         with self._open_untimed_pass(case, facts) as (workload, device, setup):
-            return try_batch(make_preparer(workload, setup), device, facts.index, memory_limit)
+            return try_batch(make_memory_pass_preparer(workload, setup), device, facts.index, memory_limit)
 
     def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
         """Returns the seconds of each of `steps` steps of a new state, after warm-up steps. Returns fewer if steps are
@@ -196,7 +196,7 @@ class UntimedPasses:
             setup = make_setup()
             state = workload.prepare(setup)
             for _ in range(_WARM_UP_STEPS + steps):
-                if sum(seconds[_WARM_UP_STEPS:]) > _MAX_PACE_SECONDS:
+                if sum(seconds[_WARM_UP_STEPS:]) > _MAX_PACE_STEPS_SECONDS:
                     break
                 device.synchronise(facts.index)
                 start = time.perf_counter()
@@ -230,7 +230,7 @@ class UntimedPasses:
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
         with self._open_untimed_pass(case, facts) as (workload, _, setup):
-            return check_gradient_error(workload.gradient_error(setup(), self._make_setup(reference, facts)))
+            return check_gradient_error(workload.gradient_error(setup(), self._make_case_setup(reference, facts)))
 
     def _select_device(self, facts: DeviceFacts) -> Device:
         self._exact = None
@@ -252,14 +252,14 @@ class UntimedPasses:
         """
         device = self._select_device(facts)
         workload = workloads.get(case.workload)
-        with precision_scope(precisions.get(case.precision)), restore_switches(), untimed_pass():
-            yield workload, device, partial(self._make_setup, case, facts)
+        with precision_scope(precisions.get(case.precision)), restore_switches(), guard_untimed_pass():
+            yield workload, device, partial(self._make_case_setup, case, facts)
             device.synchronise(facts.index)
         if frees:
             gc.collect(1)
             device.empty_cache()
 
-    def _make_setup(self, case: Case, facts: DeviceFacts) -> Setup:
+    def _make_case_setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
         layer_arithmetics = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
         # Layers that a suite keeps in high precision use the carrier precision of the case.

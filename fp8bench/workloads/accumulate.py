@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, MemoryRole, Scalars, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import storage_support
+from fp8bench.nn.shared_workloads import find_storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, read_integers
 from fp8bench.registry import workloads
@@ -16,7 +16,7 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+GRADIENT_BYTES_BY_DTYPE = {"fp32": 4, "bf16": 2}
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ScaledBuffer:
     exist in fp32. Each tensor has its own arithmetic, which may keep a history of scales.
     """
 
-    _arithmetics: Sequence[Arithmetic]
+    _tensor_arithmetics: Sequence[Arithmetic]
     _sum_operands: list[Operand] = field(default_factory=list)
 
     def add(self, gradients: list[Tensor], phase: Phases, first: bool) -> None:
@@ -60,22 +60,22 @@ class ScaledBuffer:
                 self._store_cast_sums(gradients)
             return
         with phase.cast:
-            sums = self.values()
+            restored_sums = self.values()
         with phase.accumulate:
-            torch._foreach_add_(sums, gradients)
+            torch._foreach_add_(restored_sums, gradients)
         with phase.cast:
-            self._store_cast_sums(sums)
-            del sums  # free the memory here, so that this time counts for the phase
+            self._store_cast_sums(restored_sums)
+            del restored_sums  # free the memory here, so that this time counts for the phase
 
     def values(self) -> list[Tensor]:
         import torch
 
-        operand_pairs = zip(self._arithmetics, self._sum_operands, strict=True)
-        return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in operand_pairs]
+        arithmetics_and_operands = zip(self._tensor_arithmetics, self._sum_operands, strict=True)
+        return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in arithmetics_and_operands]
 
     def _store_cast_sums(self, sums: Sequence[Tensor]) -> None:
-        pairs = zip(self._arithmetics, sums, strict=True)
-        self._sum_operands = [arithmetic.cast(tensor, Role.GRADIENT) for arithmetic, tensor in pairs]
+        arithmetic_sum_pairs = zip(self._tensor_arithmetics, sums, strict=True)
+        self._sum_operands = [arithmetic.cast(tensor, Role.GRADIENT) for arithmetic, tensor in arithmetic_sum_pairs]
 
 
 @dataclass
@@ -112,18 +112,20 @@ class Accumulate(Workload):
             Axis.count("micro_batches", "micro-batches in a step, at least two", "2", "4", "8", "16", low=2, high=1024),
             Axis.count("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
             Axis.count("width", "rows and columns of each gradient", width, high=1 << 16),
-            Axis.choice("gradients", "dtype of the gradients before they are summed: fp32 or bf16", *GRADIENT_BYTES),
+            Axis.choice(
+                "gradients", "dtype of the gradients before they are summed: fp32 or bf16", *GRADIENT_BYTES_BY_DTYPE
+            ),
         )
 
     def work(self, params: Scalars) -> Work:
         tensors, width, micro_batches = read_integers(params, "tensors", "width", "micro_batches")
         elements = tensors * width**2
-        gradient_bytes = float(GRADIENT_BYTES[str(params["gradients"])] * micro_batches * elements)
+        gradient_bytes = float(GRADIENT_BYTES_BY_DTYPE[str(params["gradients"])] * micro_batches * elements)
         # Memory holds the gradients, and a buffer of at least half a byte for each element.
         return Work(bytes=gradient_bytes, least_memory=gradient_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        return storage_support(precision, facts, "there is no buffer of it")
+        return find_storage_support(precision, facts, "there is no buffer of it")
 
     def prepare(self, setup: Setup) -> BufferState:
         import torch
@@ -135,8 +137,8 @@ class Accumulate(Workload):
         arithmetic = setup.arithmetic
         # Each tensor gets its own arithmetic, because delayed scales differ between tensors.
         if arithmetic.plain:
-            sums = [torch.zeros_like(tensor, dtype=arithmetic.carrier) for tensor in micro_batches[0]]
-            return BufferState(micro_batches, PlainBuffer(sums))
+            gradient_sums = [torch.zeros_like(tensor, dtype=arithmetic.carrier) for tensor in micro_batches[0]]
+            return BufferState(micro_batches, PlainBuffer(gradient_sums))
         arithmetics = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
         return BufferState(micro_batches, ScaledBuffer(arithmetics))
 
@@ -161,10 +163,10 @@ class Accumulate(Workload):
         for gradients in remaining_batches:
             torch._foreach_add_(exact_sums, gradients)
         # Computed and exact sums contain the loss scale, which cancels out in their ratio.
-        sums = state.buffer.values()
+        gradient_sums = state.buffer.values()
         return {
-            "accumulate_error": norms.joint_relative_frobenius(sums, exact_sums),
-            "accumulate_vanished": norms.compute_vanished_share(sums, exact_sums),
+            "accumulate_error": norms.joint_relative_frobenius(gradient_sums, exact_sums),
+            "accumulate_vanished": norms.compute_vanished_share(gradient_sums, exact_sums),
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -178,6 +180,6 @@ def _draw_micro_batches(setup: Setup) -> list[list[Tensor]]:
     from fp8bench.numerics import distributions
 
     tensors, width, micro_batches = read_integers(setup.params, "tensors", "width", "micro_batches")
-    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
+    generator = distributions.make_seeded_generator(setup.facts.key, setup.seed)
     source = distributions.GradientSource([(width, width)] * tensors, generator)
     return [source.draw() for _ in range(micro_batches)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.nn.attention import AttentionCore
-    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.exercise import LayerExercise
     from fp8bench.nn.linear import ChooseArithmetic
 
 LONGEST_SEQUENCE = 1 << 17
@@ -106,9 +106,9 @@ class Attention(LayerWorkload):
         # the same memory.
         least_memory_bytes = 2.0 * rows * (inner + width) * (2 if is_training else 1)
         if params["part"] == "layer":
-            weights = width * inner + width * width
-            flops += 2.0 * rows * weights
-            least_memory_bytes += 4.0 * weights * (2 if is_training else 1) + 2.0 * rows * width
+            weight_count = width * inner + width * width
+            flops += 2.0 * rows * weight_count
+            least_memory_bytes += 4.0 * weight_count * (2 if is_training else 1) + 2.0 * rows * width
         if _has_low_precision_scores(params):
             # Scores exist in fp32 before and after rounding. In backward, softmax needs the probabilities and two
             # gradients.
@@ -124,16 +124,16 @@ class Attention(LayerWorkload):
         is_layer = params["part"] == "layer"
         input_features = inner + width if is_layer else inner
         features = (2 if is_training else 1) * input_features + (3 if is_training else 1) * width
-        weights = width * inner + width * width if is_layer else 0
-        weight_bytes = 4.0 * weights * (2 if is_training else 1)
+        weight_count = width * inner + width * width if is_layer else 0
+        weight_bytes = 4.0 * weight_count * (2 if is_training else 1)
         score_bytes = 0.0
         if _has_low_precision_scores(params) or _KERNEL_AXIS.of(params) == "math":
-            score_copies = (
+            score_matrix_copies = (
                 shared.SCORE_COPIES_KEPT_FOR_BACKWARD + shared.SCORE_COPIES_IN_BACKWARD
                 if is_training
-                else shared.SCORE_COPIES_IN_FORWARD
+                else shared.FORWARD_SCORE_COPIES
             )
-            score_bytes = score_copies * 4.0 * rows * int(params["sequence"]) * int(params["heads"])
+            score_bytes = score_matrix_copies * 4.0 * rows * int(params["sequence"]) * int(params["heads"])
         return shared.carrier_bytes(precision) * rows * features + weight_bytes + score_bytes
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -159,7 +159,7 @@ class Attention(LayerWorkload):
         if params["part"] == "layer" and support.is_native:
             rows, width, inner = _read_sizes(params)
             size_text = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
-            support = shared.require_fit(
+            support = shared.refuse_unfit_sizes(
                 support, precision, rows, (width, inner), shared.is_training(params), size_text
             )
             if support.level is Level.REFUSED:
@@ -171,25 +171,27 @@ class Attention(LayerWorkload):
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return () if params["part"] == "core" else super().layers(params)
 
-    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> LayerExercise:
         from fp8bench.nn import attention
 
         params = setup.params
         core: AttentionCore = attention.FusedCore(_is_causal(params), str(_KERNEL_AXIS.of(params)))
         if _has_low_precision_scores(params):
-            core = attention.EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _is_causal(params))
-        return _build_exercise(setup, choose, carrier, core)
+            core = attention.EmulatedAttentionCore(
+                setup.arithmetic, params["scores"] == "low-prescaled", _is_causal(params)
+            )
+        return _build_attention_exercise(setup, choose, carrier, core)
 
     def error(self, setup: Setup) -> dict[str, float]:
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.attention import FusedCore, HeadwiseCore, StoredScores
+        from fp8bench.nn.attention import FusedCore, HeadwiseAttentionCore, StoredScores
 
         exact_arithmetic = PlainArithmetic(torch.float64)
         # Compute one head at a time, because the fp64 scores of all heads would not fit into memory.
-        core = HeadwiseCore(FusedCore(_is_causal(setup.params)))
-        exact = _build_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
+        core = HeadwiseAttentionCore(FusedCore(_is_causal(setup.params)))
+        exact = _build_attention_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
         state = self.prepare(setup)
         # `settles` means that the first pass only fills the history of scales, so that a second pass measures errors.
         errors = state.measure_errors(exact, setup.settles)
@@ -212,7 +214,9 @@ def _read_sizes(params: Scalars) -> tuple[int, int, int]:
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
 
 
-def _build_exercise(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype, core: AttentionCore) -> Exercise:
+def _build_attention_exercise(
+    setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype, core: AttentionCore
+) -> LayerExercise:
     """Builds the attention core with random queries, keys and values as inputs, or the attention layer with random
     tokens.
     """

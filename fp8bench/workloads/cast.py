@@ -16,7 +16,7 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-SOURCE_BYTES = {"fp32": 4, "bf16": 2}
+SOURCE_BYTES_BY_DTYPE = {"fp32": 4, "bf16": 2}
 _parse_tensor_side = whole_number(high=1 << 18)
 
 
@@ -57,7 +57,9 @@ class Cast(Workload):
         shape = "8192x8192" if facts.accelerated else "1024x1024"
         return (
             Axis("shape", "N (a square) or ROWSxCOLUMNS; block scales run along the columns", (shape,), parse_shape),
-            Axis.choice("source", "dtype of the values that are cast or restored: fp32 or bf16", *SOURCE_BYTES),
+            Axis.choice(
+                "source", "dtype of the values that are cast or restored: fp32 or bf16", *SOURCE_BYTES_BY_DTYPE
+            ),
             Axis.each("direction", "to: cast values to the precision; from: restore them from its codes", "to", "from"),
             Axis.each(
                 "scaling",
@@ -97,7 +99,7 @@ class Cast(Workload):
         directions can be compared.
         """
         elements = int(params["rows"]) * int(params["columns"])
-        source_bytes = float(SOURCE_BYTES[str(params["source"])] * elements)
+        source_bytes = float(SOURCE_BYTES_BY_DTYPE[str(params["source"])] * elements)
         # Memory holds the source, and codes of at least half a byte for each element.
         layout_span_factor = SPAN_FACTORS.get(str(LAYOUT.of(params)), 1)
         return Work(bytes=source_bytes, least_memory=layout_span_factor * source_bytes + elements / 2)
@@ -111,16 +113,16 @@ class Cast(Workload):
             return refused(
                 f"a single row is stored alike in layout={layout} and contiguous: choose contiguous or strided"
             )
-        return shared.storage_support(precision, facts, "there is nothing to cast")
+        return shared.find_storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> CastState:
         source = _make_timed_source(setup)
         role = Role(str(setup.params["role"]))
         # For direction=from, the steps restore codes. Make the codes here, before timing.
         if setup.params["direction"] == "to":
-            cast = _make_cast(setup)
+            cast = _make_cast_function(setup)
             return CastState(source, _replace_by_copy(lambda: cast(source).data, source), role)
-        operand = _make_cast(setup)(source)
+        operand = _make_cast_function(setup)(source)
         restore = setup.arithmetic.restore
         return CastState(source, _replace_by_copy(lambda: restore(operand, source.dtype), operand.data), role)
 
@@ -138,7 +140,7 @@ class Cast(Workload):
         from fp8bench.numerics import norms
 
         source = _make_timed_source(setup)
-        cast = _make_cast(setup)
+        cast = _make_cast_function(setup)
         # A delayed scale comes from earlier casts, so cast once before the cast that is compared.
         if setup.arithmetic.settles:
             cast(source)
@@ -156,10 +158,10 @@ class Cast(Workload):
 
 def parse_shape(text: str) -> str:
     """Returns '512x512' for '512', and '512x1024' (rows x columns) unchanged. Raises ValueError."""
-    sides = text.split("x")
-    if len(sides) not in (1, 2) or not all(side.isascii() and side.isdigit() for side in sides):
+    side_texts = text.split("x")
+    if len(side_texts) not in (1, 2) or not all(side.isascii() and side.isdigit() for side in side_texts):
         raise ValueError("expected a size or ROWSxCOLUMNS")
-    numbers = [_parse_tensor_side(side) for side in sides] * (3 - len(sides))
+    numbers = [_parse_tensor_side(side) for side in side_texts] * (3 - len(side_texts))
     return "x".join(str(number) for number in numbers)
 
 
@@ -169,7 +171,7 @@ def _replace_by_copy(operation: Callable[[], Tensor], source: Tensor) -> Callabl
     return source.clone if operation().data_ptr() == source.data_ptr() else operation
 
 
-def _make_cast(setup: Setup) -> Callable[[Tensor], Operand]:
+def _make_cast_function(setup: Setup) -> Callable[[Tensor], Operand]:
     role = Role(str(setup.params["role"]))
     is_unscaled = setup.params.get("scaling") == "off"
     cast = setup.arithmetic.cast_without_scale if is_unscaled else setup.arithmetic.cast
@@ -193,7 +195,7 @@ def _draw_source_tensor(setup: Setup) -> Tensor:
     from fp8bench.numerics import distributions
 
     params = setup.params
-    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
+    generator = distributions.make_seeded_generator(setup.facts.key, setup.seed)
     rows, columns = read_integers(params, "rows", "columns")
     shape = (rows, columns)
     source = distributions.GradientSource([shape], generator)

@@ -13,7 +13,7 @@ from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Wor
 from fp8bench.protocols.axes import Axis
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
-from fp8bench.units import EXACT_DB
+from fp8bench.units import EXACT_SQNR_DB
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ _FP8_PARAMETERS = ("fp8", "scaling")
 _ELEMENTS_PER_RANK_MULTIPLE = 32
 _ELEMENT_BYTES = 4
 # FP8-LM's factor mu starts at 1 and is halved while values saturate. After this many steps it is stable.
-_MU_SETTLING_STEPS = 8
+_SCALE_MU_SETTLING_STEPS = 8
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Collective(Workload):
         import torch
         import torch.distributed as dist
 
-        from fp8bench.numerics.collectives import FP8Collective, PlainCollective, check_mean_of_ones
+        from fp8bench.numerics.collectives import FP8Collective, PlainCollective, check_collective_mean
 
         params = setup.params
         rank = dist.get_rank()
@@ -131,7 +131,7 @@ class Collective(Workload):
             values = kind.make_payload(values, size)
         else:
             kind = FP8Collective(collective, str(params.get("fp8", "")), str(params.get("scaling", "")))
-        check_mean_of_ones(kind, _ELEMENTS_PER_RANK_MULTIPLE * size, rank, size, setup.facts.key)
+        check_collective_mean(kind, _ELEMENTS_PER_RANK_MULTIPLE * size, rank, size, setup.facts.key)
         return CollectiveState(kind, values, rank, size)
 
     def step(self, state: CollectiveState, phase: Phases) -> None:
@@ -169,12 +169,14 @@ class Collective(Workload):
         noise = (state.result.cpu().double() - exact).square().sum()
         # 3. Sum the figures of all ranks, because each rank has other values. Use a single collective, because every
         # rank must call the same number of collectives.
-        summands = (noise, exact.square().sum(), saturated_share, lost_share)
-        sums = torch.tensor([float(summand) for summand in summands], dtype=torch.float64, device=setup.facts.key)
-        dist.all_reduce(sums)
-        all_noise, signal, saturation, flush = sums.tolist()
+        rank_error_figures = (noise, exact.square().sum(), saturated_share, lost_share)
+        summed_figures = torch.tensor(
+            [float(summand) for summand in rank_error_figures], dtype=torch.float64, device=setup.facts.key
+        )
+        dist.all_reduce(summed_figures)
+        all_noise, signal, saturation, flush = summed_figures.tolist()
         return {
-            "sqnr_db": min(EXACT_DB, 10 * math.log10(signal / all_noise)) if all_noise > 0 else EXACT_DB,
+            "sqnr_db": min(EXACT_SQNR_DB, 10 * math.log10(signal / all_noise)) if all_noise > 0 else EXACT_SQNR_DB,
             "relative_error": math.sqrt(all_noise / signal) if signal > 0 else 0.0,
             "saturated_ppm": saturation / state.size * 1e6,
             "flushed_percent": flush / state.size * 100,
@@ -186,15 +188,19 @@ class Collective(Workload):
 
         state = self.prepare(setup)
         elements = int(setup.params["elements"])
-        bus_ratio = bus_factor(str(setup.params["collective"]), state.size)
+        bus_traffic_ratio = bus_factor(str(setup.params["collective"]), state.size)
         logical_bytes = float(_ELEMENT_BYTES * elements)
         if isinstance(state.kind, FP8Collective):
             sent_bytes_counter = SentBytes(state.size)
             state.kind(state.input_values, state.rank, state.size, SilentPhases().communication, sent_bytes_counter)
-            return Transfer(logical_bytes, float(elements), sent_bytes_counter.bytes, bus_ratio, counted=True)
+            return Transfer(logical_bytes, float(elements), sent_bytes_counter.bytes, bus_traffic_ratio, counted=True)
         sent_bytes = state.kind.count_sent_bytes(state.input_values, state.size)
         return Transfer(
-            logical_bytes, float(elements * state.input_values.element_size()), sent_bytes, bus_ratio, counted=False
+            logical_bytes,
+            float(elements * state.input_values.element_size()),
+            sent_bytes,
+            bus_traffic_ratio,
+            counted=False,
         )
 
     def sent_by(self, case: Case) -> Params:
@@ -217,7 +223,7 @@ class Collective(Workload):
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind
         ranks = (state.size,) if isinstance(kind, PlainCollective) else (state.rank, state.size)
-        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.input_values, *ranks))
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async_exchange(state.input_values, *ranks))
 
 
 def _draw_values(setup: Setup, rank: int) -> Tensor:
@@ -234,7 +240,7 @@ def _measure_lost_shares(kind: FP8Collective, state: CollectiveState) -> tuple[A
     from fp8bench.numerics.rank_programs import run_on_this_rank
 
     phase = SilentPhases().communication
-    for _ in range(_MU_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
+    for _ in range(_SCALE_MU_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
         saturated_share = collectives.compute_saturated_share(
             kind(state.input_values, state.rank, state.size, phase).codes
         )

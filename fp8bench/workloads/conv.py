@@ -73,20 +73,20 @@ class Conv(ConvolvedWorkload):
         """Counts the FLOPs of the two convolutions. Windows that reach over the edge of an image count in full."""
         batch, channels, image = read_integers(params, "batch", "channels", "image")
         positions = batch * image * image
-        weights = 2 * WINDOW_WEIGHTS * channels * channels
+        weight_count = 2 * WINDOW_WEIGHTS * channels * channels
         # Weights in fp32, and input and output with at least two bytes for each value.
         return Work(
-            flops=2.0 * positions * weights * (3 if shared.is_training(params) else 1),
-            least_memory=4.0 * weights + 4.0 * positions * channels,
+            flops=2.0 * positions * weight_count * (3 if shared.is_training(params) else 1),
+            least_memory=4.0 * weight_count + 4.0 * positions * channels,
         )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         batch, channels, image = read_integers(params, "batch", "channels", "image")
         size_text = f"batch={batch}, channels={channels}, image={image}"
         support = shared.convolution_support(precision, facts)
-        sides = (WINDOW_WEIGHTS * channels, channels)
-        return shared.require_fit(
-            support, precision, batch * image * image, sides, shared.is_training(params), size_text
+        side_lengths = (WINDOW_WEIGHTS * channels, channels)
+        return shared.refuse_unfit_sizes(
+            support, precision, batch * image * image, side_lengths, shared.is_training(params), size_text
         )
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_BATCHES = {"reading": 16, "transfer": 128}
 RECORD_COUNT = 256
 # With kind=transfer, steps use this many batches in turn, so that the next batch is not in the cache.
-PREPARED_BATCHES = 4
+PREPARED_BATCH_COUNT = 4
 # How many bytes zlib compresses in a second on a slow machine.
 _COMPRESSED_BYTES_PER_SECOND = 5e6
 _BUFFERS_AXIS = Axis.choice(
@@ -36,7 +36,7 @@ _BUFFERS_AXIS = Axis.choice(
 
 
 @dataclass
-class LoadState:
+class DataLoadState:
     """The source of batches, the arithmetic that casts them, and the buffers on the device to which they are copied.
     `last_cast_batch` is the last batch that the device has cast.
     """
@@ -81,12 +81,12 @@ class Data(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         # An image of 224 x 224 pixels with three colours has 150528 values.
         record = "150528" if facts.accelerated else "16384"
-        defaults_text = ", ".join(f"{batch} for {kind}" for kind, batch in DEFAULT_BATCHES.items())
+        default_batches_text = ", ".join(f"{batch} for {data_kind}" for data_kind, batch in DEFAULT_BATCHES.items())
         return (
             Axis.each(
                 "kind", "reading: compressed records from a file; transfer: whole batches in memory", *DEFAULT_BATCHES
             ),
-            Axis.count("batch", f"records in a batch; auto is {defaults_text}", "auto", high=1 << 16),
+            Axis.count("batch", f"records in a batch; auto is {default_batches_text}", "auto", high=1 << 16),
             Axis.count("record", "values in a record", record, high=1 << 22),
             Axis.choice(
                 "cast_on",
@@ -111,11 +111,11 @@ class Data(Workload):
         bytes for each fp32 value.
         """
         batch, record = read_integers(params, "batch", "record")
-        is_reading = params["kind"] == "reading"
+        is_reading_compressed = params["kind"] == "reading"
         return Work(
-            bytes=float(batch * record * (1 if is_reading else 4)),
+            bytes=float(batch * record * (1 if is_reading_compressed else 4)),
             least_memory=batch * record / 2,  # any precision takes at least four bits for each value
-            setup_seconds=RECORD_COUNT * record / _COMPRESSED_BYTES_PER_SECOND if is_reading else 0.0,
+            setup_seconds=RECORD_COUNT * record / _COMPRESSED_BYTES_PER_SECOND if is_reading_compressed else 0.0,
         )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -127,20 +127,20 @@ class Data(Workload):
             return refused("no step of kind=transfer allocates a batch: choose kind=reading for buffers=kept")
         return precision.support(facts)
 
-    def prepare(self, setup: Setup) -> LoadState:
+    def prepare(self, setup: Setup) -> DataLoadState:
         from fp8bench.nn.batches import DeviceBuffers
 
-        text, random = _load_records(setup)
-        batches = _iterate_batches(setup, _wrap_records(setup, text), random)
-        casts_on_device = _casts_on_device(setup)
+        text, random_generator = _load_record_bytes(setup)
+        batches = _iterate_batches(setup, _make_stored_records(setup, text), random_generator)
+        casts_on_device = _casts_batches_on_device(setup)
         first_batch = next(batches)
         first_operand = Operand(first_batch) if casts_on_device else setup.arithmetic.cast(first_batch, Role.INPUT)
         decodes_records = setup.params["kind"] == "reading"
-        return LoadState(
+        return DataLoadState(
             batches, setup.arithmetic, DeviceBuffers(first_operand, setup.facts.key), decodes_records, casts_on_device
         )
 
-    def step(self, state: LoadState, phase: Phases) -> None:
+    def step(self, state: DataLoadState, phase: Phases) -> None:
         with phase.decode if state.decodes else phase.data_load:
             values = next(state.batches)
         batch = Operand(values)
@@ -148,7 +148,7 @@ class Data(Workload):
             with phase.cast:
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
-            state.destination.copy_from(batch)
+            state.destination.copy_operand(batch)
             del values, batch  # free the memory here, so that this time counts for the phase
         if state.casts_on_device:
             with phase.cast:
@@ -161,10 +161,10 @@ class Data(Workload):
         from fp8bench.nn.batches import FLOAT64_DTYPE, normalise_bytes
         from fp8bench.numerics.norms import relative_frobenius
 
-        text, random = _load_records(setup)
-        indices = _draw_indices(random, int(setup.params["batch"]))
-        device = setup.facts.key if _casts_on_device(setup) else "cpu"
-        values = _wrap_records(setup, text).read_batch(indices).to(device)
+        text, random_generator = _load_record_bytes(setup)
+        indices = _draw_indices(random_generator, int(setup.params["batch"]))
+        device = setup.facts.key if _casts_batches_on_device(setup) else "cpu"
+        values = _make_stored_records(setup, text).read_batch(indices).to(device)
         if setup.arithmetic.settles:
             setup.arithmetic.cast(values, Role.INPUT)
         batch = setup.arithmetic.cast(values, Role.INPUT)
@@ -172,12 +172,12 @@ class Data(Workload):
         return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32).cpu(), exact)}
 
 
-def _casts_on_device(setup: Setup) -> bool:
+def _casts_batches_on_device(setup: Setup) -> bool:
     """Returns whether the device casts batches. A batch in the precision's own dtype needs no cast there."""
     return setup.arithmetic.casts and setup.params.get("cast_on") == "device"
 
 
-def _load_records(setup: Setup) -> tuple[ByteArray, np.random.Generator]:
+def _load_record_bytes(setup: Setup) -> tuple[ByteArray, np.random.Generator]:
     """Returns the bytes of all records, and the random generator that chooses batches. Both are derived from the
     seed.
     """
@@ -187,14 +187,16 @@ def _load_records(setup: Setup) -> tuple[ByteArray, np.random.Generator]:
 
     if setup.corpus is None:
         raise ValueError("loading data needs a token file, but there is none")
-    random = np.random.default_rng(setup.seed)
-    return draw_text_records(setup.corpus, RECORD_COUNT, int(setup.params["record"]), random), random
+    random_generator = np.random.default_rng(setup.seed)
+    return draw_text_records(
+        setup.corpus, RECORD_COUNT, int(setup.params["record"]), random_generator
+    ), random_generator
 
 
-def _wrap_records(setup: Setup, text: ByteArray) -> StoredRecords:
+def _make_stored_records(setup: Setup, text: ByteArray) -> StoredRecords:
     from fp8bench.nn import batches
 
-    return batches.CompressedRecords(text) if setup.params["kind"] == "reading" else batches.DecodedRecords(text)
+    return batches.CompressedDataRecords(text) if setup.params["kind"] == "reading" else batches.DecodedRecords(text)
 
 
 def _iterate_batches(setup: Setup, records: StoredRecords, random: np.random.Generator) -> Iterator[Tensor]:
@@ -203,16 +205,16 @@ def _iterate_batches(setup: Setup, records: StoredRecords, random: np.random.Gen
     """
     import numpy as np
 
-    from fp8bench.nn.batches import CompressedRecords
+    from fp8bench.nn.batches import CompressedDataRecords
 
     batch = int(setup.params["batch"])
-    if isinstance(records, CompressedRecords):
+    if isinstance(records, CompressedDataRecords):
         keeps_buffers = _BUFFERS_AXIS.of(setup.params) == "kept"
         reused_batch = records.read_batch(np.zeros(batch, np.int64)) if keeps_buffers else None
         return (records.read_batch(_draw_indices(random, batch), reused_batch) for _ in itertools.count())
     # Steps use several batches in turn, so that the next batch is in no cache. A batch that is larger than RECORD_COUNT
     # fits into no cache, so one such batch is enough.
-    prepared_batch_count = PREPARED_BATCHES if batch <= RECORD_COUNT else 1
+    prepared_batch_count = PREPARED_BATCH_COUNT if batch <= RECORD_COUNT else 1
     return itertools.cycle([records.read_batch(_draw_indices(random, batch)) for _ in range(prepared_batch_count)])
 
 

@@ -36,9 +36,9 @@ class Decode(ServedWorkload):
     version = "2"  # version 2: the head shares the embedding's weights
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
     default_sizes = (("nano", "512"), ("llama-1b", "8192"))
-    context_words = "positions to which the new token attends, including its own"
+    context_description = "positions to which the new token attends, including its own"
     new_token_count = 1
-    find_maker = staticmethod(named)
+    find_make_function = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("512",)},
         gpu={"size": ("llama-1b",), "context": ("8192",)},

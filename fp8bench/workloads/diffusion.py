@@ -11,29 +11,29 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import ConvolvedWorkload
-from fp8bench.nn.shared_workloads import is_training, require_fit
+from fp8bench.nn.shared_workloads import is_training, refuse_unfit_sizes
 from fp8bench.nn.sizes import (
-    FREQUENCIES,
     LATENT_CHANNELS,
     PATCH_SIDE,
+    TIME_EMBEDDING_FREQUENCIES,
     DenoiserSizes,
     SamplerPlan,
     make_surrounding_layers,
 )
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, auto_or, read_integers, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, make_auto_parser, read_integers, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import torch
 
-    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.exercise import LayerExercise
     from fp8bench.nn.linear import ChooseArithmetic
 
 # Parameters of sampling that a training step does not have.
 _SAMPLING_PARAMETERS = ("steps", "guidance", "high_steps")
 _PASS_NAMES = ("sampling", "training")
-_DEFAULT_WIDTHS = {"dit": 1152, "unet": 320}
+_DEFAULT_WIDTH_BY_DENOISER = {"dit": 1152, "unet": 320}
 
 
 class _LayerProduct(NamedTuple):
@@ -47,7 +47,7 @@ class _LayerProduct(NamedTuple):
     outputs: int
 
 
-def parse_high_steps(text: str) -> str:
+def parse_high_precision_steps(text: str) -> str:
     """Parses how many of the first and of the last sampling steps stay in high precision, for example '4+1'."""
     first_text, separator, last_text = text.partition("+")
     if not (separator and first_text.isdecimal() and last_text.isdecimal()):
@@ -59,9 +59,9 @@ def read_sizes(params: Scalars) -> DenoiserSizes:
     return DenoiserSizes(str(params["denoiser"]), *read_integers(params, *DenoiserSizes._fields[1:]))
 
 
-def read_plan(params: Scalars) -> SamplerPlan:
-    first, last = map(int, str(params["high_steps"]).split("+"))
-    return SamplerPlan(int(params["steps"]), str(params["guidance"]), first, last)
+def read_sampler_plan(params: Scalars) -> SamplerPlan:
+    first_high_step_count, last_high_step_count = map(int, str(params["high_steps"]).split("+"))
+    return SamplerPlan(int(params["steps"]), str(params["guidance"]), first_high_step_count, last_high_step_count)
 
 
 def _list_products(sizes: DenoiserSizes) -> list[_LayerProduct]:
@@ -70,7 +70,7 @@ def _list_products(sizes: DenoiserSizes) -> list[_LayerProduct]:
     """
     products = []
     for name, kind, *shape in (
-        ("time.up", "time", sizes.batch, FREQUENCIES, sizes.width),
+        ("time.up", "time", sizes.batch, TIME_EMBEDDING_FREQUENCIES, sizes.width),
         ("time.down", "time", sizes.batch, sizes.width, sizes.width),
         *(_iterate_dit_shapes(sizes) if sizes.denoiser == "dit" else _iterate_unet_shapes(sizes)),
     ):
@@ -102,9 +102,9 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_ProductShape]:
     columns per input channel.
     """
     _, batch, image, width, layers = sizes
-    pixels = batch * image * image
+    pixel_count = batch * image * image
     # In the middle of the UNet, an image has half the height and half the width.
-    middle_pixel_count = pixels // 4
+    middle_pixel_count = pixel_count // 4
 
     def iterate_block_shapes(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_ProductShape]:
         yield f"{name}.conv1", "body", rows, 9 * inputs, outputs
@@ -113,16 +113,16 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_ProductShape]:
         if inputs != outputs:
             yield f"{name}.skip", "body", rows, inputs, outputs
 
-    yield "first", "ends", pixels, 9 * LATENT_CHANNELS, width
+    yield "first", "ends", pixel_count, 9 * LATENT_CHANNELS, width
     for number in range(layers):
-        yield from iterate_block_shapes(f"down.{number}", pixels, width, width)
+        yield from iterate_block_shapes(f"down.{number}", pixel_count, width, width)
         # The first block after the middle also reads the output of the middle, which has twice the width.
-        yield from iterate_block_shapes(f"up.{number}", pixels, width if number else 3 * width, width)
+        yield from iterate_block_shapes(f"up.{number}", pixel_count, width if number else 3 * width, width)
     yield from iterate_block_shapes("middle.0", middle_pixel_count, width, 2 * width)
     yield from iterate_block_shapes("middle.1", middle_pixel_count, 2 * width, 2 * width)
     yield "attn.qkv", "attn", middle_pixel_count, 2 * width, 6 * width
     yield "attn.out", "attn", middle_pixel_count, 2 * width, 2 * width
-    yield "last", "ends", pixels, 9 * width, LATENT_CHANNELS
+    yield "last", "ends", pixel_count, 9 * width, LATENT_CHANNELS
 
 
 @workloads.register("diffusion")
@@ -157,7 +157,7 @@ class Diffusion(ConvolvedWorkload):
             ),
             Axis.count("batch", "latents that are denoised together", batch, high=1 << 16),
             Axis.count("image", f"height and width of a latent of {LATENT_CHANNELS} channels", image, high=1 << 10),
-            Axis("width", "features of the residual stream", (width,), auto_or(whole_number(high=1 << 14))),
+            Axis("width", "features of the residual stream", (width,), make_auto_parser(whole_number(high=1 << 14))),
             Axis.count(
                 "layers",
                 "blocks of a DiT, or blocks of a UNet at full resolution, both downward and upward",
@@ -180,7 +180,7 @@ class Diffusion(ConvolvedWorkload):
                 "high_steps",
                 "numbers of first and of last steps that multiply in high precision, as in 4+1",
                 ("0+0",),
-                parse_high_steps,
+                parse_high_precision_steps,
             ),
             Axis.choice(
                 "time",
@@ -193,15 +193,17 @@ class Diffusion(ConvolvedWorkload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         if params["width"] == "auto":
-            params = {**params, "width": _DEFAULT_WIDTHS[str(params["denoiser"])]}
+            params = {**params, "width": _DEFAULT_WIDTH_BY_DENOISER[str(params["denoiser"])]}
         for name, multiple in (("image", 2), ("width", 8)):
             if int(params[name]) % multiple:
                 raise UsageError(f"{name}={params[name]} is not a multiple of {multiple}: choose one that is.")
         if is_training(params):
             return super().expand({name: value for name, value in params.items() if name not in _SAMPLING_PARAMETERS})
-        plan = read_plan(params)
-        if plan.first + plan.last > plan.steps:
-            raise UsageError(f"high_steps={params['high_steps']} are more than steps={plan.steps}: choose fewer.")
+        sampler_plan = read_sampler_plan(params)
+        if sampler_plan.first + sampler_plan.last > sampler_plan.steps:
+            raise UsageError(
+                f"high_steps={params['high_steps']} are more than steps={sampler_plan.steps}: choose fewer."
+            )
         return super().expand(params)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
@@ -230,8 +232,10 @@ class Diffusion(ConvolvedWorkload):
         flops += sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in products)
         weight_bytes = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # weights are in fp32
         if not is_training(params):
-            plan = read_plan(params)
-            return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=weight_bytes)
+            sampler_plan = read_sampler_plan(params)
+            return Work(
+                flops * sampler_plan.steps * (1 if sampler_plan.guidance == "none" else 2), least_memory=weight_bytes
+            )
         # The noisy latents and the encoded time step need no gradient.
         input_layer_products = (product for product in products if product.layer.name in ("first", "time.up"))
         return Work(
@@ -241,14 +245,16 @@ class Diffusion(ConvolvedWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if not is_training(params) and precision.carried_by:
-            plan = read_plan(params)
+            plan = read_sampler_plan(params)
             if plan.first + plan.last == plan.steps:
                 return refused(
                     f"high_steps={params['high_steps']} leaves no step of {plan.steps} to {precision.mode}: choose "
                     "fewer of them"
                 )
-        kind_supports = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
-        return max(kind_supports, key=lambda support: list(Level).index(support.level))
+        layer_kind_supports = (
+            self.layer_support(layer_kind, params, precision, facts) for layer_kind in ("attn", "body")
+        )
+        return max(layer_kind_supports, key=lambda support: list(Level).index(support.level))
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         """Returns how a device supports one kind of layer. In a UNet, layers of the kinds `body` and `ends` contain
@@ -262,21 +268,23 @@ class Diffusion(ConvolvedWorkload):
             conv_pass = "training" if is_training(params) else "forward"
             return workloads.get("conv").support({**conv_sizes, "pass": conv_pass}, precision, facts)
         rows = 0  # a row count that the precision does not support, or 0 if it supports all
-        sides: set[int] = set()
+        side_lengths: set[int] = set()
         for product in _list_products(sizes):
             if product.layer.kind == kind:
-                sides |= {product.inputs, product.outputs}
+                side_lengths |= {product.inputs, product.outputs}
                 if product.rows % precision.multiples[0]:
                     rows = product.rows
         size_text = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
-        return require_fit(support, precision, rows, sorted(sides), is_training(params), size_text)
+        return refuse_unfit_sizes(support, precision, rows, sorted(side_lengths), is_training(params), size_text)
 
-    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> LayerExercise:
         from fp8bench.nn.diffusion import make_denoiser_state
 
         params = setup.params
-        plan = None if is_training(params) else read_plan(params)
-        return make_denoiser_state(setup, read_sizes(params), plan, choose, carrier, params["time"] == "carrier")
+        sampler_plan = None if is_training(params) else read_sampler_plan(params)
+        return make_denoiser_state(
+            setup, read_sizes(params), sampler_plan, choose, carrier, params["time"] == "carrier"
+        )
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares a training step with the exact step, like the suites of single layers. For sampling, compares each
@@ -286,14 +294,16 @@ class Diffusion(ConvolvedWorkload):
 
         state = self.prepare(setup)
         exact = self.exact(setup)
-        if not isinstance(state, diffusion.Sampling):
+        if not isinstance(state, diffusion.ImageSampling):
             return state.measure_errors(exact, setup.settles)
         if setup.settles:
             state.outcome()
-        high_exercises = (
+        high_precision_exercises = (
             self.make_exercise_in_arithmetic(setup, arithmetic)
             for arithmetic in (setup.high, diffusion.AlternativeKernels(setup.high.carrier))
         )
-        samplings = [sampling for sampling in (exact, *high_exercises) if isinstance(sampling, diffusion.Sampling)]
-        denoiser_evaluations = read_plan(setup.params).denoiser_calls
-        return {**diffusion.measure_step_errors(state, *samplings), "evaluations": float(denoiser_evaluations)}
+        sampling_exercises = [
+            sampling for sampling in (exact, *high_precision_exercises) if isinstance(sampling, diffusion.ImageSampling)
+        ]
+        denoiser_call_count = read_sampler_plan(setup.params).denoiser_calls
+        return {**diffusion.measure_step_errors(state, *sampling_exercises), "evaluations": float(denoiser_call_count)}

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.exercise import LayerExercise
     from fp8bench.nn.linear import ChooseArithmetic
 
 _HELD_EXITS_CHOICE = "held"
 _OWN_EXITS_CHOICE = "own"
-_MAXIMUM_LEAVING_PERCENT = 90
+_MAX_EARLY_EXIT_PERCENT = 90
 
 
 def count_rows_by_block(params: Scalars) -> list[int]:
@@ -79,7 +79,7 @@ class EarlyExits(LayerWorkload):
                 "percentage of a block's rows that exit after it in the exact pass",
                 "25",
                 low=1,
-                high=_MAXIMUM_LEAVING_PERCENT,
+                high=_MAX_EARLY_EXIT_PERCENT,
             ),
             Axis.each(
                 "exits",
@@ -98,15 +98,17 @@ class EarlyExits(LayerWorkload):
         return Work(flops, tokens, least_memory=least_memory_bytes)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        block_kinds = product(range(int(params["depth"])), self.layer_kinds)
-        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number, kind in block_kinds)
+        block_kind_pairs = product(range(int(params["depth"])), self.layer_kinds)
+        return tuple(Layer(f"blocks.{number}.{layer_kind}", layer_kind) for number, layer_kind in block_kind_pairs)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         if params["exits"] == _OWN_EXITS_CHOICE and shared.explain_missing_errors(params):
             return refused(f"values={VALUES.of(params)} make all rows alike, so that all leave at once: exits=held")
         width, hidden = read_integers(params, "width", "hidden")
-        return shared.require_fit(support, precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
+        return shared.refuse_unfit_sizes(
+            support, precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}"
+        )
 
     def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         from fp8bench.nn.early_exit import EarlyExit
@@ -117,7 +119,7 @@ class EarlyExits(LayerWorkload):
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         return [(int(params["tokens"]), int(params["width"]))]
 
-    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> LayerExercise:
         import torch
 
         from fp8bench.nn import early_exit
@@ -130,7 +132,7 @@ class EarlyExits(LayerWorkload):
         assert isinstance(state.layer, early_exit.EarlyExit)
         # 2. With exits=held, rows exit by a schedule that ignores their values, so all precisions do the same work.
         if setup.params["exits"] == _HELD_EXITS_CHOICE:
-            state.layer.exit_rule = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
+            state.layer.exit_rule = early_exit.make_scheduled_exit_rule(rows, setup.seed, state.inputs[0].device)
             return state
         # 3. With exits=own, use the confidence thresholds of the exact pass. In low precision a row may leave after
         # another block.
@@ -140,7 +142,7 @@ class EarlyExits(LayerWorkload):
             else super().exercise(setup, lambda name: PlainArithmetic(exact_dtype), exact_dtype)
         )
         assert isinstance(exact.layer, early_exit.EarlyExit)
-        state.layer.exit_rule = early_exit.find_threshold_exits(exact.layer, exact.inputs[0], rows)
+        state.layer.exit_rule = early_exit.make_threshold_exit_rule(exact.layer, exact.inputs[0], rows)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:

@@ -38,7 +38,7 @@ from fp8bench.protocols.axes import (
     read_integers,
 )
 from fp8bench.registry import precisions, workloads
-from fp8bench.suggestions import meant_name
+from fp8bench.suggestions import guess_intended_name
 
 if TYPE_CHECKING:
     import torch
@@ -53,22 +53,22 @@ _SMALLEST_SWEEP_SIDE = 16
 _LARGEST_BASE_MULTIPLE = 4
 _PRODUCT_SIDE_NAMES = "mnk"
 _OPERAND_CHOICES = ("cast", "ready")
-_LAYOUT_SEPARATOR = "/"
+_OPERAND_LAYOUT_SEPARATOR = "/"
 _GPU_PRODUCT_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 
 @dataclass
 class GemmState:
     """The operands in the carrier's dtype, and the function that casts them. If operands are cast only once, before the
-    timing, `ready_operands` has the result. If weights are stored in a low-precision format, `b` holds the codes of the
-    weight.
+    timing, `prepared_operands` has the result. If weights are stored in a low-precision format, `b` holds the codes of
+    the weight.
     """
 
     arithmetic: Arithmetic
     a: Tensor
     b: Tensor
     cast: Callable[[Tensor, Tensor], tuple[Operand, Operand]]
-    ready_operands: tuple[Operand, Operand] | None
+    prepared_operands: tuple[Operand, Operand] | None
     roles: tuple[Role, Role]
     stored_weight: StoredWeight | None = None
 
@@ -124,7 +124,7 @@ class Gemm(Workload):
                 "base",
                 "M or MxNxK: base sizes of a sweep, which varies one side from 16 to four times its base",
                 ("4096" if facts.accelerated else "512",),
-                parse_sides,
+                parse_gemm_sides,
             ),
             Axis.count("factor", "factor between neighbouring sizes of a sweep", "2", low=2, high=64, quick=("4",)),
             replace(
@@ -145,29 +145,33 @@ class Gemm(Workload):
     def _expand_shape(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
         name, _, swept_sides = shape.partition(":")
-        is_model = _is_model(shape)
-        has_many_products = name == "sweep" or is_model
+        is_model_shape = _is_model_shape(shape)
+        has_many_products = name == "sweep" or is_model_shape
         # By default, a model or a sweep has all three products of training, and a single shape has the forward product.
         products = _expand_auto_value(params["product"], tuple(OPERAND_ROLES) if has_many_products else ("forward",))
         operands = _expand_auto_value(params["operands"], _OPERAND_CHOICES if name == "sweep" else ("cast",))
-        if is_model:
+        if is_model_shape:
             cases = []
             layer_features, tokens = parse_model_products(shape)
             for layer, product, operand_choice in itertools.product(layer_features, products, operands):
-                sides = get_product_sides(product, tokens or int(params["tokens"]), *layer_features[layer])
-                cases.append((("layer", f"{shape}/{layer}"), *_make_product_params(*sides, product, operand_choice)))
+                product_sides = get_product_sides(product, tokens or int(params["tokens"]), *layer_features[layer])
+                cases.append(
+                    (("layer", f"{shape}/{layer}"), *_make_product_params(*product_sides, product, operand_choice))
+                )
             return tuple(cases)
         if name == "sweep":
             sizes = tuple(
-                _iterate_sweep(
-                    swept_sides or _PRODUCT_SIDE_NAMES, _parse_product_sides(str(params["base"])), int(params["factor"])
+                _iterate_swept_shapes(
+                    swept_sides or _PRODUCT_SIDE_NAMES,
+                    _parse_product_dimensions(str(params["base"])),
+                    int(params["factor"]),
                 )
             )
         else:
-            sizes = (_parse_product_sides(shape),)
+            sizes = (_parse_product_dimensions(shape),)
         return tuple(
-            _make_product_params(*sides, product, operand_choice)
-            for operand_choice, product, sides in itertools.product(operands, products, sizes)
+            _make_product_params(*product_sides, product, operand_choice)
+            for operand_choice, product, product_sides in itertools.product(operands, products, sizes)
         )
 
     def work(self, params: Scalars) -> Work:
@@ -212,8 +216,8 @@ class Gemm(Workload):
             state.stored_weight.multiply(state.a, phase)
             return
         # Ready operands were cast before timing. If the precision casts nothing, operands keep the carrier's dtype.
-        if state.ready_operands is not None:
-            a, b = state.ready_operands
+        if state.prepared_operands is not None:
+            a, b = state.prepared_operands
         elif arithmetic.casts:
             with phase.cast:
                 a, b = state.cast(state.a, state.b)
@@ -255,7 +259,7 @@ class Gemm(Workload):
             )
         # 3. Compare with the exact operands, and with the rounded operands that the kernel got.
         errors = products.measure_product_errors(
-            product, (a, b), restored_operands, products.choose_rows(a.shape[0], b.shape[0], a.shape[1])
+            product, (a, b), restored_operands, products.choose_product_error_rows(a.shape[0], b.shape[0], a.shape[1])
         )
         return dict(zip(("product_error", "kernel_error"), errors, strict=True))
 
@@ -272,7 +276,7 @@ def parse_shape(text: str) -> str:
     """
     if text.lower() in MODELS:
         return text.lower()
-    if _is_model(text):
+    if _is_model_shape(text):
         parse_model_products(text)  # called only to raise ValueError if the model's sizes are invalid
         return text
     name, colon, swept_sides = text.partition(":")
@@ -285,36 +289,36 @@ def parse_shape(text: str) -> str:
             raise ValueError("expected sweep, or sweep: and the sides that vary, of m, n and k: sweep:m, sweep:nk")
         return text
     try:
-        return parse_sides(text)
+        return parse_gemm_sides(text)
     except ValueError as error:
-        nearest_model_name = meant_name("model", text, MODELS)
+        nearest_model_name = guess_intended_name("model", text, MODELS)
         hint = f"; the nearest is {nearest_model_name!r}" if nearest_model_name else ""
         sizes = "hidden:4096/ffn:14336/heads:32/kv:8"
         raise ValueError(f"{error}, sweep, {sizes}, or one of {', '.join(MODELS)}{hint}") from None
 
 
-def _is_model(shape: str) -> bool:
+def _is_model_shape(shape: str) -> bool:
     return shape in MODELS or "hidden:" in shape
 
 
-def parse_sides(text: str) -> str:
+def parse_gemm_sides(text: str) -> str:
     """Returns '512x512x512' for '512', and '1x2048x512' (MxNxK) unchanged. Raises ValueError."""
-    sides = text.split("x")
-    if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
+    side_texts = text.split("x")
+    if len(side_texts) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in side_texts):
         raise ValueError("expected a size, MxNxK")
     # A single number means a square.
-    numbers = [int(side) for side in sides] * (1 if len(sides) == 3 else 3)
+    numbers = [int(side) for side in side_texts] * (1 if len(side_texts) == 3 else 3)
     if not all(1 <= number <= LARGEST_SIDE for number in numbers):
         raise ValueError(f"expected sizes from 1 to {LARGEST_SIDE}")
     return "x".join(str(number) for number in numbers)
 
 
-def _parse_product_sides(text: str) -> tuple[int, int, int]:
+def _parse_product_dimensions(text: str) -> tuple[int, int, int]:
     m, n, k = (int(side) for side in text.split("x"))
     return m, n, k
 
 
-def _iterate_sweep(swept_sides: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
+def _iterate_swept_shapes(swept_sides: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
     """Yields product sizes (M, N, K) that differ from `base` in one side, for each of `swept_sides` in turn. This side
     goes from 16 to four times its base size.
     """
@@ -338,29 +342,29 @@ def parse_layouts(text: str) -> str:
     """Parses one layout for both operands, such as 'strided', or a layout for each, such as 'transposed/contiguous' for
     a and b. Returns a single layout if both are equal.
     """
-    texts = text.split(_LAYOUT_SEPARATOR)
+    texts = text.split(_OPERAND_LAYOUT_SEPARATOR)
     if len(texts) > 2:
         raise ValueError(
-            f"expected one layout, or two as in transposed{_LAYOUT_SEPARATOR}contiguous; layouts: "
+            f"expected one layout, or two as in transposed{_OPERAND_LAYOUT_SEPARATOR}contiguous; layouts: "
             f"{', '.join(MATRIX_LAYOUTS)}"
         )
     first_layout, *other_layouts = map(one_of(*MATRIX_LAYOUTS), texts)
     return (
         first_layout
         if other_layouts in ([], [first_layout])
-        else _LAYOUT_SEPARATOR.join((first_layout, *other_layouts))
+        else _OPERAND_LAYOUT_SEPARATOR.join((first_layout, *other_layouts))
     )
 
 
 def _read_operand_layouts(params: Scalars) -> tuple[str, str]:
-    first_layout, _, second_layout = str(LAYOUT.of(params)).partition(_LAYOUT_SEPARATOR)
+    first_layout, _, second_layout = str(LAYOUT.of(params)).partition(_OPERAND_LAYOUT_SEPARATOR)
     return first_layout, second_layout or first_layout
 
 
 def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     """Returns why a layout would change nothing in this case. Returns '' if it has an effect or is the default."""
-    layouts = dict(zip("ab", _read_operand_layouts(params), strict=True))
-    operands_with_layout = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
+    layout_by_operand = dict(zip("ab", _read_operand_layouts(params), strict=True))
+    operands_with_layout = [name for name, layout in layout_by_operand.items() if layout != CONTIGUOUS]
     if precision.name == served.SERVED_PRECISION and "b" in operands_with_layout:
         return "weights are stored row by row, whatever their layout: choose contiguous for operand b"
     # Codes of ready operands do not depend on the layout, so this case would repeat a different case's figures.
@@ -369,7 +373,7 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "
             "operands=cast, in which that is done in every step"
         )
-    for name, layout in layouts.items():
+    for name, layout in layout_by_operand.items():
         rows = int(params["m" if name == "a" else "n"])
         if rows == 1 and layout not in (CONTIGUOUS, STRIDED):
             return (
@@ -401,9 +405,9 @@ def _store_weight(setup: Setup, b: Tensor) -> StoredWeight | None:
     precision = precisions.get(setup.case.precision)
     if precision.name != served.SERVED_PRECISION:
         return None
-    serving_arm = served.choose_arm({"kv": served.OWN, "weights": served.OWN}, precision)
-    weight_format = serving_arm.weight_format
-    return None if weight_format in served.CARRIERS else store_weight(b, weight_format, serving_arm.low_inputs)
+    served_arm = served.choose_served_arm({"kv": served.OWN, "weights": served.OWN}, precision)
+    weight_format = served_arm.weight_format
+    return None if weight_format in served.CARRIER_BYTES else store_weight(b, weight_format, served_arm.low_inputs)
 
 
 def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
@@ -416,7 +420,7 @@ def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tens
 
     params = setup.params
     k = int(params["k"])
-    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
+    generator = distributions.make_seeded_generator(setup.facts.key, setup.seed)
     a, b = (
         distributions.apply_layout(
             distributions.draw_values(params, (int(params[rows]), k), generator, setup.facts.key).to(

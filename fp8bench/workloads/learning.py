@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.training_step import TrainingState
 
 # The width of an attention head. Products of every precision accept multiples of it as sizes.
-_HEAD_WIDTH = 32
-_BATCH_SEQUENCES = 4
+_ATTENTION_HEAD_WIDTH = 32
+_SEQUENCES_PER_BATCH = 4
 _SEQUENCE_TOKENS = 64
 _LEARNING_RATE = 3e-3
 # The losses of all other precisions are divided by the loss of bf16. The loss of bf16 is divided by the loss of fp32.
@@ -67,10 +67,10 @@ class Learning(shared.TrainingWorkload):
 
     def work(self, params: Scalars) -> Work:
         config = _make_config(params)
-        least_memory_bytes = 16.0 * config.weights + 4.0 * _BATCH_SEQUENCES * _SEQUENCE_TOKENS * config.vocabulary
+        least_memory_bytes = 16.0 * config.weights + 4.0 * _SEQUENCES_PER_BATCH * _SEQUENCE_TOKENS * config.vocabulary
         return Work(
-            config.step_flops(_BATCH_SEQUENCES, _SEQUENCE_TOKENS),
-            _BATCH_SEQUENCES * _SEQUENCE_TOKENS,
+            config.step_flops(_SEQUENCES_PER_BATCH, _SEQUENCE_TOKENS),
+            _SEQUENCES_PER_BATCH * _SEQUENCE_TOKENS,
             least_memory=least_memory_bytes,
         )
 
@@ -78,7 +78,7 @@ class Learning(shared.TrainingWorkload):
         return sizes.gpt_layers(_make_config(params).layers)
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return sizes.gpt_around(_make_config(params).layers)
+        return sizes.make_gpt_surrounding_layers(_make_config(params).layers)
 
     def prepare(self, setup: Setup) -> TrainingState:
         from fp8bench.nn.batches import make_loader
@@ -87,7 +87,7 @@ class Learning(shared.TrainingWorkload):
 
         config = _make_config(setup.params)
         model = shared.make_gpt(self, setup, config)
-        loader = make_loader(setup, _BATCH_SEQUENCES, config, setup.draw)
+        loader = make_loader(setup, _SEQUENCES_PER_BATCH, config, setup.draw)
         return make_training_state(
             setup, model, loader, CachedWeights(model).cast, attention="math", rate=_LEARNING_RATE
         )
@@ -106,8 +106,10 @@ class Learning(shared.TrainingWorkload):
 
 def _make_config(params: Scalars) -> sizes.GPTConfig:
     width = int(params["width"])
-    heads = width // _HEAD_WIDTH
-    return sizes.GPTConfig(256, width, 2, heads, heads, 4 * width, batch=_BATCH_SEQUENCES, sequence=_SEQUENCE_TOKENS)
+    heads = width // _ATTENTION_HEAD_WIDTH
+    return sizes.GPTConfig(
+        256, width, 2, heads, heads, 4 * width, batch=_SEQUENCES_PER_BATCH, sequence=_SEQUENCE_TOKENS
+    )
 
 
 def _train_mean_loss(setup: Setup) -> float:

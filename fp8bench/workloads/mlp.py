@@ -17,7 +17,7 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     from torch import nn
 
-    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.exercise import LayerExercise
     from fp8bench.nn.linear import ChooseArithmetic
 
 LARGEST_SIZE = 1 << 18
@@ -68,12 +68,12 @@ class Mlp(LayerWorkload):
 
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
-        weights = width * hidden * (3 if params["gated"] == "yes" else 2)
+        weight_count = width * hidden * (3 if params["gated"] == "yes" else 2)
         # Weights in fp32, and input, output and intermediate values with at least two bytes each.
-        least_memory_bytes = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
+        least_memory_bytes = 4.0 * weight_count + 2.0 * tokens * (2 * width + hidden)
         # The backward pass has two products for each product of the forward pass.
         passes = 3 if shared.is_training(params) else 1
-        return Work(flops=2.0 * tokens * weights * passes, tokens=tokens, least_memory=least_memory_bytes)
+        return Work(flops=2.0 * tokens * weight_count * passes, tokens=tokens, least_memory=least_memory_bytes)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
@@ -82,14 +82,16 @@ class Mlp(LayerWorkload):
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR_CUT}")
         tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
         size_text = f"tokens={tokens}, width={width}, hidden={hidden}"
-        return shared.require_fit(support, precision, tokens, (width, hidden), shared.is_training(params), size_text)
+        return shared.refuse_unfit_sizes(
+            support, precision, tokens, (width, hidden), shared.is_training(params), size_text
+        )
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if params.get("cut") == NORM_MLP:
             return refused("a precision map cannot divide the one layer of cut=norm-mlp: choose cut=norm-linear")
         return super().layer_support(kind, params, precision, facts)
 
-    def prepare(self, setup: Setup) -> Exercise:
+    def prepare(self, setup: Setup) -> LayerExercise:
         """Makes the block and its inputs. If the precision uses unit scaling, the block gets constants for it."""
         state = super().prepare(setup)
         if precisions.get(setup.case.precision).unit_scaled:

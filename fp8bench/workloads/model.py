@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.errors import Fp8benchError, NotRepeatable, NotSent, UsageError
+from fp8bench.errors import Fp8benchError, ModelNotSendable, NotRepeatable, UsageError
 from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.model.words import UNTOUCHED
@@ -23,7 +23,7 @@ from fp8bench.user_code import own_words  # describes an error of the user's cod
 from fp8bench.user_code.named import named
 
 if TYPE_CHECKING:
-    from fp8bench.nn.own_model import MakeResult, OwnModel
+    from fp8bench.nn.own_model import ConvertedUserModel, MakeResult
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
@@ -35,10 +35,10 @@ _MAX_DIFFERENCE_ERROR_SHARE = 0.1
 LOADED_MODELS: dict[tuple[str, int], MakeResult] = {}
 # Maps the name of a model's class to a function that returns the model, for models that exist as objects in this
 # process.
-LIVE_MODELS: dict[str, Callable[[], Any]] = {}
+MODEL_MAKERS_IN_PROCESS: dict[str, Callable[[], Any]] = {}
 
 
-def load_sent_model(file: str) -> Any:
+def load_transferred_model(file: str) -> Any:
     """Loads a model, batch and loss from a file that another process of the same user has written. Such a file can run
     code, so files of other users are refused.
     """
@@ -50,12 +50,14 @@ def load_sent_model(file: str) -> Any:
                 raise PermissionError(f"{file} belongs to user {owner_id}")
             return torch.load(binary_file, weights_only=False)
     except Exception as error:
-        raise NotSent(own_words(error)) from error
+        raise ModelNotSendable(own_words(error)) from error
 
 
-def _parse_target(text: str) -> str:
+def _parse_model_target(text: str) -> str:
     module, colon, name = text.rpartition(":")
-    if text not in LIVE_MODELS and not (colon and module and name and text.isprintable() and "=" not in text):
+    if text not in MODEL_MAKERS_IN_PROCESS and not (
+        colon and module and name and text.isprintable() and "=" not in text
+    ):
         raise ValueError("expected module:function, or file.py:function, as `fp8bench profile` takes it")
     return text
 
@@ -78,7 +80,9 @@ class Model(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
-            Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _parse_target),
+            Axis(
+                "make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _parse_model_target
+            ),
             Axis.choice(
                 "pass",
                 "training: forward, loss, backward, optimizer; forward: the forward pass alone, without gradients",
@@ -137,7 +141,7 @@ class Model(Workload):
             raise
         # Running out of memory is not a fault of the model. Other precisions may fit.
         except Exception as error:
-            if not is_exhausted(error):
+            if not is_out_of_memory_error(error):
                 raise UsageError(
                     f"{_read_target_name(setup)}: its model fails in {state.running_part}: {own_words(error)}."
                 ) from error
@@ -147,21 +151,22 @@ class Model(Workload):
     def preload(self, setup: Setup) -> None:
         load_target_model(_read_target_name(setup), setup.seed, setup.facts)
 
-    def prepare(self, setup: Setup) -> OwnModel:
+    def prepare(self, setup: Setup) -> ConvertedUserModel:
         return _make_converted_model(setup)
 
-    def step(self, state: OwnModel, phase: Phases) -> object:  # type: ignore[override]
+    def step(self, state: ConvertedUserModel, phase: Phases) -> object:  # type: ignore[override]
         return state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares outputs, loss and gradients with those of the unchanged model. Both have the same weights, batch
         and random numbers.
         """
-        from fp8bench.nn.own_model import OwnModel, compute_errors
+        from fp8bench.nn.own_model import ConvertedUserModel, compute_errors
 
         # 1. Run the unchanged model twice. The difference between the two runs is not an error of the precision.
         first_outcome, second_outcome = (
-            OwnModel(_copy_model(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
+            ConvertedUserModel(_copy_user_model(setup), setup, compiles=False, converts=False).outcome()
+            for _ in range(2)
         )
         differences_between_repeats = compute_errors(second_outcome, first_outcome)
         # 2. Run the converted copy with the same random numbers.
@@ -181,14 +186,16 @@ class Model(Workload):
         """Trains on the model's only batch and returns the losses. A `setup.draw` other than 0 starts from the model
         that `make` returns with a different seed.
         """
-        from fp8bench.nn.own_model import OwnModel, seed_generators
+        from fp8bench.nn.own_model import ConvertedUserModel, seed_generators
 
-        model_copy = _copy_model(setup)
+        model_copy = _copy_user_model(setup)
         if setup.draw:
             # Keep the batch of the first seed. Only the model comes from the other seed.
-            other_seed_copy = _copy_model(replace(setup, seed=setup.seed + setup.draw))
-            model_copy = model_copy._replace(model=other_seed_copy.model)
-        state = OwnModel(model_copy, setup, _find_native_multiples(setup), converts=_is_model_converted(setup))
+            model_copy_of_other_seed = _copy_user_model(replace(setup, seed=setup.seed + setup.draw))
+            model_copy = model_copy._replace(model=model_copy_of_other_seed.model)
+        state = ConvertedUserModel(
+            model_copy, setup, _find_native_multiples(setup), converts=_is_model_converted(setup)
+        )
         with seed_generators(setup.seed, setup.facts):
             return state.losses(steps)
 
@@ -206,18 +213,18 @@ class Model(Workload):
         None if the case does not convert the model.
         """
         from fp8bench.nn import conversion
-        from fp8bench.nn.own_model import OwnModel, make_conversion
+        from fp8bench.nn.own_model import ConvertedUserModel, make_conversion
 
         if not _is_model_converted(setup):
             return None
         # Coverage counts the products of the unchanged model, and which of them the conversion would replace.
-        state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
+        state = ConvertedUserModel(_copy_user_model(setup), setup, compiles=False, converts=False)
         product_weights = make_conversion(state.model, setup, _find_native_multiples(setup)).product_weights
         # Accelerate decides which layers it converts, so look at the model that it returns.
         if isinstance(setup.arithmetic, conversion.AcceleratedModel):
             converted_names = conversion.find_converted_layers(_make_converted_model(setup, compiles=False).model)
             product_weights = tuple(
-                weight if weight.name in converted_names else conversion.explain_unchanged(weight)
+                weight if weight.name in converted_names else conversion.explain_unconverted_weight(weight)
                 for weight in product_weights
             )
         multiple = max(precisions.get(setup.case.precision).multiples)
@@ -230,12 +237,12 @@ class Model(Workload):
         )
 
 
-def _make_converted_model(setup: Setup, **options: bool) -> OwnModel:
+def _make_converted_model(setup: Setup, **options: bool) -> ConvertedUserModel:
     """Returns a copy of the case's model, converted to the case's precision."""
-    from fp8bench.nn.own_model import OwnModel
+    from fp8bench.nn.own_model import ConvertedUserModel
 
-    return OwnModel(
-        _copy_model(setup), setup, _find_native_multiples(setup), converts=_is_model_converted(setup), **options
+    return ConvertedUserModel(
+        _copy_user_model(setup), setup, _find_native_multiples(setup), converts=_is_model_converted(setup), **options
     )
 
 
@@ -258,29 +265,29 @@ def _find_native_multiples(setup: Setup) -> tuple[int, int]:
     second. Returns (1, 1) if the case has no native products in a low precision.
     """
     modes = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
-    native_multiples = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
-    if not native_multiples or not setup.facts.accelerated:
+    native_side_multiples = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
+    if not native_side_multiples or not setup.facts.accelerated:
         return 1, 1
-    return max(k for k, _ in native_multiples), max(n for _, n in native_multiples)
+    return max(k for k, _ in native_side_multiples), max(n for _, n in native_side_multiples)
 
 
 def _read_target_name(setup: Setup) -> str:
     return str(setup.params["make"])
 
 
-def _copy_model(setup: Setup) -> MakeResult:
+def _copy_user_model(setup: Setup) -> MakeResult:
     return copy_target_model(_read_target_name(setup), setup.seed, setup.facts)
 
 
 def load_target_model(name: str, seed: int, facts: DeviceFacts) -> MakeResult:
     """Returns the model, batch and loss that a user's function returns. The function is called once in each process."""
-    from fp8bench.nn.own_model import parse_make_result, seed_generators
+    from fp8bench.nn.own_model import parse_make_return_value, seed_generators
 
     # Call the function once, because it may load files. So all cases start from the same numbers.
     if (name, seed) not in LOADED_MODELS:
         with seed_generators(seed, facts):
-            parts = parse_make_result(name, _call_target(name), seed)
-        _refuse_parameters(name, parts)
+            parts = parse_make_return_value(name, _call_target(name), seed)
+        _refuse_model_parameters(name, parts)
         LOADED_MODELS[name, seed] = parts
     return LOADED_MODELS[name, seed]
 
@@ -292,7 +299,7 @@ def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> MakeResult:
         model, batch, loss = copy.deepcopy((parts.model, parts.batch, parts.loss))
         return parts._replace(model=model.to(facts.key), batch=batch, loss=loss)
     except Exception as error:
-        if is_exhausted(error):
+        if is_out_of_memory_error(error):
             raise
         raise UsageError(
             f"{name}: its model cannot be copied, but every arm needs a copy: {own_words(error)}. Keep objects "
@@ -300,7 +307,7 @@ def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> MakeResult:
         ) from error
 
 
-def _refuse_parameters(name: str, parts: MakeResult) -> None:
+def _refuse_model_parameters(name: str, parts: MakeResult) -> None:
     """Raises UsageError if a parameter of the user's model cannot be converted, trained or compared."""
     from torch.nn.parameter import is_lazy
 
@@ -319,8 +326,8 @@ def _refuse_parameters(name: str, parts: MakeResult) -> None:
 
 
 def _call_target(name: str) -> Any:
-    # LIVE_MODELS has functions of this process. All other functions are imported by `named`.
-    function = LIVE_MODELS.get(name) or named(name)
+    # MODEL_MAKERS_IN_PROCESS has functions of this process. All other functions are imported by `named`.
+    function = MODEL_MAKERS_IN_PROCESS.get(name) or named(name)
     # Check the signature before the call. Otherwise a TypeError inside the function would look like a wrong signature.
     try:
         inspect.signature(function).bind()
@@ -332,11 +339,11 @@ def _call_target(name: str) -> Any:
     try:
         return function()
     except Exception as error:
-        if isinstance(error, NotSent) or is_exhausted(error):
+        if isinstance(error, ModelNotSendable) or is_out_of_memory_error(error):
             raise
         raise UsageError(f"{name} fails: {own_words(error)}.") from error
 
 
-def is_exhausted(error: BaseException) -> bool:
+def is_out_of_memory_error(error: BaseException) -> bool:
     """Returns whether an error means that a device ran out of memory. Callers do not blame the user's model for it."""
-    return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())
+    return any(devices.get(device_kind).is_out_of_memory(error) for device_kind in devices.names())

@@ -11,7 +11,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats import hardware
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
-from fp8bench.nn.shared_workloads import is_training, require_fit
+from fp8bench.nn.shared_workloads import is_training, refuse_unfit_sizes
 from fp8bench.nn.sizes import MoeSizes, make_surrounding_layers
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, read_integers
@@ -20,7 +20,7 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     import torch
 
-    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.exercise import LayerExercise
     from fp8bench.nn.linear import ChooseArithmetic
 
 _ROW_FORMATS = ("carrier", "bf16", "fp8")
@@ -32,8 +32,8 @@ def parse_load(text: str) -> str:
     """Parses how tokens are distributed among experts: 'uniform', 'router', or 'zipf:' with an exponent. The exponent
     is returned in its shortest form.
     """
-    kind, _, exponent = text.partition(":")
-    if kind == "zipf":
+    load_kind, _, exponent = text.partition(":")
+    if load_kind == "zipf":
         try:
             zipf_exponent = float(exponent)
         except ValueError:
@@ -141,19 +141,19 @@ class Moe(LayerWorkload):
         support = precision.support(facts)
         sizes = read_sizes(params)
         size_text = f"width={sizes.width}, hidden={sizes.hidden}"
-        support = require_fit(support, precision, 0, (sizes.width, sizes.hidden), is_training(params), size_text)
+        support = refuse_unfit_sizes(support, precision, 0, (sizes.width, sizes.hidden), is_training(params), size_text)
         if support.level is Level.REFUSED:
             return support
         # 2. Find how the device supports the router's products, which have their own precision and sizes. The router's
         # weight gradient sums over tokens, so the number of tokens must fit too.
         router_precision = precisions.get(str(params["router"]))
         router_size_text = f"experts={sizes.experts}, tokens={params['tokens']}"
-        sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
-        router_support = require_fit(
-            router_precision.support(facts), router_precision, 0, sides, False, router_size_text
+        side_lengths = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
+        router_precision_support = refuse_unfit_sizes(
+            router_precision.support(facts), router_precision, 0, side_lengths, False, router_size_text
         )
-        if router_support.level is Level.REFUSED:
-            return hardware.refused(f"router={router_precision.name}: {router_support.reason}")
+        if router_precision_support.level is Level.REFUSED:
+            return hardware.refused(f"router={router_precision.name}: {router_precision_support.reason}")
         fp8_axes = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
         for axis in ("router", *fp8_axes):  # the step's time includes the casts and products of these axes
             axis_support = precisions.get(str(params[axis])).support(facts)
@@ -161,7 +161,7 @@ class Moe(LayerWorkload):
                 return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")
         return support
 
-    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> LayerExercise:
         import torch
 
         from fp8bench.nn import experts
@@ -175,14 +175,17 @@ class Moe(LayerWorkload):
         tokens = int(params["tokens"])
         load_text = str(params["load"])
         plans = [
-            experts.draw_load(load_text, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))
+            experts.draw_expert_load(load_text, tokens, sizes, setup.seed + layer)
+            for layer in range(int(params["layers"]))
         ]
         if carrier is torch.float64:  # the exact reference neither rounds nor pads rows
-            row_formats = experts.RowTravel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
+            row_formats = experts.RowTransferFormats("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
             row_multiple = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
-            row_formats = experts.RowTravel(str(params["dispatch"]), str(params["combine"]), router, row_multiple)
+            row_formats = experts.RowTransferFormats(
+                str(params["dispatch"]), str(params["combine"]), router, row_multiple
+            )
         # 2. Make the layers. Each expert's rows are padded to the multiple of native products.
         state = make_exercise(
             setup,
@@ -200,7 +203,7 @@ class Moe(LayerWorkload):
         """Compares output and gradients with those of the exact pass. For each layer it adds how often the router
         chooses other experts, and how evenly the experts are loaded.
         """
-        from fp8bench.nn.experts import Mixture, measure_disagreements, summarise_load
+        from fp8bench.nn.experts import Mixture, compute_disagreement_shares, summarise_load
 
         state = self.prepare(setup)
         exact = self.exact(setup)
@@ -209,7 +212,7 @@ class Moe(LayerWorkload):
         # Record which experts each token gets in this precision and in the exact pass.
         routing_by_layer = state.layer.record_routing(state.outcome)
         exact_routing_by_layer = exact.layer.record_routing(exact.outcome)
-        differing_choice_shares = measure_disagreements(
+        differing_choice_shares = compute_disagreement_shares(
             [chosen_experts for chosen_experts, _ in routing_by_layer],
             [chosen_experts for chosen_experts, _ in exact_routing_by_layer],
         )

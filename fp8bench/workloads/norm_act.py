@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.linear import ChooseArithmetic
 
 # For each operation, the number of its inputs that have the shape (tokens, width).
-INPUT_COUNTS = {
+INPUT_COUNT_BY_OPERATION = {
     "layer_norm": 1,
     "rms_norm": 1,
     "gelu": 1,
@@ -58,9 +58,9 @@ class NormAct(LayerWorkload):
         return (
             Axis(
                 "operation",
-                ", ".join(INPUT_COUNTS),
-                tuple(INPUT_COUNTS) if facts.accelerated else _GPT2_OPERATIONS,
-                one_of(*INPUT_COUNTS),
+                ", ".join(INPUT_COUNT_BY_OPERATION),
+                tuple(INPUT_COUNT_BY_OPERATION) if facts.accelerated else _GPT2_OPERATIONS,
+                one_of(*INPUT_COUNT_BY_OPERATION),
             ),
             Axis.count("tokens", "rows", tokens, high=1 << 20),
             Axis.count("width", "features of a row", width, high=1 << 18),
@@ -73,12 +73,12 @@ class NormAct(LayerWorkload):
         the operation reads it.
         """
         tokens, width = read_integers(params, "tokens", "width")
-        input_tensor_count = INPUT_COUNTS[str(params["operation"])]
-        counted_tensors = input_tensor_count + (
+        input_tensor_count = INPUT_COUNT_BY_OPERATION[str(params["operation"])]
+        moved_tensor_count = input_tensor_count + (
             shared.is_training(params) and params["operation"] not in OPERATIONS_NOT_READING_GRADIENT
         )
         return Work(
-            bytes=4.0 * counted_tensors * tokens * width, least_memory=2.0 * input_tensor_count * tokens * width
+            bytes=4.0 * moved_tensor_count * tokens * width, least_memory=2.0 * input_tensor_count * tokens * width
         )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -95,4 +95,4 @@ class NormAct(LayerWorkload):
         return Operation(str(params["operation"]), int(params["tokens"]), int(params["width"]))
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
-        return [(int(params["tokens"]), int(params["width"]))] * INPUT_COUNTS[str(params["operation"])]
+        return [(int(params["tokens"]), int(params["width"]))] * INPUT_COUNT_BY_OPERATION[str(params["operation"])]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import storage_support
-from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
+from fp8bench.nn.shared_workloads import find_storage_support
+from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEP_COUNT
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
@@ -128,10 +128,10 @@ class Numerics(Workload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.name == "fp32":
             return refused("the tensors are float32: nothing is rounded, so no error can be measured")
-        return storage_support(precision, facts, "there is nothing to round")
+        return find_storage_support(precision, facts, "there is nothing to round")
 
     def prepare(self, setup: Setup) -> TensorState:
-        return TensorState(next(_iterate_tensors(setup)), _read_role(setup), setup.arithmetic.layer("tensor"))
+        return TensorState(next(_iterate_sample_tensors(setup)), _read_role(setup), setup.arithmetic.layer("tensor"))
 
     def step(self, state: TensorState, phase: Phases) -> None:
         with phase.cast:
@@ -142,37 +142,39 @@ class Numerics(Workload):
         import torch
 
         from fp8bench.nn.tensor_scales import make_recipe_view
-        from fp8bench.numerics.tensor_error import figures_by_name, tensor_error
+        from fp8bench.numerics.tensor_error import name_error_figures, tensor_error
 
         role = _read_role(setup)
         arithmetic = setup.arithmetic.layer("tensor")
-        source, *earlier_tensors = _iterate_tensors(setup) if arithmetic.settles else (next(_iterate_tensors(setup)),)
+        source, *earlier_tensors = (
+            _iterate_sample_tensors(setup) if arithmetic.settles else (next(_iterate_sample_tensors(setup)),)
+        )
         for earlier_tensor in reversed(earlier_tensors):
             arithmetic.cast(earlier_tensor, role)
         restored_values = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
         recipe_view = make_recipe_view(precisions.get(setup.case.precision), role, source, earlier_tensors)
-        return figures_by_name(
-            tensor_error(source, restored_values, recipe_view.fmt, recipe_view.factors), recipe_view.course
+        return name_error_figures(
+            tensor_error(source, restored_values, recipe_view.fmt, recipe_view.factors), recipe_view.scale_course
         )
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import compute_statistics
 
         name = str(setup.params["tensor"])
-        kind = CAPTURED[name].kind if name in CAPTURED else name
-        return compute_statistics([(kind, _read_role(setup).value, next(_iterate_unscaled_tensors(setup)))])
+        tensor_kind = CAPTURED[name].kind if name in CAPTURED else name
+        return compute_statistics([(tensor_kind, _read_role(setup).value, next(_iterate_unscaled_tensors(setup)))])
 
 
 def _read_role(setup: Setup) -> Role:
     return Role(str(setup.params["role"]))
 
 
-def _iterate_tensors(setup: Setup) -> Iterator[Tensor]:
+def _iterate_sample_tensors(setup: Setup) -> Iterator[Tensor]:
     """Yields the tensor to cast, then the tensors of earlier steps (for delayed scales), the most recent first.
     Gradients are multiplied by the loss scale.
     """
-    factor = setup.loss_scale if _read_role(setup) is Role.GRADIENT else 1.0
-    return (tensor * factor for tensor in _iterate_unscaled_tensors(setup))
+    gradient_loss_scale = setup.loss_scale if _read_role(setup) is Role.GRADIENT else 1.0
+    return (tensor * gradient_loss_scale for tensor in _iterate_unscaled_tensors(setup))
 
 
 def _iterate_unscaled_tensors(setup: Setup) -> Iterator[Tensor]:
@@ -190,6 +192,6 @@ def _iterate_unscaled_tensors(setup: Setup) -> Iterator[Tensor]:
         return
     from fp8bench.numerics import distributions
 
-    generator = distributions.seeded_generator(setup.facts.key, setup.seed)
+    generator = distributions.make_seeded_generator(setup.facts.key, setup.seed)
     shape = int(setup.params["rows"]), int(setup.params["columns"])
-    yield from (distributions.DISTRIBUTIONS[name](shape, generator) for _ in range(CAPTURED_STEPS))
+    yield from (distributions.DISTRIBUTIONS[name](shape, generator) for _ in range(CAPTURED_STEP_COUNT))

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import storage_support
+from fp8bench.nn.shared_workloads import find_storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, limit_to_one_thread
 from fp8bench.protocols.axes import Axis, read_integers
 from fp8bench.registry import workloads
@@ -15,14 +15,14 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fp8bench.nn.moments import Bucket, MomentStorage
+    from fp8bench.nn.moments import MomentBucket, MomentStorageMethod
     from fp8bench.numerics.distributions import GradientSource
 
 # A bucket has at most this many elements, unless a single tensor has more. Its moments are restored and cast together.
 # In fp32 the moments take 256 MiB, which makes phases long enough.
 BUCKET_ELEMENTS = 1 << 25
 # The initial moments resemble those after this many steps.
-EARLIER_STEPS = 1000
+PRECEDING_STEP_COUNT = 1000
 # The error is measured after this many steps. A bf16 second moment keeps growing, because rounding hides a decay of
 # 0.001, which shows after a thousand steps, but not after ten.
 ERROR_STEPS = 1000
@@ -34,14 +34,14 @@ ERROR_WIDTH = 64
 class OptimizerState:
     """All parameters, gradients and moments, grouped into buckets."""
 
-    buckets: list[Bucket]
+    buckets: list[MomentBucket]
 
     def parameters(self) -> list[Tensor]:
         return list(chain.from_iterable(bucket.parameters for bucket in self.buckets))
 
     def moments(self) -> tuple[list[Tensor], list[Tensor]]:
-        first, second = zip(*(bucket.restore() for bucket in self.buckets), strict=True)
-        return list(chain.from_iterable(first)), list(chain.from_iterable(second))
+        first_moments, second_moments = zip(*(bucket.restore() for bucket in self.buckets), strict=True)
+        return list(chain.from_iterable(first_moments)), list(chain.from_iterable(second_moments))
 
     def copy_gradients(self, gradients: list[Tensor]) -> None:
         import torch
@@ -77,7 +77,7 @@ class Optimizer(Workload):
     )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        widths = ("1024", "4096") if facts.accelerated else ("128", "256")
+        matrix_width_choices = ("1024", "4096") if facts.accelerated else ("128", "256")
         return (
             Axis.each("fused", "yes: AdamW in torch's fused kernel; no: in several kernels", "yes", "no"),
             Axis.choice(
@@ -87,7 +87,7 @@ class Optimizer(Workload):
                 "same",
             ),
             Axis.count("tensors", "weights, one a layer", "16" if facts.accelerated else "8", high=4096),
-            Axis.count("width", "rows and columns of each weight", *widths, high=1 << 16),
+            Axis.count("width", "rows and columns of each weight", *matrix_width_choices, high=1 << 16),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -96,7 +96,7 @@ class Optimizer(Workload):
         return Work(bytes=8 * count, least_memory=9 * count)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        return storage_support(precision, facts, "there are no moments of it")
+        return find_storage_support(precision, facts, "there are no moments of it")
 
     def prepare(self, setup: Setup) -> OptimizerState:
         state, source = _draw_initial_state(setup, _choose_storages(setup), setup.params["fused"] == "yes")
@@ -110,12 +110,12 @@ class Optimizer(Workload):
                     bucket.update(*bucket.fp32_moments)
                 continue
             with phase.cast:
-                first, second = bucket.restore()
+                first_moments, second_moments = bucket.restore()
             with phase.optimizer_step:
-                bucket.update(first, second)
+                bucket.update(first_moments, second_moments)
             with phase.cast:
-                bucket.store(first, second)
-                del first, second  # free the memory here, so that this time counts for the phase
+                bucket.store(first_moments, second_moments)
+                del first_moments, second_moments  # free the memory here, so that this time counts for the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares 1000 steps of AdamW with the same steps of fused AdamW with fp32 moments. Gradients change from step
@@ -144,14 +144,14 @@ class Optimizer(Workload):
         # 3. Compare the change of the weights, and each moment.
         weight_changes = [new - old for new, old in zip(state.parameters(), initial_weights, strict=True)]
         exact_weight_changes = [new - old for new, old in zip(exact_state.parameters(), initial_weights, strict=True)]
-        (first, second) = state.moments()
+        (first_moments, second_moments) = state.moments()
         (exact_first, exact_second) = exact_state.moments()
         return {
             "update_error": joint_relative_frobenius(weight_changes, exact_weight_changes),
-            "first_moment_error": joint_relative_frobenius(first, exact_first),
-            "second_moment_error": joint_relative_frobenius(second, exact_second),
-            "first_moment_vanished": compute_vanished_share(first, exact_first),
-            "second_moment_vanished": compute_vanished_share(second, exact_second),
+            "first_moment_error": joint_relative_frobenius(first_moments, exact_first),
+            "second_moment_error": joint_relative_frobenius(second_moments, exact_second),
+            "first_moment_vanished": compute_vanished_share(first_moments, exact_first),
+            "second_moment_vanished": compute_vanished_share(second_moments, exact_second),
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -159,20 +159,20 @@ class Optimizer(Workload):
 
         state, source = _draw_initial_state(setup, _make_exact_storages(), fused=False)
         gradients = source.draw()
-        first, second = state.moments()
+        first_moments, second_moments = state.moments()
         rows = [("gradient", Role.GRADIENT.value, gradient) for gradient in gradients]
-        rows += [("first_moment", "", moment) for moment in first]
-        rows += [("second_moment", "", moment) for moment in second]
+        rows += [("first_moment", "", moment) for moment in first_moments]
+        rows += [("second_moment", "", moment) for moment in second_moments]
         return compute_statistics(rows)
 
 
-def _choose_storages(setup: Setup) -> tuple[MomentStorage, MomentStorage]:
+def _choose_storages(setup: Setup) -> tuple[MomentStorageMethod, MomentStorageMethod]:
     from fp8bench.nn.moments import choose_storages
 
     return choose_storages(setup.arithmetic, same_precision=setup.params["second_moment"] == "same")
 
 
-def _make_exact_storages() -> tuple[MomentStorage, MomentStorage]:
+def _make_exact_storages() -> tuple[MomentStorageMethod, MomentStorageMethod]:
     import torch
 
     from fp8bench.nn.arithmetics import PlainArithmetic
@@ -182,7 +182,7 @@ def _make_exact_storages() -> tuple[MomentStorage, MomentStorage]:
 
 
 def _draw_initial_state(
-    setup: Setup, storages: tuple[MomentStorage, MomentStorage], fused: bool
+    setup: Setup, storages: tuple[MomentStorageMethod, MomentStorageMethod], fused: bool
 ) -> tuple[OptimizerState, GradientSource]:
     """Draws weights and moments from the seed. Also returns a source of random gradients that would lead to such
     moments in a training.
@@ -190,23 +190,31 @@ def _draw_initial_state(
     import torch
 
     from fp8bench.nn import moments
-    from fp8bench.numerics.distributions import GradientSource, seeded_generator
+    from fp8bench.numerics.distributions import GradientSource, make_seeded_generator
 
     tensors, width = read_integers(setup.params, "tensors", "width")
-    source = GradientSource([(width, width)] * tensors, seeded_generator(setup.facts.key, setup.seed))
+    source = GradientSource([(width, width)] * tensors, make_seeded_generator(setup.facts.key, setup.seed))
     weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled_gradients()]
     # A moving average of noise keeps (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
     # keeps twice as much.
     moment_standard_deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
-    first = [tensor.mul_(moment_standard_deviations[0]) for tensor in source.draw()]
-    second = [
+    first_moments = [tensor.mul_(moment_standard_deviations[0]) for tensor in source.draw()]
+    second_moments = [
         tensor.mul_(moment_standard_deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
         for tensor, scale in zip(source.draw_unscaled_gradients(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]
     parts = moments.split_into_buckets([weight.numel() for weight in weights], BUCKET_ELEMENTS)
     buckets = [
-        moments.Bucket(weights[part], gradients[part], first[part], second[part], storages, EARLIER_STEPS, fused)
+        moments.MomentBucket(
+            weights[part],
+            gradients[part],
+            first_moments[part],
+            second_moments[part],
+            storages,
+            PRECEDING_STEP_COUNT,
+            fused,
+        )
         for part in parts
     ]
     return OptimizerState(buckets), source

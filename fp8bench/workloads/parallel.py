@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalar, Scalars, Support, Work
 from fp8bench.nn import sizes
-from fp8bench.nn.parallel.ways import DIVISION_OPTIONS, WAYS, Job, ParallelCase
+from fp8bench.nn.parallel.ways import DIVISION_OPTIONS, WAYS, ModelPartSetup, ParallelCase
 from fp8bench.nn.shared_workloads import make_gpt
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, read_integers, whole_number
@@ -34,7 +34,7 @@ _FIRST_VALUE_WORD = "usual"
 _MICRO_BATCHES_OPTION = "microbatches"
 _MICRO_BATCHES_SUFFIX = " that is at least the number of ranks"
 # This many warm-up steps run before messages are counted. In its second step, DDP once sends the order of its buckets.
-_UNCOUNTED_STEPS = 2
+_STEPS_BEFORE_COUNTING = 2
 # This many steps on several ranks are compared with the same steps on one rank.
 _COMPARED_STEPS = 3
 
@@ -57,7 +57,7 @@ class Parallel(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
-        ways_text = "; ".join(
+        division_methods_text = "; ".join(
             f"{division_method.name} ({division_method.summary})" for division_method in WAYS.values()
         )
         options = (
@@ -72,7 +72,7 @@ class Parallel(Workload):
             for name, text in DIVISION_OPTIONS.items()
         )
         return (
-            Axis.each("way", f"how ranks train together: {ways_text}", *WAYS),
+            Axis.each("way", f"how ranks train together: {division_methods_text}", *WAYS),
             Axis.choice("size", f"the model: {', '.join(sizes.SIZES)}", *sizes.SIZES, default=size),
             Axis.count("batch", "sequences of all ranks together", "auto", quick=("4",), high=1 << 16),
             Axis.count("sequence", "tokens in a sequence", "auto", quick=("32",), high=1 << 16),
@@ -114,7 +114,7 @@ class Parallel(Workload):
         return sizes.gpt_layers(config.layers, config.experts)
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return sizes.gpt_around(_make_config(params).layers)
+        return sizes.make_gpt_surrounding_layers(_make_config(params).layers)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         # 1. Refuse too few ranks for the method.
@@ -134,15 +134,19 @@ class Parallel(Workload):
         ]
         if unknown_options:
             name = unknown_options[0]
-            choices = "; ".join(f"{option}: {', '.join(values)}" for option, values in division_method.options.items())
-            return refused(f"{division_method.name} has no {name}={options[name]}: it takes {choices or 'none'}")
+            option_values_text = "; ".join(
+                f"{option}: {', '.join(values)}" for option, values in division_method.options.items()
+            )
+            return refused(
+                f"{division_method.name} has no {name}={options[name]}: it takes {option_values_text or 'none'}"
+            )
         # 3. Refuse layers that cannot be divided, and sizes that cannot be divided equally.
         if precision.whole_layers:
             return refused(
                 f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
             )
         case = ParallelCase(_make_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
-        reason = division_method.refuse(case)
+        reason = division_method.explain_impossible_case(case)
         return refused(reason) if reason else precision.support(facts)
 
     def prepare(self, setup: Setup) -> ParallelState:
@@ -163,11 +167,11 @@ class Parallel(Workload):
 
         params = setup.params
         state = self._make_parallel_state(setup, dist.group.WORLD, plain=True)
-        single_rank_state = self._make_single_rank_state(setup, plain=True)
-        differences = step.compare_with_one_rank(state, single_rank_state, _COMPARED_STEPS)
+        single_rank_training_state = self._make_single_rank_state(setup, plain=True)
+        differences = step.compare_with_one_rank(state, single_rank_training_state, _COMPARED_STEPS)
         modes = map(precisions.get, (setup.case.precision, *dict(setup.case.precision_map).values()))
-        limits = step.find_limits(modes, str(params.get("wire", "")), str(params.get("load", "")))
-        if excess_text := limits.describe_excess(differences):
+        limits = step.find_difference_limits(modes, str(params.get("wire", "")), str(params.get("load", "")))
+        if excess_text := limits.describe_exceeded_limit(differences):
             raise step.RanksDisagree(
                 f"{_COMPARED_STEPS} steps change weights differently from one rank alone: {excess_text}"
             )
@@ -176,22 +180,22 @@ class Parallel(Workload):
     def step_parts(self, setup: Setup) -> StepParts:
         import torch.distributed as dist
 
-        from fp8bench.nn.parallel.division import make_silent_group
-        from fp8bench.nn.parallel.wire import StepWire
+        from fp8bench.nn.parallel.division import make_silent_process_group
+        from fp8bench.nn.parallel.wire import StepTrafficWatch
 
         def bind_step(state: ParallelState) -> Callable[[], object]:
             return partial(state.train_step, SilentPhases())
 
         state_with_communication = self.prepare(setup)
         size = dist.get_world_size()
-        for _ in range(_UNCOUNTED_STEPS):
+        for _ in range(_STEPS_BEFORE_COUNTING):
             state_with_communication.train_step(SilentPhases())
-        with StepWire(dist.get_rank()) as step_wire:
+        with StepTrafficWatch(dist.get_rank()) as step_wire:
             state_with_communication.train_step(SilentPhases())
         full_batch_step = bind_step(self._make_single_rank_state(setup))
         part_batch_step = bind_step(self._make_single_rank_state(setup, parts=size))
         return StepParts(
-            bind_step(self._make_parallel_state(setup, make_silent_group())),
+            bind_step(self._make_parallel_state(setup, make_silent_process_group())),
             step_wire.repeat_exchanges,
             bind_step(state_with_communication),
             step_wire.list_sent_bytes(dist.get_rank()),
@@ -202,7 +206,7 @@ class Parallel(Workload):
         from fp8bench.nn.parallel.step import make_parallel_state
 
         assert group is not None
-        model = WAYS[str(setup.params["way"])].make_division(self._make_job(setup, group))
+        model = WAYS[str(setup.params["way"])].make_division(self._make_parallel_job(setup, group))
         return make_parallel_state(model, _make_loader(setup), setup.facts, plain)
 
     def _make_single_rank_state(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
@@ -215,9 +219,9 @@ class Parallel(Workload):
         model = UndividedModel(self._make_model(setup), setup.loss_scale)
         return make_parallel_state(model, _make_loader(setup, parts), setup.facts, plain)
 
-    def _make_job(self, setup: Setup, group: ProcessGroup) -> Job:
+    def _make_parallel_job(self, setup: Setup, group: ProcessGroup) -> ModelPartSetup:
         params = setup.params
-        return Job(
+        return ModelPartSetup(
             lambda: self._make_model(setup),
             _make_config(params),
             int(params["batch"]),
@@ -233,9 +237,9 @@ class Parallel(Workload):
         config = _make_config(params)
         model = make_gpt(self, setup, config)
         if config.experts:
-            from fp8bench.nn.experts import set_load
+            from fp8bench.nn.experts import set_expert_load
 
-            set_load(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
+            set_expert_load(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
         return model
 
 

@@ -57,14 +57,14 @@ class Planted(Workload):
         import torch
 
         case = setup.case
-        base_name = str(case.param("base"))
-        workload = workloads.get(base_name)
+        base_workload_name = str(case.param("base"))
+        workload = workloads.get(base_workload_name)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
-        inner_workload_state = workload.prepare(
-            replace(setup, case=Case(base_name, params, case.precision, case.device))
+        base_workload_state = workload.prepare(
+            replace(setup, case=Case(base_workload_name, params, case.precision, case.device))
         )
         return PlantedState(
-            workload, inner_workload_state, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated
+            workload, base_workload_state, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated
         )
 
     def step(self, state: PlantedState, phase: Phases) -> None:

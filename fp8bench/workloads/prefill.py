@@ -22,8 +22,8 @@ class Prefill(ServedWorkload):
     version = "2"  # version 2: the head shares the embedding's weights
     summary = "a whole prompt through a GPT into an empty cache of keys and values, at once"
     default_sizes = (("nano", "128"), ("llama-1b", "2048"))
-    context_words = "tokens of each prompt"
-    find_maker = staticmethod(named)
+    context_description = "tokens of each prompt"
+    find_make_function = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("128",)},
         gpu={"size": ("llama-1b",), "context": ("2048",)},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn import shared_workloads as shared
-from fp8bench.nn.sizes import CLASSES, VisionSizes
+from fp8bench.nn.sizes import IMAGE_CLASS_COUNT, VisionSizes
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import workloads
@@ -118,8 +118,8 @@ class Vision(shared.TrainingWorkload):
         product_flops = 0.0
         weight_count = 0
         for kind, rows, weights in sizes.products():
-            factor = 1 if not is_training else 2 if kind == "stem" else 3
-            product_flops += 2.0 * rows * weights * factor
+            products_per_weight = 1 if not is_training else 2 if kind == "stem" else 3
+            product_flops += 2.0 * rows * weights * products_per_weight
             weight_count += weights
         flops = (3 if is_training else 1) * sizes.attention_flops() + product_flops
         least_memory_bytes = 4.0 * weight_count * (4 if is_training else 1) + 3.0 * batch * sizes.image**2
@@ -129,11 +129,11 @@ class Vision(shared.TrainingWorkload):
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = read_sizes(params)
         first_layer_name = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
-        low_layers = []
+        convertible_layers = []
         for path in sizes.low_layers():
             group = "attn" if ".attn." in path else "mlp" if ".mlp." in path else ""
-            low_layers.append(Layer(path, "block", group=group))
-        return (Layer(first_layer_name, "stem", high=True), *low_layers, Layer("head", "head", high=True))
+            convertible_layers.append(Layer(path, "block", group=group))
+        return (Layer(first_layer_name, "stem", high=True), *convertible_layers, Layer("head", "head", high=True))
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         return read_sizes(params).around()
@@ -148,7 +148,7 @@ class Vision(shared.TrainingWorkload):
         is_resnet = sizes.model == "resnet"
         is_convolution = kind == "stem" or (kind == "block" and is_resnet)
         support = shared.convolution_support(precision, facts) if is_convolution else precision.support(facts)
-        outputs = sizes.vocabulary if sizes.model == "two-input" else CLASSES
+        outputs = sizes.vocabulary if sizes.model == "two-input" else IMAGE_CLASS_COUNT
         common_product_side = (
             sizes.inner_width if is_resnet else sizes.width
         )  # All other sizes are multiples of this one.
@@ -162,32 +162,34 @@ class Vision(shared.TrainingWorkload):
             if product_kind == kind:
                 rows = int(params["batch"]) * image_rows
                 size_text = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
-                support = shared.require_fit(support, precision, rows, sides, shared.is_training(params), size_text)
+                support = shared.refuse_unfit_sizes(
+                    support, precision, rows, sides, shared.is_training(params), size_text
+                )
         return support
 
     def prepare(self, setup: Setup) -> TrainingState | InferenceState:
-        from fp8bench.nn.around import set_around
+        from fp8bench.nn.around import set_surrounding_arithmetics
 
         state = _make_vision_state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
-        set_around(state.model, setup.around(self.around(setup.params)))
+        set_surrounding_arithmetics(state.model, setup.around(self.around(setup.params)))
         return state
 
     def check(self, state: Any) -> str:
-        from fp8bench.nn.vision import find_fault
+        from fp8bench.nn.vision import find_step_fault
 
-        return find_fault(state)
+        return find_step_fault(state)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares loss and gradients of a training step, or logits of inference, with the same results in fp64."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.vision import compute_outcome
+        from fp8bench.nn.vision import compute_batch_results
         from fp8bench.numerics import norms
 
         exact = PlainArithmetic(torch.float64)
-        result, gradients = compute_outcome(self.prepare(setup), setup.settles)
-        exact_result, exact_gradients = compute_outcome(
+        result, gradients = compute_batch_results(self.prepare(setup), setup.settles)
+        exact_result, exact_gradients = compute_batch_results(
             _make_vision_state(setup, lambda name: exact, exact.carrier), False
         )
         if not gradients:
@@ -205,13 +207,13 @@ def _make_vision_state(setup: Setup, choose: ChooseArithmetic, carrier: torch.dt
     import torch
 
     from fp8bench.nn import training_step, vision
-    from fp8bench.nn.image_models import MODELS
+    from fp8bench.nn.image_models import IMAGE_MODEL_CLASSES
 
     params = setup.params
     sizes = read_sizes(params)
     layout = vision.MEMORY_FORMATS[str(params["layout"])]
     with training_step.seed_weights(setup):
-        model = MODELS[sizes.model](sizes, choose, layout)
+        model = IMAGE_MODEL_CLASSES[sizes.model](sizes, choose, layout)
     model = model.double() if carrier is torch.float64 else model
     loader = vision.ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)
     if not shared.is_training(params):

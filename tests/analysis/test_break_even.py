@@ -12,8 +12,8 @@ import pytest
 from fp8bench.analysis.break_even import (
     BreakEven,
     JudgedCase,
-    SizedRatio,
     SweptMode,
+    TimeRatioAtSize,
     break_even,
     find_sweeps,
     iterate_swept_modes,
@@ -40,15 +40,15 @@ def hump(octaves: float) -> float:
 
 def sized(
     curve: Curve, sizes: Sequence[int] = SIZES, noise: float = 0.003, seed: int | None = None
-) -> list[SizedRatio]:
+) -> list[TimeRatioAtSize]:
     """Ratios with 99% intervals of that standard error; a seed adds noise of that size."""
     draws = np.zeros(len(sizes)) if seed is None else np.random.default_rng(seed).normal(0, noise, len(sizes))
     points = [-curve(math.log2(size)) + float(draw) for size, draw in zip(sizes, draws, strict=True)]
     ends = [[math.exp(point + side * 2.576 * noise) for side in (0, -1, 1)] for point in points]
-    return [SizedRatio(size, Interval(*end, 0.99)) for size, end in zip(sizes, ends, strict=True)]
+    return [TimeRatioAtSize(size, Interval(*end, 0.99)) for size, end in zip(sizes, ends, strict=True)]
 
 
-def found(points: Sequence[SizedRatio]) -> BreakEven:
+def found(points: Sequence[TimeRatioAtSize]) -> BreakEven:
     made = break_even(points)
     assert made is not None
     return made
@@ -122,7 +122,7 @@ def test_settings_that_differ_in_one_number_form_a_sweep() -> None:
     settings = [params(m=m, n=64, product="forward") for m in (64, 16, 32)]
     settings += [params(m=16, n=8, product="forward"), params(m=16, n=64, product="other"), params(m=32, n=64)]
     (sweep,) = find_sweeps(settings)
-    assert (sweep.axis, sweep.held_params, sweep.indexed_sizes) == (
+    assert (sweep.axis, sweep.fixed_params, sweep.indexed_sizes) == (
         "m",
         params(n=64, product="forward"),
         ((16, 1), (32, 2), (64, 0)),

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.analysis.claims import CLAIM_MARGIN, label_false_claims
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.labels import Labelled
-from fp8bench.analysis.tapes import ProductWork, product_work
+from fp8bench.analysis.labels import LabelWithReason
+from fp8bench.analysis.tapes import ProductWork, sum_product_work
 from fp8bench.model import (
     Ceiling,
     GivenTensors,
@@ -239,7 +239,7 @@ def told(case: Record, lead: Record) -> dict[Label, tuple[str, bool]]:
     return {label.label: (label.reason, label.hard) for label in label_false_claims(case, lead)}
 
 
-def mismatches(case: Record, lead: Record) -> list[Labelled]:
+def mismatches(case: Record, lead: Record) -> list[LabelWithReason]:
     return [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
 
 
@@ -625,8 +625,8 @@ def test_a_step_with_other_products_has_no_verdict(step: Step, did: str) -> None
     ],
 )
 def test_rotations_and_padding_are_not_useful_work(own: Tape, base: Tape, work: ProductWork) -> None:
-    found = product_work(own, base)
-    assert found.useful_flops == product_work(base).useful_flops and found == work and found.overhead
+    found = sum_product_work(own, base)
+    assert found.useful_flops == sum_product_work(base).useful_flops and found == work and found.overhead
     lead = replace(record(CALM, "fp32", is_reference=True), tape=base)
     case = replace(record(steady(MS, 24), "bf16"), tape=own)
     assert not mismatches(case, lead)
@@ -635,8 +635,10 @@ def test_rotations_and_padding_are_not_useful_work(own: Tape, base: Tape, work: 
 def test_recomputation_and_unknown_operators() -> None:
     # Backward does not need the last product's output, so torch does not recompute it.
     once, again = trained(again=False), trained(again=True)
-    found = product_work(again, once)
-    assert found.useful_flops == product_work(once).useful_flops and found.overhead == {specs.RECOMPUTED_FLOPS: PRODUCT}
+    found = sum_product_work(again, once)
+    assert found.useful_flops == sum_product_work(once).useful_flops and found.overhead == {
+        specs.RECOMPUTED_FLOPS: PRODUCT
+    }
     lead: Record = replace(record(CALM, "fp32", is_reference=True), tape=once)
     case = replace(record(steady(MS, 24), "bf16"), tape=again)
     assert not mismatches(case, lead)

@@ -13,14 +13,14 @@ import pytest
 
 from fp8bench.analysis.doubts import (
     MIN_CLOCK_READINGS,
-    PositionEffect,
+    SlotPositionEffect,
     find_position_effect,
     label_clock_offset,
-    label_flat_times,
+    label_size_independent_times,
 )
 from fp8bench.analysis.findings import find, findings
-from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import compare_case
+from fp8bench.features.duel.values import CaseResult, CaseSession
+from fp8bench.features.duel.verdicts import compare_case_sides
 from fp8bench.measure.rounds import RoundOrders
 from fp8bench.model import (
     Case,
@@ -58,7 +58,7 @@ def sized(n: int, flops: float, time: Any = STEP, **options: Any) -> Record:
 
 
 def flat(*records: Record, threads: int = 1) -> list[tuple[object, str]]:
-    found = label_flat_times(records, threads)
+    found = label_size_independent_times(records, threads)
     assert all(one.label is Label.FLAT_TIME and not one.hard for one in found.values())
     return [(one.case.param("n"), found[one.case.id].reason) for one in records if one.case.id in found]
 
@@ -201,7 +201,7 @@ def measured(seed: int, arms: int, rounds: int, noise: str = "gaussian", leave: 
     slots: list[list[SlotSample]] = [[] for _ in range(arms)]
     for number in range(rounds):
         there = arms - leave if number >= rounds // 2 else arms
-        for place, arm in enumerate(orders.next_round(range(there))):
+        for place, arm in enumerate(orders.draw_round_order(range(there))):
             spread = {"gaussian": 0.02, "unlike": 0.005 * (1 + 4 * arm)}.get(noise, 0.0)
             log = draw.normal(0, spread) + 0.3 * max(0, arm - 1)
             log += {"one-sided": draw.exponential(0.03), "drift": 0.2 * number / rounds + draw.normal(0, 0.01)}.get(
@@ -236,7 +236,7 @@ def test_few_rounds_show_no_position_effect() -> None:
     assert found.position == 0 and 1.1 < found.ratio.point < 1.3
     assert find_position_effect(measured(5, 4, 9, p0=1.0)) is None
     assert find_position_effect(measured(5, 1, 30)) is None and find_position_effect([]) is None
-    assert isinstance(find_position_effect(measured(5, 4, 12, p0=1.0)), PositionEffect)
+    assert isinstance(find_position_effect(measured(5, 4, 12, p0=1.0)), SlotPositionEffect)
 
 
 def groups(slow: float, **changes: object) -> list[Timing]:
@@ -273,8 +273,10 @@ def test_a_duel_gets_the_position_label(slow: float, sessions: int, told: bool) 
     made = []
     for number in range(4):
         arms = measured(number, 4, 40, p0=slow if number < sessions else 0.0)
-        made.append(Session((arms[0], arms[1]), (_faster(arms[2], 0.3), _faster(arms[3], 0.6))))
-    (time,) = (one for one in compare_case(CaseResult(record(None), record(None), tuple(made))) if one.metric == "time")
+        made.append(CaseSession((arms[0], arms[1]), (_faster(arms[2], 0.3), _faster(arms[3], 0.6))))
+    (time,) = (
+        one for one in compare_case_sides(CaseResult(record(None), record(None), tuple(made))) if one.metric == "time"
+    )
     assert (Label.POSITION in time.labels) == told
 
 

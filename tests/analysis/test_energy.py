@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.analysis.energy import (
-    Demand,
+    EnergyDemand,
     PhaseEnergies,
-    compare_pace,
+    compare_window_step_time,
     energy_figures,
     energy_ratio,
     energy_samples,
-    explain_unresolved,
+    explain_unresolved_energy,
     phase_energies,
     why_no_energy,
 )
 from fp8bench.analysis.labels import collect_labels
-from fp8bench.analysis.metrics import EnergyValidity, classify_energy_validity, metrics_of
+from fp8bench.analysis.metrics import EnergyValidity, classify_energy_validity, iterate_case_metrics
 from fp8bench.model import (
     DeviceWatch,
     EnergyUse,
@@ -54,7 +54,9 @@ def reference(*joules: float, **changes: object) -> Record:
 def test_a_steps_energy_is_the_median_of_its_windows() -> None:
     windows = (window(2.0, steps=100), window(2.2, steps=37), window(1.9, steps=251))
     found = energy_figures(record(EnergyUse("counter", windows, 80.0, 84.0)))
-    assert (found.gross.middle, found.gross.low, found.gross.high) == pytest.approx((2.0, 1.9, 2.2))
+    assert (found.gross_energy.middle, found.gross_energy.low, found.gross_energy.high) == pytest.approx(
+        (2.0, 1.9, 2.2)
+    )
     assert energy_samples(EnergyUse("counter", windows)) == pytest.approx((2.0, 2.2, 1.9))
     assert found.watts == pytest.approx(200.0) and found.source == "counter"
     assert (found.sm_clock, found.uncertainty) == (1.41e9, 0.004)
@@ -66,8 +68,8 @@ def test_a_steps_energy_is_the_median_of_its_windows() -> None:
 def test_net_energy_is_the_energy_beyond_idling() -> None:
     found = energy_figures(record(use((2.0, 2.1, 2.2))))
     assert found.idle == IDLE + 1
-    assert found.net.middle == pytest.approx(2.1 - 0.82)
-    assert found.net.low == pytest.approx(2.0 - 0.83) and found.net.high == pytest.approx(2.2 - 0.81)
+    assert found.net_energy.middle == pytest.approx(2.1 - 0.82)
+    assert found.net_energy.low == pytest.approx(2.0 - 0.83) and found.net_energy.high == pytest.approx(2.2 - 0.81)
 
 
 @for_each(
@@ -81,29 +83,29 @@ def test_net_energy_is_the_energy_beyond_idling() -> None:
 )
 def test_without_idle_power_net_energy_has_a_reason(changes: dict[str, object], why: str) -> None:
     found = energy_figures(record(replace(use((2.0,)), **changes)))  # type: ignore[arg-type]
-    assert found.net is None and found.net_why == why and found.gross.middle == 2.0
+    assert found.net_energy is None and found.net_why == why and found.gross_energy.middle == 2.0
 
 
 @for_each(
     ("own", "demand"),
     [
-        ((1.90, 1.89, 1.91), Demand.LESS),
-        ((4.0, 4.1, 4.05), Demand.MORE),
-        ((3.0, 3.1, 3.05), Demand.UNCLEAR),
-        ((3.02, 2.95, 3.09), Demand.UNCLEAR),
-        ((2.2, 2.7, 2.4), Demand.UNCLEAR),  # apart, but by less than their width
+        ((1.90, 1.89, 1.91), EnergyDemand.LESS),
+        ((4.0, 4.1, 4.05), EnergyDemand.MORE),
+        ((3.0, 3.1, 3.05), EnergyDemand.UNCLEAR),
+        ((3.02, 2.95, 3.09), EnergyDemand.UNCLEAR),
+        ((2.2, 2.7, 2.4), EnergyDemand.UNCLEAR),  # apart, but by less than their width
     ],
 )
-def test_energy_is_less_or_more_only_if_windows_are_far_apart(own: tuple[float, ...], demand: Demand) -> None:
+def test_energy_is_less_or_more_only_if_windows_are_far_apart(own: tuple[float, ...], demand: EnergyDemand) -> None:
     exact, rough = (
         energy_ratio(
             record(use((2.96,) * 3, uncertainty=unsure)), record(use((3.0,) * 3, uncertainty=unsure), is_reference=True)
         )
         for unsure in (0.001, 0.005)  # windows that agree exactly are still limited by the counter's resolution
     )
-    assert (exact.demand, rough.demand) == (Demand.LESS, Demand.UNCLEAR)
+    assert (exact.demand, rough.demand) == (EnergyDemand.LESS, EnergyDemand.UNCLEAR)
     ratio = energy_ratio(record(use(own)), reference(3.10, 3.08, 3.13))
-    assert ratio.demand is demand and bool(ratio.why) == (demand is Demand.UNCLEAR)
+    assert ratio.demand is demand and bool(ratio.why) == (demand is EnergyDemand.UNCLEAR)
     assert ratio.point == pytest.approx(sorted(own)[1] / 3.10)
     assert ratio.low == pytest.approx(min(own) * 0.996 / (3.13 * 1.004))
     assert ratio.high == pytest.approx(max(own) * 1.004 / (3.08 * 0.996))
@@ -124,7 +126,7 @@ def test_doubtful_windows_leave_the_demand_unclear(
 ) -> None:
     own = replace(record(use((1.0, 1.0, 1.0))), **changes)  # type: ignore[arg-type]
     ratio = energy_ratio(own, reference(3.0, 3.0, 3.0), labels)
-    assert (ratio.demand, ratio.why) == (Demand.UNCLEAR, why)
+    assert (ratio.demand, ratio.why) == (EnergyDemand.UNCLEAR, why)
 
 
 def test_cases_that_are_not_comparable_have_no_energy_ratio() -> None:
@@ -145,7 +147,7 @@ def test_cases_that_are_not_comparable_have_no_energy_ratio() -> None:
     )
     found, ratio = energy_figures(own), energy_ratio(own, base)
     assert found.uncertainty is None
-    assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
+    assert ratio.point == pytest.approx(1 / 3) and ratio.demand is EnergyDemand.UNCLEAR
     assert ratio.why == "the error of its power sensor is unknown"
 
 
@@ -168,7 +170,7 @@ def test_the_pace_of_windows_is_compared_with_slots(
     one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
     figures = energy_figures(one)
     assert figures.seconds.middle == pytest.approx(np.median(windows))
-    found = compare_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
+    found = compare_window_step_time(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
     assert found == (None if pace is None else pytest.approx(pace))
 
 
@@ -181,7 +183,7 @@ def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
             record(use(tuple(own), uncertainty=1e-4)), record(use(tuple(base), uncertainty=1e-4), is_reference=True)
         )
         assert ratio.low <= ratio.point <= ratio.high
-        found.append(ratio.demand is not Demand.UNCLEAR)
+        found.append(ratio.demand is not EnergyDemand.UNCLEAR)
     assert np.mean(found) < 0.015
 
 
@@ -207,9 +209,9 @@ def test_impossible_numbers_in_a_file_give_no_figure(first: EnergyUse, second: E
     found = energy_figures(own)
     assert (found is None) == bool(why_no_energy(own))
     if found is not None:
-        assert 0 < found.gross.low <= found.gross.middle <= found.gross.high < math.inf
-        assert found.net is not None or found.net_why
-        assert found.net is None or found.net.middle > 0
+        assert 0 < found.gross_energy.low <= found.gross_energy.middle <= found.gross_energy.high < math.inf
+        assert found.net_energy is not None or found.net_why
+        assert found.net_energy is None or found.net_energy.middle > 0
     ratio = energy_ratio(own, base)
     assert ratio is None or 0 < ratio.low <= ratio.point <= ratio.high
 
@@ -249,7 +251,7 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
     ],
 )
 def test_unresolved_energy_has_a_reason(energy: EnergyUse | None, why: str) -> None:
-    assert explain_unresolved(energy) == why
+    assert explain_unresolved_energy(energy) == why
 
 
 # A 10 ms step of 3.03 J: seconds and watts by phase; the rest runs at idle power, 82 W.
@@ -312,7 +314,7 @@ def test_an_unmeasured_phase_is_estimated_and_has_a_reason() -> None:
     told = found(*phases(cast=PhaseEnergy("cast", why="it is given a sparse tensor")))
     (cast,) = (one for one in told.phases if one.phase == "cast")
     assert cast.provenance is Provenance.ESTIMATED and cast.why == "it is given a sparse tensor"
-    assert cast.joules == pytest.approx(STEP / 10) and told.void_reason == "" and told.pace_mismatch == ""
+    assert cast.joules == pytest.approx(STEP / 10) and told.void_reason == "" and told.pace_mismatch_text == ""
     assert told.residual.middle == pytest.approx(REST * 82.0 + 0.1)
     told = found(*phases(optimizer_step=phase("optimizer_step", 1.0, 1.05, 1.2)))
     (short,) = (one for one in told.phases if one.phase == "optimizer_step")
@@ -338,9 +340,9 @@ PACES = [(1.003, False, False), (0.95, True, False), (1.06, True, True), (0.5, T
 def test_phases_that_take_another_time_than_in_the_step_are_labelled(stretch: float, label: bool, void: bool) -> None:
     asked = [phase(name, stretch, stretch, stretch=stretch) for name in PHASES]
     told = phase_energies(phased(asked), FINDING)
-    assert bool(told.pace_mismatch) == label and bool(told.void_reason) == void
+    assert bool(told.pace_mismatch_text) == label and bool(told.void_reason) == void
     if label:
-        assert "of their time in a step, where +-2.0% is noise" in told.pace_mismatch
+        assert "of their time in a step, where +-2.0% is noise" in told.pace_mismatch_text
     assert (abs(stretch - 1) > 0.1) == ("they behave differently in the step" in told.void_reason)
 
 
@@ -357,7 +359,7 @@ def test_noisy_times_leave_the_check_to_joules(joules: float, void: bool) -> Non
         for name, (seconds, watts) in PHASES.items()
     ]
     told = phase_energies(phased(asked), FINDING)
-    assert told.noise > 0.3 and told.pace_mismatch == "" and bool(told.void_reason) == void
+    assert told.noise > 0.3 and told.pace_mismatch_text == "" and bool(told.void_reason) == void
 
 
 def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:
@@ -371,7 +373,9 @@ def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:
 
 
 def test_phase_energies_have_bounds_and_a_residual() -> None:
-    rows = {(metric.phase, metric.name): metric.value for metric in metrics_of(phased(phases()), FINDING, None)}
+    rows = {
+        (metric.phase, metric.name): metric.value for metric in iterate_case_metrics(phased(phases()), FINDING, None)
+    }
     assert rows["gemm", "energy"] == pytest.approx(2.0)
     assert rows["gemm", "energy_low"] == pytest.approx(2.0 * 0.997 * 0.996)
     assert rows["step", "energy_residual"] == pytest.approx(REST * 82.0)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.labels import CAN_BE_HARD
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.labels import POSSIBLY_HARD_LABELS
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.model import (
     DeviceWatch,
     EnergyUse,
@@ -156,8 +156,8 @@ def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
 
 
 def test_early_stopping_looks_at_samples_alone() -> None:
-    assert is_decided(starved(FIVE), starved(TEN), starved(TEN))
-    assert is_decided(FIVE, TEN, steady(10_300_000, 24))
+    assert is_case_decided(starved(FIVE), starved(TEN), starved(TEN))
+    assert is_case_decided(FIVE, TEN, steady(10_300_000, 24))
 
 
 any_float = st.floats(allow_nan=True, allow_infinity=True)
@@ -224,5 +224,5 @@ def test_nonsense_makes_no_fault(one: Record, reference: bool) -> None:
     for finding in findings:
         assert set(dict(finding.label_reasons)) <= set(finding.labels) <= set(Label)
         assert list(finding.labels) == sorted(finding.labels, key=list(Label).index)
-        assert set(finding.hard) <= CAN_BE_HARD and bool(finding.hard) == finding.why.endswith(END)
+        assert set(finding.hard) <= POSSIBLY_HARD_LABELS and bool(finding.hard) == finding.why.endswith(END)
     assert findings[1].verdict is (Verdict.UNSURE if findings[1].hard else Verdict.SAME)

@@ -9,16 +9,16 @@ from typing import Any
 
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.labels import (
-    CAN_BE_HARD,
-    DISTURBED_RATIO,
+    MIN_DISTURBED_RATIO,
+    POSSIBLY_HARD_LABELS,
     STARVED_RATIO,
-    Labelled,
+    LabelWithReason,
     collect_hard_labels,
     collect_labels,
     count_disturbed_slots,
     is_contended,
     label_clock_limits,
-    label_in_process,
+    label_in_process_cases,
 )
 from fp8bench.model import (
     Case,
@@ -49,7 +49,7 @@ def labels(one: Record, reference: Timing | None = CALM, **finding: Any) -> tupl
 
 def labelled(
     one: Record, reference: Timing | None = CALM, aa: Interval | None = None, **finding: Any
-) -> tuple[Labelled, ...]:
+) -> tuple[LabelWithReason, ...]:
     phases = finding.pop("phases", (("gemm", 1e-2),))
     return collect_labels(one, Finding(one.case, Verdict.UNSURE, phases=phases, **finding), reference, aa)
 
@@ -107,7 +107,7 @@ def test_each_label_has_its_condition(label: Label, one: Record, finding: dict[s
     ],
 )
 def test_disturbed_slots_are_labelled(wall: float, device: str, reason: str | None, hard: bool) -> None:
-    expected = [Labelled(Label.CONTENDED, reason, hard)] if reason else []
+    expected = [LabelWithReason(Label.CONTENDED, reason, hard)] if reason else []
     found = labelled(record(clocks((wall,)), device=device))
     assert [one for one in found if one.label is Label.CONTENDED] == expected
 
@@ -123,7 +123,7 @@ def test_disturbed_slots_are_labelled(wall: float, device: str, reason: str | No
 )
 def test_a_step_that_the_host_limits_is_labelled(host: float, device: str, reason: str | None, hard: bool) -> None:
     timing = clocks((0.01,), host=host)
-    expected = [Labelled(Label.LAUNCH_BOUND, reason, hard)] if reason else []
+    expected = [LabelWithReason(Label.LAUNCH_BOUND, reason, hard)] if reason else []
     assert [label for label in labelled(record(timing, device=device)) if label.label is Label.LAUNCH_BOUND] == expected
     assert collect_hard_labels(timing, None, None, device) == tuple(one for one in expected if hard)
 
@@ -141,7 +141,7 @@ def test_a_step_that_the_host_limits_is_labelled(host: float, device: str, reaso
 )
 def test_an_aa_interval_far_from_one_is_labelled(low: float, high: float, rounds: int, on: bool) -> None:
     found = labelled(record(steady(10 * MS, rounds)), aa=Interval(1.03, low, high, 0.99))
-    expected = [Labelled(Label.AA_FAILED, f"A/A 1.030x [{low:.3f}, {high:.3f}]", True)] if on else []
+    expected = [LabelWithReason(Label.AA_FAILED, f"A/A 1.030x [{low:.3f}, {high:.3f}]", True)] if on else []
     assert [one for one in found if one.label is Label.AA_FAILED] == expected
 
 
@@ -149,11 +149,11 @@ def test_limits_of_device_energy_and_memory_are_labelled() -> None:
     watch = DeviceWatch(3, 10.0, 0x4 | 0x20, sm_clock=1.41e9)
     found = labelled(record(CALM, device="cuda:0", watch=watch))
     assert found == (
-        Labelled(Label.THROTTLED, "sw-thermal"),
-        Labelled(Label.POWER_CAPPED, "SM clock 1.41 GHz"),
+        LabelWithReason(Label.THROTTLED, "sw-thermal"),
+        LabelWithReason(Label.POWER_CAPPED, "SM clock 1.41 GHz"),
     )
     hot = labelled(record(CALM, device="cuda:0", watch=replace(watch, throttle=0x4 | 0x40, sm_clock=None)))
-    assert hot == (Labelled(Label.THROTTLED, "hw-thermal", True), Labelled(Label.POWER_CAPPED))
+    assert hot == (LabelWithReason(Label.THROTTLED, "hw-thermal", True), LabelWithReason(Label.POWER_CAPPED))
     assert labelled(record(CALM, device="cuda:0", watch=DeviceWatch(3, 10.0, 0x1))) == ()
     unsure = EnergyUse("counter", (EnergyWindow(10, 1.0, 10.0, 12, 0.02),), 1.0, 1.0)
     for level in (Level.NATIVE, Level.EMULATED):
@@ -168,7 +168,7 @@ def test_limits_of_device_energy_and_memory_are_labelled() -> None:
         label for label in labelled(record(timing=replace(CALM, slots=slots))) if label.label is Label.MEMORY_FULL
     )
     assert (
-        found == Labelled(Label.MEMORY_FULL, "torch released memory 3 times, in 2 of 24 slots")
+        found == LabelWithReason(Label.MEMORY_FULL, "torch released memory 3 times, in 2 of 24 slots")
         and found.label.casts_doubt
     )
 
@@ -221,7 +221,7 @@ def test_eager_quantisers_are_labelled(level: Level, device: str) -> None:
     """
     eager = replace(CALM, eager="--quick compiles nothing")
     hard = level is Level.NATIVE and device == "cuda:0"
-    wanted = Labelled(Label.EAGER_QUANTISER, "--quick compiles nothing", hard)
+    wanted = LabelWithReason(Label.EAGER_QUANTISER, "--quick compiles nothing", hard)
     assert wanted in labelled(record(eager, level=level, device=device))
     assert Label.EAGER_QUANTISER not in labels(record(replace(CALM, fused=True), level=level))
 
@@ -253,8 +253,8 @@ LATE = (0.8, 0.8, 2, 0.0)
 @for_each(
     ("process", "ahead", "on"),
     [
-        (0.92, DISTURBED_RATIO, False),
-        (0.90, DISTURBED_RATIO, True),
+        (0.92, MIN_DISTURBED_RATIO, False),
+        (0.90, MIN_DISTURBED_RATIO, True),
         (0.21, STARVED_RATIO, False),
         (0.19, STARVED_RATIO, True),
     ],
@@ -269,7 +269,7 @@ def test_the_process_time_shows_a_disturbed_slot(
 @for_each(("late", "on"), [(4, False), (5, True), (8, True), (0, False)])
 def test_most_slots_must_be_disturbed(late: int, on: bool) -> None:
     timing = clocked(*[LATE] * late, *[MIN_CHANGE_OF_FEW_RUNS] * (8 - late))
-    assert is_contended(timing) == on and count_disturbed_slots(timing, DISTURBED_RATIO) == late
+    assert is_contended(timing) == on and count_disturbed_slots(timing, MIN_DISTURBED_RATIO) == late
     assert not is_contended(replace(timing, slots=()))
 
 
@@ -297,7 +297,7 @@ def test_with_several_threads_the_step_threads_time_counts(
     assert far == [True, False]  # independent of the neighbours' load
     # Preemptions in slots without delay are not evidence: the delays in other slots are its fault.
     mixed = clocked(*[(1.8, 0.8, 0, 0.0)] * 5, *[(1.8, 1.0, 3, 0.0)] * 3)
-    assert not is_contended(mixed) and count_disturbed_slots(mixed, DISTURBED_RATIO) == 0
+    assert not is_contended(mixed) and count_disturbed_slots(mixed, MIN_DISTURBED_RATIO) == 0
 
 
 def test_stolen_time_is_pooled_over_slots() -> None:
@@ -311,7 +311,7 @@ FINDING = Finding(Case("gemm", (), "bf16", "cpu"), Verdict.FASTER)
 def test_remarks_cast_no_doubt_on_the_speed() -> None:
     assert {Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE} == REMARK_LABELS
     assert not FINDING.doubtful and not replace(FINDING, labels=tuple(REMARK_LABELS)).doubtful
-    assert not REMARK_LABELS & CAN_BE_HARD
+    assert not REMARK_LABELS & POSSIBLY_HARD_LABELS
     for label in set(Label) - REMARK_LABELS:
         finding = replace(FINDING, labels=(*REMARK_LABELS, label))
         assert label.casts_doubt and finding.doubtful and finding.verdict_words == "perhaps faster"
@@ -343,7 +343,7 @@ def test_a_profile_in_the_process_that_asked_is_labelled(origin: str, isolation:
     run = run_of([record(CALM)])
     run = replace(run, origin=origin, request=replace(run.request, isolation=isolation))
     assert all((Label.IN_PROCESS in finding.labels) == told for finding in findings(run).values())
-    assert (not label_in_process(run)) != told
+    assert (not label_in_process_cases(run)) != told
 
 
 CHOSEN = 0x1 | 0x2 | 0x4 | 0x10 | 0x100
@@ -392,7 +392,7 @@ def test_throttled_clocks_are_labelled(one: DeviceWatch | None, reasons: tuple[s
     Counters count above 0.5% of the time, 0.05 s here.
     'thermal' covers both kinds; what software does not explain is the hardware's.
     """
-    expected = [Labelled(Label.THROTTLED, ", ".join(reasons), hard)] if reasons else []
+    expected = [LabelWithReason(Label.THROTTLED, ", ".join(reasons), hard)] if reasons else []
     assert [found for found in label_clock_limits(one) if found.label is Label.THROTTLED] == expected
 
 
@@ -418,5 +418,5 @@ def test_the_label_names_the_clock() -> None:
         *((unknown, "") for unknown in (None, 0.0, math.nan, math.inf)),
     ):
         assert list(label_clock_limits(DeviceWatch(1, 1.0, 0x4, sm_clock=hertz))) == [
-            Labelled(Label.POWER_CAPPED, words)
+            LabelWithReason(Label.POWER_CAPPED, words)
         ]

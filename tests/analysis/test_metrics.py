@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.analysis.metric import Metric, Reference
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.model import Run, Status, specs
-from fp8bench.model.specs import STEP, Better, Rank, reserved_name_reason
+from fp8bench.model.specs import STEP, Better, Rank, explain_reserved_name
 from tests.counts import for_each
 from tests.energies import energetic
 from tests.runs import gemm, measured, transformer
@@ -17,22 +17,22 @@ def told(run: Run, findings: object, mode: str) -> list[Metric]:
     """The figures of the first case that ran in `mode`."""
     record = next(record for record in run.records if record.case.mode == mode and record.status is Status.OK)
     lead = next(one for one in run.records if one.is_reference and one.case.setting == record.case.setting)
-    return list(metrics_of(record, findings[record.case.id], Reference(lead)))  # type: ignore[index]
+    return list(iterate_case_metrics(record, findings[record.case.id], Reference(lead)))  # type: ignore[index]
 
 
 @for_each("make", [measured, gemm, transformer, energetic])
 def test_every_figure_is_yielded_once_and_the_time_first(make: object) -> None:
     run, findings = make()  # type: ignore[operator]
     for record in run.records:
-        found = list(metrics_of(record, findings.get(record.case.id)))
+        found = list(iterate_case_metrics(record, findings.get(record.case.id)))
         keys = [(one.phase, one.about, one.name) for one in found]
         assert len(set(keys)) == len(keys) and keys[0] == (STEP, None, "time")
         measured_as_is = {measurement.metric for measurement in record.measurements}
         assert {one.name for one in found if not one.unit} <= {"amax", *measured_as_is}
         # A new figure takes its name from the vocabulary, which workloads may not use.
         own = measured_as_is - {specs.PEAK_MEMORY}
-        assert all(map(reserved_name_reason, {one.name for one in found} - own)) and not any(
-            map(reserved_name_reason, own)
+        assert all(map(explain_reserved_name, {one.name for one in found} - own)) and not any(
+            map(explain_reserved_name, own)
         )
 
 
@@ -53,7 +53,7 @@ def test_derived_figures_have_their_values() -> None:
     restated = {
         metric.name
         for record in run.records
-        for metric in metrics_of(record, findings.get(record.case.id))
+        for metric in iterate_case_metrics(record, findings.get(record.case.id))
         if metric.rank is Rank.RESTATED
     }
     assert (
@@ -73,14 +73,14 @@ def test_derived_figures_have_their_values() -> None:
 def test_unmeasured_figures_have_no_value() -> None:
     run, _ = measured()
     record = next(record for record in run.records if record.timing is not None and record.timing.slots)
-    found = list(metrics_of(record, None))
+    found = list(iterate_case_metrics(record, None))
     times = [one for one in found if one.unit == "s"]
     assert all(one.best is None and one.value is None for one in times)
     assert found[0].samples() and len(found[0].samples()) == record.timing.num_rounds  # type: ignore[union-attr]
     run, findings = measured()
     failed = [record for record in run.records if record.status is not Status.OK]
     for record in failed:
-        first = next(metrics_of(record, findings.get(record.case.id)))
+        first = next(iterate_case_metrics(record, findings.get(record.case.id)))
         assert first.value is None and not first.samples()
     kept = replace(run.records[0], memory=None, energy=None, capacity=None)
-    assert not {"energy", "resident_memory", "max_batch"} & {metric.name for metric in metrics_of(kept, None)}
+    assert not {"energy", "resident_memory", "max_batch"} & {metric.name for metric in iterate_case_metrics(kept, None)}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.phase_gains import Cause, find_reason
+from fp8bench.analysis.phase_gains import PhaseGainCause, find_explaining_phases
 from fp8bench.model import Finding, Interval, Level, PhaseGain, Timing
 from tests.counts import for_each
 from tests.fakes import MS, record, timing
@@ -48,21 +48,21 @@ def test_gains_sum_to_the_difference_that_the_ratio_measures() -> None:
 @for_each(
     ("changes", "cause", "phases"),
     [
-        ({"gemm": 8.0, "attention": 10.8}, Cause.CANCEL, ["gemm", "attention"]),
-        ({"gemm": 8.0}, Cause.ONE_PHASE, ["gemm"]),
-        ({"gemm": 12.0, "cast": 3.5}, Cause.CASTS, ["gemm", "cast"]),
-        ({"attention": 2.0}, Cause.SMALL_SHARE, ["attention"]),
+        ({"gemm": 8.0, "attention": 10.8}, PhaseGainCause.CANCEL, ["gemm", "attention"]),
+        ({"gemm": 8.0}, PhaseGainCause.ONE_PHASE, ["gemm"]),
+        ({"gemm": 12.0, "cast": 3.5}, PhaseGainCause.CASTS, ["gemm", "cast"]),
+        ({"attention": 2.0}, PhaseGainCause.SMALL_SHARE, ["attention"]),
         (
             {"gemm": 12.0, "attention": 6.0, "optimizer_step": 1.0},
-            Cause.PHASES,
+            PhaseGainCause.PHASES,
             ["gemm", "attention", "optimizer_step"],
         ),
-        ({"gemm": 18.0}, Cause.PHASES, ["gemm"]),
+        ({"gemm": 18.0}, PhaseGainCause.PHASES, ["gemm"]),
     ],
 )
-def test_planted_changes_are_named(changes: Mapping[str, float], cause: Cause, phases: list[str]) -> None:
+def test_planted_changes_are_named(changes: Mapping[str, float], cause: PhaseGainCause, phases: list[str]) -> None:
     finding = judge(plant({**WIDE, **changes}, 0.01, 1), plant(WIDE, 0.01, 2), plant(WIDE, 0.01, 3))
-    reason = find_reason(finding.gains)
+    reason = find_explaining_phases(finding.gains)
     assert reason.cause is cause
     assert [gain.phase for gain in reason.gains] == phases
 
@@ -71,19 +71,19 @@ def test_noise_explains_no_speed_up() -> None:
     named = 0
     for seed in range(20):
         arms = [plant(WIDE, 0.05, 3 * seed + number) for number in range(3)]
-        named += find_reason(judge(*arms).gains) is not None
+        named += find_explaining_phases(judge(*arms).gains) is not None
     assert named <= 1
 
 
 def test_a_phase_that_differs_from_its_own_control_is_not_named() -> None:
     control = plant({**WIDE, "attention": 9.0})
     finding = judge(plant({**WIDE, "attention": 2.0}), plant(WIDE), control)
-    assert find_reason(finding.gains) is None
+    assert find_explaining_phases(finding.gains) is None
 
 
 def test_steps_without_phases_and_emulations_have_no_gains() -> None:
     compiled, wide = plant({"unattributed": 20.0}), plant({"unattributed": 30.0})
-    assert find_reason(judge(compiled, wide).gains) is None
+    assert find_explaining_phases(judge(compiled, wide).gains) is None
     assert judge(plant(WIDE), plant(WIDE), level=Level.EMULATED).gains == ()
 
 
@@ -108,7 +108,7 @@ def test_a_gain_whose_interval_contains_zero_is_not_clear() -> None:
     assert not PhaseGain("gemm", 1.0, 2.0, -0.1, 2.0).is_clear
     assert PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0).is_clear
     assert not PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0, control=1.5).is_clear
-    assert find_reason(()) is None and math.isclose(PhaseGain("gemm", 1.0, 2.0, 0, 0).saved_seconds, 1.0)
+    assert find_explaining_phases(()) is None and math.isclose(PhaseGain("gemm", 1.0, 2.0, 0, 0).saved_seconds, 1.0)
 
 
 def test_gains_sum_to_the_ratio_of_all_sessions() -> None:

@@ -11,30 +11,30 @@ from fp8bench.analysis.labels import is_contended
 from fp8bench.analysis.metric import MetricSources
 from fp8bench.analysis.ranks import (
     FASTER_THAN_ALONE,
+    OVERLAP_INTERVAL_TOO_WIDE,
     PIPELINE_WAITING,
-    SUM_MISMATCH,
+    TIME_SUM_MISMATCH,
     TOO_FEW_ROUNDS,
-    UNPAIRED,
-    WIDE_EFFICIENCY,
-    WIDE_OVERLAP,
-    Bubble,
+    TOO_WIDE_EFFICIENCY,
+    UNPAIRED_EFFICIENCY,
     MedianInterval,
     MissingFigure,
     OverlapFigures,
+    PipelineBubble,
     compute_efficiency,
     compute_memory_skew,
+    compute_overlap_figures,
     compute_rank_skew,
     count_sent_bytes,
     find_median_interval,
-    find_overlap,
-    measure_bubble,
     measure_communication,
-    overlap_figures,
+    measure_overlap,
+    measure_pipeline_bubble,
     rank_metrics,
     rank_times,
 )
 from fp8bench.model import Finding, MemoryUse, Record, Segments, SlotSample, Status, Timing, Verdict
-from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, RankScaling, Sent, Transfer
+from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, RankScaling, SentBytes, Transfer
 from tests.counts import for_each
 from tests.runs import NATIVE, case
 
@@ -94,10 +94,10 @@ def test_rates_are_those_of_nccl_tests() -> None:
 def test_a_bubble_is_the_time_without_computing() -> None:
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
-    assert measure_bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
+    assert measure_pipeline_bubble(record) == PipelineBubble(pytest.approx(4 / 16), 1 / 8)
     values = {str(one.name): one.value for one in rank_metrics(MetricSources(record))}
     assert (values["bubble"], values["ideal_bubble"]) == (pytest.approx(25.0), 12.5)
-    assert measure_bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
+    assert measure_pipeline_bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
 
 
 def test_the_median_interval_ends_at_two_rounds() -> None:
@@ -116,7 +116,11 @@ def scaled(*parts: tuple[float, ...], **more: object) -> Record:
 
 
 def test_an_efficiency_has_its_interval_by_rounds() -> None:
-    sent = (Sent(0, "send", "uint8", 1, 8.0), Sent(1, "send", "uint8", 2, 16.0), Sent(1, "reduce", "float32", 1, 4.0))
+    sent = (
+        SentBytes(0, "send", "uint8", 1, 8.0),
+        SentBytes(1, "send", "uint8", 2, 16.0),
+        SentBytes(1, "reduce", "float32", 1, 4.0),
+    )
     together = (5.0, 5.5, 6.0, 6.0, 6.5, 7.0)
     made = scaled((10.0,) * 6, (5.0,) * 6, together, sent=sent)
     strong, weak, wire = rank_metrics(MetricSources(made))
@@ -138,11 +142,11 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     ("parts", "why"),
     [
         (((10.0,), (5.0,), (6.0,)), TOO_FEW_ROUNDS),
-        (((10.0,) * 5, (5.0,) * 5, (6.0,) * 6), UNPAIRED),
-        (((), (), ()), UNPAIRED),
-        (((0.0,) * 6, (0.0,) * 6, (6.0,) * 6), UNPAIRED),
-        (((math.nan,) * 6, (math.nan,) * 6, (6.0,) * 6), UNPAIRED),
-        (((10.0,) * 6, (5.0,) * 6, (4.0, 5.0, 6.0, 6.0, 7.0, 8.0)), WIDE_EFFICIENCY),
+        (((10.0,) * 5, (5.0,) * 5, (6.0,) * 6), UNPAIRED_EFFICIENCY),
+        (((), (), ()), UNPAIRED_EFFICIENCY),
+        (((0.0,) * 6, (0.0,) * 6, (6.0,) * 6), UNPAIRED_EFFICIENCY),
+        (((math.nan,) * 6, (math.nan,) * 6, (6.0,) * 6), UNPAIRED_EFFICIENCY),
+        (((10.0,) * 6, (5.0,) * 6, (4.0, 5.0, 6.0, 6.0, 7.0, 8.0)), TOO_WIDE_EFFICIENCY),
     ],
 )
 def test_an_uncertain_efficiency_has_a_reason(parts: tuple[tuple[float, ...], ...], why: object) -> None:
@@ -166,46 +170,59 @@ def told(found: MedianInterval | MissingFigure) -> float:
 
 
 def test_overlap_may_be_negative_or_above_one() -> None:
-    assert told(overlap_figures(overlap(40e-3, 44e-3)).hidden_share) == pytest.approx(0.5)
-    assert told(overlap_figures(overlap(36e-3, 44e-3)).exposed_seconds) == pytest.approx(0.0)
-    worse = overlap_figures(overlap(50e-3, 44e-3))
-    assert told(worse.exposed_seconds) == pytest.approx(14e-3) and told(worse.hidden_share) == pytest.approx(-0.75)
+    assert told(compute_overlap_figures(overlap(40e-3, 44e-3)).hidden_communication_share) == pytest.approx(0.5)
+    assert told(compute_overlap_figures(overlap(36e-3, 44e-3)).exposed_seconds) == pytest.approx(0.0)
+    worse = compute_overlap_figures(overlap(50e-3, 44e-3))
+    assert told(worse.exposed_seconds) == pytest.approx(14e-3) and told(
+        worse.hidden_communication_share
+    ) == pytest.approx(-0.75)
     both = tuple(one * 1e-3 for one in (35.1, 35.2, 35.3, 35.4, 35.5, 36.2))
-    more = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
-    assert told(more.exposed_seconds) < 0 and told(more.hidden_share) > 1 and more.hidden_share.low < 1
+    more = compute_overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
+    assert (
+        told(more.exposed_seconds) < 0
+        and told(more.hidden_communication_share) > 1
+        and more.hidden_communication_share.low < 1
+    )
 
 
 def test_a_pipeline_has_no_hidden_communication() -> None:
     """The step includes ranks waiting for each other: 30 ms against 8 ms of sending would give -275%."""
     for microbatches in (None, 2):
         params = {} if microbatches is None else {"microbatches": microbatches}
-        found = find_overlap(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
+        found = measure_overlap(
+            Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3))
+        )
         assert told(found.exposed_seconds) == pytest.approx(30e-3)
-        assert (found.hidden_share is PIPELINE_WAITING) == (microbatches == 2)
+        assert (found.hidden_communication_share is PIPELINE_WAITING) == (microbatches == 2)
 
 
 def test_disturbed_rounds_give_no_overlap() -> None:
     # Running both in turn took 1.34 times the sum of both alone: they interfere, so no conclusion is possible.
-    assert overlap_figures(overlap(50e-3, 59e-3)) == OverlapFigures(
-        SUM_MISMATCH, SUM_MISMATCH, pytest.approx(1.34, abs=0.01)
+    assert compute_overlap_figures(overlap(50e-3, 59e-3)) == OverlapFigures(
+        TIME_SUM_MISMATCH, TIME_SUM_MISMATCH, pytest.approx(1.34, abs=0.01)
     )
     # Products alone took 51 ms and both together 36: 254% would be hidden. A checksum cannot notice.
     products, both = (51.0, 50.0, 52.0, 51.5, 51.0, 50.5), (36.0, 35.0, 37.0, 36.0, 36.5, 35.5)
     parts = Overlap(products, (9.7,) * 6, both, tuple(one + 9.7 for one in products))
-    assert overlap_figures(parts) == OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, pytest.approx(1.0))
+    assert compute_overlap_figures(parts) == OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, pytest.approx(1.0))
     sending = Overlap((9.7,) * 6, products, both, tuple(one + 9.7 for one in products))
-    assert overlap_figures(sending).hidden_share is FASTER_THAN_ALONE
+    assert compute_overlap_figures(sending).hidden_communication_share is FASTER_THAN_ALONE
     # Medians give 50% hidden, rounds give -49% to 149%. Exposed time of a long step is still known.
     both = tuple(one * 1e-3 for one in (32.1, 39.9, 40.0, 40.0, 40.1, 47.9))
-    found = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
-    assert found.exposed_seconds is WIDE_OVERLAP is found.hidden_share
-    long = overlap_figures(Overlap((0.36,) * 6, (8e-3,) * 6, tuple(seconds + 0.324 for seconds in both), (0.368,) * 6))
-    assert told(long.exposed_seconds) == pytest.approx(4e-3) and long.hidden_share is WIDE_OVERLAP
+    found = compute_overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
+    assert found.exposed_seconds is OVERLAP_INTERVAL_TOO_WIDE is found.hidden_communication_share
+    long = compute_overlap_figures(
+        Overlap((0.36,) * 6, (8e-3,) * 6, tuple(seconds + 0.324 for seconds in both), (0.368,) * 6)
+    )
+    assert (
+        told(long.exposed_seconds) == pytest.approx(4e-3)
+        and long.hidden_communication_share is OVERLAP_INTERVAL_TOO_WIDE
+    )
     for parts in (((1.0,), (), (1.0,), (1.0,)), ((0.0,), (0.0,), (1.0,), (1.0,)), ((1.0,), (0.0,), (1.0,), (1.0,))):
-        found = overlap_figures(Overlap(*parts)).exposed_seconds
+        found = compute_overlap_figures(Overlap(*parts)).exposed_seconds
         assert found.why == "it has no recorded rounds"
-    assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden_share is TOO_FEW_ROUNDS
-    assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden_share, MissingFigure)
+    assert compute_overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden_communication_share is TOO_FEW_ROUNDS
+    assert isinstance(compute_overlap_figures(overlap(math.nan, 44e-3)).hidden_communication_share, MissingFigure)
 
 
 def test_figures_have_their_bounds_or_their_reason() -> None:
@@ -225,4 +242,4 @@ def test_figures_have_their_bounds_or_their_reason() -> None:
         pytest.approx((37.5, 62.5)),
         "",
     ]
-    assert of(overlap(50e-3, 59e-3)) == [None, None, SUM_MISMATCH.why] * 2
+    assert of(overlap(50e-3, 59e-3)) == [None, None, TIME_SUM_MISMATCH.why] * 2

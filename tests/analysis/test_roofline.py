@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.claims import CLAIM_MARGIN, CPU_FP32_MARGIN, GPU_PRODUCT_MARGIN, label_false_claims
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.claims import CLAIM_MARGIN, CPU_FP32_CLAIM_MARGIN, GPU_PRODUCT_MARGIN, label_false_claims
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.analysis.roofline import (
     Datasheet,
     LimitingResource,
+    collect_roofs,
     compute_gain,
     find_datasheet,
+    find_phase_roofs,
     load_datasheets,
-    phase_roofs,
     product_kind_of,
-    roofs_of,
 )
 from fp8bench.model import Ceiling, Finding, Label, Limit, Record
 from fp8bench.model.step import OperatorCount, PhaseCount, Tape
@@ -33,7 +33,7 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
 
 
 def test_each_phase_is_limited_by_its_slowest_resource() -> None:
-    roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
+    roofs = {roof.count.phase: roof for roof in find_phase_roofs(*results()[0])}
     assert {phase: one.limiting_resource for phase, one in roofs.items()} == {
         "gemm": LimitingResource.COMPUTE,
         "optimizer_step": LimitingResource.MEMORY,
@@ -48,18 +48,18 @@ def test_each_phase_is_limited_by_its_slowest_resource() -> None:
 
 
 def test_recipes_of_a_format_share_its_highest_rate() -> None:
-    measured, sheet = roofs_of(CEILING)
+    measured, sheet = collect_roofs(CEILING)
     assert measured.products == {"bf16": 1e14, "fp8": 2e14}
     assert (measured.memory, measured.launches) == (1e12, 1e6)
     assert sheet.words == "datasheet" and sheet.launches is None
-    assert roofs_of(None) == (None, None) == roofs_of(Ceiling(1e12, 1e12, device="somebody's own"))
+    assert collect_roofs(None) == (None, None) == collect_roofs(Ceiling(1e12, 1e12, device="somebody's own"))
     (lead, reference), (case, finding), _ = results(None)
     assert compute_gain(case, finding, lead, reference) is None
-    assert {roof.limiting_resource for roof in phase_roofs(lead, reference)} == {None}
-    assert phase_roofs(replace(lead, tape=None), reference) == () == phase_roofs(lead, None)
+    assert {roof.limiting_resource for roof in find_phase_roofs(lead, reference)} == {None}
+    assert find_phase_roofs(replace(lead, tape=None), reference) == () == find_phase_roofs(lead, None)
     assert lead.tape is not None
     mixed = PhaseCount("gemm", 2 * GB, GB, by_path=(("bf16", GB), ("int8", GB)))
-    (roof,) = phase_roofs(replace(lead, tape=Tape(phases=(mixed,)), ceiling=CEILING), reference)
+    (roof,) = find_phase_roofs(replace(lead, tape=Tape(phases=(mixed,)), ceiling=CEILING), reference)
     assert roof.limiting_resource is None and roof.share_of_ceiling is None and roof.share_of_datasheet is None
 
 
@@ -67,7 +67,7 @@ def test_a_phase_with_unknown_flops_has_no_bound() -> None:
     (lead, reference), (case, finding), _ = results()
     phases = [replace(phase, unknown=int(phase.phase == "gemm")) for phase in lead.tape.phases]
     unsure = replace(lead, tape=replace(lead.tape, phases=tuple(phases)))
-    (roof,) = [roof for roof in phase_roofs(unsure, reference) if roof.count.phase == "gemm"]
+    (roof,) = [roof for roof in find_phase_roofs(unsure, reference) if roof.count.phase == "gemm"]
     assert (
         roof.limiting_resource
         is roof.share_of_ceiling
@@ -78,7 +78,7 @@ def test_a_phase_with_unknown_flops_has_no_bound() -> None:
     )
     assert compute_gain(case, finding, unsure, reference) is None
     past = replace(lead, tape=replace(lead.tape, unwritten=1))
-    assert not any(roof.limiting_resource or roof.flop_rate for roof in phase_roofs(past, reference))
+    assert not any(roof.limiting_resource or roof.flop_rate for roof in find_phase_roofs(past, reference))
 
 
 def test_the_largest_gain_follows_amdahls_law() -> None:
@@ -112,11 +112,13 @@ def test_an_unsteady_ceiling_bounds_no_gain(precision: str, binds: bool) -> None
 
 def test_the_figures_of_a_phase() -> None:
     first, _, emulated = results()
-    found = {(metric.name, metric.phase): metric.best for metric in metrics_of(*first) if metric.phase == "gemm"}
+    found = {
+        (metric.name, metric.phase): metric.best for metric in iterate_case_metrics(*first) if metric.phase == "gemm"
+    }
     assert found["flops_per_second", "gemm"] == pytest.approx(71e12)
     assert found["share_of_ceiling", "gemm"] == pytest.approx(0.71)
     assert found["share_of_datasheet", "gemm"] == pytest.approx(0.0718, rel=1e-3)
-    assert not any(metric.name == "share_of_ceiling" for metric in metrics_of(*emulated))
+    assert not any(metric.name == "share_of_ceiling" for metric in iterate_case_metrics(*emulated))
 
 
 def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: str = "", path: str = "bf16") -> Record:
@@ -163,8 +165,8 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
 @for_each(
     ("times", "path", "operator", "above"),
     [
-        (CPU_FP32_MARGIN - 0.01, "fp32", "mm", False),
-        (CPU_FP32_MARGIN + 0.01, "fp32", "mm", True),
+        (CPU_FP32_CLAIM_MARGIN - 0.01, "fp32", "mm", False),
+        (CPU_FP32_CLAIM_MARGIN + 0.01, "fp32", "mm", True),
         (CLAIM_MARGIN - 0.01, "bf16", "mm", False),  # the search may have missed its best shape
         (CLAIM_MARGIN - 0.01, "fp32", "convolution", False),
         (CLAIM_MARGIN - 0.01, "fp32", "_scaled_dot_product_flash_attention_for_cpu", False),
@@ -206,10 +208,10 @@ def test_a_phase_far_below_its_ceilings_has_no_bound(
     (lead, reference), _, _ = results()
     tape = Tape(phases=(PhaseCount("gemm", 3_834 * GB, GB, launches, by_path=(("bf16", 3_834 * GB),)),))
     finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
-    (roof,) = phase_roofs(replace(lead, tape=tape), finding)
+    (roof,) = find_phase_roofs(replace(lead, tape=tape), finding)
     assert roof.limiting_resource is bound
     without = tuple(rate for rate in CEILING.rates if rate.limit is not Limit.LAUNCH)
-    (roof,) = phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
+    (roof,) = find_phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
     assert roof.limiting_resource is (LimitingResource.COMPUTE if milliseconds <= 76 else LimitingResource.NONE)
 
 
@@ -230,7 +232,7 @@ def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
     (lead, reference), _, _ = results()
     assert lead.tape is not None
     fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
-    roofs = {roof.count.phase: roof for roof in phase_roofs(fused, reference)}
+    roofs = {roof.count.phase: roof for roof in find_phase_roofs(fused, reference)}
     assert {phase: one.limiting_resource for phase, one in roofs.items()} == {
         "gemm": LimitingResource.COMPUTE,
         "optimizer_step": None,
@@ -241,10 +243,10 @@ def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
         and roofs["gemm"].intensity is roofs["gemm"].byte_rate is None
     )
     assert not any(
-        metric.name == "bytes_per_second" for metric in metrics_of(fused, reference) if metric.phase == "gemm"
+        metric.name == "bytes_per_second" for metric in iterate_case_metrics(fused, reference) if metric.phase == "gemm"
     )
     slow = replace(reference, phases=(("gemm", 0.5),))
-    (roof,) = phase_roofs(fused, slow)
+    (roof,) = find_phase_roofs(fused, slow)
     assert roof.limiting_resource is None
 
 
@@ -337,7 +339,7 @@ def test_peaks_are_dense_and_in_flops() -> None:
     assert H200.peak("e4m3fn") == H200.peak("fp8-rowwise") == H200.peak("fp8") == 1979e12
     assert H200.peak("tf32") == 494.5e12 and H200.peak("bf16") == 989.5e12 and H200.bandwidth == 4.8e12
     assert H200.peak("nvfp4") is None and H200.peak("") is None and product_kind_of("int8") == ""
-    assert H200.cite("dense", "bandwidth") == "datasheet"
+    assert H200.cite_figures("dense", "bandwidth") == "datasheet"
     unsure = find_datasheet("NVIDIA H200 NVL")
-    assert unsure.cite("dense", "bandwidth") == "datasheet, unverified"
-    assert unsure.cite("bandwidth") == "datasheet"
+    assert unsure.cite_figures("dense", "bandwidth") == "datasheet, unverified"
+    assert unsure.cite_figures("bandwidth") == "datasheet"

@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.analysis.samples import (
-    mean_sample,
+    compute_sustained_figures,
+    get_sustained_samples,
+    list_step_samples,
+    make_mean_sample,
     phase_medians,
     phase_samples,
     relative_samples,
-    step_samples,
-    sustained_figures,
     sustained_ratio,
-    sustained_samples,
 )
 from fp8bench.model import CELL_PHASES, Level, Provenance, Record, Segments, SlotSample, SustainedTurn, Timing
-from fp8bench.model.stopping import ClockLook, Settling
+from fp8bench.model.stopping import ClockSample, DeviceSettling
 from fp8bench.report.panels import group_into_panels
 from tests.counts import for_each
 from tests.fakes import MS, record, steady, timing
@@ -42,15 +42,15 @@ def slots(*rounds: Sequence[Sequence[int]], phases: Sequence[str] = ("cast", "ge
 
 def test_a_rounds_sample_uses_the_same_number_of_calls() -> None:
     measured = slots([(3, 10), (1, 20)], [(5, 7), (5, 8)])
-    assert step_samples(measured) == pytest.approx((11e-9, 12e-9))
+    assert list_step_samples(measured) == pytest.approx((11e-9, 12e-9))
     assert phase_samples(measured, "cast") == pytest.approx((1e-9, 5e-9))
     assert phase_samples(measured, "gemm") == pytest.approx((10e-9, 7e-9))
     # The minimum of more calls is lower by chance alone.
     measured = slots([(9,), (5,), (1,)], [(8,), (6,)], phases=("gemm",))
-    assert step_samples(measured) == pytest.approx((5e-9, 6e-9))
+    assert list_step_samples(measured) == pytest.approx((5e-9, 6e-9))
     assert phase_samples(steady(MS, 3), "cast") == ()
     empty = Timing(Segments(("gemm",), (0,)), ())
-    assert step_samples(empty) == () and phase_samples(empty, "gemm") == () and phase_medians(empty) == {}
+    assert list_step_samples(empty) == () and phase_samples(empty, "gemm") == () and phase_medians(empty) == {}
     assert phase_medians(timing((0,), (0,))) == {"gemm": (0.0, 0.0)}
     calls = [(1, 10, 8), (2, 10, 4), (9, 10, 3)]
     found = phase_medians(timing(*calls, phases=("cast", "gemm", "cast")))
@@ -68,7 +68,7 @@ def timings(draw: st.DrawFn) -> Timing:
 
 @given(timings())
 def test_the_phases_of_a_round_sum_to_its_step(measured: Timing) -> None:
-    steps = step_samples(measured)
+    steps = list_step_samples(measured)
     parts = [phase_samples(measured, phase) for phase in CELL_PHASES]
     assert len(steps) == len(measured.slots)
     sums = [math.fsum(values) for values in zip(*[part for part in parts if part], strict=True)]
@@ -84,12 +84,12 @@ def test_no_figure_of_a_round_is_above_the_mean_of_its_calls() -> None:
     waiting = slots([(20 * MS, MS), (21 * MS, MS)], [(3 * MS, MS), (3 * MS, MS)])
     first, second = waiting.slots
     measured = replace(waiting, slots=(replace(first, waited_seconds=0.036), replace(second, waited_seconds=0.0)))
-    assert step_samples(waiting) == pytest.approx((21e-3, 4e-3))
-    assert step_samples(measured) == pytest.approx((3.5e-3, 4e-3))
+    assert list_step_samples(waiting) == pytest.approx((21e-3, 4e-3))
+    assert list_step_samples(measured) == pytest.approx((3.5e-3, 4e-3))
     assert phase_samples(measured, "gemm") == pytest.approx((3.5e-3 / 21, 1e-3))
-    assert mean_sample(measured) == pytest.approx((3.75e-3,))
+    assert make_mean_sample(measured) == pytest.approx((3.75e-3,))
     shorter = slots([(20,), (1,), (1,)], [(4,)], phases=("gemm",))  # each slot has only its first call
-    assert step_samples(shorter) == pytest.approx((22e-9 / 3, 4e-9))
+    assert list_step_samples(shorter) == pytest.approx((22e-9 / 3, 4e-9))
 
 
 def test_no_figure_of_a_round_is_far_below_its_threads_processor_time() -> None:
@@ -98,7 +98,7 @@ def test_no_figure_of_a_round_is_far_below_its_threads_processor_time() -> None:
     seconds = sum(map(sum, slot.calls_ns)) * 1e-9
     for thread, wanted in ((0.0068, 437e-6), (None, (seconds - 6.1e-3) / 10)):
         measured = Timing(Segments(("gemm",), (0,)), (replace(slot, waited_seconds=6.1e-3, thread_seconds=thread),))
-        assert step_samples(measured) == pytest.approx((wanted,))
+        assert list_step_samples(measured) == pytest.approx((wanted,))
 
 
 def led(own: Timing, reference: Timing, control: Timing | None = None) -> tuple[Record, Record]:
@@ -135,14 +135,14 @@ def test_cases_without_a_speed_have_no_relative_time() -> None:
     assert not relative_samples(case, None)
 
 
-LOOKS = (ClockLook(0.0, 1.9e9, 50.0), ClockLook(4.0, 1.7e9, 60.0))
+LOOKS = (ClockSample(0.0, 1.9e9, 50.0), ClockSample(4.0, 1.7e9, 60.0))
 
 
 def turns(
     *milliseconds: float, settled: Sequence[bool] = (), clock: float | None = None, watts: float | None = None
 ) -> tuple[SustainedTurn, ...]:
     """Four stretches of 25 steps each."""
-    courses = [Settling(LOOKS, one, 8.0) for one in settled] or [None] * len(milliseconds)
+    courses = [DeviceSettling(LOOKS, one, 8.0) for one in settled] or [None] * len(milliseconds)
     return tuple(
         SustainedTurn(25, (25 * one / 1e3,) * 4, course, clock, watts)
         for one, course in zip(milliseconds, courses, strict=True)
@@ -160,12 +160,12 @@ def test_sustained_figures_are_medians_of_turns() -> None:
         turns(5.5, 5.4, 5.9, settled=(True, False, True), clock=1.7e9, watts=650.0), turns(10.0, 10.0, 10.0)
     )
     finding = {one.case.mode: one for one in find([reference, case], {})}["bf16"]
-    found = sustained_figures(case, finding)
-    assert sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
+    found = compute_sustained_figures(case, finding)
+    assert get_sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
     assert (found.seconds, found.low, found.high) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
-    assert (found.turns, found.settled_turns, found.clock, found.watts) == (3, 2, 1.7e9, 650.0)
+    assert (found.turns, found.settled_turn_count, found.clock, found.watts) == (3, 2, 1.7e9, 650.0)
     assert found.ratio_to_slots == pytest.approx(1.1)
-    assert sustained_figures(record(steady(5 * MS, 24)), finding) is None
+    assert compute_sustained_figures(record(steady(5 * MS, 24)), finding) is None
 
 
 def test_the_sustained_ratio_pairs_valid_turns() -> None:
@@ -175,7 +175,7 @@ def test_the_sustained_ratio_pairs_valid_turns() -> None:
     few = sustained_ratio(*pair(turns(6.0, 5.0), turns(10.0, 10.0)))
     assert few.level == 0.0 and (few.low, few.high) == pytest.approx((0.5, 0.6))
     odd = (SustainedTurn(0, (1.0,)), SustainedTurn(5, ()), SustainedTurn(5, (math.nan,)), SustainedTurn(5, (-1.0,)))
-    assert sustained_samples(record(steady(5 * MS, 24), sustained=odd)) == ()
+    assert get_sustained_samples(record(steady(5 * MS, 24), sustained=odd)) == ()
 
 
 @for_each("options", [{"level": Level.EMULATED}, {"paired": False}, {"paired_with": steady(10 * MS, 24)}])
@@ -188,10 +188,12 @@ def test_cases_without_a_speed_have_no_sustained_ratio(options: dict[str, Any]) 
 def test_sustained_time_is_a_figure_and_a_table() -> None:
     case, reference = pair(turns(5.5, 5.5, 5.5, clock=1.7e9), turns(10.0, 10.0, 10.0))
     findings = {one.case.id: one for one in find([reference, case], {})}
-    metric = next(metric for metric in metrics_of(case, findings[case.case.id]) if metric.name == "sustained_time")
+    metric = next(
+        metric for metric in iterate_case_metrics(case, findings[case.case.id]) if metric.name == "sustained_time"
+    )
     told_of_it = metric.unit, metric.value, metric.count, metric.provenance
     assert told_of_it == ("s", pytest.approx(5.5e-3), 3, Provenance.MEASURED)
-    told = {metric.name: metric.value for metric in metrics_of(case, findings[case.case.id])}
+    told = {metric.name: metric.value for metric in iterate_case_metrics(case, findings[case.case.id])}
     assert told["sustained_clock"] == 1.7e9 and "sustained_power" not in told and "sm_clock" not in told
     run = run_of([reference, case])
     assert group_into_panels(run, findings)

@@ -10,12 +10,12 @@ import pytest
 import scipy
 
 from fp8bench.analysis import stats
-from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.stats import FloatArray
 from fp8bench.model import Interval
 from tests.counts import for_each, sampled
 
 
-def naive_best(samples: Floats, drawn: Sequence[int]) -> float:
+def naive_best(samples: FloatArray, drawn: Sequence[int]) -> float:
     """The direct form: average each segment's fastest quarter of the drawn rounds, then add up."""
     total, many = 0.0, max(3, len(drawn) // 4)
     for segment in range(samples.shape[1]):
@@ -28,12 +28,12 @@ def counts(draws: Sequence[Sequence[int]], rounds: int) -> np.ndarray:
     return np.array([np.bincount(drawn, minlength=rounds) for drawn in draws], dtype=np.float32).T
 
 
-def noisy(rng: np.random.Generator, best: float, *shape: int) -> Floats:
+def noisy(rng: np.random.Generator, best: float, *shape: int) -> FloatArray:
     """Times on a shared machine: noise only adds."""
     return best * (1 + rng.exponential(0.1, shape))
 
 
-def ratio(case: Floats, references: Sequence[Floats], level: float = 0.99) -> Interval:
+def ratio(case: FloatArray, references: Sequence[FloatArray], level: float = 0.99) -> Interval:
     return stats.ratio(
         stats.resample_best_case(case), [stats.resample_best_case(reference) for reference in references], level
     )
@@ -47,10 +47,10 @@ def test_wide_ratios_stay_finite(factor: float) -> None:
     assert 0 < found.low <= found.point <= found.high < math.inf
 
 
-def resampled_best(samples: stats.Floats, draws: stats.Counts) -> stats.Floats:
+def resampled_best(samples: stats.FloatArray, draws: stats.Counts) -> stats.FloatArray:
     fastest = stats.count_fastest_rounds(len(samples))
     sums = [stats._sum_fastest_rounds(segment, draws, fastest) for segment in samples.T]
-    best: stats.Floats = np.sum(sums, axis=0) / fastest
+    best: stats.FloatArray = np.sum(sums, axis=0) / fastest
     return best
 
 
@@ -73,7 +73,7 @@ def test_fewer_than_three_rounds_all_count(rounds: int) -> None:
     samples = np.arange(1.0, rounds + 1)[:, None]
     found = stats.resample_best_case(samples)
     assert math.exp(found.point) == pytest.approx(samples.mean())
-    assert math.exp(found.resampled.max()) <= rounds + 1e-12
+    assert math.exp(found.resampled_values.max()) <= rounds + 1e-12
 
 
 def test_the_interval_equals_that_of_a_naive_bootstrap() -> None:
@@ -131,7 +131,7 @@ def test_rank_correlation_spread_and_split_against_others() -> None:
     within = [((part - part.mean()) ** 2).sum() for at in range(1, 25) for part in (values[:at], values[at:])]
     best = min(range(24), key=lambda at: within[2 * at] + within[2 * at + 1])
     explained = 1 - (within[2 * best] + within[2 * best + 1]) / total
-    assert stats.split_into_clusters(values) == (pytest.approx(explained), best + 1)
+    assert stats.split_into_two_clusters(values) == (pytest.approx(explained), best + 1)
 
 
 @for_each(
@@ -145,6 +145,6 @@ def test_rank_correlation_spread_and_split_against_others() -> None:
     ],
 )
 def test_best_split_of_known_clusters(values: list[float], explained: float, lesser: float) -> None:
-    share, below = stats.split_into_clusters(np.sort(np.array(values)))
+    share, below = stats.split_into_two_clusters(np.sort(np.array(values)))
     assert share == pytest.approx(explained)
     assert min(below, len(values) - below) == pytest.approx(lesser * len(values))

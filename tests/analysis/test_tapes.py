@@ -9,8 +9,8 @@ from fp8bench.analysis.tapes import (
     OperatorSums,
     compute_flops_share,
     compute_intensity,
-    describe_changes,
-    operand_bits_of,
+    describe_tape_changes,
+    get_operand_bits,
     tabulate_operators,
     tape_metrics,
 )
@@ -47,7 +47,7 @@ TAPE = Tape(
     ],
 )
 def test_a_dtypes_name_gives_its_bits(path: str, bits: int) -> None:
-    assert operand_bits_of(path) == bits
+    assert get_operand_bits(path) == bits
 
 
 def test_operators_of_two_tapes_are_tabulated() -> None:
@@ -74,10 +74,10 @@ def test_operators_of_two_tapes_are_tabulated() -> None:
         rows[2].sums == (OperatorSums(1, 1000, 50), OperatorSums()) and not tabulate_operators([TAPE, TAPE])[0].differs
     )
     wider = Tape((CAST, replace(PRODUCT, calls=4), replace(BACK, bytes=60)))
-    assert describe_changes(TAPE, TAPE) == ""
-    assert describe_changes(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"
+    assert describe_tape_changes(TAPE, TAPE) == ""
+    assert describe_tape_changes(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"
     apart = Tape(tuple(replace(CAST, operator=f"op{place}") for place in range(6)))
-    assert describe_changes(Tape(), apart).endswith("; and 2 more operators")
+    assert describe_tape_changes(Tape(), apart).endswith("; and 2 more operators")
 
 
 def test_figures_of_the_step_and_of_its_phases() -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
-    best_phases,
     best_ratio,
-    conclude,
+    compute_best_phase_seconds,
+    conclude_comparison,
     is_uneven,
-    mean_agrees,
+    mean_agrees_with_verdict,
     mean_seconds,
     share_below_fastest_step,
 )
@@ -62,7 +62,7 @@ def test_a_slow_down_of_some_calls_is_never_called_faster_or_same(count: int) ->
         slow = planted(part, whole, MEANS[trial % len(MEANS)], (1.0, 0.98)[trial % 2], trial)
         even = np.ones(1)
         case, reference, control = (measured(draw, calls, one, load, rounds) for one in (slow, even, even))
-        said = conclude(case, reference, control)
+        said = conclude_comparison(case, reference, control)
         assert said.verdict not in WRONG, (trial, part, whole, said)
 
 
@@ -72,7 +72,7 @@ def test_a_slow_down_of_every_call_is_found(slower: float) -> None:
     found = []
     for _ in range(20):
         timings = (measured(draw, 26, np.full(1, factor), 0.5, 20) for factor in (slower, 1.0, 1.0))
-        said = conclude(*timings)
+        said = conclude_comparison(*timings)
         found.append(said.verdict)
     assert found.count(Verdict.SLOWER) >= 19
 
@@ -139,9 +139,12 @@ def test_steps_whose_phases_compensate_are_neither_faster_nor_slower(step: Step,
         draw = np.random.default_rng(seed)
         reference, control = (stretched(step, draw, 0.4 if step is not spinning else 1.0) for _ in range(2))
         case = stretched(step, draw, 0.8 if step is not spinning else 1.0)
-        best = [sum(seconds for _, seconds in best_phases(one, whole_steps=False)) for one in (case, reference)]
+        best = [
+            sum(seconds for _, seconds in compute_best_phase_seconds(one, whole_steps=False))
+            for one in (case, reference)
+        ]
         of_stretches += best[0] < 0.995 * best[1]
-        known = conclude(case, reference, control)
+        known = conclude_comparison(case, reference, control)
         assert known.whole_steps
         assert known.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, known)
     assert of_stretches == count or step is spinning
@@ -153,7 +156,7 @@ def test_a_wide_noise_floor_does_not_hide_compensation() -> None:
     rounds = list(range(ROUNDS))
     by_stretches = best_ratio([control, reference], rounds, whole_steps=False)
     assert by_stretches.reach > max(map(share_below_fastest_step, (reference, control, case)))
-    known = conclude(case, reference, control)
+    known = conclude_comparison(case, reference, control)
     assert known.whole_steps and known.verdict is Verdict.SAME
     assert known.aa.reach < 0.02
 
@@ -183,5 +186,5 @@ def test_a_best_case_and_a_mean_with_opposite_signs_do_not_agree() -> None:
     below, above = Interval(0.996, 0.993, 0.999, 0.99), Interval(1.004, 1.001, 1.007, 0.99)
     about = Interval(1.0, 0.998, 1.002, 0.99)
     for verdict, ratio, typical in ((Verdict.FASTER, below, above), (Verdict.SLOWER, above, below)):
-        assert is_uneven(ratio, typical) and not mean_agrees(verdict, ratio, typical)
-        assert not is_uneven(ratio, about) and mean_agrees(verdict, ratio, about)
+        assert is_uneven(ratio, typical) and not mean_agrees_with_verdict(verdict, ratio, typical)
+        assert not is_uneven(ratio, about) and mean_agrees_with_verdict(verdict, ratio, about)

@@ -14,16 +14,16 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
     MIN_ROUNDS_FOR_VERDICT,
     VERDICT_BAND,
-    aa_interval,
-    best_phases,
     best_ratio,
-    conclude,
+    compute_aa_interval,
+    compute_best_phase_seconds,
+    compute_verdict_band,
+    conclude_comparison,
     decide_verdict,
     find_common_rounds,
-    find_fastest,
-    is_decided,
+    find_fastest_candidate,
+    is_case_decided,
     share_below_fastest_step,
-    verdict_band,
 )
 from fp8bench.model import CELL_PHASES, Finding, Interval, Label, Level, Overheads, Record, Status, Timing, Verdict
 from fp8bench.model.stopping import LEAST_ROUNDS
@@ -146,9 +146,9 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
 )
 def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, high: float, band: float) -> None:
     aa = Interval(1.0, low, high, 0.99)
-    assert verdict_band(aa) == pytest.approx(band)
+    assert compute_verdict_band(aa) == pytest.approx(band)
     assert aa.reach == pytest.approx(max(high - 1, 1 - low))
-    assert verdict_band(None) == VERDICT_BAND
+    assert compute_verdict_band(None) == VERDICT_BAND
 
 
 def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
@@ -158,7 +158,7 @@ def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
     assert finding.floor == pytest.approx(0.04)
     alone = found(record(TEN, "fp32", is_reference=True), record(steady(10_060_000, ROUNDS), "bf16"))
     assert alone["fp32"].floor is None and alone["bf16"].floor is None and alone["bf16"].verdict is Verdict.SLOWER
-    assert aa_interval(TEN, None) is None and aa_interval(TEN, timing()) is None
+    assert compute_aa_interval(TEN, None) is None and compute_aa_interval(TEN, timing()) is None
     # One arm's three fastest rounds are 10% faster: their ratio alone would be 0.9, with a narrow interval.
     burst = timing(*[(9 * MS,)] * 3, *[(10 * MS,)] * 45)
     finding = found(
@@ -222,7 +222,7 @@ def test_only_shared_rounds_count_and_without_any_nothing_is_said() -> None:
     finding = against_ten(steady(5 * MS, ROUNDS, start=ROUNDS))
     assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round contains both the case and the reference")
     assert finding.ratio is None and finding.best_seconds == pytest.approx(5e-3)
-    assert compare(TEN, [timing()], 0.99) is None and conclude(timing(), TEN, None) is None
+    assert compare(TEN, [timing()], 0.99) is None and conclude_comparison(timing(), TEN, None) is None
 
 
 def test_emulated_and_unpaired_cases_have_no_verdict_on_speed() -> None:
@@ -286,7 +286,7 @@ def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
 
 def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8bench.analysis.verdicts.do_cells_compensate", lambda *told: False)
-    known = conclude(busy(20, 1), busy(1, 2), busy(1, 3))
+    known = conclude_comparison(busy(20, 1), busy(1, 2), busy(1, 3))
     assert known is not None and not known.whole_steps and known.ratio.low < 1 < known.ratio.high
 
 
@@ -294,10 +294,13 @@ def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: p
 def test_a_step_in_many_marks_is_not_faster_for_that(parts: int) -> None:
     """As a converted copy next to an unconverted model: the best of each mark would make it 25% faster."""
     many, few, control = busy(parts, 1), busy(1, 2), busy(1, 3)
-    marks = best_phases(many, whole_steps=False)
-    assert sum(seconds for _, seconds in marks) < 0.8 * sum(seconds for _, seconds in best_phases(few))
+    marks = compute_best_phase_seconds(many, whole_steps=False)
+    assert sum(seconds for _, seconds in marks) < 0.8 * sum(seconds for _, seconds in compute_best_phase_seconds(few))
     assert share_below_fastest_step(many) > 0.1 and share_below_fastest_step(few) == 0
-    assert sum(seconds for _, seconds in best_phases(many)) >= min(sum(slot.calls_ns[0]) for slot in many.slots) * 1e-9
+    assert (
+        sum(seconds for _, seconds in compute_best_phase_seconds(many))
+        >= min(sum(slot.calls_ns[0]) for slot in many.slots) * 1e-9
+    )
     for case, references in ((many, [few, control]), (few, [many])):
         interval = compare(case, references, 0.99)
         assert interval is not None and interval.low < 1 < interval.high and abs(interval.point - 1) < 0.05
@@ -315,7 +318,7 @@ def test_marks_that_take_no_time_cut_nothing() -> None:
 def test_the_best_of_each_cell_makes_the_step_and_the_median_is_of_all_calls() -> None:
     fast, slow = (3 * MS, 7 * MS, MS), (5 * MS, 9 * MS, 2 * MS)
     mixed = timing(*[fast, slow] * 3, phases=("cast", "gemm", "cast"))
-    phases = dict(best_phases(mixed))
+    phases = dict(compute_best_phase_seconds(mixed))
     assert tuple(phases) == CELL_PHASES
     assert {name: seconds for name, seconds in phases.items() if seconds} == pytest.approx({"cast": 4e-3, "gemm": 7e-3})
     finding = against_ten(mixed)
@@ -345,40 +348,40 @@ def test_phases_below_the_floor_are_named(overheads: Overheads | None, below: tu
 
 def test_an_early_decision_needs_more_than_a_final_one() -> None:
     case = once(9_850_000, 10_000_000)
-    conclusion = conclude(case, TEN, TEN)
+    conclusion = conclude_comparison(case, TEN, TEN)
     assert conclusion is not None and conclusion[0] is Verdict.SAME
-    assert not is_decided(case, TEN, TEN)
-    assert is_decided(once(9_950_000, 10_000_000), TEN, TEN)
-    assert is_decided(steady(11 * MS, ROUNDS), TEN, TEN) and is_decided(TEN, TEN, None)
-    assert not is_decided(once(9 * MS, 11 * MS), TEN, TEN)
-    assert not is_decided(steady(5 * MS, 5), TEN, TEN)
-    assert not is_decided(steady(5 * MS, ROUNDS, start=ROUNDS), TEN, TEN)
+    assert not is_case_decided(case, TEN, TEN)
+    assert is_case_decided(once(9_950_000, 10_000_000), TEN, TEN)
+    assert is_case_decided(steady(11 * MS, ROUNDS), TEN, TEN) and is_case_decided(TEN, TEN, None)
+    assert not is_case_decided(once(9 * MS, 11 * MS), TEN, TEN)
+    assert not is_case_decided(steady(5 * MS, 5), TEN, TEN)
+    assert not is_case_decided(steady(5 * MS, ROUNDS, start=ROUNDS), TEN, TEN)
 
 
 def test_a_clear_side_is_not_enough_to_stop_early() -> None:
     for milliseconds, else_, stops in ((14, 14.6, False), (14, 14.4, True), (40, 46, False), (40, 42.5, True)):
         case = once(milliseconds * MS, round(else_ * MS))
-        conclusion = conclude(case, TEN, TEN)
+        conclusion = conclude_comparison(case, TEN, TEN)
         assert conclusion is not None and conclusion[0] is Verdict.SLOWER
-        assert is_decided(case, TEN, TEN) is stops
+        assert is_case_decided(case, TEN, TEN) is stops
 
 
 def test_a_small_effect_needs_a_narrower_interval_to_stop_early() -> None:
     # Both intervals have a half-width of about 1.5%. That is narrow compared with 6%, and wide compared with 3%.
     for fastest, stops in ((10.2, False), (10.5, True)):
         case = once(round(fastest * MS), round((fastest + 0.3) * MS))
-        conclusion = conclude(case, TEN, TEN)
+        conclusion = conclude_comparison(case, TEN, TEN)
         assert conclusion is not None and conclusion[0] is Verdict.SLOWER
         assert 0.01 < conclusion.ratio.half_width < 0.02
-        assert is_decided(case, TEN, TEN) is stops
+        assert is_case_decided(case, TEN, TEN) is stops
 
 
 def test_the_smallest_ratio_is_the_fastest() -> None:
     nine, eight = steady(9 * MS, 24), steady(8 * MS, 24)
-    assert find_fastest([nine, eight, TEN], TEN, TEN) == 1
-    assert find_fastest([TEN, steady(11 * MS, 24)], TEN, None) is None
-    assert find_fastest([nine, steady(5 * MS, 24, start=100)], TEN, TEN) == 0
-    assert find_fastest([], TEN, TEN) is None
+    assert find_fastest_candidate([nine, eight, TEN], TEN, TEN) == 1
+    assert find_fastest_candidate([TEN, steady(11 * MS, 24)], TEN, None) is None
+    assert find_fastest_candidate([nine, steady(5 * MS, 24, start=100)], TEN, TEN) == 0
+    assert find_fastest_candidate([], TEN, TEN) is None
 
 
 def noisy(draw: np.random.Generator, rounds: int = 24) -> Timing:
@@ -397,7 +400,7 @@ def test_of_equal_candidates_the_first_figure_is_too_good_and_the_fresh_one_is_n
     first, fresh = [], []
     for _ in range(200):
         reference, control, *candidates = (noisy(draw) for _ in range(10))
-        chosen = find_fastest(candidates, reference, control)
+        chosen = find_fastest_candidate(candidates, reference, control)
         if chosen is None:  # none was faster, so no cause is named
             continue
         first.append(speed_up(candidates[chosen], reference, control))

@@ -96,8 +96,8 @@ def test_a_missing_or_old_version_is_named() -> None:
 
 
 def test_a_mode_has_one_backend_and_auto_selects_none() -> None:
-    assert precisions.canonical("fp8-delayed:backend=torch:margin=1") == "fp8-delayed:margin=1:backend=torch"
-    assert precisions.canonical("fp8:backend=auto") == "fp8"
+    assert precisions.find_canonical_name("fp8-delayed:backend=torch:margin=1") == "fp8-delayed:margin=1:backend=torch"
+    assert precisions.find_canonical_name("fp8:backend=auto") == "fp8"
     with pytest.raises(UnknownName, match="Did you mean 'torchao'"):
         precisions.get("fp8:backend=torchoa")
     with pytest.raises(UsageError, match="gives backend twice"):

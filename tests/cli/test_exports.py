@@ -15,7 +15,7 @@ import fp8bench
 from fp8bench.cli.main import main
 from fp8bench.errors import UsageError
 from fp8bench.jobs import after_run
-from fp8bench.jobs.report_files import Pages
+from fp8bench.jobs.report_files import ReportDestinations
 from fp8bench.model import Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.listing import run_files
@@ -128,7 +128,7 @@ def test_a_finished_run_is_told_again_with_all_that_is_asked_for(store: Path, fp
 
 def test_a_run_that_was_cut_off_says_that_there_is_no_page(store: Path) -> None:
     run = fp8bench.run("gemm", set={"shape": 8}, dtypes=["fp32"], rounds=1, isolation=False)
-    wanted, notes = after_run.RequestedOutputs(Pages(html=Path("page.html"))), list[str]()
+    wanted, notes = after_run.RequestedOutputs(ReportDestinations(html=Path("page.html"))), list[str]()
     assert after_run.after_run(replace(run, finished=False), store, wanted, notes.append)
     assert notes == [f"report: not written, because the run was interrupted; `fp8bench report {run.id}` writes it"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.cli.main import COMMAND_VERBS, COMMANDS, Parser, build_parser, main, subparsers_by_name
+from fp8bench.cli.main import COMMAND_HELP_VERBS, COMMANDS, Parser, build_parser, main, subparsers_by_name
 from tests.counts import for_each
 
 # A command with more options groups them.
@@ -36,10 +36,10 @@ def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_every_command_stands_under_one_verb(capsys: pytest.CaptureFixture[str]) -> None:
     sections = re.split(r"^(\w+):\n", helped("--help", capsys=capsys), flags=re.MULTILINE)
     listed = dict(zip(sections[1::2], sections[2::2], strict=True))
-    assert list(listed) == [*COMMAND_VERBS, "options"]
-    names = [line.split()[0] for verb in COMMAND_VERBS for line in listed[verb].strip().splitlines()]
+    assert list(listed) == [*COMMAND_HELP_VERBS, "options"]
+    names = [line.split()[0] for verb in COMMAND_HELP_VERBS for line in listed[verb].strip().splitlines()]
     assert sorted(names) == sorted(COMMANDS)
-    assert all(line.strip().count(".") == 0 for verb in COMMAND_VERBS for line in listed[verb].splitlines())
+    assert all(line.strip().count(".") == 0 for verb in COMMAND_HELP_VERBS for line in listed[verb].splitlines())
 
 
 @for_each("name", COMMANDS)

@@ -13,7 +13,7 @@ from fp8bench import pipeline
 from fp8bench.cli.main import build_parser
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.suggestions import meant_name
+from fp8bench.suggestions import guess_intended_name
 from tests.commands import ROOT, Say
 from tests.counts import for_each
 
@@ -135,10 +135,10 @@ def test_a_class_is_no_kernel(store: Path, fp8bench: Say) -> None:
 
 def test_nothing_is_meant_by_a_word_that_is_like_no_name() -> None:
     """Words of other tools count only if the name is known there, and valid words are never replaced."""
-    assert meant_name("argument", "--batch-size", ["--batch", "--seed"]) == "--batch"
-    assert meant_name("argument", "--batch-size", ["--set", "--seed"]) == "--set batch="
-    assert meant_name("argument", "--batch-size", ["--seed"]) is None
-    assert meant_name("dtype", "half", ["bf16"]) is None and meant_name("dtype", "", ["bf16"]) is None
+    assert guess_intended_name("argument", "--batch-size", ["--batch", "--seed"]) == "--batch"
+    assert guess_intended_name("argument", "--batch-size", ["--set", "--seed"]) == "--set batch="
+    assert guess_intended_name("argument", "--batch-size", ["--seed"]) is None
+    assert guess_intended_name("dtype", "half", ["bf16"]) is None and guess_intended_name("dtype", "", ["bf16"]) is None
 
 
 def test_an_error_without_a_word_at_fault_has_no_correction() -> None:

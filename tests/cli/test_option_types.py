@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from fp8bench.cli.calls import accept_fields_of, request_fields
+from fp8bench.cli.calls import accept_request_fields, request_fields
 from fp8bench.cli.config_file import read_config
 from fp8bench.cli.main import Parser
 from fp8bench.cli.option_types import parse_sessions, path, precision_map
 from fp8bench.cli.options import add_request_options
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import HOW_TO_MEASURE, check_fields, list_request_options, option, whole_number
+from fp8bench.model.request import HOW_TO_MEASURE, check_request_fields, list_request_options, option, whole_number
 from tests.counts import for_each
 
 
@@ -69,7 +69,7 @@ class More(Request):
     cool_down: int | None = option(None, whole_number(1, 600), "seconds to wait between two groups", "SECONDS")
 
     def __post_init__(self) -> None:
-        check_fields(self, {name: option.rule for name, option in list_request_options(More).items()})
+        check_request_fields(self, {name: option.rule for name, option in list_request_options(More).items()})
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_it_is_a_key_of_a_file_of_options(parser: Parser, tmp_path: Path) -> Non
 
 
 def test_it_is_a_keyword_of_a_call() -> None:
-    @accept_fields_of(More)
+    @accept_request_fields(More)
     def run(suite: str, **options: Any) -> More:
         return More(suite, **request_fields(More, options))
 

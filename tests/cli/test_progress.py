@@ -13,9 +13,9 @@ import pytest
 from fp8bench.cli import progress as live
 from fp8bench.cli.progress import (
     REDRAW_SECONDS,
-    TERMINAL,
-    CountedLines,
-    GroupLines,
+    TERMINAL_JOB_OBSERVER,
+    CountedProgressLines,
+    GroupProgressLines,
     LiveBlock,
     LiveLine,
     RunProgress,
@@ -111,7 +111,7 @@ def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
     odd = (-1.0, 0.0, 1.0, 7.0, float("nan"))
     yield "no harm of odd shares", [working(CASES[0], "measuring", share, 60) for share in odd]
     lines: list[str] = []
-    groups = GroupLines(lines.append, clock)
+    groups = GroupProgressLines(lines.append, clock)
     groups.planned(Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note")))
     for case in CASES:
         groups.working(case, "measuring", 0.5)
@@ -199,7 +199,7 @@ def test_a_line_replaces_the_one_before_and_is_erased(screen: Screen) -> None:
 
 def test_progress_erases_its_line_also_after_an_error(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        with TERMINAL.measuring() as observer:
+        with TERMINAL_JOB_OBSERVER.measuring() as observer:
             observer.planned(PLAN)
             observer.working(CASES[0], "measuring", 0.5)
             raise KeyError("inside")
@@ -215,8 +215,8 @@ def test_counting_says_lines_where_stderr_is_no_terminal(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(live.time, "monotonic", clock)
-    monkeypatch.setattr(CountedLines.__init__, "__defaults__", (clock,))
-    with TERMINAL.counting() as tell:
+    monkeypatch.setattr(CountedProgressLines.__init__, "__defaults__", (clock,))
+    with TERMINAL_JOB_OBSERVER.counting() as tell:
         for done in range(2):  # a job of a few seconds prints nothing
             clock.now += 15
             tell(done, 4, "trainings", "training with fp8")
@@ -225,7 +225,7 @@ def test_counting_says_lines_where_stderr_is_no_terminal(
 
 def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
     lines: list[str] = []
-    groups = GroupLines(lines.append, clock)
+    groups = GroupProgressLines(lines.append, clock)
     groups.planned(PLAN)
     for _ in range(95):
         clock.now += 1
@@ -234,9 +234,9 @@ def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
     assert [found and found[1] for found in times] == ["26 s", "52 s", "1 min 18 s"]
 
 
-@for_each("kind", [GroupLines, CountedLines])
+@for_each("kind", [GroupProgressLines, CountedProgressLines])
 def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
-    kind: type[GroupLines | CountedLines], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    kind: type[GroupProgressLines | CountedProgressLines], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "_CHECK_SECONDS", 0.001)
     lines: list[str] = []

@@ -8,7 +8,7 @@ import torch
 from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import decode, encode
 from fp8bench.registry import devices
-from fp8bench.worker.clock import PhaseClock, measure_overheads
+from fp8bench.worker.clock import PhaseStampClock, measure_overheads
 from tests.counts import for_each
 
 NAMES = devices.names()
@@ -81,7 +81,7 @@ def test_marks_and_stamps_take_less_than_a_millisecond(kind: str, facts: DeviceF
 @here
 def test_a_phase_clock_runs_on_it(kind: str, facts: DeviceFacts) -> None:
     stamper = devices.get(kind).stamper(facts.index)
-    clock = PhaseClock(stamper)
+    clock = PhaseStampClock(stamper)
     clock.begin()
     with clock.gemm, clock.cast:
         pass

@@ -14,8 +14,8 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.clock import PhaseStampClock
+from fp8bench.worker.finite import InitialFiniteElements
 from fp8bench.workloads import optimizer
 from tests.counts import for_each, paired
 from tests.facts import CPU
@@ -68,17 +68,17 @@ def pairs() -> Iterator[ParameterSet]:
 @pytest.mark.parametrize(("workload", "mode"), [*pairs()])
 def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str, corpus: Corpus, bench: Bench) -> None:
     case = case_of(workload, mode, corpus)
-    one, clock = workloads.get(workload), PhaseClock(HostStamper())
+    one, clock = workloads.get(workload), PhaseStampClock(HostStamper())
     with precisions.get(mode).scope():
-        state = one.prepare(bench._make_setup(case, CPU))
-        known = FiniteState(state)
+        state = one.prepare(bench._make_case_setup(case, CPU))
+        known = InitialFiniteElements(state)
         for _ in range(2):
             clock.begin()
             one.step(state, clock)
             phases = {CELL_PHASES[code] for code in clock.end()[0]}
             assert "cast" in phases
-        assert not known.find_lost_numbers(state).lost
-        errors = one.error(bench._make_setup(case, CPU))
+        assert not known.find_lost_numbers(state).nonfinite_count
+        errors = one.error(bench._make_case_setup(case, CPU))
     assert errors and all(math.isfinite(value) for value in errors.values())
     for name in ("output_error", "gradient_error", "product_error", "cast_error", "accumulate_error", "batch_error"):
         assert name not in errors or 1e-3 < errors[name] < 1.2, errors
@@ -90,5 +90,5 @@ def test_a_mode_has_one_canonical_name(mode: str) -> None:
     pairs = [(option, precision.chosen[option.name]) for option in precision.options]
     for turn in range(2):
         words = [f"{(option.name, *option.aliases)[-turn]}={value}" for option, value in reversed(pairs)]
-        assert precisions.canonical(":".join([precision.name, *words])) == precision.mode
+        assert precisions.find_canonical_name(":".join([precision.name, *words])) == precision.mode
     assert precisions.get(precision.mode).recipe == precision.recipe  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def test_an_option_introduces_itself(name: str, option: Option) -> None:
     assert option.parse(given) == option.parse(option.default) and precisions.get(name).chosen[
         option.name
     ] == option.parse(given)
-    assert precisions.canonical(f"{name}:{option.name}={given}") == name
+    assert precisions.find_canonical_name(f"{name}:{option.name}={given}") == name
 
 
 @for_each("name", NAMES)

@@ -9,9 +9,9 @@ from itertools import chain, product
 
 from hypothesis import given, settings
 
-from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text
+from fp8bench.report.elements import Chart, Code, Element, NameValuePairs, Table, Text, TextList
 from fp8bench.report.page.charts import numbers_table
-from fp8bench.report.page.section import build_parts, load_sections, report_page
+from fp8bench.report.page.section import build_report_parts, load_sections, report_page
 from tests.counts import counts, for_each
 from tests.materials import LONG, many, material, nothing, shapes, skipped, strange
 from tests.runs import Made, gemm, measured, transformer, wild_runs
@@ -37,9 +37,9 @@ def is_empty(element: Element) -> bool:
     match element:
         case Text() | Code():
             return not element.text.strip()
-        case Items():
+        case TextList():
             return not element.items or not all(item.text.strip() for item in element.items)
-        case Facts():
+        case NameValuePairs():
             return not element.pairs or not all(name and text for name, text in element.pairs)
         case Table():
             return not element.rows or not element.columns
@@ -82,12 +82,12 @@ def test_a_page_keeps_every_promise(runs: str) -> None:
 
 
 def test_names_are_shown_unchanged() -> None:
-    assert LONG in str(SECTIONS["phases"].build_part(material(strange())))
+    assert LONG in str(SECTIONS["phases"].build_page_part(material(strange())))
 
 
 @counts(100, 2000)
 def test_many_cases_build(count: int) -> None:
-    for part in build_parts(material(many(count // 3))):
+    for part in build_report_parts(material(many(count // 3))):
         assert sum(isinstance(element, Chart) for element in part.elements) <= 4
 
 

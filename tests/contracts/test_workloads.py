@@ -30,7 +30,7 @@ from fp8bench.model import (
     specs,
 )
 from fp8bench.model.raw import StateCheck
-from fp8bench.model.specs import ENERGY, PEAK_MEMORIES, PEAK_MEMORY, spec_of
+from fp8bench.model.specs import ENERGY, PEAK_MEMORIES, PEAK_MEMORY, find_metric_spec
 from fp8bench.pipeline import execute
 from fp8bench.plan.checked_workload import checked_products
 from fp8bench.plan.corpus import Corpus
@@ -38,10 +38,10 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Grid, Layer, Setup, SilentObserver
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
-from fp8bench.store.points import extract_points
-from fp8bench.store.series import check_grid, make_series
+from fp8bench.store.points import extract_history_points
+from fp8bench.store.series import check_history_grid, make_series
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.products import find_formats
+from fp8bench.worker.products import find_product_formats
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.learning import Learning
 from tests.counts import for_each, paired, sampled
@@ -172,7 +172,7 @@ def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, fact
 def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus, bench: Bench) -> None:
     """No other layer does either: a layer name in the plan that no layer has would change nothing."""
     case = smallest(name, precisions_of(name, corpus, "fp32", "bf16")[0], corpus)
-    setup, asked = bench._make_setup(case, CPU), []
+    setup, asked = bench._make_case_setup(case, CPU), []
 
     class Asked(Setup):
         def layer(self, layer: Layer) -> Arithmetic:
@@ -241,7 +241,7 @@ def test_errors_are_named_numbers_that_grow_as_bits_go(
         assert all(type(value) is float and value >= 0 and math.isfinite(value) for value in errors.values())
     for metric in found[first]:
         better, worse = found[first][metric], found[last][metric]
-        if spec_of(metric).unit == "dB":
+        if find_metric_spec(metric).unit == "dB":
             assert better > worse
         elif metric.endswith("_error"):
             assert better < worse
@@ -298,10 +298,10 @@ def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpu
 def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, bench: Bench) -> None:
     case = replace(smallest("mlp", "fp8", corpus), precision_map=(("up", "bf16"), ("down", "bf16")))
     workload = workloads.get("mlp")
-    assert [one.name for one in find_formats(workload, case, CPU)] == ["bf16"]
+    assert [one.name for one in find_product_formats(workload, case, CPU)] == ["bf16"]
     partly = replace(case, precision_map=(("up", "bf16"),))
-    assert [one.name for one in find_formats(workload, partly, CPU)] == ["e4m3fn", "e5m2"]
-    assert find_formats(workload, replace(case, precision_map=(("up", "fp32"), ("down", "fp32"))), CPU) == ()
+    assert [one.name for one in find_product_formats(workload, partly, CPU)] == ["e4m3fn", "e5m2"]
+    assert find_product_formats(workload, replace(case, precision_map=(("up", "fp32"), ("down", "fp32"))), CPU) == ()
     for one in (case, partly):
         assert bench.products(one, CPU).low
 
@@ -345,7 +345,7 @@ def measured_of(run: Run) -> list[Record]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
-    check_grid(workloads.get(name))
+    check_history_grid(workloads.get(name))
     grid, run = grid_of(name)
     records = measured_of(run)
     timings = [record.timing for record in records if record.timing]
@@ -353,7 +353,7 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
     values = chain.from_iterable(record.measurements for record in records)
     measurements = [one for one in values if one.metric not in PEAK_MEMORIES]
-    assert all(one.unit == spec_of(one.metric).unit for one in measurements)
+    assert all(one.unit == find_metric_spec(one.metric).unit for one in measurements)
     errors = {one.metric for one in measurements}
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())
 
@@ -363,7 +363,7 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
 def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     _, run = grid_of(name)
     records = measured_of(run)
-    found = {point.series for point in extract_points(run).points if point.samples}
+    found = {point.series for point in extract_history_points(run).points if point.samples}
     corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
     silent = {ENERGY} if all(not record.energy or not record.energy.windows for record in records) else set()
     if all(record.is_reference or record.support.level is Level.EMULATED for record in records):

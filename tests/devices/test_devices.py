@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from fp8bench.devices import cpu as cpu_module
-from fp8bench.devices.cpu import Cpu, ProfilerMeter, read_last_cache, read_processor_name
+from fp8bench.devices.cpu import Cpu, ProfilerMeter, read_last_level_cache, read_processor_name
 from fp8bench.devices.cuda import Cuda, QueueFiller, explain_missing_kernels, format_pci_address
 from fp8bench.model import DeviceFacts, MemoryRole
-from fp8bench.profiler.allocations import AllocationStream, Event, LiveAddresses, MemoryChange, PhaseStart
-from fp8bench.profiler.gpu import AllocatorMeter, BackwardPass, EventStamper, find_record_method
+from fp8bench.profiler.allocations import AllocationStream, Event, LiveAllocationAddresses, MemoryChange, PhaseStart
+from fp8bench.profiler.gpu import AllocatorMeter, AutogradFlush, DeviceEventStamper, find_record_method
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 from tests.counts import for_each
@@ -51,14 +51,14 @@ class FakeEvent:
 
 
 @pytest.fixture
-def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
+def stamper(monkeypatch: pytest.MonkeyPatch) -> DeviceEventStamper:
     FakeEvent.made = FakeEvent.records = 0
     FakeEvent.synchronised = []
     main = threading.get_ident()
     stream = lambda: "of the main thread" if threading.get_ident() == main else "of another"  # noqa: E731
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
-    return EventStamper(torch.cuda)
+    return DeviceEventStamper(torch.cuda)
 
 
 def test_events_are_recorded_without_the_python_method_around_it() -> None:
@@ -116,17 +116,17 @@ def test_the_size_of_the_last_cache_comes_from_the_system(tmp_path: Path) -> Non
         for name, text in zip(("level", "size", "shared_cpu_list"), said, strict=True):
             (cache / f"index{index}" / name).write_text(f"{text}\n")
     (cache / "index9").mkdir()
-    assert read_last_cache(tmp_path) == (32 << 20, 8)
-    assert read_last_cache(tmp_path / "none") == (0, 0)
+    assert read_last_level_cache(tmp_path) == (32 << 20, 8)
+    assert read_last_level_cache(tmp_path / "none") == (0, 0)
 
 
-def test_event_intervals_are_nanoseconds_between_neighbours(stamper: EventStamper) -> None:
+def test_event_intervals_are_nanoseconds_between_neighbours(stamper: DeviceEventStamper) -> None:
     now = stamper.source()
     assert stamper.intervals_ns([now(), now(), now()]) == [250_000, 250_000]
     assert stamper.intervals_ns([]) == []
 
 
-def test_every_thread_records_on_the_stream_of_the_source(stamper: EventStamper) -> None:
+def test_every_thread_records_on_the_stream_of_the_source(stamper: DeviceEventStamper) -> None:
     now = stamper.source()
     stamps = [now()]
     thread = threading.Thread(target=lambda: stamps.append(now()))
@@ -135,14 +135,14 @@ def test_every_thread_records_on_the_stream_of_the_source(stamper: EventStamper)
     assert stamper.intervals_ns(stamps) == [250_000]
 
 
-def test_reading_waits_for_the_last_event_only(stamper: EventStamper) -> None:
+def test_reading_waits_for_the_last_event_only(stamper: DeviceEventStamper) -> None:
     now = stamper.source()
     stamps = [now() for _ in range(4)]
     stamper.intervals_ns(stamps)
     assert FakeEvent.synchronised == [stamps[-1].at_ms]
 
 
-def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
+def test_events_are_used_again_once_recycled(stamper: DeviceEventStamper) -> None:
     now = stamper.source()
     first = [now() for _ in range(3)]
     second = [now() for _ in range(2)]
@@ -338,7 +338,7 @@ class FakeAllocator:
         monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
         self.segments: list[dict[str, object]] = []
         self.ran: list[str] = []
-        monkeypatch.setattr(BackwardPass, "run", lambda backward: self.ran.append("backward"))
+        monkeypatch.setattr(AutogradFlush, "run", lambda backward: self.ran.append("backward"))
 
     def allocate(self, size: int) -> None:
         self.waiting += 1
@@ -466,7 +466,7 @@ def test_memory_that_autograds_thread_freed_unseen_does_not_count(monkeypatch: p
     assert not torch._C._is_multithreading_enabled() and len(allocator.ran) == 2
     meter.enter("gemm")
     assert meter.stop() is not None and torch._C._is_multithreading_enabled()
-    assert notes[:3] == [LiveAddresses(frozenset({7})), PhaseStart("unattributed"), PhaseStart("gemm")]
+    assert notes[:3] == [LiveAllocationAddresses(frozenset({7})), PhaseStart("unattributed"), PhaseStart("gemm")]
 
 
 def test_counting_only_the_peak_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from fp8bench.errors import Fp8benchError
 from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.features.train.kind import load_training, reopen_training, start_training
 from fp8bench.model.codec import encode
-from fp8bench.store.acks import acks_path, append_acks, load_acks
+from fp8bench.store.acks import append_acks, get_acks_path, load_acks
 from fp8bench.store.runs.run_file import load_run, start_run
 from tests.counts import counts, for_each
 from tests.duels import SESSION, header, result
@@ -133,7 +133,7 @@ def acks(store: Path) -> Kind:
         found = load_acks(store)
         return set(found.acks), found.troubles
 
-    return Kind(acks_path(store), read, ends=False)
+    return Kind(get_acks_path(store), read, ends=False)
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {

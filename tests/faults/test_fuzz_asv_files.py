@@ -14,8 +14,8 @@ from fp8bench.errors import AsvFileError, StoreError
 from fp8bench.model import Series
 from fp8bench.store.asv.files import (
     ResultsFile,
+    load_asv_machine,
     load_benchmarks,
-    load_machine,
     load_results,
     merge_benchmarks,
     save_benchmarks,
@@ -89,9 +89,9 @@ def read_benchmarks(path: Path) -> None:
 
 
 def read_machine(path: Path) -> None:
-    known = load_machine(path)
+    known = load_asv_machine(path)
     save_machine(path, known)
-    assert repr(sorted(load_machine(path).items())) == repr(sorted(known.items()))
+    assert repr(sorted(load_asv_machine(path).items())) == repr(sorted(known.items()))
 
 
 @pytest.fixture(scope="module")

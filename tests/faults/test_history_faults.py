@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from fp8bench.files import lock_folder
 from fp8bench.model import Request, Run
 from fp8bench.store.asv.files import load_results
-from fp8bench.store.asv.view import results_folder, update_view
-from fp8bench.store.commit_runs import runs_of_commit
+from fp8bench.store.asv.view import asv_results_folder, update_view
+from fp8bench.store.commit_runs import read_runs_of_commit
 from fp8bench.store.series import METHOD_VERSION
 from tests.counts import paired
 from tests.house.sources import ROOT
@@ -87,7 +87,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def file_of(store: Path, kind: str) -> Path:
     """The results file, or one of the lists next to it."""
-    results = results_folder(store)
+    results = asv_results_folder(store)
     return {"results": the_file(store), "benchmarks.json": results / kind, "machine.json": results / "box" / kind}[kind]
 
 
@@ -237,18 +237,18 @@ def test_foreign_rows_and_keys_stay_in_a_file(store: Path) -> None:
 
     edit(path, change)
     edit(
-        results_folder(store) / "benchmarks.json",
+        asv_results_folder(store) / "benchmarks.json",
         lambda known: known.update(x={"name": "x", "params": [], "unit": "s"}),
     )
-    edit(results_folder(store) / "box" / "machine.json", lambda known: known.update(gpu="H200", note=[1]))
+    edit(asv_results_folder(store) / "box" / "machine.json", lambda known: known.update(gpu="H200", note=[1]))
     assert again(store) == DONE
     content = json.loads(path.read_text())
     assert content["results"]["harness.track_start"] == foreign
     assert content["results"]["harness.track_end"] == "by hand"
     assert (content["later"], content["durations"]) == ([1], {"<build>": 3.0})
-    benchmarks = json.loads((results_folder(store) / "benchmarks.json").read_text())
+    benchmarks = json.loads((asv_results_folder(store) / "benchmarks.json").read_text())
     assert benchmarks["x"] == {"name": "x", "params": [], "unit": "s"} and f"{TITLE}time" in benchmarks
-    assert json.loads((results_folder(store) / "box" / "machine.json").read_text())["note"] == [1]
+    assert json.loads((asv_results_folder(store) / "box" / "machine.json").read_text())["note"] == [1]
 
 
 def test_a_changed_figure_is_restored(store: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_changed_figure_is_restored(store: Path) -> None:
 
 def test_the_machine_json_of_another_machine_gives_a_message(store: Path) -> None:
     """asv would show nothing from such a folder."""
-    path = results_folder(store) / "box" / "machine.json"
+    path = asv_results_folder(store) / "box" / "machine.json"
     edit(path, lambda content: content.update(machine="other"))
     before = contents(store / "asv")
     said = again(store)
@@ -302,7 +302,7 @@ def test_a_clock_that_went_backwards_loses_nothing(store: Path) -> None:
     run = keep(grid_run(started="2025-12-31T23:00:00+00:00"), store)
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
     assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at // 1000 == 1767225600
-    first, second = runs_of_commit(store, COMMIT)
+    first, second = read_runs_of_commit(store, COMMIT)
     assert first.run.id == run.id != second.run.id
 
 
@@ -321,7 +321,7 @@ def test_runs_of_an_old_version_alone_are_filed_under_it(tmp_path: Path) -> None
     update_view(keep(grid_run(version="0"), tmp_path), tmp_path)
     assert load_results(the_file(tmp_path)).rows[f"{TITLE}time"].version == f"{METHOD_VERSION}.0"
     assert (
-        json.loads((results_folder(tmp_path) / "benchmarks.json").read_text())[f"{TITLE}time"]["version"]
+        json.loads((asv_results_folder(tmp_path) / "benchmarks.json").read_text())[f"{TITLE}time"]["version"]
         == f"{METHOD_VERSION}.1"
     )
 
@@ -340,9 +340,9 @@ def test_a_date_that_was_not_known_is_brought_up(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) -> None:
-    before = contents(results_folder(store) / "box")
+    before = contents(asv_results_folder(store) / "box")
     assert update_view(keep(grid_run(facts(machine="new")), store), store) == DONE
-    assert contents(results_folder(store) / "box") == before
+    assert contents(asv_results_folder(store) / "box") == before
     old, new = results_files(store)
     assert Results.load(str(old), "box").params["machine"] == "box"
     assert Results.load(str(new), "new").params["machine"] == "new"

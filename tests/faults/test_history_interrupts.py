@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.files import lock_folder
-from fp8bench.store.asv.view import results_folder, update_view
+from fp8bench.store.asv.view import asv_results_folder, update_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import git, unfolded
@@ -89,5 +89,5 @@ def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: si
         f"{path.relative_to(repository)}, and `fp8bench history rebuild` updates the view\n"
     )
     run = load_run(path)
-    assert run.finished and not results_folder(store).exists()
+    assert run.finished and not asv_results_folder(store).exists()
     assert "1 case of commit" in update_view(run, store) and len(results_files(store)) == 1

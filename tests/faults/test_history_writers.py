@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from asv.results import Results
 
-from fp8bench.store.asv.files import load_benchmarks, load_machine, load_results
-from fp8bench.store.asv.view import results_folder, update_view
+from fp8bench.store.asv.files import load_asv_machine, load_benchmarks, load_results
+from fp8bench.store.asv.view import asv_results_folder, update_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.counts import counts, sampled
@@ -98,16 +98,16 @@ def repeats(store: Path) -> list[Any]:
 
 
 def whole(store: Path) -> None:
-    results = results_folder(store)
+    results = asv_results_folder(store)
     benchmarks = load_benchmarks(results / "benchmarks.json")
-    assert f"{TITLE}time" in benchmarks and load_machine(results / "box" / "machine.json")["machine"] == "box"
+    assert f"{TITLE}time" in benchmarks and load_asv_machine(results / "box" / "machine.json")["machine"] == "box"
     for path in results_files(store):
         assert load_results(path).troubles == ()
         json.loads(path.read_bytes())
 
 
 def partials(store: Path) -> list[Path]:
-    return list(results_folder(store).rglob("*.partial"))
+    return list(asv_results_folder(store).rglob("*.partial"))
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def partials(store: Path) -> list[Path]:
 @pytest.mark.parametrize(("count", "num_writers"), sampled([6], [(6, 3), (20, 8)]))
 def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_path: Path) -> None:
     store, stop = tmp_path / "store", tmp_path / "stop"
-    reader = program(READING, results_folder(store), stop)
+    reader = program(READING, asv_results_folder(store), stop)
     assert reader.stdout.readline() == "ready\n"
     writers = [program(WRITING, store, who, count, FEW_ROUNDS) for who in range(num_writers)]
     ends = [process.communicate(timeout=1500)[1] for process in writers]
@@ -175,7 +175,7 @@ def test_a_kill_at_any_moment_leaves_whole_files_and_the_next_update_heals(count
     assert done.returncode == 0, err
     left = partials(store)
     assert len(left) == json.loads(out)["left"] <= count
-    leftover = results_folder(store) / "box" / ".asv-0123456789abcdef.partial"
+    leftover = asv_results_folder(store) / "box" / ".asv-0123456789abcdef.partial"
     leftover.write_text("{")
     update_view(keep(grid_run(), store), store)
     assert leftover in partials(store)
@@ -194,7 +194,7 @@ def test_asv_that_saves_in_between_loses_our_rows_until_the_next_update(tmp_path
     first = keep(grid_run(), store)
     update_view(first, store)
     (path,) = results_files(store)
-    asv = program(ASV, results_folder(store), path)
+    asv = program(ASV, asv_results_folder(store), path)
     assert asv.stdout.readline() == "has read\n"
     second = keep(grid_run(seconds=1), store)
     update_view(second, store)
@@ -218,12 +218,12 @@ def test_asv_that_saves_all_the_while_is_never_taken_for_broken(tmp_path: Path) 
     run = keep(grid_run(), store)
     update_view(run, store)
     (path,) = results_files(store)
-    asv = program(ASV, results_folder(store), path)
+    asv = program(ASV, asv_results_folder(store), path)
     asv.stdin.write("".join(f"{number}.5\n" for number in range(300)))
     asv.stdin.flush()
     words = {update_view(run, store) for _ in range(30)}
     asv.communicate(timeout=240)
     assert asv.returncode == 0 and words == {"history: 2 cases of commit 0a1b2c3d in the history"}
     update_view(run, store)
-    assert list(results_folder(store).rglob("*.broken-*")) == [] and set(filter(None, repeats(store))) == {ROUNDS}
+    assert list(asv_results_folder(store).rglob("*.broken-*")) == [] and set(filter(None, repeats(store))) == {ROUNDS}
     whole(store)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.files import LARGEST_FILE
+from fp8bench.files import MAX_FILE_BYTES
 from fp8bench.store.runs.listing import find_run, run_files
 from tests.commands import Say
 from tests.histories import keep, run_at
@@ -25,7 +25,7 @@ def test_a_file_larger_than_memory_is_not_read_as_a_run(store: Path, fp8bench: S
     files = list(run_files(store))
     large = files[0].with_name("20270101T000000.000Z-nocommit-aaaaaaaa.jsonl")
     with large.open("wb") as file:
-        file.truncate(64 * LARGEST_FILE)
+        file.truncate(64 * MAX_FILE_BYTES)
     large.with_name("20270102T000000.000Z-nocommit-bbbbbbbb.jsonl").symlink_to("/dev/zero")
     (store / "runs" / "loop").symlink_to("loop")
     assert list(run_files(store)) == files and find_run("last", store) == files[0]
@@ -51,7 +51,7 @@ def test_files_of_a_store_neither_block_nor_fill_the_memory(store: Path, fp8benc
         path.parent.mkdir(parents=True, exist_ok=True)
         if kind == "endless":
             path.touch()
-            os.truncate(path, 64 * LARGEST_FILE)
+            os.truncate(path, 64 * MAX_FILE_BYTES)
         elif kind == "pipe":
             os.mkfifo(path)
         else:

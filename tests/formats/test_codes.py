@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.formats.codes import code_dtype, decode, encode, pack, unpack
+from fp8bench.formats.codes import code_dtype, decode, encode, pack_codes, unpack_codes
 from fp8bench.formats.grids import (
     E2M1,
     E4M3,
@@ -138,20 +138,20 @@ def test_long_tensors_are_the_same_as_their_parts(fmt: Format) -> None:
 def test_the_first_of_two_e2m1_codes_lies_in_the_lower_half() -> None:
     codes = encode(torch.tensor([1.0, -6.0, 0.5]), E2M1)
     assert codes.tolist() == [2, 15, 1]
-    assert pack(codes, E2M1).tolist() == [0xF2, 0x01]
-    assert unpack(pack(codes, E2M1), E2M1, 3).tolist() == [2, 15, 1]
-    assert unpack(pack(codes, E2M1), E2M1).tolist() == [2, 15, 1, 0]
+    assert pack_codes(codes, E2M1).tolist() == [0xF2, 0x01]
+    assert unpack_codes(pack_codes(codes, E2M1), E2M1, 3).tolist() == [2, 15, 1]
+    assert unpack_codes(pack_codes(codes, E2M1), E2M1).tolist() == [2, 15, 1, 0]
 
 
 @given(shape=st.lists(st.integers(0, 5), min_size=1, max_size=3), seed=st.integers(0, 100))
 def test_packing_is_undone_by_unpacking(shape: list[int], seed: int) -> None:
     codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    packed = pack(codes, E2M1)
+    packed = pack_codes(codes, E2M1)
     assert packed.shape == (*shape[:-1], (shape[-1] + 1) // 2)
-    assert torch.equal(unpack(packed, E2M1, shape[-1]), codes)
+    assert torch.equal(unpack_codes(packed, E2M1, shape[-1]), codes)
     if len(shape) > 1:
         turned = codes.transpose(0, -1)
-        assert torch.equal(unpack(pack(turned, E2M1), E2M1, turned.shape[-1]), turned)
+        assert torch.equal(unpack_codes(pack_codes(turned, E2M1), E2M1, turned.shape[-1]), turned)
 
 
 @pytest.mark.gpu
@@ -163,7 +163,7 @@ def test_a_gpu_encodes_and_decodes_as_the_processor_does(fmt: Format) -> None:
     codes = encode(values, fmt)
     assert torch.equal(encode(values.cuda(), fmt).cpu(), codes)
     assert mismatches(decode(codes.cuda(), fmt).cpu(), values.numpy()) == 0
-    assert torch.equal(pack(codes.cuda(), fmt).cpu(), pack(codes, fmt))
+    assert torch.equal(pack_codes(codes.cuda(), fmt).cpu(), pack_codes(codes, fmt))
 
 
 @each_format

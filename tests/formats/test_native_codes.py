@@ -14,19 +14,19 @@ from torch import Tensor
 from fp8bench.formats import operators, vector_width
 from fp8bench.formats.code_kernels import CodesKernel
 from fp8bench.formats.codes import CODE_DTYPES
-from fp8bench.formats.compiling import PairKernel
+from fp8bench.formats.compiling import CombinedKernel
 from fp8bench.formats.grids import E4M3, E5M2, FP16, Format
 from fp8bench.formats.native_codes import (
+    cast_codes_with_transpose,
     codes,
-    codes_both,
-    current_scale,
+    compute_current_scale,
     delayed_scale,
     row_codes,
     row_codes_both,
     square_codes,
     transpose_codes,
 )
-from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
+from fp8bench.formats.recipes import Amax, DelayedScaling, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import store_by_columns, store_square_scales
 from fp8bench.formats.scaled import largest_magnitude, quantise
 from tests.counts import for_each, sampled
@@ -57,7 +57,7 @@ CASTS = [
     Cast(E4M3, BF16, POWER_OF_TWO, by_row=True),
     Cast(E5M2, F32, EXACT, by_row=True),
 ]
-DELAYED = [Delayed(4), Delayed(3, Amax.MOST_RECENT, margin=2), Delayed(1024, interval=3)]
+DELAYED = [DelayedScaling(4), DelayedScaling(3, Amax.MOST_RECENT, margin=2), DelayedScaling(1024, interval=3)]
 
 
 def pieces(source: torch.dtype) -> Iterator[Tensor]:
@@ -71,8 +71,8 @@ def cast(x: Tensor, how: Cast) -> list[Tensor]:
     """All outputs of the operators for a matrix."""
     if how.by_row:
         return [*row_codes(x, how.fmt, how.rounding), *row_codes(x.t(), how.fmt, how.rounding)]
-    scale, inverse = current_scale(largest_magnitude(x), how.fmt, how.rounding)
-    both = codes_both(x, how.fmt, scale)
+    scale, inverse = compute_current_scale(largest_magnitude(x), how.fmt, how.rounding)
+    both = cast_codes_with_transpose(x, how.fmt, scale)
     turned = transpose_codes(both[0]) if both[0].element_size() == 1 else both[1]
     return [scale, inverse, *both, codes(x, how.fmt, scale), codes(x, how.fmt), turned]
 
@@ -197,10 +197,10 @@ def test_both_ways_are_each_by_itself() -> None:
 def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     x = AWKWARD.to(BF16)
     assert_fused(monkeypatch, both_ways, [x, x[192:208], x[8:41, :250], x.repeat(2, 2)[:256, :384]], same_blocks)
-    assert any(isinstance(one, PairKernel) for one in operators.KERNELS._ready)
+    assert any(isinstance(one, CombinedKernel) for one in operators.KERNELS._ready)
 
 
-def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:
+def course(delayed: DelayedScaling, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:
     """Outputs and states of thirty casts with growing and shrinking magnitudes, zeros and non-finite values."""
     history, casts = torch.zeros(delayed.history, device=device), torch.zeros((), dtype=torch.int32, device=device)
     scale, result = torch.ones((), device=device), []
@@ -213,7 +213,7 @@ def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tens
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delayed", sampled(DELAYED[:1], DELAYED), ids=str)
-def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_delayed_scales_are_the_eager_ones(delayed: DelayedScaling, monkeypatch: pytest.MonkeyPatch) -> None:
     """State included; eager ones are compared with a definition in tests/nn/test_tensor_scales.py."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "vector_widths", lambda device: ())
@@ -230,11 +230,11 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     x, blocks = torch.zeros(32, 48, device=device), torch.zeros(512, 512, device=device)
     amax, history, casts = torch.ones((), device=device), torch.zeros(4, device=device), torch.zeros((), device=device)
     with Operators() as seen:
-        scale, _ = current_scale(amax, E4M3, EXACT)
+        scale, _ = compute_current_scale(amax, E4M3, EXACT)
         transpose_codes(codes(x, E4M3, scale))
-        codes_both(x.t(), E5M2, scale)
+        cast_codes_with_transpose(x.t(), E5M2, scale)
         row_codes(x.t(), E4M3, EXACT)
-        delayed_scale(amax, history, casts.int(), scale, E4M3, Delayed(4))
+        delayed_scale(amax, history, casts.int(), scale, E4M3, DelayedScaling(4))
         row_codes(blocks, E4M3, EXACT, 128)
         square_codes(blocks.t(), E4M3, EXACT, both=True)
     allowed = ("empty", "detach", "aten.t.", "view", "_to_copy", "as_strided", "slice", "alias")
@@ -274,6 +274,6 @@ def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
 
 @for_each(("straight", "turned", "scaled"), [(True, False, False), (False, True, True), (True, True, True)])
 def test_sizes_of_every_argument_of_a_kernel_are_free(straight: bool, turned: bool, scaled: bool) -> None:
-    kernel = CodesKernel(E4M3, F32, "cpu", 16, straight, turned, scaled, by_square=scaled)
+    kernel = CodesKernel(E4M3, F32, "cpu", 16, straight, turned, scaled, has_scale_per_square=scaled)
     free = dict(zip(kernel.examples(), kernel.free(), strict=True))
     assert len(free) == 1 + straight + turned + scaled and set(free.values()) == {(0, 2)}

@@ -221,7 +221,7 @@ def test_no_free_size_of_an_example_equals_another_size(asked: Asked) -> None:
     placed = choose_layout(x, torch.empty_like(x, dtype=asked.target), Quantisation(asked.fmt, asked.scaling))
     assert placed is not None
     sizes = placed.kernel.examples()[0].shape
-    assert all(sizes.count(sizes[free]) == 1 for free in fused._FREE_DIMENSIONS[placed.kernel.layout])
+    assert all(sizes.count(sizes[free]) == 1 for free in fused._DYNAMIC_DIMENSIONS_BY_LAYOUT[placed.kernel.layout])
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ from fp8bench.formats.grids import E2M1, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, F
 from fp8bench.formats.hardware import (
     A100,
     B200,
-    CLASSES,
     CPU,
+    DEVICE_CLASSES,
     H100,
     L40S,
     MI300X,
@@ -18,11 +18,11 @@ from fp8bench.formats.hardware import (
 )
 from fp8bench.formats.product_rules import (
     Product,
-    Scheme,
-    explain_missing,
+    ScalingScheme,
+    do_row_scales_give_float32,
+    explain_missing_product_kind,
     explain_te_refusal,
-    list_objections,
-    rows_give_float32,
+    list_product_objections,
 )
 from fp8bench.formats.recipes import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling, Treatment
 from fp8bench.model import DeviceFacts
@@ -44,35 +44,35 @@ def product(
 
 
 SCHEMES = {
-    Scheme.TENSOR: (E4M3, TENSOR),
-    Scheme.ROW: (E4M3, ROW),
-    Scheme.BLOCK: (E4M3, BLOCK),
-    Scheme.MXFP8: (E4M3, MX),
-    Scheme.MXFP6: (E3M2, MX),
-    Scheme.MXFP4: (E2M1, MX),
-    Scheme.NVFP4: (E2M1, NVFP4),
+    ScalingScheme.TENSOR: (E4M3, TENSOR),
+    ScalingScheme.ROW: (E4M3, ROW),
+    ScalingScheme.BLOCK: (E4M3, BLOCK),
+    ScalingScheme.MXFP8: (E4M3, MX),
+    ScalingScheme.MXFP6: (E3M2, MX),
+    ScalingScheme.MXFP4: (E2M1, MX),
+    ScalingScheme.NVFP4: (E2M1, NVFP4),
 }
 # Device classes and their torch products; combinations not listed do not exist.
 THERE = {
     A100: set(),
-    L40S: {Scheme.TENSOR, Scheme.ROW},
-    H100: {Scheme.TENSOR, Scheme.ROW, Scheme.BLOCK},
-    B200: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.MXFP4, Scheme.NVFP4},
-    RTX5090: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.NVFP4},
+    L40S: {ScalingScheme.TENSOR, ScalingScheme.ROW},
+    H100: {ScalingScheme.TENSOR, ScalingScheme.ROW, ScalingScheme.BLOCK},
+    B200: {ScalingScheme.TENSOR, ScalingScheme.ROW, ScalingScheme.MXFP8, ScalingScheme.MXFP4, ScalingScheme.NVFP4},
+    RTX5090: {ScalingScheme.TENSOR, ScalingScheme.ROW, ScalingScheme.MXFP8, ScalingScheme.NVFP4},
     MI300X: set(),
-    MI350X: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.MXFP4},
+    MI350X: {ScalingScheme.TENSOR, ScalingScheme.ROW, ScalingScheme.MXFP8, ScalingScheme.MXFP4},
     CPU: set(),
 }
 
 
-@for_each("device", CLASSES)
-@for_each("scheme", Scheme)
-def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) -> None:
+@for_each("device", DEVICE_CLASSES)
+@for_each("scheme", ScalingScheme)
+def test_which_devices_have_which_products(device: DeviceClass, scheme: ScalingScheme) -> None:
     fmt, scaling = SCHEMES[scheme]
     one = product(512, 512, 512, fmt, scaling)
 
     assert one.scheme is scheme
-    result = explain_missing(one, device)
+    result = explain_missing_product_kind(one, device)
     assert (not result) == (scheme in THERE[device])
 
 
@@ -80,8 +80,8 @@ def test_fnuz_formats_are_those_of_mi300_alone() -> None:
     fnuz = Treatment(E4M3FNUZ, TENSOR), Treatment(E5M2FNUZ, TENSOR)
     one = Product(512, 512, 512, *fnuz)
 
-    assert not explain_missing(one, MI300X) and not list_objections(one, MI300X)
-    assert explain_missing(one, H100) and explain_missing(product(512, 512, 512), MI300X)
+    assert not explain_missing_product_kind(one, MI300X) and not list_product_objections(one, MI300X)
+    assert explain_missing_product_kind(one, H100) and explain_missing_product_kind(product(512, 512, 512), MI300X)
 
 
 def test_pairs_that_no_library_multiplies() -> None:
@@ -91,10 +91,10 @@ def test_pairs_that_no_library_multiplies() -> None:
     """
     for fmt, scaling in ((E3M2, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)):
         one = product(512, 512, 512, fmt, scaling)
-        assert one.scheme is None and fmt.name in explain_missing(one, B200)
+        assert one.scheme is None and fmt.name in explain_missing_product_kind(one, B200)
     assert Product(256, 256, 256, Treatment(E4M3, TENSOR), Treatment(E4M3, ROW)).scheme is None
-    assert Product(256, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE)).scheme is Scheme.BLOCK
-    assert Product(256, 256, 256, Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)).scheme is Scheme.NVFP4
+    assert Product(256, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE)).scheme is ScalingScheme.BLOCK
+    assert Product(256, 256, 256, Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)).scheme is ScalingScheme.NVFP4
 
 
 # torch's tests of mxfp8 and nvfp4 (test_scaled_matmul_cuda.py): M, K, N that they run on CUDA.
@@ -112,21 +112,21 @@ RUN_BY_TORCH = [
 ]
 
 
-@for_each("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4])
+@for_each("scheme", [ScalingScheme.MXFP8, ScalingScheme.NVFP4, ScalingScheme.MXFP4])
 @for_each(("m", "k", "n"), RUN_BY_TORCH)
-def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, n: int) -> None:
+def test_what_torch_tests_on_blackwell_is_taken(scheme: ScalingScheme, m: int, k: int, n: int) -> None:
     fmt, scaling = SCHEMES[scheme]
 
-    assert not list_objections(product(m, n, k, fmt, scaling), B200)
-    assert list_objections(product(m, n, k + 16, fmt, scaling), B200)
-    if k % 128 and scheme is not Scheme.NVFP4:
-        assert list_objections(product(m, n, k, fmt, scaling), MI350X)
+    assert not list_product_objections(product(m, n, k, fmt, scaling), B200)
+    assert list_product_objections(product(m, n, k + 16, fmt, scaling), B200)
+    if k % 128 and scheme is not ScalingScheme.NVFP4:
+        assert list_product_objections(product(m, n, k, fmt, scaling), MI350X)
 
 
 @for_each("device", [L40S, H100, B200, RTX5090, MI350X])
 def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
-    assert not list_objections(product(17, 48, 32), device)
-    columns, contraction = list_objections(product(17, 50257, 40), device)
+    assert not list_product_objections(product(17, 48, 32), device)
+    columns, contraction = list_product_objections(product(17, 50257, 40), device)
 
     assert "N=50257 is no multiple of 16" in columns.why and columns.multiples == (1, 16, 1)
     assert "K=40 is no multiple of 16" in contraction.why and contraction.multiples == (1, 1, 16)
@@ -134,9 +134,9 @@ def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
 
 def test_one_objection_a_side_and_the_widest() -> None:
     for fmt, scaling in ((E2M1, NVFP4), (E4M3, MX)):
-        sides = [one.multiples for one in list_objections(product(33, 33, 40, fmt, scaling), B200)]
+        sides = [one.multiples for one in list_product_objections(product(33, 33, 40, fmt, scaling), B200)]
         assert sides == [(1, 16, 1), (1, 1, 32)]
-    sides = [one.multiples for one in list_objections(product(40, 40, 40, E4M3, MX), MI350X)]
+    sides = [one.multiples for one in list_product_objections(product(40, 40, 40, E4M3, MX), MI350X)]
     assert sides == [(32, 1, 1), (1, 32, 1), (1, 1, 128)]
 
 
@@ -146,19 +146,21 @@ def test_types_that_padding_does_not_mend() -> None:
     turned = Product(64, 64, 64, Treatment(E4M3, ROW), Treatment(E5M2, ROW))
     wide = product(64, 64, 64, E4M3, ROW, output="fp32")
 
-    assert [one.multiples for one in list_objections(twice, H100)] == [None] and not list_objections(twice, MI350X)
-    assert not list_objections(mixed, B200) and not list_objections(turned, H100)
-    assert "second operand is E4M3" in list_objections(turned, B200)[0].why
-    assert "not fp32" in list_objections(wide, L40S)[0].why and not list_objections(wide, H100)
-    assert list_objections(product(64, 64, 64, E4M3, ROW, output="fp16"), MI350X)
-    assert "innermost" in list_objections(product(64, 64, 64, rows=True), H100)[0].why
-    assert list_objections(product(256, 256, 256, E4M3, MX, output="fp32"), MI350X)
+    assert [one.multiples for one in list_product_objections(twice, H100)] == [None] and not list_product_objections(
+        twice, MI350X
+    )
+    assert not list_product_objections(mixed, B200) and not list_product_objections(turned, H100)
+    assert "second operand is E4M3" in list_product_objections(turned, B200)[0].why
+    assert "not fp32" in list_product_objections(wide, L40S)[0].why and not list_product_objections(wide, H100)
+    assert list_product_objections(product(64, 64, 64, E4M3, ROW, output="fp16"), MI350X)
+    assert "innermost" in list_product_objections(product(64, 64, 64, rows=True), H100)[0].why
+    assert list_product_objections(product(256, 256, 256, E4M3, MX, output="fp32"), MI350X)
 
 
 def test_transformer_engine_has_rules_of_its_own() -> None:
     """No MXFP8 on desktop Blackwell, no blocks before Hopper; no rules for row scales."""
     mxfp8 = product(64, 64, 64, E4M3, MX)
-    assert not explain_missing(mxfp8, RTX5090) and "refuses MXFP8" in explain_te_refusal(mxfp8, RTX5090)
+    assert not explain_missing_product_kind(mxfp8, RTX5090) and "refuses MXFP8" in explain_te_refusal(mxfp8, RTX5090)
     assert explain_te_refusal(mxfp8, B200) == explain_te_refusal(product(64, 64, 64, E4M3, ROW), H100) == ""
     assert "begins at compute capability 10.0" in explain_te_refusal(product(64, 64, 64, E2M1, NVFP4), H100)
     assert "E5M2 in every role" in explain_te_refusal(product(64, 64, 64, E5M2), H100)
@@ -171,7 +173,7 @@ def test_where_products_by_rows_give_float32() -> None:
     devices = [((9, 0), "13.0"), ((9, 0), "12.9"), ((9, 0), "12.8"), ((8, 9), "13.0"), ((10, 0), "13.0")]
     facts = [DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", *device) for device in devices]
     facts.append(DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", (9, 4), None, "7.0"))
-    assert [rows_give_float32(one) for one in facts] == [True, True, False, False, False, False]
+    assert [do_row_scales_give_float32(one) for one in facts] == [True, True, False, False, False, False]
 
 
 FP8 = (

@@ -12,8 +12,8 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, TF32, Format, Overflow
-from fp8bench.formats.quantise import RANDOM_BITS, round_to, round_values
-from fp8bench.formats.recipes import NVFP4, NVFP4_UP, TENSOR, ScaleRounding, Scaling
+from fp8bench.formats.quantise import ROUNDING_RANDOM_BITS, round_to, round_values
+from fp8bench.formats.recipes import NVFP4, NVFP4_ROUNDED_UP, TENSOR, ScaleRounding, Scaling
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
 from tests.formats.oracles import (
@@ -73,7 +73,7 @@ def random_numbers_in_turn(fmt: Format) -> torch.Tensor:
     """2^16 random numbers that represent all 2^24 for a value with 16 dropped bits (13 for tf32)."""
     if fmt in (BF16, TF32):  # uses as many of the lowest bits as the mantissa drops
         return torch.arange(1 << 16, dtype=torch.int32)
-    return torch.arange(0, 1 << RANDOM_BITS, 1 << (RANDOM_BITS - 16), dtype=torch.int32)
+    return torch.arange(0, 1 << ROUNDING_RANDOM_BITS, 1 << (ROUNDING_RANDOM_BITS - 16), dtype=torch.int32)
 
 
 @each_format
@@ -101,7 +101,7 @@ def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
         last = (1 << 23 - fmt.mantissa_bits) - 1
         up, down = last, last - 1
     else:  # rounds up at the numbers below its share
-        share = 1 << RANDOM_BITS - 23 + fmt.mantissa_bits
+        share = 1 << ROUNDING_RANDOM_BITS - 23 + fmt.mantissa_bits
         up, down = share - 1, share
     drawn = round_values(value, fmt, torch.tensor([up, down], dtype=torch.int32))
     assert drawn.tolist() == [1 + 2.0**-fmt.mantissa_bits, 1]
@@ -209,7 +209,7 @@ def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float
 def test_stochastic_rounding_is_biased_under_block_scales_rounded_to_nearest() -> None:
     source = gaussian(4096)
     seed = torch.tensor([1])
-    clipped, whole = (values(source, E2M1, scaling, seed=seed) for scaling in (NVFP4, NVFP4_UP))
+    clipped, whole = (values(source, E2M1, scaling, seed=seed) for scaling in (NVFP4, NVFP4_ROUNDED_UP))
     assert slope(clipped, source) == pytest.approx(0.9965, abs=0.0003)
     assert slope(whole, source) == pytest.approx(1, abs=0.0003)
     assert decibels(clipped, source) == pytest.approx(17.3, abs=0.1)

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E5M2, E8M0, Format, Overflow
-from fp8bench.formats.quantise import RANDOM_BITS, element_random_bits, random_bits, round_to, seed_key
+from fp8bench.formats.quantise import (
+    ROUNDING_RANDOM_BITS,
+    compute_element_random_bits,
+    compute_seed_key,
+    random_bits,
+    round_to,
+)
 from tests.counts import counts, for_each
 from tests.formats.oracles import (
     ALL,
@@ -162,7 +168,7 @@ def witness(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.int32]:
     golden = np.uint32(0x9E3779B9)
     with np.errstate(over="ignore"):
         key = mixed(mixed(high * golden + np.uint32(unsigned >> 32)) + np.uint32(unsigned & 0xFFFFFFFF))
-        return (mixed(mixed(low + key) + key * golden) >> np.uint32(32 - RANDOM_BITS)).astype(np.int32)
+        return (mixed(mixed(low + key) + key * golden) >> np.uint32(32 - ROUNDING_RANDOM_BITS)).astype(np.int32)
 
 
 @for_each("seed", SEEDS)
@@ -175,11 +181,11 @@ def test_every_place_has_the_number_of_unsigned_arithmetic(seed: int) -> None:
 @for_each("seed", SEEDS)
 def test_beyond_32_bits_of_index_numbers_go_on_by_another_key(seed: int) -> None:
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (3 << 32) + 5])
-    keys = seed_key(torch.tensor([seed]), places >> 32)
-    result = element_random_bits(places.to(torch.int32), keys)
+    keys = compute_seed_key(torch.tensor([seed]), places >> 32)
+    result = compute_element_random_bits(places.to(torch.int32), keys)
     assert np.array_equal(result.numpy(), witness(places.numpy().astype(np.uint64), seed))
     assert keys[-1] != keys[0] != keys[5] == keys[6]
-    assert torch.equal(keys[0], seed_key(torch.tensor(seed)))
+    assert torch.equal(keys[0], compute_seed_key(torch.tensor(seed)))
 
 
 def test_places_count_and_nothing_else() -> None:
@@ -195,8 +201,8 @@ def test_bits_are_set_every_second_time_and_alone() -> None:
     """Within 5 standard errors: each of the 24 bits, and each together with the neighbour's same bit."""
     count = 1 << 18
     numbers = random_bits((count,), torch.tensor(3)).numpy()
-    assert numbers.min() >= 0 and numbers.max() < 1 << RANDOM_BITS
-    bits = (numbers[:, None] >> np.arange(RANDOM_BITS)) & 1
+    assert numbers.min() >= 0 and numbers.max() < 1 << ROUNDING_RANDOM_BITS
+    bits = (numbers[:, None] >> np.arange(ROUNDING_RANDOM_BITS)) & 1
     neighbours = bits[1:] ^ bits[:-1]
     for set_bits in (bits, neighbours):
         assert np.abs(set_bits.mean(0) - 0.5).max() < 5 * 0.5 / count**0.5

@@ -58,4 +58,4 @@ def test_what_cannot_be_is_refused_with_a_sentence(make: Callable[[], object], w
     ],
 )
 def test_when_codes_must_be_made_twice(recipe: Recipe, per_tensor: bool, keeps_source: bool) -> None:
-    assert recipe.per_tensor is per_tensor and recipe.keeps_source is keeps_source
+    assert recipe.has_tensor_scales_only is per_tensor and recipe.keeps_source is keeps_source

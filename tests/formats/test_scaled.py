@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from fp8bench.errors import RecipeRefused
-from fp8bench.formats.codes import decode, unpack
+from fp8bench.formats.codes import decode, unpack_codes
 from fp8bench.formats.grids import E2M1, E2M3, E4M3, E5M2, E8M0, FORMATS, Format
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import (
@@ -16,8 +16,8 @@ from fp8bench.formats.recipes import (
     MX,
     MX_ELEMENTS,
     NVFP4,
+    NVFP4_ROUNDED_UP,
     NVFP4_SQUARE,
-    NVFP4_UP,
     ROW,
     SQUARE,
     TENSOR,
@@ -25,12 +25,12 @@ from fp8bench.formats.recipes import (
     ScaleRounding,
     Scaling,
 )
-from fp8bench.formats.scaled import Scaled, factor, quantise, values
+from fp8bench.formats.scaled import ScaledTensor, factor, quantise, values
 from tests.counts import for_each
 from tests.formats.scaling_definitions import differing, gaussian, outliers, patterns
 
 MX_FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)
-SCALINGS = [None, TENSOR, TENSOR_POWER_OF_TWO, ROW, Scaling(3, 0), BLOCK, SQUARE, MX, MX_FLOOR, NVFP4, NVFP4_UP]
+SCALINGS = [None, TENSOR, TENSOR_POWER_OF_TWO, ROW, Scaling(3, 0), BLOCK, SQUARE, MX, MX_FLOOR, NVFP4, NVFP4_ROUNDED_UP]
 SCALINGS.append(NVFP4_SQUARE)
 SHAPES = [(), (1,), (70,), (0,), (0, 40), (40, 0), (2, 3, 50), (2, 0, 3), (33, 130), (2, 1, 32, 64)]
 SEED = torch.tensor([11])
@@ -64,11 +64,11 @@ each_kind = for_each(
 )
 
 
-def dequantised(stored: Scaled) -> torch.Tensor:
+def dequantised(stored: ScaledTensor) -> torch.Tensor:
     """Dequantises stored values: every element times its block's scale."""
     shape, scaling, scales = stored.shape, stored.scaling, stored.scales
     height, width = prod(shape[:-1]), shape[-1] if shape else 1
-    codes = unpack(stored.codes, stored.fmt, width).reshape(height, width)
+    codes = unpack_codes(stored.codes, stored.fmt, width).reshape(height, width)
     elements = decode(codes, stored.fmt)
     if scaling is None or scales is None:
         return elements.view(shape)
@@ -193,7 +193,7 @@ def test_nan_is_stored_where_there_is_a_code_for_it(fmt: Format) -> None:
             assert differing(dequantised(quantise(x, fmt, scaling)), left) == 0
 
 
-@for_each(("fmt", "scaling"), [(E4M3, MX), (E2M1, MX), (E2M1, NVFP4_UP), (E4M3, BLOCK)])
+@for_each(("fmt", "scaling"), [(E4M3, MX), (E2M1, MX), (E2M1, NVFP4_ROUNDED_UP), (E4M3, BLOCK)])
 def test_stochastic_rounding_is_unbiased(fmt: Format, scaling: Scaling) -> None:
     """Over 64 seeds each value's mean is the value, within four standard errors of the total.
 

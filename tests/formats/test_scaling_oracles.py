@@ -6,14 +6,14 @@ from itertools import product
 
 import torch
 
-from fp8bench.formats.codes import decode, unpack
+from fp8bench.formats.codes import decode, unpack_codes
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, TF32, Format
 from fp8bench.formats.recipes import (
     BLOCK,
     BLOCK_POWER_OF_TWO,
     NVFP4,
+    NVFP4_ROUNDED_UP,
     NVFP4_SQUARE,
-    NVFP4_UP,
     ROW,
     ROW_POWER_OF_TWO,
     SQUARE,
@@ -44,7 +44,7 @@ each_float8 = for_each("fmt", [E4M3, E5M2])
 ELEMENTS = [E4M3, E5M2, E3M2, E2M3, E2M1]
 each_format = for_each("fmt", ELEMENTS)
 each_mode = for_each("mode", MX_MODES)
-NVFP4_SCALINGS = [NVFP4, NVFP4_UP, NVFP4_SQUARE, Scaling(16, 16, E4M3, ScaleRounding.UP)]
+NVFP4_SCALINGS = [NVFP4, NVFP4_ROUNDED_UP, NVFP4_SQUARE, Scaling(16, 16, E4M3, ScaleRounding.UP)]
 each_nvfp4 = for_each("scaling", NVFP4_SCALINGS)
 
 
@@ -155,7 +155,7 @@ def test_a_nan_makes_its_block_nan_and_no_other(fmt: Format, mode: ScaleRounding
     clean = values(x.nan_to_num(0.0), fmt, mx(mode))
     assert torch.equal(left[2], clean[2]) and torch.equal(left[0, 32:], clean[0, 32:])
     assert stored.scales is not None and (stored.scales == 255).nonzero().tolist() == [[0, 0], [1, 2]]
-    assert not unpack(stored.codes, fmt, 70)[0, :32].any(), "zeros are stored under a scale of NaN"
+    assert not unpack_codes(stored.codes, fmt, 70)[0, :32].any(), "zeros are stored under a scale of NaN"
 
 
 @each_mode
@@ -204,7 +204,7 @@ def test_every_block_scale_is_met_and_block_scales_of_zero_leave_zeros(scaling: 
 
 def test_up_is_the_scale_at_or_above_the_quotient() -> None:
     x = a_million()["octaves"]
-    near, up = quantise(x, E2M1, NVFP4), quantise(x, E2M1, NVFP4_UP)
+    near, up = quantise(x, E2M1, NVFP4), quantise(x, E2M1, NVFP4_ROUNDED_UP)
     assert near.scales is not None and up.scales is not None and near.tensor_scale is not None
     quotient = x.view(-1, 16).abs().amax(1) / 6 / near.tensor_scale
     above, below = decode(up.scales, E4M3).flatten(), decode((up.scales - 1).clamp(max=0x7E), E4M3).flatten()

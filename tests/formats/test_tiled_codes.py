@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.formats.codes import unpack
+from fp8bench.formats.codes import unpack_codes
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.quantise import Draw
-from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import read_square_scales, store_by_columns, store_square_scales, swizzle, unswizzle
+from fp8bench.formats.recipes import MX, NVFP4, NVFP4_ROUNDED_UP, NVFP4_SQUARE, ScaleRounding, Scaling
+from fp8bench.formats.scale_layouts import (
+    read_square_scales,
+    store_by_columns,
+    store_square_scales,
+    swizzle,
+    unswizzle_scales,
+)
 from fp8bench.formats.scaled import quantise
 from fp8bench.formats.tiled_codes import tiled_codes, tiled_codes_both, unscaled_codes
 from tests.counts import for_each, sampled
@@ -45,7 +51,7 @@ CASTS = [
     Cast(E4M3, MX, F16, SEED),
     Cast(E2M1, MX, BF16),
     Cast(E2M1, NVFP4, BF16),
-    Cast(E2M1, NVFP4_UP, F32, SEED),
+    Cast(E2M1, NVFP4_ROUNDED_UP, F32, SEED),
     Cast(E2M1, NVFP4_SQUARE, F32),
 ]
 
@@ -133,7 +139,7 @@ def test_e2m1_codes_without_a_scale_are_those_of_ml_dtypes() -> None:
             tensor.float().nan_to_num(6.0).numpy().clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
         )
         (codes,) = unscaled(tensor)
-        result = unpack(codes, E2M1)
+        result = unpack_codes(codes, E2M1)
         assert np.array_equal(result[:, : tensor.shape[1]].numpy(), expected) and not result[:, tensor.shape[1] :].any()
 
 
@@ -194,7 +200,7 @@ def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
             tile = (row // 128) * wide + column // 4
             expected[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4] = scales[row, column]
     assert laid.is_contiguous() and torch.equal(laid, expected)
-    assert torch.equal(unswizzle(laid, down, across), scales)
+    assert torch.equal(unswizzle_scales(laid, down, across), scales)
 
 
 @for_each(("down", "across"), SHAPES)

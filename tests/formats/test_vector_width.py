@@ -14,7 +14,7 @@ from fp8bench.formats import compiling, fused, operators, vector_width
 from fp8bench.formats.code_kernels import RowCodesKernel
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import ScaleRounding
-from fp8bench.formats.vector_width import StoredChoice, choose_width
+from fp8bench.formats.vector_width import StoredWidthChoice, choose_vector_width
 from tests.counts import for_each, sampled
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
@@ -50,7 +50,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
 
             return run
 
-        monkeypatch.setattr(compiling, "_compile_with_width", build)
+        monkeypatch.setattr(compiling, "_compile_with_vector_width", build)
         return built
 
     return plant
@@ -67,7 +67,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     ],
 )
 def test_wider_vectors_are_taken_where_they_save_a_tenth(seconds: dict[int, float], bits: int) -> None:
-    assert choose_width(seconds) == bits
+    assert choose_vector_width(seconds) == bits
 
 
 @pytest.mark.parametrize(("seconds", "bits"), [({256: 5e-4, 512: 5e-3}, 256), ({256: 5e-3, 512: 5e-4}, 512)])
@@ -99,22 +99,22 @@ def test_a_width_that_does_not_compile_is_not_taken(planted: Planted) -> None:
 @pytest.mark.usefixtures("cache")
 def test_the_first_choice_counts_for_all() -> None:
     """Two workers that measure at once use the same width, otherwise identical code would differ."""
-    one, other = StoredChoice("a kernel"), StoredChoice("a kernel")
+    one, other = StoredWidthChoice("a kernel"), StoredWidthChoice("a kernel")
     assert one.read() is None
     assert one.store(512) == 512 and other.store(256) == 512 and other.read() == 512
-    assert StoredChoice("another kernel").read() is None
+    assert StoredWidthChoice("another kernel").read() is None
 
 
 def test_a_file_that_says_nothing_or_cannot_be_written_is_measured_anew(cache: Path) -> None:
-    StoredChoice("a kernel").store(512)
+    StoredWidthChoice("a kernel").store(512)
     (path,) = cache.glob("*.json")
     for content in ("", "{", "[]", "{}", '{"bits": 128}', '{"bits": [512]}', '"512"'):
         path.write_text(content)
-        assert StoredChoice("a kernel").read() is None, content
-        assert StoredChoice("a kernel").store(256) == 256 and StoredChoice("a kernel").read() == 256
+        assert StoredWidthChoice("a kernel").read() is None, content
+        assert StoredWidthChoice("a kernel").store(256) == 256 and StoredWidthChoice("a kernel").read() == 256
     cache.rename(cache.with_name("aside"))
     cache.write_text("a file where the folder would be")
-    assert StoredChoice("a kernel").store(512) == 512 and StoredChoice("a kernel").read() is None
+    assert StoredWidthChoice("a kernel").store(512) == 512 and StoredWidthChoice("a kernel").read() is None
 
 
 @pytest.mark.usefixtures("cache")

@@ -34,8 +34,8 @@ import fp8bench
 from fp8bench.analysis import stats
 from fp8bench.analysis.tapes import CaseTape
 from fp8bench.cli.main import build_parser, main, subparsers_by_name
-from fp8bench.features.audit.values import Audit
-from fp8bench.features.sensitivity.study import Study
+from fp8bench.features.audit.values import AuditReport
+from fp8bench.features.sensitivity.study import SensitivityStudy
 from fp8bench.jobs.tape import read_tapes
 from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import decode
@@ -273,7 +273,7 @@ class Pretended:
     def software(self) -> dict[str, str]:
         return {"torch": CPU.torch}
 
-    def within(self, seconds: float) -> Pretended:
+    def with_time_limit(self, seconds: float) -> Pretended:
         return self
 
     def backend(self, name: str) -> str:
@@ -312,13 +312,13 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         return
     plain = json.loads((VALUES / f"{value}.json").read_text())
     if kind == "sensitivity":
-        study = decode(Study, plain)
+        study = decode(SensitivityStudy, plain)
         yield "fp8bench.features.sensitivity.job.run_study", lambda *words: study
         yield "fp8bench.features.sensitivity.job.store_study", lambda *words: study
         return
     facts = decode(DeviceFacts, plain["device"])
     if kind == "audit":
-        audit = decode(Audit, plain["audit"])
+        audit = decode(AuditReport, plain["audit"])
         yield "fp8bench.features.audit.command.audit", lambda *words: (facts, audit)
     else:
         modes = [decode(ModeConformity, mode) for mode in plain["modes"]]

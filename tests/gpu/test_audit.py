@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.results import VALUE_CHECKS
+from fp8bench.features.audit.results import RESULT_CHECKS
 from fp8bench.user_code.named import make_signature
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import Kernel
 
 pytestmark = pytest.mark.gpu
 _WIDE = make_signature("product", "bf16")
-MEMORY = [check for check in VALUE_CHECKS if check.name == "memory"]
+MEMORY = [check for check in RESULT_CHECKS if check.name == "memory"]
 
 
 def _elsewhere(a: Tensor, b: Tensor) -> Tensor:

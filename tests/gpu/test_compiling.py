@@ -10,11 +10,17 @@ import torch
 from fp8bench.devices.cuda import Cuda
 from fp8bench.formats import operators
 from fp8bench.formats.grids import E2M1, E4M3
-from fp8bench.formats.native_codes import codes_both, current_scale, delayed_scale, row_codes, square_codes
-from fp8bench.formats.recipes import MX, NVFP4, Delayed, ScaleRounding
+from fp8bench.formats.native_codes import (
+    cast_codes_with_transpose,
+    compute_current_scale,
+    delayed_scale,
+    row_codes,
+    square_codes,
+)
+from fp8bench.formats.recipes import MX, NVFP4, DelayedScaling, ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.tiled_codes import tiled_codes
-from fp8bench.formats.triton_casts import choose_casts, explain_no_triton
+from fp8bench.formats.triton_casts import choose_cast_compiler, explain_no_triton
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Role
@@ -113,7 +119,7 @@ def test_both_orientations_in_nvfp4_are_those_of_a_processor(role: Role, monkeyp
 
 
 @pytest.mark.parametrize("delayed", DELAYED, ids=str)
-def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: DelayedScaling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     eager = course(delayed, E4M3, "cuda")
     operators.KERNELS.compile(*operators.KERNELS.wanted)
@@ -137,7 +143,7 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 def test_casts_start_as_many_kernels_as_they_say(turned: bool, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if by_hand and explain_no_triton(torch.device("cuda", 0)):
         pytest.skip(explain_no_triton(torch.device("cuda", 0)))
-    with choose_casts(by_hand):
+    with choose_cast_compiler(by_hand):
         count_kernels(turned, by_hand, monkeypatch)
 
 
@@ -152,8 +158,8 @@ def count_kernels(turned: bool, by_hand: bool, monkeypatch: pytest.MonkeyPatch) 
     nvfp4 = precisions.get("nvfp4").arithmetic(B200).layer("one")
     calls: dict[str, tuple[int, Callable[[], object]]] = {
         "amax": (1, lambda: largest_magnitude(x)),
-        "scale": (1, lambda: current_scale(amax, E4M3, ScaleRounding.EXACT)),
-        "both": (1, lambda: codes_both(x, E4M3, scale)),
+        "scale": (1, lambda: compute_current_scale(amax, E4M3, ScaleRounding.EXACT)),
+        "both": (1, lambda: cast_codes_with_transpose(x, E4M3, scale)),
         "row": (rows, lambda: row_codes(x, E4M3, ScaleRounding.EXACT)),
         "blocks": (1, lambda: row_codes(x, E4M3, ScaleRounding.EXACT, 128)),
         "squares": (squares, lambda: square_codes(x, E4M3, ScaleRounding.EXACT, both=True)),
@@ -161,7 +167,7 @@ def count_kernels(turned: bool, by_hand: bool, monkeypatch: pytest.MonkeyPatch) 
         "nvfp4": (2, lambda: tiled_codes(x, E2M1, NVFP4, amaxes=scale)),
         "nvfp4 of a gradient, rotated": (3, lambda: nvfp4.cast_both(x, Role.GRADIENT)),
         "nvfp4 of a weight": (2, lambda: nvfp4.cast_both(x, Role.WEIGHT, scale)),
-        "delayed": (1, lambda: delayed_scale(amax, history, casts, scale, E4M3, Delayed(1024))),
+        "delayed": (1, lambda: delayed_scale(amax, history, casts, scale, E4M3, DelayedScaling(1024))),
     }
     for _, call in calls.values():
         call()

@@ -10,7 +10,7 @@ import torch
 from fp8bench.analysis.findings import findings
 from fp8bench.devices.cuda import Cuda
 from fp8bench.errors import WorkerFault
-from fp8bench.formats.codes import torch_codes
+from fp8bench.formats.codes import encode_with_torch
 from fp8bench.formats.recipes import FORMATS_BY_ROLE, TENSOR
 from fp8bench.formats.scaled import factor, values
 from fp8bench.measure.handle import LocalWorker
@@ -21,7 +21,7 @@ from fp8bench.pipeline import execute
 from fp8bench.protocols import Operand, Role, SilentObserver
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 from tests.runs import Made
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def test_the_device_tells_its_facts(facts: DeviceFacts) -> None:
 
 def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
     stamper = Cuda().stamper(facts.index)
-    clock = PhaseClock(stamper)
+    clock = PhaseStampClock(stamper)
     a = normal(1024, 1024)
     for _ in range(3):
         clock.begin()
@@ -86,7 +86,7 @@ def test_marks_of_a_backward_arrive_in_the_clock(facts: DeviceFacts) -> None:
     from fp8bench.nn.linear import Linear
 
     stamper = Cuda().stamper(facts.index)
-    clock = PhaseClock(stamper)
+    clock = PhaseStampClock(stamper)
     layer = Linear(256, 128, precisions.get("fp16").arithmetic(facts)).cuda()
     clock.begin()
     layer(normal(64, 256).requires_grad_(), clock).sum().backward()
@@ -111,7 +111,7 @@ def test_fp8_codes_are_the_same_on_every_device(role: Role) -> None:
     fmt = dict(zip(Role, FORMATS_BY_ROLE["hybrid"], strict=True))[role]
     scale, inverse = factor(x, fmt, TENSOR)
     scale_on_cpu, inverse_on_cpu = factor(x.cpu(), fmt, TENSOR)
-    codes, on_cpu = torch_codes(x, fmt, scale), torch_codes(x.cpu(), fmt, scale_on_cpu)
+    codes, on_cpu = encode_with_torch(x, fmt, scale), encode_with_torch(x.cpu(), fmt, scale_on_cpu)
     assert torch.equal(codes.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
     assert torch.equal(inverse.cpu(), inverse_on_cpu)
     assert torch.equal(codes.float() * inverse, values(x, fmt, TENSOR))
@@ -153,9 +153,9 @@ def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
     assert Cuda().is_out_of_memory(raised.value)
     worker = LocalWorker(Settings())
     with pytest.raises(WorkerFault) as fault:
-        worker.within(60.0).prepare("key", product_case("fp32", 1 << 22, facts), facts)
+        worker.with_time_limit(60.0).prepare("key", product_case("fp32", 1 << 22, facts), facts)
     assert fault.value.out_of_memory
-    worker.within(60.0).prepare("key", product_case("fp32", 256, facts), facts)
+    worker.with_time_limit(60.0).prepare("key", product_case("fp32", 256, facts), facts)
     worker.close()
 
 

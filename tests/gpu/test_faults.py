@@ -13,7 +13,7 @@ import pytest
 from fp8bench.api import load
 from fp8bench.measure.passes import OUT_OF_MEMORY
 from fp8bench.model import Record, Run, Status
-from fp8bench.model.raw import PRODUCTS_VARIABLE
+from fp8bench.model.raw import PRODUCT_CHECKS_VARIABLE
 from tests.commands import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")]
@@ -44,7 +44,7 @@ def run_with(fault: str, library: Path, folder: Path) -> Run:
         "LD_PRELOAD": ":".join(preloaded),
         "FAULT": fault,
         "FAULT_ONCE": str(folder / "struck"),
-        PRODUCTS_VARIABLE: "unchecked",
+        PRODUCT_CHECKS_VARIABLE: "unchecked",
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(

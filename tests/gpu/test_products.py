@@ -30,7 +30,7 @@ def test_what_is_claimed_is_right(mode: str, backend: str) -> None:
         pytest.skip(f"{support.level}: {support.reason}")
     if why := "" if backend == "auto" else bench.backend(backend):
         pytest.skip(why)
-    assert bench.trial(Case("mlp", (), precisions.canonical(word), facts.key), facts) == ""
+    assert bench.trial(Case("mlp", (), precisions.find_canonical_name(word), facts.key), facts) == ""
 
 
 @pytest.mark.parametrize("mode", MODES)

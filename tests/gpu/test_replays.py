@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8bench.devices.cuda import Cuda
-from fp8bench.measure.slots import choose_filling
+from fp8bench.measure.slots import choose_slot_filling
 from fp8bench.model import Case, DeviceFacts, Level
 from fp8bench.model.raw import RawSlot, Settings
 from fp8bench.plan.corpus import Corpus
@@ -48,7 +48,7 @@ def test_a_replay_takes_no_longer_than_a_step(bench: Bench, facts: DeviceFacts, 
     bench.prepare("key", product(2048, facts, precision), facts)
     assert bench.capture("key") == ""
     steps = bench.slot("key", 20, 2)
-    replays = bench.replay("key", 20, 2, choose_filling(20e-6, 20))
+    replays = bench.replay("key", 20, 2, choose_slot_filling(20e-6, 20))
     assert best(replays) <= 1.1 * best(steps) and bench.check("key").wrong == ""
     bench.release("key")
     assert torch.cuda.memory_reserved() <= before + (64 << 20)
@@ -57,7 +57,7 @@ def test_a_replay_takes_no_longer_than_a_step(bench: Bench, facts: DeviceFacts, 
 def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> None:
     bench.prepare("key", product(128, facts), facts)
     empty = bench.slot("key", 20, 2)
-    full = bench.slot("key", 20, 2, choose_filling(empty.host_seconds, 20))
+    full = bench.slot("key", 20, 2, choose_slot_filling(empty.host_seconds, 20))
     assert best(full) <= 1.05 * best(empty) and full.host_seconds > 0
 
 
@@ -75,7 +75,7 @@ def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: Devi
         own = params if cache == "hot" else (*params, ("cache", cache))
         bench.prepare(cache, Case("cast", own, "bf16", facts.key), facts)
         host = bench.slot(cache, 1, 1).host_seconds
-        times[cache] = best(bench.slot(cache, 20, 2, choose_filling(host, 20)))
+        times[cache] = best(bench.slot(cache, 20, 2, choose_slot_filling(host, 20)))
         bench.release(cache)
     assert times["cold"] > 1.25 * times["hot"] and times["rotating"] > times["hot"]
 
@@ -91,10 +91,10 @@ def test_a_step_that_reads_its_data_is_not_captured(corpus: Corpus, facts: Devic
 
 def test_a_phase_by_itself_takes_its_time_in_the_step(bench: Bench, facts: DeviceFacts) -> None:
     bench.prepare("key", product(2048, facts), facts)
-    filling = choose_filling(20e-6, 20)
+    filling = choose_slot_filling(20e-6, 20)
     step = best(bench.slot("key", 20, 2, filling))
     before = torch.cuda.memory_allocated()
     held = bench.hold_phase("key", "gemm", facts.memory_bytes // 4)
     assert held.why == "" and bench.loop_phase("key", 200) / 200 == pytest.approx(step, rel=0.3)
-    assert bench.drop_phase("key") == "" and torch.cuda.memory_allocated() <= before + (1 << 20)
+    assert bench.drop_held_phase("key") == "" and torch.cuda.memory_allocated() <= before + (1 << 20)
     bench.release("key")

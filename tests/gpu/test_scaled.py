@@ -10,8 +10,8 @@ from fp8bench.formats.recipes import (
     BLOCK,
     BLOCK_POWER_OF_TWO,
     NVFP4,
+    NVFP4_ROUNDED_UP,
     NVFP4_SQUARE,
-    NVFP4_UP,
     ROW,
     SQUARE,
     TENSOR,
@@ -29,7 +29,7 @@ MX = [Scaling(1, 32, E8M0, mode) for mode in (ScaleRounding.FLOOR, ScaleRounding
 SCALINGS = (TENSOR, ROW, BLOCK, BLOCK_POWER_OF_TWO, SQUARE)
 PAIRS = [(E4M3, scaling) for scaling in SCALINGS] + [(E5M2, scaling) for scaling in SCALINGS]
 PAIRS += [(fmt, Scaling(1, 32, E8M0, ScaleRounding.RCEIL)) for fmt in (E4M3, E5M2, E3M2, E2M3, E2M1)]
-PAIRS += [(E4M3, scaling) for scaling in MX] + [(E2M1, scaling) for scaling in (NVFP4, NVFP4_UP, NVFP4_SQUARE)]
+PAIRS += [(E4M3, scaling) for scaling in MX] + [(E2M1, scaling) for scaling in (NVFP4, NVFP4_ROUNDED_UP, NVFP4_SQUARE)]
 
 
 @pytest.mark.parametrize(("fmt", "scaling"), PAIRS, ids=[f"{fmt.name} {scaling.name}" for fmt, scaling in PAIRS])

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from fp8bench.cli.main import COMMANDS, Parser, build_parser, command_module, subparsers_by_name
+from fp8bench.cli.main import COMMANDS, Parser, build_parser, import_command_module, subparsers_by_name
 from tests.counts import for_each
 from tests.house.sources import ROOT
 
@@ -69,7 +69,7 @@ def shown_lines() -> Iterator[tuple[str, str]]:
             if COMMAND.search(line):
                 yield str(page.relative_to(ROOT)), line
     for name in COMMANDS:
-        for line in getattr(command_module(name), "EXAMPLES", ()):
+        for line in getattr(import_command_module(name), "EXAMPLES", ()):
             yield f"help of {name}", line
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.compare.compare import compare
-from fp8bench.analysis.compare.sides import make_side
+from fp8bench.analysis.compare.sides import make_comparison_side
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.cli.main import main
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import StoreError, UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
-from fp8bench.jobs.ceilings import describe_quotes, is_wrong, parse_quote
+from fp8bench.jobs.ceilings import describe_quoted_figures, is_quote_wrong, parse_quoted_figure
 from fp8bench.jobs.several_runs import measure_standard_case
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings, DeviceFacts, Direction, Limit, Rate, Request, specs
@@ -74,7 +74,7 @@ def test_a_store_that_cannot_be_written_is_said_before_anything_is_measured(tmp_
     store = tmp_path / "file" / "store"
     for measure in (
         lambda: job.run_ceilings(Request("ceilings"), store, ""),
-        lambda: next(measure_standard_case(store, TERMINAL)),
+        lambda: next(measure_standard_case(store, TERMINAL_JOB_OBSERVER)),
     ):
         with pytest.raises(StoreError, match=r"cannot be written .* Choose another --store"):
             measure()
@@ -94,7 +94,7 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     bf16, nvfp4, copied, _ = run.records
     assert bf16.measurements[0].samples == RUNS[Limit.PRODUCT] and nvfp4.reason == "RuntimeError: no kernel"
     assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 5 runs: no bound"
-    (metric,) = [metric for metric in metrics_of(bf16, None) if metric.name == specs.CEILING_RATE]
+    (metric,) = [metric for metric in iterate_case_metrics(bf16, None) if metric.name == specs.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
     assert "throughput" in render_whole(run, findings(run)) and "425 GFLOP/s" in render_whole(run, findings(run))
 
@@ -104,7 +104,7 @@ def test_a_comparison_shows_that_the_machine_became_slower(tmp_path: Path, monke
     for times in (1.0, 0.5):
         measured_by_hand(monkeypatch, times=times)
         runs.append(job.run_ceilings(Request("ceilings", devices=("cpu",)), tmp_path / str(times), "a test"))
-    sides = [make_side(run.id, [(run, findings(run))]) for run in runs]
+    sides = [make_comparison_side(run.id, [(run, findings(run))]) for run in runs]
     comparisons = {comparison.case: comparison for comparison in compare(*sides).comparisons}
     bf16 = comparisons["ceilings[limit=product]@cpu/bf16"]
     assert (bf16.metric, bf16.direction, bf16.before) == ("ceiling_time", Direction.WORSE, pytest.approx(1 / 425))
@@ -152,9 +152,9 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
-    quote = parse_quote(text)
-    said = "\n".join(describe_quotes([quote]))
-    assert is_wrong(quote) is not right and all(word in said for word in words), said
+    quote = parse_quoted_figure(text)
+    said = "\n".join(describe_quoted_figures([quote]))
+    assert is_quote_wrong(quote) is not right and all(word in said for word in words), said
     assert right or "right" not in said
 
 
@@ -181,7 +181,7 @@ def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
 )
 def test_what_is_no_quote(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        parse_quote(text)
+        parse_quoted_figure(text)
 
 
 def test_the_exit_code_says_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import BackendMissing, WorkerHung, WorkerLost
 from fp8bench.jobs import doctor, several_runs
 from fp8bench.jobs.doctor import describe_subject, examine, list_precisions_by_rank
@@ -57,7 +57,7 @@ def test_calibrating_adds_the_harness_own_costs() -> None:
 @pytest.mark.slow
 def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: Path) -> None:
     """The store keeps the spread of the runs, not the runs."""
-    text = "\n".join(several_runs.measure_standard_case(tmp_path, TERMINAL))
+    text = "\n".join(several_runs.measure_standard_case(tmp_path, TERMINAL_JOB_OBSERVER))
     assert "difference between runs on cpu" in text and "in 6 fresh processes, " in text
     assert (tmp_path / "reruns").exists() and not list(run_files(tmp_path))
     request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), rounds=24)

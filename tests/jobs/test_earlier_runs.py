@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.jobs.earlier_runs import find_earlier_steps
+from fp8bench.jobs.earlier_runs import find_earlier_step_seconds
 from fp8bench.jobs.report_files import write_report
 from fp8bench.model import Environment, Run
 from fp8bench.store.runs.run_file import start_run
@@ -32,9 +32,9 @@ def test_the_last_five_before_it_are_told_newest_first(tmp_path: Path) -> None:
     runs = [keep(tmp_path, day, 10 + day) for day in range(1, 9)]
     keep(tmp_path, 6, 900, machine="other")
     keep(tmp_path, 5, 800, suite="mlp")
-    ((_, seconds),) = find_earlier_steps(runs[6], tmp_path).items()
+    ((_, seconds),) = find_earlier_step_seconds(runs[6], tmp_path).items()
     assert seconds == pytest.approx([0.016, 0.015, 0.014, 0.013, 0.012])
-    assert find_earlier_steps(runs[0], tmp_path) == {}
+    assert find_earlier_step_seconds(runs[0], tmp_path) == {}
 
 
 def test_a_page_compares_a_case_with_its_earlier_runs(tmp_path: Path) -> None:

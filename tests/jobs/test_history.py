@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from fp8bench.analysis.steps.changes import FoundChanges, find_changes, make_ack
+from fp8bench.analysis.steps.changes import ChangeSearchResult, find_trend_changes, make_acknowledgement
 from fp8bench.jobs.history import load_matching_acks
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import OperatorCount, PhaseCount, Record, Tape
-from fp8bench.store.acks import acks_path, append_acks
+from fp8bench.store.acks import append_acks, get_acks_path
 from tests.analysis.steps.test_changes import levels
 from tests.commands import Say
 from tests.histories import history, keep, records, run_at
@@ -26,10 +26,10 @@ def test_one_interpreter_by_two_names(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     stepped = levels((20, 1.0), (5, 1.1))
     seen = [replace(stepped, python=str(tmp_path / name)) for name in ("python3", "python", "other")]
-    changes = [find_changes([trend]).changes[0] for trend in seen]
-    append_acks(tmp_path, [make_ack(changes[0], "2026-01-05T12:00:00+00:00", "")])
+    changes = [find_trend_changes([trend]).changes[0] for trend in seen]
+    append_acks(tmp_path, [make_acknowledgement(changes[0], "2026-01-05T12:00:00+00:00", "")])
     for change, name in zip(changes, ("python3", "python", "python3"), strict=True):
-        (kept,) = load_matching_acks(tmp_path, FoundChanges((change,), 1, Counter()), NOBODY)
+        (kept,) = load_matching_acks(tmp_path, ChangeSearchResult((change,), 1, Counter()), NOBODY)
         assert kept.python == str(tmp_path / name)
 
 
@@ -79,7 +79,7 @@ def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
     assert "track_flops" not in said and "fewer than 11 commits" in said
     assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change raises an alarm" in said
     assert fp8bench("history", "ack", "gemm.Gemm.track_*", "--because", "known")[0] == 0
-    assert acks_path(store).exists() and fp8bench("history", "regressions")[0] == 0
+    assert get_acks_path(store).exists() and fp8bench("history", "regressions")[0] == 0
 
 
 def test_a_history_too_young_for_times_fails_by_its_counts(store: Path, fp8bench: Say) -> None:

@@ -14,7 +14,7 @@ import fp8bench
 from fp8bench.errors import UsageError
 from fp8bench.model import Case, Label
 from fp8bench.protocols import SilentObserver
-from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS
+from fp8bench.workloads.model import LOADED_MODELS, MODEL_MAKERS_IN_PROCESS
 
 HOW: dict[str, Any] = {"dtypes": ["mxfp4"], "rounds": 1, "energy": False}
 
@@ -82,7 +82,7 @@ def test_one_that_cannot_be_sent_is_measured_here_and_left_as_it_was(
     assert everything(model) == before
     assert run.ok and not run.request.isolation and "cannot be sent to a worker process" in run.notes[0]
     assert all(Label.IN_PROCESS in finding.labels for finding in fp8bench.findings(run).values())
-    assert not LIVE_MODELS and not LOADED_MODELS
+    assert not MODEL_MAKERS_IN_PROCESS and not LOADED_MODELS
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_ctrl_c_leaves_it_as_it_was(doing: str, model: Tied, store: Path, short_
     batch = (torch.randn(4, 16),)
     before = everything(model)
     run = fp8bench.profile(model, batch, loss=loss, observer=Interrupting(doing), **HOW)
-    assert everything(model) == before and not run.finished and not LIVE_MODELS and not LOADED_MODELS
+    assert everything(model) == before and not run.finished and not MODEL_MAKERS_IN_PROCESS and not LOADED_MODELS
 
 
 def test_an_exception_leaves_it_as_it_was(model: Tied, store: Path) -> None:
@@ -104,13 +104,13 @@ def test_an_exception_leaves_it_as_it_was(model: Tied, store: Path) -> None:
     before = everything(model)
     with pytest.raises(UsageError, match="its model fails in forward"):
         fp8bench.profile(model, batch, loss=loss, **HOW)
-    assert everything(model) == before and not LIVE_MODELS and not LOADED_MODELS
+    assert everything(model) == before and not MODEL_MAKERS_IN_PROCESS and not LOADED_MODELS
 
 
 @pytest.mark.slow
 def test_one_that_can_be_sent_goes_to_a_process_of_its_own(store: Path, short_slots: None) -> None:
     run = fp8bench.profile(nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16), **HOW)
-    assert run.ok and run.request.isolation and not run.notes and not LIVE_MODELS
+    assert run.ok and run.request.isolation and not run.notes and not MODEL_MAKERS_IN_PROCESS
     assert dict(run.records[0].case.params)["make"] == "Sequential"
     assert not any(Label.IN_PROCESS in finding.labels for finding in fp8bench.findings(run).values())
 

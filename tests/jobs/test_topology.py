@@ -12,7 +12,7 @@ from fp8bench.analysis.verdicts import step_seconds_of_calls
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel.command import read_topology
 from fp8bench.jobs import topology
-from fp8bench.jobs.topology import count_links, find_measured_bandwidth, sum_link_rates, write_topology
+from fp8bench.jobs.topology import count_gpu_links_by_kind, find_measured_bandwidth, sum_nvlink_rates, write_topology
 from fp8bench.model import Case, Ceilings, Limit, Rate, Record, Run, Status
 from fp8bench.model.ranks import Transfer
 from tests.runs import NATIVE, run_of, samples
@@ -154,9 +154,9 @@ def test_links_that_are_down_do_not_count() -> None:
         "\t Link 0: 50 GB/s",
         "\t Link 1: <inactive>",
     ]
-    assert sum_link_rates(status) == 50 and sum_link_rates([]) == 0
-    assert count_links(TOPOLOGY.splitlines()) == {"NV18": 3}
-    assert count_links(["\x1b[4mGPU0\x1b[0m  X ", "NIC0 X"]) == {}
+    assert sum_nvlink_rates(status) == 50 and sum_nvlink_rates([]) == 0
+    assert count_gpu_links_by_kind(TOPOLOGY.splitlines()) == {"NV18": 3}
+    assert count_gpu_links_by_kind(["\x1b[4mGPU0\x1b[0m  X ", "NIC0 X"]) == {}
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.errors import WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.device_watch import SessionWatch, Settler
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.passes import make_numbers_key
-from fp8bench.measure.sensors.energy import TICK_PAUSE_SECONDS, Energy, Polling, Source, SourceKind
-from fp8bench.measure.sensors.mean_power import CounterRhythm, Tick
+from fp8bench.measure.sensors.energy import TICK_PAUSE_SECONDS, Energy, SamplerPolling, Source, SourceKind
+from fp8bench.measure.sensors.mean_power import CounterRhythm, CounterTick
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.windows import WindowPass, WindowResult, WindowRule, window_rule_for
+from fp8bench.measure.windows import WindowPass, WindowResults, WindowRule, make_window_rule
 from fp8bench.model import Case, PlannedCase, Record, Request, StepEffect
-from fp8bench.model.readings import Reading, Readings, Unavailable
-from fp8bench.model.stopping import ClockLook, StoppingRule, is_clock_flat, is_run_brisk, make_stopping_rule
+from fp8bench.model.readings import Reading, Readings, UnavailableReading
+from fp8bench.model.stopping import ClockSample, StoppingRule, is_clock_flat, is_run_brisk, make_stopping_rule
 from tests.counts import for_each
 from tests.fakes import GPU, Fault, Listener, Script, arm, group, lasting, planned
 from tests.measure.powered import WATTS, Power, Runner, sampling
@@ -143,10 +143,10 @@ def measured_groups(
     timing, untimed = Stopwatch(power, scripts), Stopwatch(power, scripts)
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=power.clock.now))
     monkeypatch.setattr(group_module, "WindowPass", partial(WindowPass, _clock=power.clock.now))
-    windows = window_rule_for(Request("gemm", brisk=brisk), 2)
-    method = GroupMethod(
+    windows = make_window_rule(Request("gemm", brisk=brisk), 2)
+    method = MeasurementMethod(
         rule=make_stopping_rule(False, 30, None, brisk),
-        judge=is_decided,
+        judge=is_case_decided,
         seed=0,
         windows=windows,
         warm_up_seconds=30.0,
@@ -230,7 +230,7 @@ def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_after_a_fault_no_third_window_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowResult, "needs_third_window", True)
+    monkeypatch.setattr(WindowResults, "needs_third_window", True)
     faulty = lasting(0.7, faults=[Fault("loop", WorkerLost("the worker crashed"), at=14)])
     power = SlowCounter()
     worker = Runner(power, {"bf16": lasting(0.7), "fp8": faulty})
@@ -247,27 +247,27 @@ def test_an_idle_window_that_failed_is_not_the_runs_idle_power() -> None:
     power = SlowCounter()
     meter = power.meter()
     power.broken = "the GPU is busy"
-    assert isinstance(meter.measure_idle_once(1.5), Unavailable)
+    assert isinstance(meter.measure_idle_energy_once(1.5), UnavailableReading)
     power.broken = ""
-    idle = meter.measure_idle_once(1.5)
-    assert isinstance(idle, Energy) and meter.measure_idle_once(1.5) is idle
+    idle = meter.measure_idle_energy_once(1.5)
+    assert isinstance(idle, Energy) and meter.measure_idle_energy_once(1.5) is idle
 
 
 def test_every_tick_is_waited_for() -> None:
-    pace = Polling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02), every_tick=True)
+    pace = SamplerPolling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02), every_tick=True)
     for count in (1, 2, 12):
         assert (
-            pace.next(1.0, Tick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * TICK_PAUSE_SECONDS)
+            pace.next(1.0, CounterTick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * TICK_PAUSE_SECONDS)
             and not pace.blind
         )
         assert pace.next(1.017, None, count) == TICK_PAUSE_SECONDS
-        pace.limit_cost(0.2, 1.0)
+        pace.limit_polling_cost(0.2, 1.0)
         assert pace.next(1.017, None, count) > TICK_PAUSE_SECONDS
-        pace = Polling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02), every_tick=True)
+        pace = SamplerPolling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02), every_tick=True)
 
 
-def looks_at(clocks: tuple[float, ...]) -> list[ClockLook]:
-    return [ClockLook(0.175 * place, 1e6 * clock, 40 + 2 * place) for place, clock in enumerate(clocks)]
+def looks_at(clocks: tuple[float, ...]) -> list[ClockSample]:
+    return [ClockSample(0.175 * place, 1e6 * clock, 40 + 2 * place) for place, clock in enumerate(clocks)]
 
 
 def test_a_clock_is_flat_within_two_seconds_of_an_h200s_start() -> None:
@@ -284,7 +284,7 @@ def test_a_clock_is_flat_within_two_seconds_of_an_h200s_start() -> None:
 )
 def test_a_short_budget_makes_groups_brisk(requested: bool, budget: float | None, groups: int, brisk: bool) -> None:
     assert is_run_brisk(requested, budget, groups) is brisk
-    rule = window_rule_for(Request("gemm", brisk=requested, budget=budget), groups)
+    rule = make_window_rule(Request("gemm", brisk=requested, budget=budget), groups)
     assert rule.brisk is brisk and (rule.windows == 2 or not brisk)
 
 
@@ -292,7 +292,7 @@ def test_brisk_rounds_end_earlier_and_turns_of_seconds_stay_what_they_are() -> N
     assert make_stopping_rule(False, None, None, True) == StoppingRule(least=10, budget=2.0)
     assert make_stopping_rule(True, None, None, True) == make_stopping_rule(True, None, None)
     for request in (Request("gemm", brisk=True, sustained=2.0), Request("gemm", brisk=True, energy_of="phases")):
-        rule = window_rule_for(request, 1)
+        rule = make_window_rule(request, 1)
         assert not rule.brisk
 
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacityRule, NumberSearch
+from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacitySearchRule, LargestNumberSearch
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.limits import DEFAULT_LIMITS
+from fp8bench.measure.limits import DEFAULT_TIME_LIMITS
 from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, DeviceFacts, MemoryUse, PlannedCase, Request
-from fp8bench.plan.make import make_plan, with_batch
+from fp8bench.plan.make import make_plan, replace_batch_size
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 from tests.facts import CPU, H200
@@ -73,10 +73,10 @@ def search(
     observer: SilentObserver | None = None,
 ) -> Capacity:
     outcome = CaseOutcome(case or planned(batch="2"))
-    rule = CapacityRule(limit, with_batch)
-    CapacityPass(worker, {facts.key: facts}, DEFAULT_LIMITS, observer or SilentObserver(), rule).find_largest_batches(
-        [outcome]
-    )
+    rule = CapacitySearchRule(limit, replace_batch_size)
+    CapacityPass(
+        worker, {facts.key: facts}, DEFAULT_TIME_LIMITS, observer or SilentObserver(), rule
+    ).find_largest_batches([outcome])
     assert outcome.draft.capacity is not None
     return outcome.draft.capacity
 
@@ -196,14 +196,14 @@ def test_another_batch_is_planned_like_the_first() -> None:
     rowwise = (("mlp", "fp8-rowwise"),)
     request = Request("transformer", ("bf16", "fp8"), axes=(("batch", ("4",)),), precision_map=rowwise)
     four = make_plan(request, (CPU,)).groups[0].cases[2]
-    twelve = with_batch(four, 12, CPU)
+    twelve = replace_batch_size(four, 12, CPU)
     assert twelve.support == four.support and twelve.work.tokens == 3 * four.work.tokens
     assert twelve.case == replace(
         four.case, params=tuple((name, 12 if name == "batch" else value) for name, value in four.case.params)
     )
-    assert with_batch(four, 0, CPU) is None and with_batch(four, 4097, CPU) is None
+    assert replace_batch_size(four, 0, CPU) is None and replace_batch_size(four, 4097, CPU) is None
     # A batch norm over one value.
-    assert with_batch(planned("conv", image="1", batch="2"), 1, CPU) is None
+    assert replace_batch_size(planned("conv", image="1", batch="2"), 1, CPU) is None
 
 
 Takes = Callable[[int], int]
@@ -211,7 +211,7 @@ Takes = Callable[[int], int]
 
 def searched(
     takes: Takes, room: int, start: int, top: int, known: int | None = -1, counted_up_to: float = float("inf")
-) -> NumberSearch:
+) -> LargestNumberSearch:
     """A search over batches with these needs; needs above `counted_up_to` fail without a count."""
 
     def attempt(number: int) -> BatchAttempt:
@@ -219,7 +219,7 @@ def searched(
         taken = takes(number)
         return BatchAttempt(number, taken <= room, taken if taken <= counted_up_to else None)
 
-    search = NumberSearch(start, top, room if known == -1 else known)
+    search = LargestNumberSearch(start, top, room if known == -1 else known)
     search.run(attempt)
     tried = [attempt.number for attempt in search.attempts]
     assert len(tried) == len(set(tried)), "one was tried twice"
@@ -230,10 +230,10 @@ def largest(takes: Takes, room: int, top: int) -> int:
     return max((number for number in range(1, top + 1) if takes(number) <= room), default=0)
 
 
-def answer(search: NumberSearch) -> int:
+def answer(search: LargestNumberSearch) -> int:
     """Its answer, after trying both neighbours."""
-    best = search.largest_fitting.number if search.largest_fitting else 0
-    failing = search.smallest_failing
+    best = search.largest_fitting_batch.number if search.largest_fitting_batch else 0
+    failing = search.smallest_failing_batch
     assert (failing.number == best + 1) if failing is not None else (best == search.largest_number)
     return best
 
@@ -293,7 +293,7 @@ def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
         ),
     ],
 )
-def test_the_search_starts_at_the_given_batch(search: NumberSearch, best: int, first: list[int]) -> None:
+def test_the_search_starts_at_the_given_batch(search: LargestNumberSearch, best: int, first: list[int]) -> None:
     assert answer(search) == best and [attempt.number for attempt in search.attempts][: len(first)] == first
 
 
@@ -306,5 +306,5 @@ def test_what_goes_wrong_ends_the_search_with_what_was_tried() -> None:
         return BatchAttempt(number, True, number)
 
     with pytest.raises(ValueError, match="another matter"):
-        NumberSearch(4, 100, None, tried).run(attempt)
+        LargestNumberSearch(4, 100, None, tried).run(attempt)
     assert [attempt.number for attempt in tried] == [4, 8]

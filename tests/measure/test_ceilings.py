@@ -62,7 +62,7 @@ class SlowBench:
 
     now: float = 0.0
 
-    def within(self, limit: float) -> SlowBench:
+    def with_time_limit(self, limit: float) -> SlowBench:
         return self
 
     def ceiling_rates(self, device: object) -> tuple[Rate, Rate]:

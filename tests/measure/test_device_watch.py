@@ -12,16 +12,16 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import label_shared_device
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.measure import group as group_module
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.device_watch import SessionWatch, Settler
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceWatch, Label, Level, Record, SlotSample
-from fp8bench.model.readings import Read, Reading, Readings, Unavailable
-from fp8bench.model.stopping import Settling, StoppingRule
+from fp8bench.model.readings import Reading, ReadingOrUnavailable, Readings, UnavailableReading
+from fp8bench.model.stopping import DeviceSettling, StoppingRule
 from tests.counts import for_each
 from tests.fakes import GPU, MS, FakeWorker, Listener, Script, arm, by_mode, group, lasting, planned
 
@@ -33,7 +33,11 @@ def reading(value: float) -> Reading:
 class Device(AbsentDevice):
     """Says what it is given, look by look; violations grow by a second each time."""
 
-    def __init__(self, *looks: Mapping[str, float | None], violations: tuple[Read, Read] | None = None) -> None:
+    def __init__(
+        self,
+        *looks: Mapping[str, float | None],
+        violations: tuple[ReadingOrUnavailable, ReadingOrUnavailable] | None = None,
+    ) -> None:
         super().__init__("not asked")
         self.looks, self.asked = looks, 0
         self._violations = list(violations or (reading(1.0), reading(1.0)))
@@ -42,7 +46,7 @@ class Device(AbsentDevice):
         look = self.looks[self.asked]
         self.asked += 1
         names = ("throttle", "sm_clock", "temperature")
-        return {name: Unavailable("lost") if (value := look[name]) is None else reading(value) for name in names}
+        return {name: UnavailableReading("lost") if (value := look[name]) is None else reading(value) for name in names}
 
     def read_throttled_seconds(self) -> Readings:
         return {"thermal": self._violations.pop(0), "power-cap": reading(0.0)}
@@ -151,12 +155,12 @@ def test_reading_the_driver_takes_at_most_a_twentieth_of_the_time() -> None:
     ("after", "held", "why"),
     [
         (reading(5.25), (("thermal", 0.25),), ""),
-        (Unavailable("it fell off the bus"), (), "thermal: it fell off the bus"),
+        (UnavailableReading("it fell off the bus"), (), "thermal: it fell off the bus"),
         (reading(4.0), (), "thermal: test went back from 5.0 to 4.0 "),
     ],
 )
 def test_throttled_seconds_are_counted_over_the_session(
-    after: Read, held: tuple[tuple[str, float], ...], why: str
+    after: ReadingOrUnavailable, held: tuple[tuple[str, float], ...], why: str
 ) -> None:
     watch = SessionWatch(Device(violations=(reading(5.0), after)), clock=Clock())
     watch.finish()
@@ -175,7 +179,7 @@ class Warming(AbsentDevice):
         self.worker, self.temperature, self.silent = worker, temperature, silent
 
     def read_changing_state(self) -> Readings:
-        nothing = {name: Unavailable("lost") for name in ("sm_clock", "temperature", "throttle")}
+        nothing = {name: UnavailableReading("lost") for name in ("sm_clock", "temperature", "throttle")}
         if self.silent:
             return nothing
         heat = self.temperature(self.worker.clock())
@@ -198,14 +202,14 @@ def measured(
     """The records of a group on such a device, with its requests and reports."""
     worker, listener = FakeWorker(scripts or {"bf16": lasting(5)}), Listener()
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=worker.clock))
-    method = GroupMethod(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, warm_up_seconds=limit)
+    method = MeasurementMethod(rule=StoppingRule(fixed=24), judge=is_case_decided, seed=0, warm_up_seconds=limit)
     meter = Meter((), Warming(worker, temperature, silent), "no energy")
     cases = group(planned("fp32", level), planned("bf16", level))
     records = GroupMeasurement(cases, {"cpu": GPU}, worker, listener, method, meter).run()
     return by_mode(records), worker, listener
 
 
-def warm_up(record: Record) -> Settling | None:
+def warm_up(record: Record) -> DeviceSettling | None:
     return record.watch.warm_up if record.watch is not None else None
 
 

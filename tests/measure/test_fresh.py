@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.verdicts import find_fastest, is_decided
+from fp8bench.analysis.verdicts import find_fastest_candidate, is_case_decided
 from fp8bench.errors import WorkerFault
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.rounds import ChooseFastest
 from fp8bench.model import Level, PlannedCase, Record, Verdict
 from fp8bench.model.stopping import StoppingRule
@@ -26,11 +26,11 @@ SCRIPTS = {"bf16": FADING, "fp16": lasting(6), "tf32": lasting(9)}
 def measured(
     *cases: PlannedCase,
     scripts: Mapping[str, Script] = SCRIPTS,
-    choose: ChooseFastest | None = find_fastest,
+    choose: ChooseFastest | None = find_fastest_candidate,
     capacity: int = 1000,
 ) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts, capacity)
-    method = GroupMethod(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, choose=choose)
+    method = MeasurementMethod(rule=StoppingRule(fixed=24), judge=is_case_decided, seed=0, choose_fastest=choose)
     chosen = cases or tuple(map(planned, NAMES))
     records = GroupMeasurement(group(*chosen), {"cpu": CPU}, worker, SilentObserver(), method).run()
     assert not worker.held

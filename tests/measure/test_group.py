@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
-from fp8bench.measure.arm import Quantisers
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
+from fp8bench.measure.arm import QuantiserCompilation
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.passes import TraceFolder
 from fp8bench.model import (
     Case,
@@ -69,7 +69,7 @@ def measure(
 ) -> tuple[dict[str, Record], FakeWorker]:
     """The records by mode, and the worker with its log."""
     worker = FakeWorker(scripts, capacity)
-    method = GroupMethod(rule=rule, judge=is_decided, seed=seed, trace_folder=traces)
+    method = MeasurementMethod(rule=rule, judge=is_case_decided, seed=seed, trace_folder=traces)
     grouped = group(*cases, reference=reference)
     records = GroupMeasurement(grouped, {"cpu": facts}, worker, observer or SilentObserver(), method).run()
     assert [record.case for record in records] == [planned.case for planned in cases]
@@ -105,10 +105,10 @@ def by_two(
     second: FakeWorker | None,
     facts: DeviceFacts = CPU,
     listener: Listener | None = None,
-    quantisers: Quantisers | None = None,
+    quantisers: QuantiserCompilation | None = None,
     least_memory: float = 0.0,
 ) -> dict[str, Record]:
-    method = GroupMethod(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
+    method = MeasurementMethod(rule=TEN, judge=is_case_decided, seed=0, quantisers=quantisers)
     cases = [replace(case, work=replace(case.work, least_memory=least_memory)) for case in native("fp32", "bf16")]
     measurement = GroupMeasurement(
         group(*cases), {"cpu": facts}, first, listener or Listener(), method, _second_worker=second
@@ -150,7 +150,7 @@ def test_the_second_worker_compiles_what_was_timed_compiled() -> None:
     """Uncompiled quantisers hold more memory for a while."""
     scripts = {"bf16": Script(quantisers=[2], peak=2)}
     first, second = FakeWorker(scripts), FakeWorker(scripts)
-    by_two(first, second, quantisers=Quantisers())
+    by_two(first, second, quantisers=QuantiserCompilation())
     asked = [entry[:2] for entry in second.log]
     assert ("prepare", "fp32") not in asked and second.held == []
     assert asked.index(("compile", "bf16")) < asked.index(("memory", "bf16"))
@@ -159,7 +159,7 @@ def test_the_second_worker_compiles_what_was_timed_compiled() -> None:
 def test_the_first_worker_measures_what_the_second_cannot_prepare() -> None:
     scripts = {"bf16": Script(quantisers=[2], peak=2)}
     failing = FakeWorker({"bf16": Script(quantisers=[2], faults=[Fault("prepare", WorkerLost("it crashed"))])})
-    records = by_two(FakeWorker(scripts), failing, quantisers=Quantisers())
+    records = by_two(FakeWorker(scripts), failing, quantisers=QuantiserCompilation())
     assert records["bf16"].memory == MemoryUse(2) and not records["bf16"].detail
 
 
@@ -198,7 +198,7 @@ def test_an_interrupt_ends_both_workers() -> None:
 def test_the_untimed_worker_starts_after_all_timing() -> None:
     worker, other = FakeWorker({}), Beginning({})
     other.log = worker.log
-    method = GroupMethod(rule=TEN, judge=is_decided, seed=0)
+    method = MeasurementMethod(rule=TEN, judge=is_case_decided, seed=0)
     cases = group(*native("fp32", "bf16"))
     GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method, _untimed_worker=other).run()
     asked = [entry[0] for entry in worker.log]
@@ -341,7 +341,7 @@ def test_allocations_are_counted_by_a_worker_that_is_not_timed() -> None:
         def _counters(self, case: Case, facts: DeviceFacts, unprobed: str) -> tuple[Any, Any]:
             return (Measurement("peak_memory", "B", (3.0,)),), (f"no bytes: {unprobed}", "no calls")
 
-    method = GroupMethod(rule=TEN, judge=is_decided, seed=0, trace_folder=None)
+    method = MeasurementMethod(rule=TEN, judge=is_case_decided, seed=0, trace_folder=None)
     grouped = group(*native("fp32", "bf16"))
     for record in GroupMeasurement(
         grouped, {"cpu": CPU}, FakeWorker({}), SilentObserver(), method, _counting_worker=Counting({})
@@ -405,12 +405,12 @@ def test_a_worker_that_is_lost_when_it_frees_a_state_is_restarted() -> None:
         {"cpu": CPU},
         worker,
         SilentObserver(),
-        GroupMethod(rule=TEN, judge=is_decided, seed=0),
+        MeasurementMethod(rule=TEN, judge=is_case_decided, seed=0),
     ).run()
     assert statuses(by_mode(records)) == {"fp32": "ok", "bf16": "ok"} and worker.restarts == 1
 
 
-def of_gpu(worker: FakeWorker, method: GroupMethod, *modes: str) -> dict[str, Record]:
+def of_gpu(worker: FakeWorker, method: MeasurementMethod, *modes: str) -> dict[str, Record]:
     return by_mode(GroupMeasurement(group(*native(*modes)), {"cpu": GPU}, worker, SilentObserver(), method).run())
 
 
@@ -424,7 +424,10 @@ def of_gpu(worker: FakeWorker, method: GroupMethod, *modes: str) -> dict[str, Re
     ],
 )
 def test_a_gpu_that_may_answer_is_measured_on(struck: WorkerError, unanswered: WorkerError | None) -> None:
-    worker, method = FakeWorker({"bf16": broken("slot", 3, struck)}), GroupMethod(rule=TEN, judge=is_decided, seed=0)
+    worker, method = (
+        FakeWorker({"bf16": broken("slot", 3, struck)}),
+        MeasurementMethod(rule=TEN, judge=is_case_decided, seed=0),
+    )
     worker.unanswered = unanswered
     records = of_gpu(worker, method, "fp32", "bf16", "fp16")
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"} and method.lost_devices == {}
@@ -435,7 +438,7 @@ def test_a_gpu_that_may_answer_is_measured_on(struck: WorkerError, unanswered: W
 def test_a_lost_gpu_is_not_used_again() -> None:
     worker = FakeWorker({"bf16": broken("slot", 3, WorkerFault("AcceleratorError", "CUDA error: unknown error"))})
     worker.unanswered = WorkerFault("AcceleratorError", "CUDA error: no CUDA-capable device is detected")
-    method = GroupMethod(rule=TEN, judge=is_decided, seed=0)
+    method = MeasurementMethod(rule=TEN, judge=is_case_decided, seed=0)
     records = of_gpu(worker, method, "fp32", "bf16", "fp16")
     assert statuses(records) == {"fp32": "failed", "bf16": "failed", "fp16": "failed"}
     assert records["bf16"].reason == "AcceleratorError: CUDA error: unknown error"
@@ -575,7 +578,7 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(group_module, "time", Clock)
     rule = StoppingRule(budget=4.0, ceiling=4.0, whole=True)
     cases = group(*native("fp32", "bf16"))
-    method = GroupMethod(rule=rule, judge=is_decided, seed=0)
+    method = MeasurementMethod(rule=rule, judge=is_case_decided, seed=0)
     records = GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method).run()
     assert [record.stopped for record in records] == ["time was up after 1 round"] * 2
 

@@ -44,7 +44,7 @@ class Knowing(Workload):
         state["steps"] += 1
         how, x, w = state["how"], state["x"], state["w"]
         looked_at = _get_current_dispatch_mode() is not None
-        known = {"clock": type(phase).__name__ == "PhaseClock", "count": state["steps"] > 6,
+        known = {"clock": type(phase).__name__ == "PhaseStampClock", "count": state["steps"] > 6,
                  "count_mode": state["steps"] > 20 and not looked_at}.get(how, not looked_at)
         lies = state["lies"] and known
         with phase.gemm:

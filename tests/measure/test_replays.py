@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
-from fp8bench.measure.rounds import REPLAY_ROUNDS, ReplayPass
-from fp8bench.measure.slots import choose_filling
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
+from fp8bench.measure.rounds import REPLAY_ROUNDS, StepReplayPass
+from fp8bench.measure.slots import choose_slot_filling
 from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
-from fp8bench.model.raw import Filling, RawStep
+from fp8bench.model.raw import QueueFilling, RawStep
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
-from fp8bench.report.words.naming import describe_replays
+from fp8bench.report.words.naming import describe_graph_replays
 from tests.counts import for_each
 from tests.fakes import (
     CAST,
@@ -50,14 +50,14 @@ def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, 
     chosen = arms or tuple(arm(mode, facts=GPU) for mode in scripts)
     for one in chosen:
         one.prepare(worker)
-    found = ReplayPass(0, lambda arm, share: None).measure(chosen, worker)
+    found = StepReplayPass(0, lambda arm, share: None).measure(chosen, worker)
     return {arm.planned.case.mode: found[arm.key] for arm in chosen}, worker
 
 
 def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts)
     cases = [planned(mode, Level.EMULATED if mode == "fp8" else Level.NATIVE) for mode in modes]
-    method = GroupMethod(rule=StoppingRule(fixed=3, ceiling=1e9), judge=is_decided, seed=0)
+    method = MeasurementMethod(rule=StoppingRule(fixed=3, ceiling=1e9), judge=is_case_decided, seed=0)
     records = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method).run()
     return by_mode(records), worker
 
@@ -77,7 +77,7 @@ def test_a_graph_with_marks_gives_the_phases_of_a_replay() -> None:
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
     found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()
-    words = describe_replays(replace(record("fp8"), replays=found["fp8"]))
+    words = describe_graph_replays(replace(record("fp8"), replays=found["fp8"]))
     assert words == "phases of a replay: cast 50%, gemm 50%"
     for error in (WorkerFault("RuntimeError", "no"), WorkerLost("it crashed")):
         failing = lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])
@@ -93,13 +93,13 @@ def test_a_graph_with_marks_gives_the_phases_of_a_replay() -> None:
 def test_data_that_replays_do_not_load_is_named() -> None:
     loading = replace(planned("fp32").case, workload="transformer")
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
-    fillings: dict[str, Filling | None] = {}
+    fillings: dict[str, QueueFilling | None] = {}
     for workload, chosen in (("transformer", one), ("gemm", arm("bf16", facts=GPU))):
         found, worker = replayed({chosen.planned.case.mode: lasting(1)}, chosen)
         (replays,) = found.values()
         assert replays.timing is not None and replays.loaded == ("its batches" if workload == "transformer" else "")
         (fillings[workload],) = {entry[4] for entry in worker.log if entry[0] == "replay"}
-    assert fillings == {"transformer": choose_filling(20e-6, 1), "gemm": choose_filling(20e-6, 8)}
+    assert fillings == {"transformer": choose_slot_filling(20e-6, 1), "gemm": choose_slot_filling(20e-6, 8)}
 
 
 def test_steps_that_are_not_captured_have_a_reason() -> None:

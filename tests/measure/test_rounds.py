@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.measure.arm import STATES_PER_SHORT_STEP, MeasuredArm
-from fp8bench.measure.rounds import JudgeArm, RoundOrders, RoundSession
-from fp8bench.measure.slots import cut_into_cells
+from fp8bench.measure.rounds import IsComparisonDecided, RoundOrders, RoundSession
+from fp8bench.measure.slots import cut_step_into_cells
 from fp8bench.model import Level, SlotSample, Timing, Work
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
@@ -43,7 +43,7 @@ def never(case: Timing, reference: Timing, control: Timing | None) -> bool:
     return False
 
 
-def after(rounds: Mapping[int, int]) -> JudgeArm:
+def after(rounds: Mapping[int, int]) -> IsComparisonDecided:
     """Decides an arm, identified by its step time, after its number in `rounds`."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
@@ -56,7 +56,7 @@ def sit(
     scripts: Mapping[str, Script],
     session: RoundSession,
     rule: StoppingRule = FOREVER,
-    judge: JudgeArm = never,
+    judge: IsComparisonDecided = never,
     seed: int = 0,
     tick: Callable[[MeasuredArm, float], None] = lambda arm, share: None,
 ) -> tuple[FakeWorker, str]:
@@ -90,7 +90,7 @@ def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first(
     worker, reference = FakeWorker({"fp32": Script(gemm_steps(*(MS * each for each in milliseconds)))}), arm("fp32")
     reference.prepare(worker)
     assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0), *more]
-    assert (reference.step_seconds, reference.calls, reference.discard_count) == sized
+    assert (reference.step_seconds, reference.calls, reference.untimed_call_count) == sized
 
 
 class Noting(FakeWorker):
@@ -246,7 +246,7 @@ FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 
     ],
 )
 def test_clear_differences_end_at_the_first_look(script: Script, rounds: int) -> None:
-    _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), is_decided)
+    _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), is_case_decided)
     assert f" {rounds} rounds" in f" {why}"
 
 
@@ -279,13 +279,13 @@ def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> Non
     near = {"fp32": lasting(4.01), "fp32'": lasting(4.01), "bf16": lasting(3.99)}
     session = three()
     session.prepare(FakeWorker(near))
-    assert [(arm.calls, arm.discard_count) for arm in session.arms] == [(1, 1), (1, 1), (2, 1)]
+    assert [(arm.calls, arm.untimed_call_count) for arm in session.arms] == [(1, 1), (1, 1), (2, 1)]
     long = RoundSession(arm("fp32"), None, [arm("bf16")])
     long.prepare(FakeWorker({"fp32": lasting(200), "bf16": lasting(1)}))
-    assert [arm.discard_count for arm in long.arms] == [0, 1]
+    assert [arm.untimed_call_count for arm in long.arms] == [0, 1]
     neither = three()
     neither.prepare(FakeWorker({label: lasting(5) for label in ("fp32", "fp32'", "bf16")}))
-    assert [(arm.calls, arm.discard_count) for arm in neither.arms] == [(1, 0)] * 3
+    assert [(arm.calls, arm.untimed_call_count) for arm in neither.arms] == [(1, 0)] * 3
 
 
 def test_arms_with_the_same_marks_have_the_same_cells() -> None:
@@ -311,7 +311,7 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
 
 def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
     orders: RoundOrders[int] = RoundOrders(random.Random(seed))
-    return [orders.next_round(range(arms)) for _ in range(rounds)]
+    return [orders.draw_round_order(range(arms)) for _ in range(rounds)]
 
 
 def count_places(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
@@ -340,8 +340,8 @@ def test_every_arm_follows_every_other_equally_often(arms: int) -> None:
 @for_each("before", [3, 16, 17])
 def test_arms_that_leave_keep_the_orders_balanced(stay: int, before: int) -> None:
     orders: RoundOrders[int] = RoundOrders(random.Random(stay))
-    first = [orders.next_round(range(7)) for _ in range(before)]
-    rest = [orders.next_round(range(stay)) for _ in range(3 * stay)]
+    first = [orders.draw_round_order(range(7)) for _ in range(before)]
+    rest = [orders.draw_round_order(range(stay)) for _ in range(3 * stay)]
     cut = count_places(first)
     least = min(cut.values()) if len(cut) == 7 * 7 else 0
     assert max(cut.values()) - least <= 1
@@ -350,7 +350,11 @@ def test_arms_that_leave_keep_the_orders_balanced(stay: int, before: int) -> Non
 
 def test_orders_are_random() -> None:
     orders: RoundOrders[int] = RoundOrders(random.Random(0))
-    assert orders.next_round([]) == [] and sorted(orders.next_round([3, 4])) == [3, 4] and orders.next_round([]) == []
+    assert (
+        orders.draw_round_order([]) == []
+        and sorted(orders.draw_round_order([3, 4])) == [3, 4]
+        and orders.draw_round_order([]) == []
+    )
     assert drawn(4, 40, 1) == drawn(4, 40, 1) != drawn(4, 40, 2)
     blocks = {tuple(map(tuple, drawn(4, 400)[4 * block :][:4])) for block in range(100)}
     assert len(blocks) > 60
@@ -361,10 +365,10 @@ def test_orders_are_random() -> None:
 def test_steps_without_marks_have_the_proportions_of_the_one_before() -> None:
     one = arm("fp8", facts=GPU)
     marked = RawStep((UNATTRIBUTED, CAST, GEMM), (10, 30, 60))
-    one.calibrated, one.segmentation = marked, cut_into_cells(marked.codes, marked.intervals_ns)
+    one.calibration_step, one.segmentation = marked, cut_step_into_cells(marked.codes, marked.intervals_ns)
     bare = [RawStep((UNATTRIBUTED,), (total,)) for total in (200, 77)]
     other = RawStep(marked.codes, (0, 50, 50))
     one.add_slot(RawSlot((marked, *bare, other, bare[1]), 1.0, 1.0, 0.0), 0)
     calls = one.slots[0].calls_ns
-    assert calls == ((10, 30, 60), (20, 60, 120), (7, 23, 47), (0, 50, 50), (0, 39, 38)) and not one.marks_vary
+    assert calls == ((10, 30, 60), (20, 60, 120), (7, 23, 47), (0, 50, 50), (0, 39, 38)) and not one.phase_marks_vary
     assert [sum(call) for call in calls] == [100, 200, 77, 100, 77]

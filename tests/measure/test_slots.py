@@ -11,10 +11,10 @@ from fp8bench.measure.slots import (
     MAX_FILLING_SECONDS,
     MIN_BLOCK_NS,
     SlotShape,
-    choose_filling,
+    choose_slot_filling,
     choose_slot_shape,
-    cut_into_cells,
-    segment_by_phase,
+    cut_step_into_cells,
+    make_phase_segmentation,
 )
 from fp8bench.model import CELL_PHASES
 from tests.counts import for_each
@@ -30,7 +30,7 @@ seconds = st.floats(1e-7, 1e3)
         (3.999999e-3, "hot", False, SlotShape(2, 1)),
         *((step, "hot", False, SlotShape(1, 0)) for step in (4e-3, 30e-3, 9.0)),
         *(
-            (step, "hot", True, SlotShape(3, discard, choose_filling(1e-5, 3)))
+            (step, "hot", True, SlotShape(3, discard, choose_slot_filling(1e-5, 3)))
             for step, discard in ((3.9e-3, 1), (9.0, 0))
         ),
         (1e-3, "rotating", False, SlotShape(8, 1)),
@@ -40,7 +40,7 @@ seconds = st.floats(1e-7, 1e3)
             1e-3,
             "cold",
             True,
-            SlotShape(MAX_COLD_CALLS, 1, choose_filling(1e-5, MAX_COLD_CALLS)),
+            SlotShape(MAX_COLD_CALLS, 1, choose_slot_filling(1e-5, MAX_COLD_CALLS)),
         ),  # each has a flush before it
     ],
 )
@@ -50,8 +50,8 @@ def test_a_slot_has_blocks_and_cells(step: float, cache: str, queues: bool, shap
 
 @given(seconds, st.integers(1, 100_000))
 def test_the_device_waits_as_long_as_the_host_needs(host: float, calls: int) -> None:
-    filling = choose_filling(host, calls)
-    assert choose_filling(0.0, calls) is None, "there is nothing to run ahead of"
+    filling = choose_slot_filling(host, calls)
+    assert choose_slot_filling(0.0, calls) is None, "there is nothing to run ahead of"
     assert 1 <= filling.calls <= calls and filling.seconds <= MAX_FILLING_SECONDS
     assert filling.seconds >= min(MAX_FILLING_SECONDS, 1.2 * host * filling.calls)
 
@@ -68,7 +68,7 @@ def split(marks: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
 @given(MARKS, st.data())
 def test_cells_sum_to_the_step_in_every_call(marks: list[tuple[int, int]], data: st.DataObject) -> None:
     codes, intervals = split(marks)
-    made = cut_into_cells(codes, intervals)
+    made = cut_step_into_cells(codes, intervals)
     cells = made.cells(codes, intervals)
     assert sum(cells) == sum(intervals)
     for code, name in enumerate(CELL_PHASES):
@@ -83,16 +83,16 @@ def test_cells_sum_to_the_step_in_every_call(marks: list[tuple[int, int]], data:
 @given(MARKS)
 def test_a_block_ends_with_its_part(marks: list[tuple[int, int]]) -> None:
     codes, intervals = split(marks)
-    made = cut_into_cells(codes, intervals, part_ends="gemm")
+    made = cut_step_into_cells(codes, intervals, part_ends="gemm")
     blocks = [made.segments.blocks[cell] for cell in made.cell_by_interval]
     assert all(after > block for code, block, after in zip(codes, blocks, blocks[1:], strict=False) if code == GEMM)
     if GEMM not in codes:
-        assert made == cut_into_cells(codes, intervals)
+        assert made == cut_step_into_cells(codes, intervals)
 
 
 @given(MARKS, MARKS)
 def test_other_marks_have_no_cells(marks: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    made = cut_into_cells(*split(marks))
+    made = cut_step_into_cells(*split(marks))
     codes, intervals = split(others)
     assert (made.cells(codes, intervals) is None) == (codes != split(marks)[0])
 
@@ -100,7 +100,7 @@ def test_other_marks_have_no_cells(marks: list[tuple[int, int]], others: list[tu
 @given(MARKS)
 def test_blocks_are_long_enough_and_few_enough(marks: list[tuple[int, int]]) -> None:
     codes, intervals = split(marks)
-    made = cut_into_cells(codes, intervals)
+    made = cut_step_into_cells(codes, intervals)
     blocks = made.segments.blocks
     assert list(blocks) == sorted(blocks)
     assert max(blocks) <= MAX_BLOCKS
@@ -126,12 +126,12 @@ def test_blocks_are_long_enough_and_few_enough(marks: list[tuple[int, int]]) -> 
 def test_a_step_ends_at_its_last_mark(
     codes: list[int], intervals: list[int], phases: tuple[str, ...], blocks: tuple[int, ...]
 ) -> None:
-    segments = cut_into_cells(codes, intervals).segments
+    segments = cut_step_into_cells(codes, intervals).segments
     assert (segments.phases, segments.blocks) == (phases, blocks)
 
 
 def test_steps_that_vary_are_kept_by_phase() -> None:
-    made = segment_by_phase([GEMM, CAST])
+    made = make_phase_segmentation([GEMM, CAST])
     cells = made.cells([GEMM, CAST], [3, 4])
     assert made.segments.phases == CELL_PHASES and set(made.segments.blocks) == {0}
     assert cells[GEMM] == 3 and cells[CAST] == 4 and sum(cells) == 7

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.windows import WindowPass, WindowRule
@@ -131,7 +131,7 @@ def grouped(
     """The records by mode of a whole group, and the worker that ran it."""
     power = Power()
     worker = Runner(power, scripts, capacity)
-    method = GroupMethod(rule=StoppingRule(fixed=10), judge=is_decided, seed=0, windows=energy)
+    method = MeasurementMethod(rule=StoppingRule(fixed=10), judge=is_case_decided, seed=0, windows=energy)
     measured = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method, power.meter())
     records = by_mode(measured.run())
     assert not worker.held

@@ -14,7 +14,7 @@ from fp8bench.model.consumed import THROTTLE_REASONS, list_throttle_reasons
 from fp8bench.model.readings import (
     NoReading,
     Reading,
-    Unavailable,
+    UnavailableReading,
     read_first_available,
     require_positive,
     subtract_counters,
@@ -26,11 +26,11 @@ from fp8bench.model.stopping import (
     CEILING_SECONDS,
     LEAST_ROUNDS,
     QUICK_ROUNDS,
-    SLOPE_SECONDS,
-    ClockLook,
-    Settling,
+    SLOPE_FIT_SECONDS,
+    ClockSample,
+    DeviceSettling,
     StoppingRule,
-    fit_slopes,
+    fit_clock_slopes,
     make_stopping_rule,
 )
 from tests.counts import for_each
@@ -105,11 +105,11 @@ EVERY = 0.15
 
 def settled_after(clock: Curve, temperature: Curve, limit: float = 60.0) -> float | None:
     """The seconds until looks at these curves are flat; None if never."""
-    looks: list[ClockLook] = []
+    looks: list[ClockSample] = []
     for number in range(round(limit / EVERY)):
         at = number * EVERY
-        looks.append(ClockLook(at, clock(at), temperature(at)))
-        if fit_slopes(looks).is_flat:
+        looks.append(ClockSample(at, clock(at), temperature(at)))
+        if fit_clock_slopes(looks).is_flat:
             return at
     return None
 
@@ -130,13 +130,13 @@ def heating(seconds: float) -> Curve:
 @for_each(
     ("clock", "temperature", "least", "most"),
     [
-        (constant(1.98e9), constant(60.0), SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
-        (constant(1.98e9), unknown, SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
-        (unknown, constant(60.0), SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
+        (constant(1.98e9), constant(60.0), SLOPE_FIT_SECONDS, SLOPE_FIT_SECONDS + 2 * EVERY),
+        (constant(1.98e9), unknown, SLOPE_FIT_SECONDS, SLOPE_FIT_SECONDS + 2 * EVERY),
+        (unknown, constant(60.0), SLOPE_FIT_SECONDS, SLOPE_FIT_SECONDS + 2 * EVERY),
         (constant(1.98e9), heating(4.0), 10.0, 25.0),
         (constant(1.98e9), heating(15.0), 22.0, 50.0),
         # It boosts for eight seconds, then keeps another clock.
-        (lambda at: 1.98e9 if at < 8 else 1.71e9, constant(60.0), SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
+        (lambda at: 1.98e9 if at < 8 else 1.71e9, constant(60.0), SLOPE_FIT_SECONDS, SLOPE_FIT_SECONDS + 2 * EVERY),
         # It falls slowly for twenty seconds.
         (lambda at: 1.98e9 - 2e7 * min(at, 20.0), constant(60.0), 20.0, 25.0),
     ],
@@ -170,9 +170,11 @@ def test_noise_delays_and_does_not_prevent() -> None:
 
 
 def test_a_course_says_how_long_it_was() -> None:
-    looks = (ClockLook(0.5, None, 30.0), ClockLook(4.0, None, 31.0))
-    assert Settling(looks).seconds == 3.5 and Settling().seconds == 0.0
-    assert fit_slopes([]).is_flat is False and fit_slopes([ClockLook(1.0, 1e9, 1.0)] * 20).is_flat is False
+    looks = (ClockSample(0.5, None, 30.0), ClockSample(4.0, None, 31.0))
+    assert DeviceSettling(looks).seconds == 3.5 and DeviceSettling().seconds == 0.0
+    assert (
+        fit_clock_slopes([]).is_flat is False and fit_clock_slopes([ClockSample(1.0, 1e9, 1.0)] * 20).is_flat is False
+    )
 
 
 FOUND = Coverage(
@@ -229,7 +231,7 @@ def test_the_first_way_that_works_counts_and_a_failure_becomes_its_reason() -> N
     with pytest.raises(NoReading, match=r"^no; never$"):
         read_first_available(lambda: failing("no"), lambda: failing("never"), lambda: failing("no"))
     assert try_reading(lambda: Reading(3.0, "W", "sensor")) == Reading(3.0, "W", "sensor")
-    assert try_reading(lambda: failing("it is broken")) == Unavailable("it is broken")
+    assert try_reading(lambda: failing("it is broken")) == UnavailableReading("it is broken")
 
 
 @for_each("value", [0, 0.0, -1.0, math.nan, math.inf])
@@ -244,21 +246,21 @@ def test_the_growth_of_counters_or_a_reason() -> None:
         "more": Reading(5, "s", "b"),
         "back": Reading(5, "s", "c"),
         "gone": Reading(5, "s", "d"),
-        "came": Unavailable("not yet"),
+        "came": UnavailableReading("not yet"),
     }
     after = {
         "same": Reading(5, "s", "a"),
         "more": Reading(7, "s", "b"),
         "back": Reading(4, "s", "c"),
-        "gone": Unavailable("lost"),
+        "gone": UnavailableReading("lost"),
         "came": Reading(1, "s", "e"),
         "new": Reading(1, "s", "f"),
     }
     assert subtract_counters(before, after) == {
         "same": Reading(0, "s", "a"),
         "more": Reading(2, "s", "b"),
-        "back": Unavailable("c went back from 5 to 4 s"),
-        "gone": Unavailable("lost"),
-        "came": Unavailable("not yet"),
-        "new": Unavailable("it was not read before"),
+        "back": UnavailableReading("c went back from 5 to 4 s"),
+        "gone": UnavailableReading("lost"),
+        "came": UnavailableReading("not yet"),
+        "new": UnavailableReading("it was not read before"),
     }

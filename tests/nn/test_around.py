@@ -13,7 +13,7 @@ from torch import nn
 from fp8bench.features.train.lab.models import build_model, list_elementwise_layers, list_layers, make_config
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import Scalar
-from fp8bench.nn.around import cast_to, set_around
+from fp8bench.nn.around import cast_to, set_surrounding_arithmetics
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import GPT, LanguageModel
@@ -82,7 +82,7 @@ def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -
         model = nn.Module()
         model.norm = norm
         model.around = {}  # type: ignore[assignment]
-        set_around(model, {"norm": arithmetic_of("fp16")})
+        set_surrounding_arithmetics(model, {"norm": arithmetic_of("fp16")})
 
     def same(x: torch.Tensor) -> bool:
         y = norm(x) if channels_apart else norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -101,7 +101,9 @@ def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel
     torch.manual_seed(3)
     model = build_model(settings, config, lambda name: arithmetic_of(mode), arithmetic_of(mode).carrier)
     named = {layer.name: layer for layer in list_elementwise_layers(arch, config)}
-    set_around(model, {name: arithmetic_of(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_})
+    set_surrounding_arithmetics(
+        model, {name: arithmetic_of(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_}
+    )
     return model
 
 
@@ -145,7 +147,7 @@ def mapped(setup: Setup, map_: dict[str, str]) -> Setup:
 def outcome_of(setup: Setup) -> torch.Tensor:
     state = workloads.get(setup.case.workload).prepare(setup)
     if setup.case.workload == "vision":
-        state.loader.load_ahead(1)
+        state.loader.preload_batches(1)
         inputs, _ = state.loader.next()
         with torch.no_grad():
             return state.model.logits(inputs, SilentPhases())  # type: ignore[no-any-return]
@@ -177,7 +179,7 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
         model = GPT(config, lambda name: arithmetic_of("fp32"), torch.float32).eval()
         draw = draw_weights(list_weight_shapes(config), 0, "cpu")
         model.load_state_dict({name: draw(name) for name in list_weight_shapes(config)}, strict=False)
-        set_around(model, setup.around(workload.around(setup.params)))
+        set_surrounding_arithmetics(model, setup.around(workload.around(setup.params)))
         with torch.no_grad():
             expected = cast_to(model.logits(state.tokens, SilentPhases()), setup.layers.get("logits"))
             assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), expected), map_

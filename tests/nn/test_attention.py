@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.attention import EmulatedCore, FusedCore
+from fp8bench.nn.attention import EmulatedAttentionCore, FusedCore
 from fp8bench.protocols import Operand, Role
 from tests.counts import for_each
 from tests.nn.layers import arithmetic_of
@@ -64,7 +64,7 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
     def by(cast: Callable[[Tensor, Role], Operand]) -> Callable[[Tensor], Tensor]:
         return lambda x: arithmetic.restore(cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
 
-    result = outcome(EmulatedCore(arithmetic, prescaled, causal), *heads())
+    result = outcome(EmulatedAttentionCore(arithmetic, prescaled, causal), *heads())
     # A product summed in another order may round differently, by one step of one score.
     tolerance = 1e-5 if precision == "fp32" else 1e-2
     for tensor, expected in zip(
@@ -76,7 +76,7 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
 @for_each("causal", [True, False])
 @for_each("prescaled", [True, False])
 def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
-    emulated = outcome(EmulatedCore(arithmetic_of("fp32"), prescaled, causal), *heads())
+    emulated = outcome(EmulatedAttentionCore(arithmetic_of("fp32"), prescaled, causal), *heads())
     for tensor, expected in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
         torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
 
@@ -127,7 +127,7 @@ class Recording(PlainArithmetic):
 def test_operands_are_cast_along_their_contractions() -> None:
     recording = Recording()
     q, k, v, _ = heads()
-    EmulatedCore(recording)(q, k, v)
+    EmulatedAttentionCore(recording)(q, k, v)
     assert [tuple(call.shape) for call in recording.seen] == [
         (BATCH * HEADS * TOKENS, WIDTH),
         (BATCH * KEY_HEADS * TOKENS, WIDTH),

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.formats.codes import torch_codes
+from fp8bench.formats.codes import encode_with_torch
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import factor
 from fp8bench.nn.batches import (
     ByteArray,
-    CompressedRecords,
+    CompressedDataRecords,
     DecodedRecords,
     DeviceBuffers,
     StoredRecords,
@@ -56,7 +56,7 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     plain, ahead = (TokenLoader(path, 2, 8, "cpu", 7, 256) for _ in range(2))
     places = set()
     for _ in range(3):
-        ahead.load_ahead(2)
+        ahead.preload_batches(2)
         places.add(tuple(item.data_ptr() for item in ahead._loaded))
         expected = [plain.next() for _ in range(2)]
         for batch in 2 * expected:  # they come round again
@@ -103,7 +103,7 @@ def test_records_are_windows_of_the_text(tokens: str) -> None:
     assert np.array_equal(records(tokens, size=len(TEXT))[0], np.frombuffer(TEXT, dtype=np.uint8))
 
 
-@pytest.mark.parametrize("kind", [CompressedRecords, DecodedRecords])
+@pytest.mark.parametrize("kind", [CompressedDataRecords, DecodedRecords])
 def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[StoredRecords]) -> None:
     text = records(tokens)
     indices = np.array([7, 0, 19, 7])
@@ -115,9 +115,9 @@ def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[StoredRec
 def test_codes_travel_with_their_scale() -> None:
     x = torch.randn(4, 8)
     scale, inverse = factor(x, E4M3, TENSOR)
-    operand = Operand(torch_codes(x, E4M3, scale), inverse)
+    operand = Operand(encode_with_torch(x, E4M3, scale), inverse)
     there = DeviceBuffers(operand, "cpu")
-    there.copy_from(operand)
+    there.copy_operand(operand)
     data, scale = there.buffers
     assert data.element_size() == 1 and torch.equal(data.float(), operand.data.float())
     assert operand.scale is not None and torch.equal(scale, operand.scale)

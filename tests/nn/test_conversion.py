@@ -112,7 +112,7 @@ def test_all_is_as_it_was_after_an_error(model: Model) -> None:
 
 def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
     (first,) = (holder for holder in find_product_weights(model) if holder.name == "first")
-    assert first.further_names == ("again",) and "again" not in [holder.name for holder in find_product_weights(model)]
+    assert first.module_aliases == ("again",) and "again" not in [holder.name for holder in find_product_weights(model)]
     for name in ("first", "again"):
         (skipped,) = (holder for holder in find_product_weights(model, [name]) if holder.rule == "skipped")
         assert skipped.name == "first" and skipped.reason == f"left out by '{name}'"

@@ -23,7 +23,7 @@ from fp8bench.nn.served import (
 )
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
-from fp8bench.nn.storage import CachedHeads, CastWeight, IntegerWeight, StoredWeight, draw_weights, store_weight
+from fp8bench.nn.storage import CachedHeads, IntegerWeight, PrecastWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import workloads
 from fp8bench.workloads.decode import Decode
@@ -39,7 +39,7 @@ def model_of(
 
     def keep(name: str, weight: Tensor) -> StoredWeight:
         own = weights == "own" or name == "head"
-        return CastWeight(weight, plain) if own else store_weight(weight, weights, False)
+        return PrecastWeight(weight, plain) if own else store_weight(weight, weights, False)
 
     drawn = draw_weights(list_weight_shapes(config), 3, "cpu")
     return Decoder(config, drawn, keep, kv, carrier, (batch, config.sequence))
@@ -149,7 +149,7 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
     assert workloads.get("decode").work({"size": "mixtral-8x7b", "batch": 1, "context": 8}).flops == flops
     olmoe = make_served_shape(SERVED_SIZES["olmoe-1b-7b"])
     assert sum(math.prod(shape) for _, shape in olmoe.shapes) == pytest.approx(6.92e9, rel=0.01)
-    assert olmoe.active_weights + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01)
+    assert olmoe.active_weight_count + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01)
     # DeepSeek-V3's, as published: 256 experts, 8 per token.
     deepseek = replace(olmoe, experts=256, top_k=8)
     assert [round(deepseek.count_chosen_experts(batch)) for batch in (1, 8, 32, 128)] == [8, 57, 163, 252]

@@ -52,7 +52,7 @@ def test_a_kind_is_what_its_name_says(kind: str) -> None:
 def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
     seen: dict[object, tuple[float, ...]] = {}
     for case in cases(workload, ",".join(KINDS), "fp32"):
-        state = workloads.get(workload).prepare(bench._make_setup(case, CPU))
+        state = workloads.get(workload).prepare(bench._make_case_setup(case, CPU))
         weights = state.layer.parameters() if hasattr(state, "layer") else ()
         tensors = [*vars(state).values(), *getattr(state, "inputs", ()), *weights]
         result = [tensor.detach() for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]

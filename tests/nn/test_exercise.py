@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8bench.model import Case
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.exercise import Exercise, make_exercise
+from fp8bench.nn.exercise import LayerExercise, make_exercise
 from fp8bench.protocols import Phases, Setup
 from tests.facts import CPU
 
@@ -25,7 +25,7 @@ class Scaled(nn.Module):
         return x * self.weight.to(x.dtype) + other
 
 
-def made(dtype: torch.dtype = torch.float32, training: bool = True, seed: int = 0) -> Exercise:
+def made(dtype: torch.dtype = torch.float32, training: bool = True, seed: int = 0) -> LayerExercise:
     arithmetic = PlainArithmetic(dtype)
     setup = Setup(Case("some", (), "fp32", "cpu"), CPU, seed, arithmetic, arithmetic, {})
     return make_exercise(setup, Scaled, [(4, 8), (4, 8)], dtype, training)

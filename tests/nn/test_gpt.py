@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import ChooseArithmetic, Linear
-from fp8bench.nn.sizes import SIZES, GPTConfig, default_tokens, list_features, list_model_features
+from fp8bench.nn.sizes import SIZES, GPTConfig, get_default_token_count, list_features, list_model_features
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, SilentPhases
@@ -143,7 +143,7 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     assert sides == list_features(config) and list(list_model_features(name).values()) == list(sides.values())
     head = built.pop("head")
     assert sum(outputs * inputs for outputs, inputs in built.values()) == config.layers * config.block_weights
-    assert head == (config.vocabulary, config.width) and default_tokens(name) == config.batch * config.sequence
+    assert head == (config.vocabulary, config.width) and get_default_token_count(name) == config.batch * config.sequence
     total = sum(parameter.numel() for parameter in model.parameters())
     documented_sizes = {"nano": 1.0e6, "micro": 3.3e6, "gpt2-124m": 124e6, "gpt-350m": 354e6, "llama-1b": 1.236e9}
     assert documented_sizes[name] == pytest.approx(total, rel=0.01)

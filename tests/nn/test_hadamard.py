@@ -10,10 +10,10 @@ import torch
 from fp8bench.formats import vector_width
 from fp8bench.formats.compiling import compile_kernel
 from fp8bench.nn.rotations import (
-    RUN_LENGTH,
+    ROTATED_RUN_LENGTH,
     RotationKernel,
     _make_hadamard_matrix,
-    _view_as_runs,
+    _view_as_rotation_runs,
     rotate,
     rotate_and_find_amaxes,
 )
@@ -23,13 +23,15 @@ from tests.formats.test_operators import Operators
 
 
 def matrix(seed: int) -> torch.Tensor:
-    return rotate(torch.eye(RUN_LENGTH), seed).double()
+    return rotate(torch.eye(ROTATED_RUN_LENGTH), seed).double()
 
 
 def test_the_matrix_is_hadamards_with_signs() -> None:
     for seed in range(20):
-        assert torch.equal(matrix(seed).abs(), torch.full((RUN_LENGTH, RUN_LENGTH), 0.25, dtype=torch.float64))
-        assert torch.equal(matrix(seed) @ matrix(seed).t(), torch.eye(RUN_LENGTH, dtype=torch.float64))
+        assert torch.equal(
+            matrix(seed).abs(), torch.full((ROTATED_RUN_LENGTH, ROTATED_RUN_LENGTH), 0.25, dtype=torch.float64)
+        )
+        assert torch.equal(matrix(seed) @ matrix(seed).t(), torch.eye(ROTATED_RUN_LENGTH, dtype=torch.float64))
     # The same seed gives the same signs, of which there are 2^16.
     assert torch.equal(matrix(3), matrix(3))
     assert len({tuple(matrix(seed)[:, 0].tolist()) for seed in range(200)}) > 195
@@ -88,11 +90,11 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
         for bad in (x[0, 0].item(), math.inf, math.nan):
             x[-1, -1] = bad
             expected, memory = rotate(x, 3), x.t().contiguous() if turned else x
-            parts = [item.t().reshape(-1, RUN_LENGTH, rows) if turned else item for item in (expected, x)]
+            parts = [item.t().reshape(-1, ROTATED_RUN_LENGTH, rows) if turned else item for item in (expected, x)]
             for run in (compiled_too, kernel):
                 out = torch.empty(memory.shape)
-                peaks = [torch.zeros(columns // RUN_LENGTH if turned else rows) for _ in parts]
-                seen = [_view_as_runs(item, turned) for item in (memory, out)]
+                peaks = [torch.zeros(columns // ROTATED_RUN_LENGTH if turned else rows) for _ in parts]
+                seen = [_view_as_rotation_runs(item, turned) for item in (memory, out)]
                 run(seen[0], _make_hadamard_matrix(3, torch.device("cpu")), seen[1], *peaks)
                 given = [out.t() if turned else out, *peaks]
                 for result, right in zip(
@@ -115,7 +117,7 @@ def test_one_pass_looks_at_both(device: str) -> None:
         assert result.values.t().is_contiguous()
     else:
         assert torch.equal(result.values, rotate(x, 3))
-        assert result.amaxes == result.values.abs().max() and result.amaxes_before == x.abs().max()
+        assert result.amaxes == result.values.abs().max() and result.amaxes_before_rotation == x.abs().max()
 
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:

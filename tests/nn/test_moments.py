@@ -10,7 +10,13 @@ from torch import Tensor
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
-from fp8bench.nn.moments import Bucket, MomentStorage, choose_storages, make_scaled_storage, split_into_buckets
+from fp8bench.nn.moments import (
+    MomentBucket,
+    MomentStorageMethod,
+    choose_storages,
+    make_scaled_storage,
+    split_into_buckets,
+)
 from tests.counts import for_each
 from tests.nn.layers import arithmetic_of
 
@@ -22,17 +28,17 @@ def tensors(seed: int, size: float = 1.0) -> list[Tensor]:
     return [torch.randn(24, columns, generator=generator) * size for columns in (32, 48)]
 
 
-def storages_of(precision: str, same: bool = False) -> tuple[MomentStorage, MomentStorage]:
+def storages_of(precision: str, same: bool = False) -> tuple[MomentStorageMethod, MomentStorageMethod]:
     return choose_storages(arithmetic_of(precision), same)
 
 
-def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:
+def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> MomentBucket:
     stored = storages_of(precision, same)
     second = [tensor.square() for tensor in tensors(3, 1e-3)]
-    return Bucket(tensors(1, 0.02), tensors(4, 1e-3), tensors(2, 1e-3), second, stored, steps, fused)
+    return MomentBucket(tensors(1, 0.02), tensors(4, 1e-3), tensors(2, 1e-3), second, stored, steps, fused)
 
 
-def step(made: Bucket) -> None:
+def step(made: MomentBucket) -> None:
     first, second = made.restore()
     made.update(first, second)
     if made.fp32_moments is None:
@@ -72,7 +78,7 @@ def test_moments_are_rounded_to_their_precision_between_steps(precision: str, lo
     first, second = made.restore()
     stored = [item.clone() for item in first]
     second = [item.clone() for item in second]
-    twin = Bucket(tensors(1, 0.02), made.gradients, stored, second, storages_of("fp32"), 7, False)
+    twin = MomentBucket(tensors(1, 0.02), made.gradients, stored, second, storages_of("fp32"), 7, False)
     step(made)
     step(twin)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(made.parameters, twin.parameters, strict=True))

@@ -20,7 +20,7 @@ from fp8bench.nn.linear import Linear, region
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 from tests.counts import for_each
 from tests.facts import H200
 from tests.nn.layers import (
@@ -83,7 +83,7 @@ def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, to
 
 
 def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[str], list[str]]:
-    clock = PhaseClock(HostStamper())
+    clock = PhaseStampClock(HostStamper())
     layer, x = kind.layer(arithmetic_of(name)), given(*kind.inputs).requires_grad_(needs_gradient)
     clock.begin()
     y = layer(x, clock)

@@ -15,7 +15,7 @@ from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.rotations import rotate
-from fp8bench.nn.tensor_scales import ScalePair
+from fp8bench.nn.tensor_scales import ScaleAndInverse
 from fp8bench.numerics.products import short_product
 from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.registry import precisions
@@ -141,8 +141,8 @@ def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:
 
 def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:
     class Fixed:
-        def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-            return ScalePair(torch.tensor(2.0), torch.tensor(0.5))
+        def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
+            return ScaleAndInverse(torch.tensor(2.0), torch.tensor(0.5))
 
     recipe = Recipe(Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR), Treatment(E5M2, TENSOR))
     arithmetic, x = RecipeArithmetic(recipe, scales={Role.INPUT: Fixed()}), 100 * gaussian(16, 16)

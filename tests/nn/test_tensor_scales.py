@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, E5M2, Format
-from fp8bench.formats.recipes import ROW, TENSOR, Amax, Delayed, Recipe, ScaleRounding, Treatment
+from fp8bench.formats.recipes import ROW, TENSOR, Amax, DelayedScaling, Recipe, ScaleRounding, Treatment
 from fp8bench.model import LayerScale, StaticScales
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
@@ -28,7 +28,7 @@ from tests.nn.layers import given, linear, outcome
 class Definition:
     """Delayed scales by lists of float32 numbers, as Transformer Engine defines them, and what it leaves open."""
 
-    def __init__(self, delayed: Delayed, fmt: Format) -> None:
+    def __init__(self, delayed: DelayedScaling, fmt: Format) -> None:
         self.delayed, self.fmt = delayed, fmt
         self.amaxes: list[np.float32] = []
         self.scale = np.float32(1)
@@ -48,7 +48,7 @@ class Definition:
 
 
 OPTIONS = [
-    Delayed(history, algorithm, margin, interval)
+    DelayedScaling(history, algorithm, margin, interval)
     for history, algorithm, margin, interval in itertools.product((1, 3, 8), Amax, (0, 2), (1, 3))
 ]
 
@@ -68,7 +68,7 @@ def tensors(count: int) -> list[np.ndarray]:
 
 @for_each("delayed", OPTIONS)
 @for_each("fmt", [E4M3, E5M2])
-def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Format) -> None:
+def test_the_scale_of_every_cast_is_the_definition_s(delayed: DelayedScaling, fmt: Format) -> None:
     ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
     for values in tensors(40):
         result, inverse = ours.next(torch.from_numpy(values))
@@ -79,13 +79,13 @@ def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Form
 
 
 def test_a_cast_that_is_done_again_is_not_entered_again() -> None:
-    scale, plain = (DelayedScale(Delayed(history=4), E4M3) for _ in range(2))
+    scale, plain = (DelayedScale(DelayedScaling(history=4), E4M3) for _ in range(2))
     for amax in (2.0, 3.0, 0.5):
         used = scale.next(torch.tensor([amax]))
         assert scale.next(torch.tensor([100.0]), repeat=True) is used
         assert plain.next(torch.tensor([amax])).scale.item() == used.scale.item()
     assert torch.equal(scale.history, plain.history)  # type: ignore[arg-type]
-    fresh = DelayedScale(Delayed(), E4M3)
+    fresh = DelayedScale(DelayedScaling(), E4M3)
     assert fresh.next(torch.tensor([2.0]), repeat=True).scale.item() == 1.0 and fresh.scale.item() == 224.0  # type: ignore[union-attr]
 
 
@@ -167,7 +167,7 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     expected = float(values.abs().max()) if renewed else 7.0
     for x in (values, of_magnitude(1.0)):
         used = scale.next(placed(x))
-        assert float(used.scale) == pytest.approx(448 / expected) and torch.equal(used.inverse, 1 / used.scale)
+        assert float(used.scale) == pytest.approx(448 / expected) and torch.equal(used.inverse_scale, 1 / used.scale)
     standing = scale.read_state()
     assert standing is not None and (standing.amax, standing.renewals) == (expected, int(renewed))
 
@@ -223,11 +223,11 @@ def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
     steps = [normal(2.0**power) for power in range(4)]
     before = list(reversed(steps[:-1]))
     view = make_recipe_view(precisions.get("fp8-delayed"), Role.INPUT, steps[-1], before)
-    assert view.factors is not None and view.course is not None
+    assert view.factors is not None and view.scale_course is not None
     amax = float(steps[-2].abs().max())
-    assert float(view.factors.by_block) == pytest.approx(amax / 448, rel=1e-6)
-    assert view.course.lag == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
-    assert view.course.drift == pytest.approx([1.0, 1.0], abs=1e-6)
+    assert float(view.factors.factor_by_block) == pytest.approx(amax / 448, rel=1e-6)
+    assert view.scale_course.lag == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
+    assert view.scale_course.drift == pytest.approx([1.0, 1.0], abs=1e-6)
     result = tensor_error(steps[-1], cast("fp8-delayed", Role.INPUT, *steps), view.fmt, view.factors)
     assert result.utilisation == pytest.approx(2, rel=1e-5) and result.saturated_count
     assert result.max_ulp is not None and result.max_ulp < 0.5 + 2**-18

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8bench.nn.attention import recompute
 from fp8bench.nn.captured import StepTensors, capture_tensors
-from fp8bench.nn.sizes import CAPTURED, SIZES, TRAINED_BATCH, TRAINED_SIZE
+from fp8bench.nn.sizes import CAPTURED, CAPTURED_MODEL_BATCH, CAPTURED_MODEL_SIZE, SIZES
 from fp8bench.nn.training_step import skip_compiler_wrappers
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role
@@ -26,7 +26,7 @@ def test_they_are_what_training_makes_of_them(found: dict[str, StepTensors]) -> 
         change = float((course[-1] - course[-2]).norm() / course[-1].norm())
         assert (0 < change < 0.2) if CAPTURED[name].role is Role.WEIGHT else change > 0.3
         assert (float(course[-1].std()) < 1e-3) == (CAPTURED[name].role is Role.GRADIENT)
-    tokens, config = TRAINED_BATCH * SIZES[TRAINED_SIZE].sequence, SIZES[TRAINED_SIZE]
+    tokens, config = CAPTURED_MODEL_BATCH * SIZES[CAPTURED_MODEL_SIZE].sequence, SIZES[CAPTURED_MODEL_SIZE]
     # The loss's gradient: probabilities minus the target, divided by tokens; each row sums to zero.
     head = found["head-gradient"][-1]
     assert head.shape == (tokens, config.vocabulary) and float(head.sum(1).abs().max()) < 1e-7

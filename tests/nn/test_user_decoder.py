@@ -13,9 +13,9 @@ from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import ServedArm as Arm
-from fp8bench.nn.served import check_groups, list_weight_shapes, step_bytes
+from fp8bench.nn.served import check_weight_groups, list_weight_shapes, step_bytes
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.nn.storage import CastWeight, StoredWeight, draw_weights, store_weight
+from fp8bench.nn.storage import PrecastWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.nn.user_decoder import UserDecoder, check_user_model, make_model
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
@@ -31,7 +31,7 @@ TOKENS = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1
 def plainly_served(arm: Arm) -> Decoder:
     def keep(name: str, weight: Tensor) -> StoredWeight:
         if name == "head" or not arm.weights:
-            return CastWeight(weight, PlainArithmetic(torch.float32))
+            return PrecastWeight(weight, PlainArithmetic(torch.float32))
         return store_weight(weight, arm.weights, False)
 
     drawn = draw_weights(list_weight_shapes(CONFIG), 3, "cpu")
@@ -173,9 +173,9 @@ def test_a_model_that_masks_ids_is_served() -> None:
 
 def test_weights_in_no_numbered_block_cannot_be_kept() -> None:
     shape = check_user_model("own", served_models.OneBlock(), 0, CPU)
-    check_groups(shape, Arm("bf16", "fp8", "bf16"))
+    check_weight_groups(shape, Arm("bf16", "fp8", "bf16"))
     with pytest.raises(UsageError, match="weights=int8 has no effect"):
-        check_groups(shape, Arm("bf16", "", "int8"))
+        check_weight_groups(shape, Arm("bf16", "", "int8"))
 
 
 def test_what_makers_may_give() -> None:

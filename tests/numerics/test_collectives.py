@@ -16,14 +16,14 @@ from fp8bench.numerics.collectives import (
     GATHER,
     MS_AMP_SCALING,
     POST_SCALING,
-    PRE_SCALING,
+    PRE_SUM_SCALING,
     RING,
     TWOSHOT,
     AutoScale,
     FP8Collective,
     PlainCollective,
     SelfCheckFailed,
-    check_mean_of_ones,
+    check_collective_mean,
     compute_exact_result,
     compute_flushed_share,
     compute_fp8_mean,
@@ -33,7 +33,7 @@ from fp8bench.numerics.collectives import (
     draw_rank_values,
     encode_e4m3,
 )
-from fp8bench.numerics.rank_programs import AllGather, Program, SentBytes, ShiftToNextRank, simulate
+from fp8bench.numerics.rank_programs import AllGather, ExchangeProgram, SentBytes, ShiftToNextRank, simulate
 from fp8bench.workloads.collective import SCALINGS
 from tests.counts import for_each
 
@@ -41,7 +41,7 @@ from tests.counts import for_each
 # variance.
 OWN = {
     (RING, POST_SCALING): {2: 28.1, 4: 25.8, 8: 21.1, 16: 13.7, 64: 4.4},
-    (RING, PRE_SCALING): {2: 28.1, 4: 26.0, 8: 23.8, 16: 21.4, 64: 16.1},
+    (RING, PRE_SUM_SCALING): {2: 28.1, 4: 26.0, 8: 23.8, 16: 21.4, 64: 16.1},
     (RING, MS_AMP_SCALING): {2: 28.1, 4: 26.0, 8: 23.7, 16: 21.4, 64: 16.1},
     (RING, FP8LM_SCALING): {2: 28.1, 4: 26.0, 8: 23.8, 16: 21.4, 64: 16.1},
     (GATHER, POST_SCALING): {2: 31.5, 4: 31.5, 8: 31.5, 16: 31.5, 64: 31.5},
@@ -49,7 +49,7 @@ OWN = {
 }
 SHARED = {
     (RING, POST_SCALING): {8: 9.5, 16: 4.5, 64: 1.0},
-    (RING, PRE_SCALING): {8: 25.7, 16: 23.4, 64: 9.0},
+    (RING, PRE_SUM_SCALING): {8: 25.7, 16: 23.4, 64: 9.0},
     (RING, MS_AMP_SCALING): {8: 25.4, 16: 20.9, 64: 8.3},
     (RING, FP8LM_SCALING): {8: 25.7, 16: 23.4, 64: 9.0},
     (GATHER, POST_SCALING): {8: 38.0, 16: 40.8, 64: 46.6},
@@ -111,7 +111,7 @@ def test_a_smaller_factor_flushes_more() -> None:
     rows = torch.exp(2 * draw_rank_values(3, 0, 512)).repeat_interleave(128)
     given = [values * rows for values in sources(8, False, 1 << 16)]
     lost = []
-    for name in (PRE_SCALING, MS_AMP_SCALING, POST_SCALING):
+    for name in (PRE_SUM_SCALING, MS_AMP_SCALING, POST_SCALING):
         shares = simulate([compute_flushed_share(item, name, 8, AutoScale()) for item in given])
         lost.append(float(shares[0]))
     assert lost == pytest.approx([0.1, 0.054, 0.029], rel=0.8) and lost == sorted(lost, reverse=True)
@@ -159,7 +159,7 @@ def test_bytes_are_counted() -> None:
     assert sent(RING, POST_SCALING, True) == 2 * share + amax
     assert sent(TWOSHOT, POST_SCALING, True) == 2 * share + amax + 4 * (size - 1)  # each part's scale
     for way in (RING, TWOSHOT):  # each part is sent only to its owner
-        assert sent(way, PRE_SCALING, False) == share + amax
+        assert sent(way, PRE_SUM_SCALING, False) == share + amax
 
 
 @for_each("way", FP8_MEAN_METHODS)
@@ -186,7 +186,7 @@ def test_a_scale_is_the_largest_power_of_two_that_fits() -> None:
 def test_ones_must_come_to_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainCollective, "__call__", lambda self, given, size, around: given * size)
     with pytest.raises(SelfCheckFailed, match=r"the mean of ones is 2\.0 instead of 1\.0"):
-        check_mean_of_ones(PlainCollective("all_reduce", torch.float32), 64, 0, 2, "cpu")
+        check_collective_mean(PlainCollective("all_reduce", torch.float32), 64, 0, 2, "cpu")
 
 
 def test_a_shift_sends_to_the_next_rank_and_receives_from_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,12 +194,12 @@ def test_a_shift_sends_to_the_next_rank_and_receives_from_the_previous_one(monke
     monkeypatch.setattr(dist, "get_world_size", lambda group: 5)
     monkeypatch.setattr(dist, "P2POp", lambda operation, payload, group, group_peer: (operation, group_peer))
     monkeypatch.setattr(dist, "batch_isend_irecv", list)
-    waits, _ = rank_programs._start_exchange(ShiftToNextRank(torch.ones(1)), None, False)
+    waits, _ = rank_programs._start_rank_exchange(ShiftToNextRank(torch.ones(1)), None, False)
     assert waits == [(dist.isend, 4), (dist.irecv, 2)]
 
 
 def test_ranks_that_end_early_are_noticed() -> None:
-    def leaves(rank: int) -> Program[int]:
+    def leaves(rank: int) -> ExchangeProgram[int]:
         if rank:
             yield ShiftToNextRank(torch.ones(1))
         yield AllGather(torch.ones(1))

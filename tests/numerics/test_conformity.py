@@ -15,12 +15,12 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import (
     ConformitySums,
-    are_short_sums,
-    count_steps_between,
-    estimate_sum_bits,
-    explain_cast,
-    explain_product,
+    count_ulps_between,
+    estimate_accumulator_bits,
+    explain_cast_difference,
+    explain_product_difference,
     find_nearest_precision,
+    matches_14_bit_sums,
     matches_hopper_units,
 )
 from fp8bench.numerics.products import PROMOTION_LENGTH, short_product, sum_like_hopper_units
@@ -109,25 +109,25 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
 def test_wrong_products_are_diagnosed(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     result = made(a, b).to(dtype)
-    explained, why = explain_product(result, sums_of(a, b, dtype))
+    explained, why = explain_product_difference(result, sums_of(a, b, dtype))
     assert (explained, words in why) == (difference, True), why
 
 
 def test_products_that_are_rounded_read_or_ended_otherwise() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     sums = sums_of(a, b, torch.bfloat16)
-    explained, why = explain_product(cut(a, b).to(torch.bfloat16), sums)
+    explained, why = explain_product_difference(cut(a, b).to(torch.bfloat16), sums)
     assert explained is Difference.ROUNDING and "truncated toward 0" in why
     noise = torch.randint(0, 1 << 16, (SIZE, SIZE), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     result = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
-    assert explain_product(result, sums)[0] is Difference.ROUNDING
+    assert explain_product_difference(result, sums)[0] is Difference.ROUNDING
     c, d = drawn(SIZE, SIZE), drawn(SIZE, SIZE, 1)
-    explained, why = explain_product(c @ d, sums_of(c, d))
+    explained, why = explain_product_difference(c @ d, sums_of(c, d))
     assert explained is Difference.LAYOUT and "second operand is read transposed" in why
     large, ones = 1e3 * torch.ones(SIZE, SIZE), 1e3 * torch.ones(SIZE, SIZE)
     ones[0] = 1.0
     sums = sums_of(large, ones, torch.float16)
-    assert explain_product((large @ ones.t()).to(torch.float16), sums)[0] is Difference.OVERFLOW
+    assert explain_product_difference((large @ ones.t()).to(torch.float16), sums)[0] is Difference.OVERFLOW
 
 
 @for_each("seed", range(5))
@@ -137,14 +137,14 @@ def test_orders_never_alarm(seed: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             result = backwards(ours, theirs).to(dtype)
             if result.isfinite().all():
-                assert explain_product(result, sums_of(ours, theirs, dtype))[0] is Difference.ORDER
+                assert explain_product_difference(result, sums_of(ours, theirs, dtype))[0] is Difference.ORDER
 
 
 def test_a_recipe_of_short_sums_takes_them() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     result = short_product(a, b, Accumulator.SHORT)
-    assert explain_product(result, sums_of(a, b, bits=14))[0] is Difference.ORDER
-    assert estimate_sum_bits(result.double(), sums_of(a, b)) == 14
+    assert explain_product_difference(result, sums_of(a, b, bits=14))[0] is Difference.ORDER
+    assert estimate_accumulator_bits(result.double(), sums_of(a, b)) == 14
 
 
 def test_results_where_all_products_are_zero_are_sums_of_nothing() -> None:
@@ -153,7 +153,10 @@ def test_results_where_all_products_are_zero_are_sums_of_nothing() -> None:
     result = a @ b.t()
     result[0] = 8
     sums = sums_of(a, b)
-    assert estimate_sum_bits(result.double(), sums) == 24 and explain_product(result, sums)[0] is Difference.UNEXPLAINED
+    assert (
+        estimate_accumulator_bits(result.double(), sums) == 24
+        and explain_product_difference(result, sums)[0] is Difference.UNEXPLAINED
+    )
 
 
 def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
@@ -182,7 +185,7 @@ def cut_cast(x: Tensor) -> Tensor:
 )
 def test_wrong_casts_are_diagnosed(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    explained, why = explain_cast(made(x), rounded(x), x, E4M3)
+    explained, why = explain_cast_difference(made(x), rounded(x), x, E4M3)
     assert (explained, words in why) == (difference, True), why
 
 
@@ -191,7 +194,7 @@ def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
     x = torch.tensor([[1000.0, 1.0], [-1000.0, 2.0]])
     expected = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
     result = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
-    assert explain_cast(result, expected, x, E4M3) == (
+    assert explain_cast_difference(result, expected, x, E4M3) == (
         Difference.OVERFLOW,
         "a value above the format's largest becomes nan, not 448",
     )
@@ -200,19 +203,19 @@ def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
 def test_steps_are_counted_across_zero() -> None:
     one = torch.tensor([1.0, -(2.0**-149), torch.nan, torch.nan])
     other = torch.tensor([1.0 + 2.0**-22, 2.0**-149, torch.nan, 1.0])
-    assert count_steps_between(one, other).tolist() == [2.0, 2.0, 0.0, float("inf")]
+    assert count_ulps_between(one, other).tolist() == [2.0, 2.0, 0.0, float("inf")]
 
 
 def test_a_device_that_computes_nothing_is_not_scaled_by_zero() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     nothing = torch.zeros(SIZE, SIZE)
-    assert explain_product(nothing, sums_of(a, b)) == (
+    assert explain_product_difference(nothing, sums_of(a, b)) == (
         Difference.UNEXPLAINED,
         "all results are 0",
     )
     wrong = sums_of(torch.full_like(a, torch.nan), b)
-    assert explain_product(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands have NaN or infinity")
-    assert explain_cast(nothing, rounded(a[:, :SIZE]), a[:, :SIZE], E4M3) == (
+    assert explain_product_difference(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands have NaN or infinity")
+    assert explain_cast_difference(nothing, rounded(a[:, :SIZE]), a[:, :SIZE], E4M3) == (
         Difference.UNEXPLAINED,
         "all values are 0",
     )
@@ -292,10 +295,10 @@ def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
     a, b = (tensor.double() for tensor in fp8(*sources()))
     sums = ConformitySums(a, b, torch.float32)
     for bits, short in ((22, True), (14, True), (10, False)):
-        assert are_short_sums(short_product(a.float(), b.float(), Accumulator.SHORT, bits), sums) is short
+        assert matches_14_bit_sums(short_product(a.float(), b.float(), Accumulator.SHORT, bits), sums) is short
     lost = (a[:, 1:] @ b[:, 1:].t()).float()
     for wrong in (lost, torch.zeros(M, N), 1.05 * sums.product.float(), torch.full((M, N), torch.nan)):
-        assert not are_short_sums(wrong, sums)
+        assert not matches_14_bit_sums(wrong, sums)
 
 
 class _Summing:

@@ -17,9 +17,9 @@ from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import HOPPER_SUM_BITS, Accumulator
 from fp8bench.numerics.products import (
-    INSTRUCTION_LENGTH,
+    INSTRUCTION_SUM_LENGTH,
     PROMOTION_LENGTH,
-    choose_rows,
+    choose_product_error_rows,
     exact_product,
     measure_product_errors,
     multiply_in_float32,
@@ -52,7 +52,7 @@ def test_exact_product_is_the_product_of_those_rows(columns: int) -> None:
     ],
 )
 def test_rows_are_spread_and_within_the_cap(sides: tuple[int, int, int], cap: float, rows: Sequence[int]) -> None:
-    assert choose_rows(*sides, flops_cap=cap) == tuple(rows)
+    assert choose_product_error_rows(*sides, flops_cap=cap) == tuple(rows)
 
 
 def test_values_product_sums_in_float32_and_rounds_once() -> None:
@@ -110,11 +110,11 @@ def cut(value: Fraction, bits: int) -> Fraction:
 def by_hand(row: list[float], column: list[float], accumulator: Accumulator, bits: int) -> np.float32:
     """One element of the product: exact sums of 32, truncated, and promoted every 128 or never."""
     total, stored = np.float32(0), Fraction(0)
-    for start in range(0, len(row), INSTRUCTION_LENGTH):
-        part = slice(start, start + INSTRUCTION_LENGTH)
+    for start in range(0, len(row), INSTRUCTION_SUM_LENGTH):
+        part = slice(start, start + INSTRUCTION_SUM_LENGTH)
         products = sum((Fraction(a) * Fraction(b) for a, b in zip(row[part], column[part], strict=True)), Fraction(0))
         stored = cut(stored + products, bits)
-        if accumulator is Accumulator.PROMOTED and (start + INSTRUCTION_LENGTH) % PROMOTION_LENGTH == 0:
+        if accumulator is Accumulator.PROMOTED and (start + INSTRUCTION_SUM_LENGTH) % PROMOTION_LENGTH == 0:
             total, stored = total + np.float32(float(stored)), Fraction(0)
     return total + np.float32(float(stored))
 
@@ -181,9 +181,9 @@ def values_of(kept: np.ndarray, name: str) -> Tensor:
 
 def units_by_hand(row: Sequence[float], column: Sequence[float]) -> Fraction:
     stored = Fraction(0)
-    for start in range(0, len(row), INSTRUCTION_LENGTH):
+    for start in range(0, len(row), INSTRUCTION_SUM_LENGTH):
         pairs = [
-            pair for pair in zip(row[start:], column[start : start + INSTRUCTION_LENGTH], strict=False) if all(pair)
+            pair for pair in zip(row[start:], column[start : start + INSTRUCTION_SUM_LENGTH], strict=False) if all(pair)
         ]
         exponents = [math.frexp(a)[1] + math.frexp(b)[1] - 2 for a, b in pairs]
         terms = [Fraction(a) * Fraction(b) for a, b in pairs]

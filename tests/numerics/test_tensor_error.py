@@ -16,19 +16,29 @@ from numpy.typing import NDArray
 
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ROW, SQUARE, TENSOR, ScaleRounding, Scaling
+from fp8bench.formats.recipes import (
+    MX,
+    NVFP4,
+    NVFP4_ROUNDED_UP,
+    NVFP4_SQUARE,
+    ROW,
+    SQUARE,
+    TENSOR,
+    ScaleRounding,
+    Scaling,
+)
 from fp8bench.formats.scaled import values
-from fp8bench.model.specs import spec_of
+from fp8bench.model.specs import find_metric_spec
 from fp8bench.numerics import norms
 from fp8bench.numerics.norms import compute_vanished_share, relative_error, relative_frobenius
 from fp8bench.numerics.tensor_error import (
-    SPREAD_BLOCK,
-    Factors,
+    SQNR_BLOCK_SIZE,
+    BlockFactors,
     SqnrSpread,
     TensorError,
     compute_factors,
-    figures_by_name,
-    follow_scale,
+    measure_scale_course,
+    name_error_figures,
     tensor_error,
 )
 from tests.counts import for_each
@@ -44,7 +54,7 @@ SCALINGS = [
     (E4M3, MX),
     (E2M1, FLOOR),
     (E2M1, NVFP4),
-    (E2M1, NVFP4_UP),
+    (E2M1, NVFP4_ROUNDED_UP),
     (E2M1, NVFP4_SQUARE),
 ]
 
@@ -100,7 +110,7 @@ def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, An
         if a != 0 and abs(a / s) <= fmt.largest
     ]
     rows = list(zip(x, y, strict=True))
-    cuts = range(SPREAD_BLOCK, x.shape[1], SPREAD_BLOCK)
+    cuts = range(SQNR_BLOCK_SIZE, x.shape[1], SQNR_BLOCK_SIZE)
     blocks = list(chain.from_iterable(zip(np.split(a, cuts), np.split(b, cuts), strict=True) for a, b in rows))
     nonzero = np.abs(x[x != 0])
     return {
@@ -136,7 +146,7 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
     x[4] = 0
     steps = torch.logspace(-3, 3, 9, base=2).unsqueeze(1) * (1 if fmt in (BF16, TF32) else 12 / fmt.largest)
     y = scaled(x, fmt, steps)
-    result = tensor_error(x, y, fmt, Factors(steps, rows=1))
+    result = tensor_error(x, y, fmt, BlockFactors(steps, rows=1))
     check(result, by_definition(x.double().numpy(), y.double().numpy(), fmt, steps.double().numpy()))
     assert result.count == 900 and result.lost_count == 0
     if fmt not in (BF16, TF32):
@@ -151,7 +161,7 @@ def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPa
         steps = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
         wide = steps.repeat_interleave(rows or 40, 0).repeat_interleave(columns or 72, 1)[:40, :72]
         y = scaled(x, E2M1, wide)
-        result = tensor_error(x, y, E2M1, Factors(steps, rows, columns))
+        result = tensor_error(x, y, E2M1, BlockFactors(steps, rows, columns))
         check(result, by_definition(x.double().numpy(), y.double().numpy(), E2M1, wide.double().numpy()))
         peaks = []
         for i, j in np.ndindex(*shape):
@@ -225,7 +235,7 @@ def test_a_factor_of_nothing_leaves_nothing() -> None:
     """NVFP4 blocks whose scale rounds to zero vanish, those with a NaN are lost; neither saturates."""
     x = torch.ones(1, 48)
     y = torch.cat([torch.zeros(16), torch.full((16,), math.nan), torch.ones(16)]).unsqueeze(0)
-    result = tensor_error(x, y, E2M1, Factors(torch.tensor([[0.0, math.nan, 0.5]]), 1, 16))
+    result = tensor_error(x, y, E2M1, BlockFactors(torch.tensor([[0.0, math.nan, 0.5]]), 1, 16))
     assert (result.vanished_count, result.lost_count, result.saturated_count, result.subnormal_count) == (16, 16, 0, 0)
     assert result.max_ulp == 0 and result.utilisation == pytest.approx(2 / 6)
 
@@ -242,8 +252,8 @@ UNITS = {
 
 def test_every_figure_has_its_name_and_unit() -> None:
     error = tensor_error(X, round_to(X, E4M3), E4M3)
-    result = figures_by_name(error, follow_scale([1.0, 2.0], [448.0, 112.0], E4M3))
-    assert {name: spec_of(name).unit for name in result} == UNITS
+    result = name_error_figures(error, measure_scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
+    assert {name: find_metric_spec(name).unit for name in result} == UNITS
     assert all(type(value) is float and math.isfinite(value) for value in result.values())
     assert result["sqnr_db"] == error.sqnr_db and result["slope"] == error.slope and result["max_ulp"] == error.max_ulp
     assert error.cosine is not None and result["cosine_loss"] == 1 - error.cosine
@@ -283,9 +293,9 @@ def test_drift_and_lag_of_scales(
     lag: tuple[float, ...],
     most: tuple[float, float],
 ) -> None:
-    course = follow_scale(scales, amaxes, E4M3)
+    course = measure_scale_course(scales, amaxes, E4M3)
     assert (course.drift, course.lag) == (drift, lag)
-    result = figures_by_name(tensor_error(X, X), course)
+    result = name_error_figures(tensor_error(X, X), course)
     assert (result["scale_drift_octaves"], result["scale_lag_octaves"]) == most
 
 

@@ -15,7 +15,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.model.codec import decode, encode
 from fp8bench.plan import checked_workload
-from fp8bench.plan.make import check_request, has_reference_added, make_plan
+from fp8bench.plan.make import check_request, has_added_reference, make_plan
 from fp8bench.protocols import Layer, Precision
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import precisions, workloads
@@ -365,7 +365,7 @@ def test_fp32_is_added_where_nothing_would_compare(request_: Request, modes: lis
     alone = make_plan(request_, (CPU,), compares=False)
     assert "fp32" not in [planned.case.precision for planned in cases_of(alone)]
     for made in (plan, alone):  # a run from before this feature continues with its stored plan
-        assert make_plan(request_, (CPU,), compares=has_reference_added(made)) == made
+        assert make_plan(request_, (CPU,), compares=has_added_reference(made)) == made
 
 
 def test_a_gpu_that_this_torch_cannot_see_says_so() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from fp8bench.model import Case, DeviceFacts, Params, Request, Scalar, Work
-from fp8bench.plan.make import make_plan, settings_with_batch_search, with_batch
+from fp8bench.plan.make import make_plan, replace_batch_size, settings_with_batch_search
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
-from fp8bench.store.points import find_cell
-from fp8bench.store.series import list_cells, list_parameters, make_series
+from fp8bench.store.points import find_grid_cell_of_case
+from fp8bench.store.series import list_grid_cells, list_parameters, make_series
 from tests.facts import CPU, H200
 from tests.plans import cases_of
 from tests.runs import run_of
@@ -99,23 +99,23 @@ def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload
     suite(After)
     plan = make_plan(Request("quiet", axes=(("way", ("there", "back")),), memory_limit=1 << 20), (CPU,))
     for group, more in zip(plan, ("", ",way=back"), strict=True):
-        other = with_batch(group.cases[0], 16, CPU)
+        other = replace_batch_size(group.cases[0], 16, CPU)
         assert other is not None and other.case.setting == f"quiet[rows=16{more}]@cpu"
     assert settings_with_batch_search(plan) == {group.setting for group in plan}
 
 
 def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
     suite(Before)
-    before = make_series(Before(), None), list_cells(Before(), CPU, None)
+    before = make_series(Before(), None), list_grid_cells(Before(), CPU, None)
     suite(After)
-    assert (make_series(After(), None), list_cells(After(), CPU, None)) == before
+    assert (make_series(After(), None), list_grid_cells(After(), CPU, None)) == before
     run = run_of([], request=Request("quiet"))
     (there, _) = cases()
     (back, _) = cases("back")
-    assert [find_cell(case, run) for case in (there, back)] == [("fp32", 8), None]
+    assert [find_grid_cell_of_case(case, run) for case in (there, back)] == [("fp32", 8), None]
     suite(Following)
     assert list_parameters(Following()) == {"dtype": ("fp32", "bf16"), "rows": (8, 64), "way": ("there", "back")}
-    assert [find_cell(case, run) for case in (there, back)] == [("fp32", 8, "there"), ("fp32", 8, "back")]
+    assert [find_grid_cell_of_case(case, run) for case in (there, back)] == [("fp32", 8, "there"), ("fp32", 8, "back")]
 
 
 class Strict(Before):
@@ -140,9 +140,9 @@ def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]],
     ]
     assert all(planned.runs for planned in cases_of(plan))
     cold = plan.groups[1].cases[0]
-    other = with_batch(cold, 16, KNOWN)
+    other = replace_batch_size(cold, 16, KNOWN)
     assert other is not None and other.case.setting == "quiet[rows=16,cache=cold]@cpu"
-    assert find_cell(cold.case, run_of([], request=Request("quiet"))) is None
+    assert find_grid_cell_of_case(cold.case, run_of([], request=Request("quiet"))) is None
     assert settings_with_batch_search(plan) == {group.setting for group in plan}
 
 

@@ -14,10 +14,10 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.errors import NotKept, StoreError, UsageError
 from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, Request, Run
-from fp8bench.plan.resumable import find_difference, refuse_changed_conditions, refuse_missing_files
+from fp8bench.plan.resumable import find_condition_difference, refuse_changed_conditions, refuse_missing_user_files
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.store.runs.listing import list_running_stems
+from fp8bench.store.runs.listing import list_running_file_stems
 from fp8bench.store.runs.run_file import RunWriter, find_incomplete_groups, load_run
 from fp8bench.user_code import import_user_modules
 from tests.counts import for_each
@@ -118,8 +118,8 @@ def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
     with other.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         run = cut_off(suite, tmp_path, stop_at=None)
-        assert list_running_stems(Path(run.path)) == [other.stem]
-    assert list_running_stems(Path(run.path)) == []
+        assert list_running_file_stems(Path(run.path)) == [other.stem]
+    assert list_running_file_stems(Path(run.path)) == []
     assert len(run.notes) == 1 and f"run {other.stem} was measured at the same time (load" in run.notes[0]
     assert load_run(other).notes == ()
 
@@ -186,7 +186,9 @@ def a_run(**changes: object) -> Run:
 def test_changed_load_and_memory_do_not_forbid_resuming() -> None:
     """Load and free memory may have changed."""
     facts = replace(FACTS, memory_bytes=1 << 31)
-    assert not find_difference(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
+    assert not find_condition_difference(
+        a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9})
+    )
 
 
 @for_each(
@@ -283,17 +285,17 @@ def test_code_that_somebody_else_may_have_put_there_is_not_imported(
     ran = tmp_path / "ran"
     run = replace(a_run(), request=Request("gemm", imports=(str(code),)))
     with pytest.raises(UsageError, match=r"it reads .*sent\.py, which does not exist here"):
-        refuse_missing_files(run)
+        refuse_missing_user_files(run)
     code.write_text(f"open({str(ran)!r}, 'w')")
-    refuse_missing_files(run)
+    refuse_missing_user_files(run)
     (link := shared / "fp8bench-model-2").symlink_to(own)
     linked = replace(run, request=Request("gemm", imports=(str(link / "sent.py"),)))
-    refuse_missing_files(linked)
+    refuse_missing_user_files(linked)
     real = Path.lstat
     monkeypatch.setattr(Path, "lstat", lambda self: _of_another(real(self)))
     for one in (run, linked):
         with pytest.raises(UsageError, match=r"sent\.py belongs to another user, in a folder where"):
-            refuse_missing_files(one)
+            refuse_missing_user_files(one)
     assert not ran.exists()
 
 

@@ -91,5 +91,5 @@ def test_all_values_of_a_choice_are_named() -> None:
 
 def test_modes_on_the_page_are_modes() -> None:
     for word in set(re.findall(r"`([a-z0-9-]+:[a-z0-9_=:-]+)`", PAGE)):
-        assert precisions.canonical(word)
-    assert precisions.canonical("fp8-delayed:margin=1:history=1024") == "fp8-delayed:margin=1"
+        assert precisions.find_canonical_name(word)
+    assert precisions.find_canonical_name("fp8-delayed:margin=1:history=1024") == "fp8-delayed:margin=1"

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.nn.shared_workloads import storage_support
+from fp8bench.nn.shared_workloads import find_storage_support
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, XPU, gpu
@@ -125,7 +125,7 @@ def test_listing_needs_neither_torch_nor_numpy() -> None:
 @for_each("name", precisions.names())
 def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceFacts) -> None:
     precision = precisions.get(name)
-    support = storage_support(precision, facts, "there is no such buffer")
+    support = find_storage_support(precision, facts, "there is no such buffer")
     if name == "tf32":
         assert support.level is Level.REFUSED and "there is no such buffer" in support.reason
     else:

@@ -15,10 +15,10 @@ from fp8bench.profiler import allocations as stream_module
 from fp8bench.profiler.allocations import (
     AllocationStream,
     Event,
-    LiveAddresses,
+    LiveAllocationAddresses,
     MemoryChange,
+    MemoryRoleNote,
     PhaseStart,
-    RoleNote,
     find_memory_course,
 )
 from tests.counts import for_each
@@ -125,7 +125,7 @@ def test_what_the_allocator_no_longer_has_is_gone() -> None:
     events: list[Event] = [
         MemoryChange(1, 100),
         MemoryChange(2, 50),
-        LiveAddresses(frozenset({2, 9})),
+        LiveAllocationAddresses(frozenset({2, 9})),
         PhaseStart("gemm"),
         MemoryChange(1, 30),
     ]
@@ -138,17 +138,17 @@ def test_words_are_about_what_lies_there_when_they_are_said() -> None:
     low = MemoryRole.LOW_WEIGHTS
     weights = MemoryRole.WEIGHTS
     found = held(
-        RoleNote((1,), weights),
+        MemoryRoleNote((1,), weights),
         MemoryChange(1, 1),
         START,
         MemoryChange(2, 1),
-        RoleNote((1, 2, 9), low),
+        MemoryRoleNote((1, 2, 9), low),
         MemoryChange(2, -1),
         MemoryChange(2, 1),
         MemoryChange(3, 1),
-        RoleNote((3,), weights),
-        RoleNote((3,), low),
-        RoleNote((3,), weights),
+        MemoryRoleNote((3,), weights),
+        MemoryRoleNote((3,), low),
+        MemoryRoleNote((3,), weights),
         MemoryChange(0, 1000),
     )
     assert found[1].said == (low,) and found[2].said == () and found[3].said == (weights, low)
@@ -188,14 +188,14 @@ def test_words_stand_where_they_were_said() -> None:
     first = torch.empty(10)
     stream.note(PhaseStart("gemm"))
     second = torch.empty(20)
-    stream.note(RoleNote((second.data_ptr(),), MemoryRole.WEIGHTS))
+    stream.note(MemoryRoleNote((second.data_ptr(),), MemoryRole.WEIGHTS))
     del first
     events = heard(stream)
     assert [one.size if isinstance(one, MemoryChange) else one for one in events] == [
         40,
         PhaseStart("gemm"),
         80,
-        RoleNote((second.data_ptr(),), MemoryRole.WEIGHTS),
+        MemoryRoleNote((second.data_ptr(),), MemoryRole.WEIGHTS),
         -40,
     ]
     assert stream.stop() is None

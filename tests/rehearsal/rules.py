@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
-from fp8bench.formats.hardware import CLASSES, DeviceClass
-from fp8bench.formats.product_rules import Product, Scheme, explain_missing, list_objections
+from fp8bench.formats.hardware import DEVICE_CLASSES, DeviceClass
+from fp8bench.formats.product_rules import Product, ScalingScheme, explain_missing_product_kind, list_product_objections
 from fp8bench.formats.recipes import ScaleRounding, Scaling, Treatment
 from fp8bench.model import DeviceFacts
 
@@ -77,11 +77,11 @@ def broken_rule(
     if product is None:
         return ""
     fast = args[11:] == (True,)  # torch omits arguments with default values
-    if fast and product.scheme not in (Scheme.TENSOR, Scheme.ROW):
+    if fast and product.scheme not in (ScalingScheme.TENSOR, ScalingScheme.ROW):
         return f"sums of {product.scheme} are never fast"
     device = class_of(facts)
-    lacking = explain_missing(product, device)
-    return lacking or "; ".join(one.why for one in list_objections(product, device))
+    lacking = explain_missing_product_kind(product, device)
+    return lacking or "; ".join(one.why for one in list_product_objections(product, device))
 
 
 def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tensor]) -> str:
@@ -99,7 +99,7 @@ def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tenso
 def class_of(facts: DeviceFacts) -> DeviceClass:
     (device_class,) = (
         one
-        for one in CLASSES
+        for one in DEVICE_CLASSES
         if (one.arch == facts.arch if facts.hip else one.capability is not None and one.capability == facts.capability)
     )
     return device_class

@@ -27,7 +27,7 @@ from fp8bench.model import CELL_PHASES, Case, DeviceFacts
 from fp8bench.protocols import SilentPhases, Stamper
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 from fp8bench.worker.static_scales import step
 from tests.rehearsal.launches import AllCompiled, launches_of
 from tests.rehearsal.rules import broken_rule, product_of
@@ -169,11 +169,11 @@ class Stage:
     def second_step(self, case: Case, facts: DeviceFacts) -> Done:
         workload = workloads.get(case.workload)
         with precisions.get(case.precision).scope():
-            setup = self.bench._make_setup(case, facts)
+            setup = self.bench._make_case_setup(case, facts)
             state = workload.prepare(setup)
             step(workload, state, setup.scales, SilentPhases())
             ledger = self.ledger(facts)
-            clock = PhaseClock(ledger)
+            clock = PhaseStampClock(ledger)
             with ledger:
                 clock.begin()
                 step(workload, state, setup.scales, clock)

@@ -226,7 +226,7 @@ def test_a_served_mixture_waits_once_a_layer(
 def test_a_replayed_step_needs_no_host(workload: str, stage: Stage, corpus: Corpus) -> None:
     mode = "bf16" if leaves(workload, "fp8") else "fp8"
     leaf, (planned, *_) = workloads.get(workload), cases_of(workload, mode, H200, corpus)
-    state = leaf.prepare(stage.bench._make_setup(planned.case, H200))
+    state = leaf.prepare(stage.bench._make_case_setup(planned.case, H200))
     step = partial(leaf.step, state, SilentPhases())
     takes = "its step takes data from the host"
     assert explain_host_dependence(step).startswith(takes) == (bool(leaf.loads) or workload == "data")

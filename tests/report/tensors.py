@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fp8bench.model import Finding, Measurement, Record, Status, Verdict
-from fp8bench.model.specs import spec_of
+from fp8bench.model.specs import find_metric_spec
 from tests.materials import Made
 from tests.runs import EMULATED, NATIVE, case, error, memory, run_of
 
@@ -28,7 +28,7 @@ def left(sqnr: float, lost: float = 0.0) -> tuple[Measurement, ...]:
         "saturation_percent": 0.0,
         "not_finite_percent": lost,
     }
-    return tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in named.items())
+    return tuple(Measurement(name, find_metric_spec(name).unit, (value,)) for name, value in named.items())
 
 
 def tensors(*names: str, **changed: float) -> Made:

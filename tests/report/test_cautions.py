@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.verdicts import conclude
+from fp8bench.analysis.verdicts import conclude_comparison
 from fp8bench.model import Environment, Reruns, Run, Scalar, Timing, Verdict
 from fp8bench.report.page.html import render as html
-from fp8bench.report.page.section import make_material, report_page
+from fp8bench.report.page.section import make_report_material, report_page
 from fp8bench.report.terminal.run import render
 from tests.counts import counts, for_each
 from tests.fakes import called, record
@@ -35,7 +35,7 @@ def settings(count: int, speed: float = 2.0) -> Run:
 
 def texts(run: Run) -> list[str]:
     found = findings(run)
-    page = html(report_page(make_material([run], [found])))
+    page = html(report_page(make_report_material([run], [found])))
     return [" ".join(text.split()) for text in (render(run, found), render_whole(run, found), page)]
 
 
@@ -79,7 +79,7 @@ def test_families_without_a_difference_have_no_more_false_verdicts_than_is_said(
     """50 cases per suite: the page promises at most half a false verdict per suite."""
     draw, false = np.random.default_rng(7), 0
     for _ in range(50 * count):
-        concluded = conclude(*(timed(1000, draw) for _ in range(3)))
+        concluded = conclude_comparison(*(timed(1000, draw) for _ in range(3)))
         assert concluded is not None
         false += concluded.verdict in (Verdict.FASTER, Verdict.SLOWER)
     assert false <= 0.5 * count

@@ -15,16 +15,16 @@ from fp8bench.report.elements import (
     AnyChart,
     Bars,
     ChartAxis,
+    ChartMark,
     ChartPoint,
     Lines,
-    Mark,
     Scatter,
     Stacks,
     Tone,
 )
 from fp8bench.report.page.drawing import scale as limits
-from fp8bench.report.page.drawing.draw import draw_svg
-from fp8bench.report.page.drawing.scale import Scale, escape, fit_scale, show_number, text_width
+from fp8bench.report.page.drawing.draw import draw_chart_as_svg
+from fp8bench.report.page.drawing.scale import AxisScale, escape, fit_axis_scale, show_number, text_width
 from tests.counts import for_each
 from tests.pages import SPEED, TIME, charts
 from tests.told_before import Told, as_before
@@ -34,11 +34,11 @@ GOLDEN = ROOT / "tests" / "golden" / "charts"
 STYLE = (ROOT / "fp8bench" / "report" / "page" / "drawing" / "charts.css").read_text()
 
 
-def mark(label: str, value: float, share: float = 0.02, tone: Tone = Tone.PLAIN) -> Mark:
-    return Mark(label, value, value * (1 - share), value * (1 + share), tone)
+def mark(label: str, value: float, share: float = 0.02, tone: Tone = Tone.PLAIN) -> ChartMark:
+    return ChartMark(label, value, value * (1 - share), value * (1 + share), tone)
 
 
-def bars(*marks: Mark) -> Bars:
+def bars(*marks: ChartMark) -> Bars:
     return Bars("speed", "Speed", "How fast each case is.", SPEED, (("", marks),))
 
 
@@ -51,8 +51,17 @@ CHARTS: dict[str, AnyChart] = {
         SPEED,
         (
             ("small", (mark("fp8", 1.31, tone=Tone.GOOD), mark("fp32", 0.47, tone=Tone.BAD))),
-            ("rounds", (Mark("bf16", 1.0, samples=(0.98, 1.0, 1.03)), Mark("fp8", 1.2, 1.1, 1.3, samples=(1.15, 1.3)))),
-            ("large", (mark("fp16", 1.01, 0.12, Tone.DOUBT), Mark("bf16", 1.0, tone=Tone.STRONG, hint="reference"))),
+            (
+                "rounds",
+                (
+                    ChartMark("bf16", 1.0, samples=(0.98, 1.0, 1.03)),
+                    ChartMark("fp8", 1.2, 1.1, 1.3, samples=(1.15, 1.3)),
+                ),
+            ),
+            (
+                "large",
+                (mark("fp16", 1.01, 0.12, Tone.DOUBT), ChartMark("bf16", 1.0, tone=Tone.STRONG, hint="reference")),
+            ),
         ),
     ),
     "lines": Lines(
@@ -83,7 +92,7 @@ def texts_of(sheet: ElementTree.Element) -> list[str]:
 
 
 def describe_chart(chart: AnyChart) -> str:
-    return parsed(draw_svg(chart)).findtext("desc") or ""
+    return parsed(draw_chart_as_svg(chart)).findtext("desc") or ""
 
 
 @KINDS
@@ -92,7 +101,7 @@ def test_drawings(kind: str) -> None:
 
     The sheet names itself, loads nothing, uses only classes of charts.css, and has marks reachable by keyboard.
     """
-    chart, drawn = CHARTS[kind], draw_svg(CHARTS[kind])
+    chart, drawn = CHARTS[kind], draw_chart_as_svg(CHARTS[kind])
     assert drawn + "\n" == (GOLDEN / f"{kind}.svg").read_text()
     for word in ("http", "url(", "<?xml", "<!", "<style", "<script", "xlink", "metadata", "font-family", "@import"):
         assert word not in drawn
@@ -122,7 +131,7 @@ ODD = [0.0, 1.0, 1e-300, 1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan]
 NUMBERS = st.one_of(st.floats(), st.floats(0.2, 5), st.sampled_from(ODD))
 AXES = st.builds(ChartAxis, WILD, st.sampled_from(["", "s", "B", "x", "J", "%"]))
 TONES = st.sampled_from(Tone)
-MARKS = st.builds(Mark, WILD, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, TONES, WILD, WILD)
+MARKS = st.builds(ChartMark, WILD, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, TONES, WILD, WILD)
 POINTS = st.builds(
     ChartPoint,
     st.sampled_from(["a", "b", "<c>"]) | WILD,
@@ -168,7 +177,7 @@ ANY = {
 @given(data=st.data())
 def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
     """Arbitrary texts and numbers give valid XML, finite coordinates, and unchanged texts."""
-    drawn = draw_svg(data.draw(ANY[kind]))
+    drawn = draw_chart_as_svg(data.draw(ANY[kind]))
     for element in parsed(drawn).iter():
         assert element.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
         geometry = " ".join(element.get(name, "") for name in ("d", "x", "y", "viewBox"))
@@ -178,7 +187,7 @@ def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
 
 @for_each("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
 def test_texts_show_as_they_are(text: str) -> None:
-    sheet = parsed(draw_svg(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),))))
+    sheet = parsed(draw_chart_as_svg(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),))))
     assert sheet.findtext("title") == text and sheet.findtext("desc") == text
     assert texts_of(sheet).count(text) == 3
     assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
@@ -186,15 +195,20 @@ def test_texts_show_as_they_are(text: str) -> None:
 
 
 def test_what_is_not_drawn_is_counted() -> None:
-    marks = [Mark("inf", math.inf), Mark("nan", math.nan), Mark("ok", 1.2, -math.inf, 2.0), *([mark("x", 1.1)] * 30)]
+    marks = [
+        ChartMark("inf", math.inf),
+        ChartMark("nan", math.nan),
+        ChartMark("ok", 1.2, -math.inf, 2.0),
+        *([mark("x", 1.1)] * 30),
+    ]
     chart = bars(*marks)
     assert describe_chart(chart) == "How fast each case is. In the table only: 8."
-    assert len(marks_of(parsed(draw_svg(chart)))) == limits.MAX_BARS
+    assert len(marks_of(parsed(draw_chart_as_svg(chart)))) == limits.MAX_BARS
 
 
 def drawing(chart: AnyChart) -> list[str]:
     """The first sheet's description, and its drawing: texts, classes with hints, and rounded corners."""
-    sheet = parsed(draw_svg(chart))
+    sheet = parsed(draw_chart_as_svg(chart))
     shapes = [element for element in sheet.iter() if element.tag in ("path", "use", "text") and element.get("class")]
     return [f"role {sheet.get('role')}: {describe_chart(chart)}".strip()] + [
         " ".join(filter(None, (shape.get("class"), shape.text or shape.get("data-hint"), places_of(shape))))
@@ -210,19 +224,19 @@ def places_of(shape: ElementTree.Element) -> str:
 def test_charts() -> Told:
     for claim, chart in {
         "no bars": bars(),
-        "a bar that is no number": bars(Mark("nan", math.nan)),
+        "a bar that is no number": bars(ChartMark("nan", math.nan)),
         "no points": Scatter("s", "S", "", SPEED, TIME, ()),
         "parts of nothing": Stacks("s", "S", "", TIME, ("a",), (("row", (0.0,)),)),
         "no marks": Lines("s", "S", "", ("a",), TIME, (("b", (None,)),)),
     }.items():
         yield f"there is nothing to draw of {claim}", drawing(chart)
-    groups = (("empty", ()), ("nan", (Mark("a", math.nan),)), ("full", (Mark("b", 1.1),)))
+    groups = (("empty", ()), ("nan", (ChartMark("a", math.nan),)), ("full", (ChartMark("b", 1.1),)))
     yield "a group without a bar has no heading", drawing(Bars("n", "", "", SPEED, groups))
     shares = Stacks("s", "", "", ChartAxis("share", "%"), ("a", "b"), (("row", (97.25, 2.75)),))
     yield "shares are written as such, and that they sum to 100% is not", drawing(shares)
     aside = (ChartPoint("a", "one", None, 1.0), ChartPoint("b", "two", None, 2.0))
     yield "points all without x have no plot", drawing(Scatter("s", "", "", SPEED, TIME, aside, "emulated"))
-    marks = tuple(Mark("", number / 30) for number in range(0, 60, 5))
+    marks = tuple(ChartMark("", number / 30) for number in range(0, 60, 5))
     levels = ((1.0, "margin +1.0%"), (-1.0, "margin -1.0%"))
     places = tuple(map(str, range(12)))
     leveled = Lines("l", "", "", places, ChartAxis("gap", "%"), (("fp8", marks),), levels=levels)
@@ -245,7 +259,7 @@ def spans(drawn: str, style: str) -> list[tuple[float, float]]:
 
 def test_each_sample_has_a_stroke_at_its_place() -> None:
     """1x and 2x are the ends of the first bar; non-finite samples have none."""
-    drawn = draw_svg(bars(Mark("a", 2.0), Mark("b", 1.5, samples=(1.0, 2.0, math.nan, 0.0))))
+    drawn = draw_chart_as_svg(bars(ChartMark("a", 2.0), ChartMark("b", 1.5, samples=(1.0, 2.0, math.nan, 0.0))))
     (start, end), *_ = spans(drawn, "bar plain")
     assert spans(drawn, "samples plain") == [(pytest.approx(start, abs=0.02), pytest.approx(end, abs=0.02))]
 
@@ -253,7 +267,7 @@ def test_each_sample_has_a_stroke_at_its_place() -> None:
 @settings(max_examples=12, deadline=None)
 @given(values=st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
 def test_nothing_runs_over_the_sheet(values: list[float]) -> None:
-    sheet = parsed(draw_svg(bars(*(mark(f"case {value:.3g}", value) for value in values))))
+    sheet = parsed(draw_chart_as_svg(bars(*(mark(f"case {value:.3g}", value) for value in values))))
     wide = float(sheet.get("viewBox", "").split()[2])
     for element in sheet.iter("text"):
         long, x = text_width(element.text or "", 13), float(element.get("x", ""))
@@ -279,7 +293,7 @@ def test_ticks() -> Told:
         (1e-6, 3.0, "s", True),
         (0, 1.3e12, "", False),
     ):
-        ticks = Scale(low, high, 0, 100, log, unit).ticks(6)
+        ticks = AxisScale(low, high, 0, 100, log, unit).ticks(6)
         yield f"from {low:g} to {high:g} {unit}{', by factors' * log}", ", ".join(text for _, text in ticks)
     for value, unit in (
         (0.0243, "s"),
@@ -300,7 +314,7 @@ def test_ticks() -> Told:
     unit=st.sampled_from(["", "s", "B", "x", "J", "B/s", "dB", "ratio"]),
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
-    scale = fit_scale(values, 10, 90, log, unit)
+    scale = fit_axis_scale(values, 10, 90, log, unit)
     ticks = scale.ticks(6)
     assert 1 <= len(ticks) <= 20
     assert [scale.to_pixels(value) for value, _ in ticks] == sorted(scale.to_pixels(value) for value, _ in ticks)
@@ -311,7 +325,7 @@ def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bo
 def test_an_axis_is_as_wide_as_the_intervals_of_its_points() -> None:
     point = ChartPoint("bf16", "bf16", 1.01, 5e-3, x_low=0.9, x_high=1.2)
     chart = Scatter("s", "", "", SPEED, ChartAxis("error", "ratio"), (point,))
-    drawn = draw_svg(chart)
+    drawn = draw_chart_as_svg(chart)
     ((left, right),) = spans(drawn, "whisker")
     (axis,) = spans(drawn, "axis")
     assert axis[0] < left < right < axis[1]

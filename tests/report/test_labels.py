@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Run, Verdict
 from fp8bench.model.words import REMARK_LABELS
-from fp8bench.report.case_status import describe_doubts
-from fp8bench.report.elements import Items
+from fp8bench.report.case_status import describe_case_doubts
+from fp8bench.report.elements import TextList
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.verdict import compare_precisions
 from fp8bench.report.words import legend
@@ -71,7 +71,7 @@ def test_labels() -> Told:
     for number in (5, 9):
         yield (
             f"of {number} reasons five are shown, of more the first four",
-            of_kind(part("environment", capped(number)), Items),
+            of_kind(part("environment", capped(number)), TextList),
         )
     yield "a long reason is not in the row, and stands in the notes", on_terminal(LONG, "labels", "notes")
     yield "eager quantisers are told with the reason they ran so", on_terminal(eager(), "labels", "notes")
@@ -87,7 +87,7 @@ def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     run, findings = judged((Verdict.FASTER, 0.5, label))
     text = render_whole(run, findings, width=300)
     assert f"labels: {label}" in text and WORDS_BY_LABEL[label].meaning in text
-    assert describe_doubts(group_into_panels(run, findings)[0].named_cases[1]) == ()
+    assert describe_case_doubts(group_into_panels(run, findings)[0].named_cases[1]) == ()
 
 
 def eager() -> Made:

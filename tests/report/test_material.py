@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Environment, Run, Scalar
-from fp8bench.report.page.section import label_runs, load_sections, make_material, report_page
+from fp8bench.report.page.section import label_runs, load_sections, make_report_material, report_page
 from tests.materials import material, nothing, skipped
 from tests.runs import case, gemm, judged, run_of, transformer
 from tests.told_before import Told, as_before
@@ -54,7 +54,7 @@ def test_titles_of_pages() -> Told:
 
 def test_material_and_its_page_are_in_order_and_the_same_again() -> None:
     first, second = gemm(), transformer()
-    entries = make_material([first[0], second[0]], [first[1], second[1]]).entries
+    entries = make_report_material([first[0], second[0]], [first[1], second[1]]).entries
     assert [(entry.run, dict(entry.findings)) for entry in entries] == [first, second]
     names = [part.name for part in report_page(material(gemm())).parts]
     assert names[:3] == ["verdict", "results", "advice"] and names[-1] == "environment"

@@ -17,7 +17,7 @@ from fp8bench.features.advise.view import render_page as advice_page
 from fp8bench.model import Finding, Label, Run, Segments, SlotSample, Timing, Work
 from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.page.html import render as html
-from fp8bench.report.page.section import make_material, report_page
+from fp8bench.report.page.section import make_report_material, report_page
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import render
 from tests.counts import for_each
@@ -54,7 +54,7 @@ def measured(microseconds: float, slow: float) -> Run:
 def prints(run: Run, found: dict[str, Finding]) -> Iterator[str]:
     yield render(run, found)
     yield render_whole(run, found)
-    yield html(report_page(make_material([run], [found])))
+    yield html(report_page(make_report_material([run], [found])))
     yield layout.render(advice_page(advise(AdviceBasis(run, found)), ()), 400)
 
 

@@ -13,9 +13,9 @@ import pytest
 from matplotlib.image import imread
 
 from fp8bench.cli.main import main
-from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Tone
-from fp8bench.report.page.drawing.draw import draw_svg
-from fp8bench.report.page.drawing.pictures import draw_picture
+from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, ChartMark, Tone
+from fp8bench.report.page.drawing.draw import draw_chart_as_svg
+from fp8bench.report.page.drawing.pictures import draw_chart_picture
 from tests.counts import for_each, paired
 from tests.report.test_drawing import CHARTS, KINDS, parsed, texts_of
 
@@ -32,15 +32,15 @@ def texts_in(svg: bytes) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form"), paired([*CHARTS], [*PICTURE_FORMATS]))
 def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str) -> None:
-    first = draw_picture(CHARTS[kind], "page", form)
-    assert first.startswith(STARTS[form]) and draw_picture(CHARTS[kind], "page", form) == first
+    first = draw_chart_picture(CHARTS[kind], "page", form)
+    assert first.startswith(STARTS[form]) and draw_chart_picture(CHARTS[kind], "page", form) == first
 
 
 @KINDS
 def test_every_text_of_the_page_is_in_the_picture(kind: str) -> None:
     chart = CHARTS[kind]
-    texts = texts_in(draw_picture(chart, "page", "svg"))
-    for text in texts_of(parsed(draw_svg(chart))):
+    texts = texts_in(draw_chart_picture(chart, "page", "svg"))
+    for text in texts_of(parsed(draw_chart_as_svg(chart))):
         texts.remove(" ".join(text.split()))
     assert texts[0] == chart.title and " ".join(texts[1:]).startswith(chart.description)
 
@@ -56,9 +56,9 @@ def lengths(png: bytes) -> list[int]:
 
 def test_a_bar_is_as_long_as_its_value() -> None:
     """On a log scale from 1, read from the pixels."""
-    marks = tuple(Mark(name, value, tone=Tone.GOOD) for name, value in (("a", 2.0), ("b", 4.0), ("c", 16.0)))
+    marks = tuple(ChartMark(name, value, tone=Tone.GOOD) for name, value in (("a", 2.0), ("b", 4.0), ("c", 16.0)))
     chart = Bars("b", "B", "", ChartAxis("speed-up", "x"), (("", marks),))
-    short, middle, long = lengths(draw_picture(chart, "page", "png"))
+    short, middle, long = lengths(draw_chart_picture(chart, "page", "png"))
     assert long > 500 and middle == pytest.approx(long / 2, abs=2) and short == pytest.approx(long / 4, abs=2)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.samples import is_at_another_clock, sustained_samples
+from fp8bench.analysis.samples import get_sustained_samples, is_energy_clock_different
 from fp8bench.model import EnergyWindow, Level, Record, Run, Support
 from fp8bench.report.page.section import LabelledRun
 from fp8bench.report.panels import group_into_panels
@@ -47,14 +47,14 @@ def test_what_lasts_comes_before_what_milliseconds_show(run: Run) -> None:
 
 def test_windows_at_the_clock_of_slots_say_nothing_new(run: Run) -> None:
     steady = with_windows(run, sm_clock=None, throttle=0)
-    assert sentences(steady) == [] and not any(map(is_at_another_clock, steady.records))
+    assert sentences(steady) == [] and not any(map(is_energy_clock_different, steady.records))
     record = next(record for record in steady.records if record.energy and record.timing and record.timing.clock)
     assert record.energy is not None and record.timing is not None and record.timing.clock is not None
     for share, moved in ((0.99, False), (0.97, True), (1.03, True)):
         window = replace(record.energy.windows[0], sm_clock=share * record.timing.clock)
-        assert is_at_another_clock(replace(record, energy=replace(record.energy, windows=(window,)))) is moved
+        assert is_energy_clock_different(replace(record, energy=replace(record.energy, windows=(window,)))) is moved
     emulated = replace(run.records[0], support=Support(Level.EMULATED, "no units"))
-    assert not is_at_another_clock(emulated) and sustained_samples(emulated) == ()
+    assert not is_energy_clock_different(emulated) and get_sustained_samples(emulated) == ()
 
 
 def test_windows_that_a_changed_file_made_impossible_are_left_out(run: Run) -> None:

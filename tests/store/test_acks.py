@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.errors import StoreError
 from fp8bench.model import Ack, Direction
-from fp8bench.store.acks import Acks, Undo, acks_path, append_acks, load_acks, merge_acks
+from fp8bench.store.acks import Acks, AckWithdrawal, append_acks, get_acks_path, load_acks, merge_acks
 from tests.counts import for_each
 
 ACK = Ack(
@@ -29,7 +29,7 @@ ACK = Ack(
     "2026-01-05T12:00:00+00:00",
     "wanted",
 )
-UNDO = Undo("0a", "2026-01-06T12:00:00+00:00")
+UNDO = AckWithdrawal("0a", "2026-01-06T12:00:00+00:00")
 
 
 def test_an_undo_counts_at_any_position(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_an_undo_counts_at_any_position(tmp_path: Path) -> None:
 )
 def test_a_torn_line_acknowledges_nothing(tmp_path: Path, line: bytes, words: str) -> None:
     append_acks(tmp_path, [ACK])
-    with acks_path(tmp_path).open("ab") as file:
+    with get_acks_path(tmp_path).open("ab") as file:
         file.write(line)
     after = replace(ACK, id="0b")
     append_acks(tmp_path, [after])
@@ -69,7 +69,7 @@ def test_a_torn_line_acknowledges_nothing(tmp_path: Path, line: bytes, words: st
 
 
 def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    acks_path(tmp_path).mkdir()
+    get_acks_path(tmp_path).mkdir()
     assert load_acks(tmp_path).troubles[0].startswith("it cannot be read (")
     with pytest.raises(StoreError, match="cannot be written"):
         append_acks(tmp_path, [ACK])
@@ -84,11 +84,11 @@ def test_a_merge_adds_new_valid_lines(tmp_path: Path) -> None:
         folder.mkdir()
     append_acks(ours, [ACK])
     append_acks(theirs, [ACK, replace(ACK, id="0b"), UNDO])
-    with acks_path(theirs).open("ab") as file:
+    with get_acks_path(theirs).open("ab") as file:
         file.write(b'{"version": 1, "ack"')
-    before = acks_path(theirs).read_bytes()
+    before = get_acks_path(theirs).read_bytes()
     assert merge_acks(ours, theirs) == 2 and merge_acks(ours, theirs) == 0
-    assert acks_path(theirs).read_bytes() == before
+    assert get_acks_path(theirs).read_bytes() == before
     assert load_acks(ours) == Acks((replace(ACK, id="0b"),))
     assert merge_acks(ours, tmp_path / "none") == 0
 
@@ -97,4 +97,4 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: append_acks(tmp_path, [replace(ACK, id=f"{number:02x}")]), range(64)))
     assert len(load_acks(tmp_path).acks) == 64 and not load_acks(tmp_path).troubles
-    assert all(json.loads(line) for line in acks_path(tmp_path).read_text().splitlines())
+    assert all(json.loads(line) for line in get_acks_path(tmp_path).read_text().splitlines())

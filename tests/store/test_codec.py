@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fp8bench import model
 from fp8bench.model import Case, Measurement, Record, Request, Run, SlotSample, Work
-from fp8bench.model.codec import Malformed, decode, encode
+from fp8bench.model.codec import MalformedValueError, decode, encode
 from tests.counts import for_each
 
 # Mutually exclusive fields of a request, tested one at a time.
@@ -116,11 +116,11 @@ def test_other_numbers_unknown_keys_and_missing_ones() -> None:
     assert again.case == RECORD.case and again.measurements == () and again.control is None
     plain = encode(RECORD)
     del plain["case"]["workload"]
-    with pytest.raises(Malformed, match=r"Record\.case: .*workload"):
+    with pytest.raises(MalformedValueError, match=r"Record\.case: .*workload"):
         decode(Record, plain)
     plain = encode(SlotSample(0, ((1, 2),), 0.0, 0.0))
     plain["calls_ns"][0][1] = True
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedValueError):
         decode(SlotSample, plain)
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_type_is_malformed_and_the_place_is_named(path: tuple[Any, ...],
     for key in path[:-1]:
         inside = inside[key]
     inside[path[-1]] = value
-    with pytest.raises(Malformed, match=place):
+    with pytest.raises(MalformedValueError, match=place):
         decode(Record, plain)
 
 
@@ -161,7 +161,7 @@ def test_identical_values_share_one_object() -> None:
     for _ in range(2):
         assert type(decode(Work, {"flops": 1, "tokens": 1}).flops) is float
         for wrong in (True, 1.0, "1"):
-            with pytest.raises(Malformed, match="tokens"):
+            with pytest.raises(MalformedValueError, match="tokens"):
                 decode(Work, {"flops": 1, "tokens": wrong})
     assert str(decode(Work, {"flops": -0.0}).flops) == "-0.0" and str(decode(Work, {"flops": 0.0}).flops) == "0.0"
 
@@ -180,7 +180,7 @@ anything = st.recursive(
 
 @given(anything)
 def test_anything_decodes_as_a_run_or_is_malformed(plain: Any) -> None:
-    with pytest.raises(Malformed, match=r"^Run"):
+    with pytest.raises(MalformedValueError, match=r"^Run"):
         decode(Run, plain)
 
 

@@ -16,7 +16,7 @@ from tests.measure.test_environment import git
 def test_a_run_that_lost_all_its_lines_is_damaged_and_not_of_other_cases(tmp_path: Path) -> None:
     path = keep(tmp_path, run_at(0))
     path.write_text(path.read_text().replace("calls_ns", "calls"))
-    assert read_runs([path]).left_out_reasons == (commit_runs.DAMAGED_LINES,)
+    assert read_runs([path]).skipped_run_reasons == (commit_runs.DAMAGED_LINES,)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -31,4 +31,4 @@ def test_lines_with_a_checksum_and_no_number_are_those_of_older_versions() -> No
     content = "".join(f"{format_checksummed_line({'step': step})}\n" for step in (1, 2)).encode()
     lines = parse_file_lines(content)
     assert lines.lines == ((1, {"step": 1}), (2, {"step": 2}))
-    assert (lines.broken, lines.troubles, lines.lost) == ((), (), False)
+    assert (lines.broken, lines.troubles, lines.has_lost_line) == ((), (), False)

@@ -40,8 +40,8 @@ from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import points
-from fp8bench.store.points import extract_points, merge_points, metric_of_point
-from fp8bench.store.series import METHOD_VERSION, list_cells, list_tracked_metrics
+from fp8bench.store.points import extract_history_points, merge_points, metric_of_point
+from fp8bench.store.series import METHOD_VERSION, list_grid_cells, list_tracked_metrics
 from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.fakes import MS
@@ -99,7 +99,7 @@ def samples(content: Run, precision: str) -> dict[str, tuple[float, ...]]:
     """Samples by metric, for one precision of gemm's first cell."""
     return {
         point.series.removeprefix("gemm.Gemm.track_"): point.samples
-        for point in extract_points(content).points
+        for point in extract_history_points(content).points
         if point.cell == (precision, "512")
     }
 
@@ -137,7 +137,7 @@ def test_every_metric_that_is_declared_has_a_point_and_every_number_is_right(pre
 
 
 def test_points_come_under_their_series_with_the_version_of_their_case() -> None:
-    content = extract_points(run())
+    content = extract_history_points(run())
     assert (content.untracked_cases, content.why) == (0, "")
     assert {point.series for point in content.points} == {series.name for series in content.series}
     assert len(content.points) == len(content.series) * 3
@@ -148,12 +148,12 @@ def test_points_come_under_their_series_with_the_version_of_their_case() -> None
         == {f"{METHOD_VERSION}.1"}
     )
     old = [replace(record, case=replace(record.case, version="0")) for record in RECORDS]
-    assert {point.version for point in extract_points(run(old)).points} == {f"{METHOD_VERSION}.0"}
+    assert {point.version for point in extract_history_points(run(old)).points} == {f"{METHOD_VERSION}.0"}
 
 
 @for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> None:
-    content = extract_points(run([FP32, replace(BF16, status=status, reason="why")]))
+    content = extract_history_points(run([FP32, replace(BF16, status=status, reason="why")]))
     lost = [point for point in content.points if point.cell[0] == "bf16"]
     assert len(lost) == len(content.series)
     assert all((point.status, point.reason, point.samples) == (status, "why", ()) for point in lost)
@@ -184,7 +184,7 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
     ],
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
-    assert extract_points(run(**words)) == points.RunPoints(untracked_cases=3, why=why)
+    assert extract_history_points(run(**words)) == points.RunHistoryPoints(untracked_cases=3, why=why)
 
 
 OUTSIDE = {
@@ -200,23 +200,25 @@ OUTSIDE = {
 
 @for_each("name", OUTSIDE)
 def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
-    content = extract_points(run([FP32, replace(BF16, case=OUTSIDE[name])]))
+    content = extract_history_points(run([FP32, replace(BF16, case=OUTSIDE[name])]))
     assert (content.untracked_cases, content.why) == (1, "") and {point.cell for point in content.points} == {
         ("fp32", "512")
     }
-    alone = extract_points(run([replace(BF16, case=OUTSIDE[name])]))
-    assert alone == points.RunPoints(untracked_cases=1)
+    alone = extract_history_points(run([replace(BF16, case=OUTSIDE[name])]))
+    assert alone == points.RunHistoryPoints(untracked_cases=1)
 
 
 def test_the_machines_main_device_is_its_first_gpu() -> None:
     shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
     both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(CPU, H200))
-    content = extract_points(both)
+    content = extract_history_points(both)
     assert content.untracked_cases == 1 and {point.cell for point in content.points} == {("bf16", "4096")}
     second = replace(H200, index=1)
     other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
-    assert extract_points(replace(other, devices=(CPU, H200, second))) == points.RunPoints(untracked_cases=1)
-    assert extract_points(replace(run(), devices=())) == points.RunPoints(untracked_cases=3)
+    assert extract_history_points(replace(other, devices=(CPU, H200, second))) == points.RunHistoryPoints(
+        untracked_cases=1
+    )
+    assert extract_history_points(replace(run(), devices=())) == points.RunHistoryPoints(untracked_cases=3)
 
 
 def transformer(data: str) -> Record:
@@ -236,27 +238,27 @@ def transformer(data: str) -> Record:
 
 
 def test_the_text_is_part_of_the_version_and_a_users_own_is_in_no_series() -> None:
-    content = extract_points(run([transformer(TEXT)]))
+    content = extract_history_points(run([transformer(TEXT)]))
     wanted = f"{METHOD_VERSION}.{workloads.get('transformer').version} {TEXT}"
     assert {point.version for point in content.points} == {point.version for point in content.series} == {wanted}
     times = {point.series.rpartition("_")[2]: point.samples for point in content.points}
     assert times["mtok"] == pytest.approx((3.0, 1.0))
-    content = extract_points(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
+    content = extract_history_points(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
     assert content.untracked_cases == 1 and {point.cell for point in content.points} == {("bf16", "512")}
 
 
 def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
     unknown = replace(BF16, case=case("bf16", workload="nosuch"))
     hidden = replace(BF16, case=case("bf16", workload="_planted"))
-    assert extract_points(run([unknown])) == points.RunPoints(
+    assert extract_history_points(run([unknown])) == points.RunHistoryPoints(
         untracked_cases=1, why="the suite nosuch is unknown; --import its module"
     )
-    assert extract_points(run([hidden])) == points.RunPoints(
+    assert extract_history_points(run([hidden])) == points.RunHistoryPoints(
         untracked_cases=1, why="the suite _planted declares no grid"
     )
     kernel = replace(BF16, case=case("bf16", workload="bench"))
-    assert "write a suite of your function (docs/user-suites.md)" in extract_points(run([kernel])).why
-    content = extract_points(run([unknown, BF16, hidden]))
+    assert "write a suite of your function (docs/user-suites.md)" in extract_history_points(run([kernel])).why
+    content = extract_history_points(run([unknown, BF16, hidden]))
     assert content.untracked_cases == 2 and content.why and len(content.points) == len(content.series)
 
 
@@ -288,7 +290,7 @@ def own(monkeypatch: pytest.MonkeyPatch, kind: type[Workload]) -> Run:
 def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values are cells of one series instead of versions of which only the newest counts."""
     workloads.names()
-    content = extract_points(own(monkeypatch, Own))
+    content = extract_history_points(own(monkeypatch, Own))
     assert content.untracked_cases == 0
     assert {(point.version, point.cell) for point in content.points} == {
         (f"{METHOD_VERSION}.1", ("bf16", 1)),
@@ -302,7 +304,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     workloads.names()
     faulty = type("Faulty", (Own,), {"history": replace(Own.history, dtypes=())})
     mixed = own(monkeypatch, faulty)
-    content = extract_points(replace(mixed, records=(*mixed.records, BF16)))
+    content = extract_history_points(replace(mixed, records=(*mixed.records, BF16)))
     assert content.untracked_cases == 2 and {point.cell for point in content.points} == {("bf16", "512")}
     assert content.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
 
@@ -318,7 +320,9 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     ],
 )
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
-    by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in extract_points(run(**words)).points}
+    by_metric = {
+        point.series.rpartition("track_")[2]: point.hasty for point in extract_history_points(run(**words)).points
+    }
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
     assert not any(by_metric.pop(name) for name in COUNTS)
     assert set(by_metric.values()) == {hasty}
@@ -335,13 +339,15 @@ def test_a_budget_that_ended_early_is_hasty() -> None:
         (emulated, 1.0, False),
         (FP8, 1.0, True),
     ):
-        points = extract_points(run([record], budget=budget)).points
+        points = extract_history_points(run([record], budget=budget)).points
         assert [point.hasty for point in points if metric_of_point(point) == "time"] == [hasty]
 
 
 def under(changed: Run) -> Any:
     """The conditions of its first point; all points of a run have the same, except counts."""
-    (content,) = {point.under for point in extract_points(changed).points if metric_of_point(point) not in COUNTS}
+    (content,) = {
+        point.under for point in extract_history_points(changed).points if metric_of_point(point) not in COUNTS
+    }
     return content
 
 
@@ -396,7 +402,7 @@ def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> N
     assert BF16.timing is not None
     eager = [FP32, replace(BF16, timing=replace(BF16.timing, eager="--quick"))]
     before, after = (
-        {point.under for point in extract_points(made).points if metric_of_point(point) in COUNTS}
+        {point.under for point in extract_history_points(made).points if metric_of_point(point) in COUNTS}
         for made in (run(), replace(run(eager), environment=Environment(facts)))
     )
     assert len(before) == len(after) == 1 and (before == after) is same
@@ -411,7 +417,7 @@ def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> N
     }
     plain = under(run([FP32]))
     for name, made in by_kind.items():
-        for point in extract_points(made).points:
+        for point in extract_history_points(made).points:
             metric = point.series.removeprefix("gemm.Gemm.track_")
             touched = name != "none" and point.cell[0] == "fp8"
             touched = touched and not metric.endswith("_error")
@@ -424,7 +430,7 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
         run([replace(BF16, energy=EnergyUse(source, (EnergyWindow(1, 1.0, joules, 11),)))])
         for source, joules in (("counter", 1.0), ("instant", 1.7), ("counter", 1.1))
     ]
-    points = [point for made in runs for point in extract_points(made).points]
+    points = [point for made in runs for point in extract_history_points(made).points]
     plain = under(run())
     for point in points:
         energy = point.series.endswith("track_energy")
@@ -510,7 +516,7 @@ def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Po
 
 def of_ranks(ranks: int, **facts: Scalar) -> Run:
     device = replace(CPU, ranks=ranks)
-    grid = list_cells(workloads.get("collective"), replace(CPU, ranks=2), None)
+    grid = list_grid_cells(workloads.get("collective"), replace(CPU, ranks=2), None)
     params = next(params for params, cell in grid.items() if cell[0] == "all_reduce")
     asked = case("bf16", params, "collective", ranks=ranks)
     sent = Transfer(4e6, 2e6, 3e6, 1.0, counted=False)
@@ -519,14 +525,16 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
 
 
 def test_ranks_are_part_of_a_cell() -> None:
-    content = extract_points(of_ranks(2))
+    content = extract_history_points(of_ranks(2))
     assert {point.cell for point in content.points} == {("bf16", "all_reduce", "2 gloo")}
     values = {metric_of_point(point): point.samples for point in content.points}
     assert values["wire_bytes"] == (3e6,) and values["time"] == pytest.approx((1e-3,))
     assert not {"energy", *COUNTS} & values.keys()
     for ranks, words in ((4, "4 ranks"), (1, "1 rank")):
-        content = extract_points(of_ranks(ranks))
+        content = extract_history_points(of_ranks(ranks))
         assert not content.points and content.untracked_cases == 1
         assert content.why == f"it was measured by {words}, but the history of collective tracks 2, 8"
-    alone = extract_points(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
+    alone = extract_history_points(
+        run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),))
+    )
     assert alone.why == "it was measured by 2 ranks, but the history of gemm tracks 1"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from fp8bench.analysis.findings import find, half_width_of_reruns
-from fp8bench.analysis.verdicts import conclude, log_of_best_ratio
+from fp8bench.analysis.verdicts import conclude_comparison, log_of_best_ratio
 from fp8bench.model import Environment, Interval, Record, Reruns, Run, Timing, Verdict
 from fp8bench.store.reruns import (
-    MIN_COMPARISONS,
+    MIN_RERUN_COMPARISONS,
     CaseRuns,
     add_rerun_spreads,
-    learn_spread,
+    learn_run_spread,
     store_ratios,
     was_machine_busy,
 )
@@ -121,24 +121,24 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     known_runs = seen(*logs)
     assert (known_runs.runs, known_runs.freedom) == (40, 39) and known_runs.mean == pytest.approx(logs.mean())
     assert known_runs.squares / known_runs.freedom == pytest.approx(np.var(logs, ddof=1))
-    assert learn_spread("a", {}) is None
-    assert learn_spread("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
-    assert learn_spread("a", {"a": seen(*[0.01] * MIN_COMPARISONS, 0.02)}) is not None
-    assert learn_spread("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
+    assert learn_run_spread("a", {}) is None
+    assert learn_run_spread("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
+    assert learn_run_spread("a", {"a": seen(*[0.01] * MIN_RERUN_COMPARISONS, 0.02)}) is not None
+    assert learn_run_spread("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
     assert half_width_of_reruns(None) == 0.0
     runs = np.random.default_rng(1).normal(0, 0.02, 50)
-    own = learn_spread("a", {"a": seen(*runs)})
+    own = learn_run_spread("a", {"a": seen(*runs)})
     assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
-    other = learn_spread("new", {"a": seen(*runs)})
+    other = learn_run_spread("new", {"a": seen(*runs)})
     assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
     assert half_width_of_reruns(other) > half_width_of_reruns(own)  # a new case may be worse than the others
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
-    known_runs = learn_spread("new", known)
+    known_runs = learn_run_spread("new", known)
     assert known_runs is not None and known_runs.spread == pytest.approx(0.02)
 
 
 def test_no_interval_reaches_much_farther_than_runs_were_apart() -> None:
-    two_speeds = learn_spread("new", {"wild": seen(0.0, 0.01, 0.4, 0.41, 0.41)})
+    two_speeds = learn_run_spread("new", {"wild": seen(0.0, 0.01, 0.4, 0.41, 0.41)})
     assert two_speeds is not None and half_width_of_reruns(two_speeds) == pytest.approx(0.82)
 
 
@@ -148,7 +148,7 @@ def test_the_long_run_is_held() -> None:
         spreads = np.exp(draw.normal(math.log(0.01), 1.0, 8))
         known = {str(place): seen(*draw.normal(0, one, draw.integers(1, 12))) for place, one in enumerate(spreads)}
         for place, one in enumerate(spreads):
-            if (found := learn_spread(str(place), known)) is not None:
+            if (found := learn_run_spread(str(place), known)) is not None:
                 held.append(abs(draw.normal(0, one)) <= half_width_of_reruns(found))
     assert len(held) > 2000 and 0.96 < np.mean(held) < 0.995
 
@@ -158,7 +158,7 @@ def _covered_share(draws: np.ndarray, cover: bool) -> float:
     is_covered = []
     for logs in draws:
         for place in range(5, len(logs) - 1):
-            spread = learn_spread("a", {"a": seen(*logs[:place])})
+            spread = learn_run_spread("a", {"a": seen(*logs[:place])})
             assert spread is not None
             reach, point, earlier = half_width_of_reruns(spread), logs[place], logs[:place] if cover else ()
             low, high = min(point - reach, *earlier, point), max(point + reach, *earlier, point)
@@ -194,13 +194,13 @@ def test_the_code_of_callables_is_code_and_their_spread_is_not_that_of_a_suite(t
 
 def test_an_interval_is_never_narrower_than_runs_lie_apart() -> None:
     apart = math.log(1.05)
-    plain, known = conclude(FIVE, TEN, TEN), conclude(FIVE, TEN, TEN, min_half_width=apart)
+    plain, known = conclude_comparison(FIVE, TEN, TEN), conclude_comparison(FIVE, TEN, TEN, min_half_width=apart)
     assert plain is not None and known is not None and known.ratio.point == plain.ratio.point
     assert known.ratio.low == pytest.approx(min(plain.ratio.low, plain.ratio.point / 1.05))
     assert known.ratio.high == pytest.approx(max(plain.ratio.high, plain.ratio.point * 1.05))
     assert plain.verdict is known.verdict is Verdict.FASTER
-    same = conclude(TEN, TEN, TEN)
-    wide = conclude(TEN, TEN, TEN, min_half_width=apart)
+    same = conclude_comparison(TEN, TEN, TEN)
+    wide = conclude_comparison(TEN, TEN, TEN, min_half_width=apart)
     assert same is not None and wide is not None and (same.verdict, wide.verdict) == (Verdict.SAME, Verdict.UNSURE)
 
 
@@ -214,7 +214,7 @@ def test_what_no_more_rounds_would_settle_says_so() -> None:
 
 
 def test_an_interval_reaches_as_far_down_as_up() -> None:
-    wide = conclude(FIVE, TEN, TEN, min_half_width=0.1)
+    wide = conclude_comparison(FIVE, TEN, TEN, min_half_width=0.1)
     assert wide is not None and wide.ratio.point == pytest.approx(0.5)
     assert (wide.ratio.low, wide.ratio.high) == pytest.approx((0.5 * math.exp(-0.1), 0.5 * math.exp(0.1)))
 
@@ -255,7 +255,7 @@ def test_who_was_held_up_is_busy() -> None:
 @for_each("rounds", [8, 24, 60])
 def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> None:
     arms = [busy(3, seed, rounds) for seed in (1, 2, 3)]
-    known, log = conclude(*arms), log_of_best_ratio(*arms)
+    known, log = conclude_comparison(*arms), log_of_best_ratio(*arms)
     assert known is not None and (log is None) == (rounds < 24)
     assert log is None or known.ratio.point == pytest.approx(math.exp(log), rel=1e-12)
 
@@ -264,7 +264,7 @@ def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> No
 def test_a_file_that_somebody_changed_ends_in_no_traceback(bad: Reruns) -> None:
     assert half_width_of_reruns(bad) == 0.0
     none = [Interval(point, 0.9, 1.1, 0.99) for point in (0.0, -1.0, math.nan, math.inf)]
-    plain = conclude(FIVE, TEN, TEN)
-    assert plain == conclude(FIVE, TEN, TEN, sessions=none)
-    wide = conclude(FIVE, TEN, TEN, min_half_width=half_width_of_reruns(Reruns(1e9, 4, 4)))
+    plain = conclude_comparison(FIVE, TEN, TEN)
+    assert plain == conclude_comparison(FIVE, TEN, TEN, sessions=none)
+    wide = conclude_comparison(FIVE, TEN, TEN, min_half_width=half_width_of_reruns(Reruns(1e9, 4, 4)))
     assert wide is not None and wide.verdict is Verdict.UNSURE and math.isfinite(wide.ratio.high)

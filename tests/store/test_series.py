@@ -20,10 +20,10 @@ from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import series as followed
 from fp8bench.store.series import (
-    check_grid,
+    check_history_grid,
     class_name,
     join_versions,
-    list_cells,
+    list_grid_cells,
     list_parameters,
     list_tracked_metrics,
     make_series,
@@ -79,7 +79,7 @@ def tiny(name: str = "tiny", **grid: Any) -> Workload:
 
 def why_not(workload: Workload) -> str:
     with pytest.raises(UsageError) as caught:
-        check_grid(workload)
+        check_history_grid(workload)
     start, _, why = str(caught.value).partition(f"suite {workload.name!r} declares cannot be tracked: ")
     assert start == "the grid that " and "\n" not in why and why.endswith(".")
     return why
@@ -96,7 +96,7 @@ def grids_as_text() -> str:
         lines += [f"  {key}: {', '.join(map(repr, values))}" for key, values in list_parameters(workload).items()]
         sizes = workload.history.ranks or (1,)  # type: ignore[union-attr]
         for facts in (replace(one, ranks=size) for one in (CPU, GPU) for size in sizes):
-            for params, cell in list_cells(workload, facts, TEXT).items():
+            for params, cell in list_grid_cells(workload, facts, TEXT).items():
                 case = ", ".join(f"{key}={value!r}" for key, value in params)
                 work = workload.work(dict(params))
                 counts = f"{work.flops:.6g} flops, {work.tokens} tokens, {work.bytes:.6g} bytes"
@@ -116,11 +116,13 @@ def test_tracked_grids_do_not_change() -> None:
 def test_numbers_of_ranks_never_share_a_series() -> None:
     workload = workloads.get("collective")
     sizes = workload.history.ranks  # type: ignore[union-attr]
-    cells = [set(list_cells(workload, replace(one, ranks=size), None).values()) for one in (CPU, GPU) for size in sizes]
+    cells = [
+        set(list_grid_cells(workload, replace(one, ranks=size), None).values()) for one in (CPU, GPU) for size in sizes
+    ]
     assert all(cells) and sum(map(len, cells)) == len(set().union(*cells))
     assert {cell[-1] for cell in set().union(*cells)} == {"2 gloo", "8 gloo", "2 nccl", "8 nccl"}
-    assert not list_cells(workload, CPU, None) and not list_cells(workload, replace(CPU, ranks=3), None)
-    assert not list_cells(workloads.get("gemm"), replace(CPU, ranks=2), None)
+    assert not list_grid_cells(workload, CPU, None) and not list_grid_cells(workload, replace(CPU, ranks=3), None)
+    assert not list_grid_cells(workloads.get("gemm"), replace(CPU, ranks=2), None)
 
 
 @for_each("name", workloads.names())
@@ -129,7 +131,7 @@ def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
     values = list_parameters(workload)
     assert next(iter(values)) == "dtype" and values["dtype"] == tuple(workload.history.dtypes)  # type: ignore[union-attr]
     combinations = set(itertools.product(*list(values.values())[1:]))
-    cpu, gpu = (list_cells(workload, facts, TEXT) for facts in (CPU, GPU))
+    cpu, gpu = (list_grid_cells(workload, facts, TEXT) for facts in (CPU, GPU))
     for cells in (cpu, gpu):
         assert cells and set(cells.values()) <= combinations and len(set(cells.values())) == len(cells)
     assert not set(cpu.values()) & set(gpu.values())
@@ -144,7 +146,7 @@ def test_a_class_is_called_like_its_workload() -> None:
     names = {"gemm": "Gemm", "norm_act": "NormAct", "my__own_": "MyOwn", "_x": "X", "aB_c": "ABC", "größe": "Größe"}
     assert {name: class_name(name) for name in names} == names
     for name in names:
-        check_grid(tiny(name))
+        check_history_grid(tiny(name))
 
 
 def test_metrics_are_those_that_a_grid_declares() -> None:
@@ -174,7 +176,7 @@ def test_metrics_are_those_that_a_grid_declares() -> None:
 @given(st.from_regex(r"[a-z_][a-zA-Z0-9_]{0,20}", fullmatch=True))
 def test_a_name_is_refused_or_makes_a_class(name: str) -> None:
     try:
-        check_grid(tiny(name))
+        check_history_grid(tiny(name))
     except UsageError:
         assert not class_name(name).isidentifier()
     else:
@@ -186,7 +188,7 @@ def test_parameters_are_axes_of_which_the_grid_has_several_values() -> None:
     both = tiny(cpu={"way": ("from", "to"), "n": ("8", "4")}, gpu={"way": ("from", "to"), "n": ("64", "064")[:1]})
     assert list_parameters(both) == {"dtype": ("fp32", "bf16", "fp8"), "way": ("from", "to"), "n": (8, 4, 64)}
     # A cell is in the order of the parameters, not in that of the workload's axes.
-    assert list_cells(both, CPU, None)[("n", 4), ("way", "from")] == ("from", 4)
+    assert list_grid_cells(both, CPU, None)[("n", 4), ("way", "from")] == ("from", 4)
     mode = "fp8-delayed:history=16:margin=1"
     assert list(list_parameters(tiny(dtypes=("bf16", mode)))["dtype"]) == ["bf16", mode]
     for dtypes, highest in ((("bf16", mode), "bf16"), (("fp8", "bf16", "fp32"), "fp32")):
@@ -196,9 +198,9 @@ def test_parameters_are_axes_of_which_the_grid_has_several_values() -> None:
 def test_the_text_is_part_of_the_cases_of_those_who_read_it() -> None:
     plain = tiny()
     reader = type("Reader", (Tiny,), {"uses_corpus": True})()
-    assert list(list_cells(plain, CPU, TEXT)) == [(("n", 8), ("way", "to"))]
-    assert list(list_cells(reader, CPU, TEXT)) == [(("n", 8), ("way", "to"), ("data", TEXT))]
-    assert list(list_cells(reader, GPU, None)) == [(("n", 64), ("way", "to"))]
+    assert list(list_grid_cells(plain, CPU, TEXT)) == [(("n", 8), ("way", "to"))]
+    assert list(list_grid_cells(reader, CPU, TEXT)) == [(("n", 8), ("way", "to"), ("data", TEXT))]
+    assert list(list_grid_cells(reader, GPU, None)) == [(("n", 64), ("way", "to"))]
     assert join_versions("2", TEXT) == f"{join_versions('2', None)} {TEXT}" == f"{followed.METHOD_VERSION}.2 {TEXT}"
     assert {metric.version for metric in make_series(reader, TEXT)} == {f"{followed.METHOD_VERSION}.3 {TEXT}"}
 
@@ -253,9 +255,9 @@ def test_errors_of_a_users_workload_give_a_message() -> None:
             raise ZeroDivisionError("oh no")
 
     with pytest.raises(UsageError, match=r"suite 'tiny' cannot be planned: ZeroDivisionError: oh no"):
-        check_grid(Raising())
+        check_history_grid(Raising())
     bare = type("Bare", (Tiny,), {"history": None})()
-    for ask in (check_grid, list_parameters, reference_precision, lambda one: make_series(one, None)):
+    for ask in (check_history_grid, list_parameters, reference_precision, lambda one: make_series(one, None)):
         with pytest.raises(UsageError, match="declares no grid with a history"):
             ask(bare)
 
@@ -273,7 +275,7 @@ def test_any_grid_is_refused_or_unambiguous(cpu: dict[str, Any], gpu: dict[str, 
         return
     values = dict(zip(series[0].param_names, series[0].params, strict=True))
     assert all(len(set(value)) == len(value) and value for value in values.values())
-    known = [list_cells(workload, facts, None) for facts in (CPU, GPU)]
+    known = [list_grid_cells(workload, facts, None) for facts in (CPU, GPU)]
     places = [place for cells in known for place in cells.values()]
     assert len(set(places)) == len(places)
     assert set(places) <= set(itertools.product(*list(values.values())[1:]))

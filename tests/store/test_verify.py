@@ -11,9 +11,9 @@ import pytest
 
 from fp8bench.model import Fault
 from fp8bench.store.asv.files import load_results
-from fp8bench.store.asv.view import results_folder
-from fp8bench.store.figures.cache import cache_path
-from fp8bench.store.figures.history import open_history
+from fp8bench.store.asv.view import asv_results_folder
+from fp8bench.store.figures.cache import get_figure_cache_path
+from fp8bench.store.figures.history import open_store_history
 from fp8bench.store.merge_stores import rebuild_asv_view
 from fp8bench.store.runs.run_file import lock_run
 from fp8bench.store.verify import verify_store
@@ -52,7 +52,7 @@ def a_run(store: Path) -> Path:
 
 
 def a_file(store: Path) -> Path:
-    return min((results_folder(store) / "box").glob("0*.json"))
+    return min((asv_results_folder(store) / "box").glob("0*.json"))
 
 
 def test_a_sound_store(store: Path, tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_a_sound_store(store: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_can_be_rebuilt_are_no_fault(store: Path) -> None:
-    open_history(store, lambda done, runs: None)
-    shutil.rmtree(results_folder(store))
-    cache_path(store).write_bytes(b"no cache")
+    open_store_history(store, lambda done, runs: None)
+    shutil.rmtree(asv_results_folder(store))
+    get_figure_cache_path(store).write_bytes(b"no cache")
     assert not faults_of(store)
     made = rebuild_asv_view(store, [commit(1)[:8]])  # the requested commits and no others
     assert [load_results(path).commit_hash for path in made.files] == [commit(1)] and made.runs == 1
@@ -162,8 +162,8 @@ def test_the_first_run_names_the_machine_again(store: Path) -> None:
     """A later kernel, or second name of an interpreter, starts no new line, even after a rebuild."""
     keep(store, run_at(1, 9, facts={"asv_os": "Linux 7"}))
     rebuild_asv_view(store)
-    before = tree(results_folder(store))
-    shutil.rmtree(results_folder(store))
+    before = tree(asv_results_folder(store))
+    shutil.rmtree(asv_results_folder(store))
     rebuild_asv_view(store)
-    assert tree(results_folder(store)) == before
+    assert tree(asv_results_folder(store)) == before
     assert load_results(a_file(store)).params["os"] == "Linux 6.1"

@@ -73,11 +73,11 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
     "fp8bench::rotated_and_looked_at": (
         lambda: torch.ops.fp8bench.rotated_and_looked_at(
             drawn(M, 32),
-            torch.eye(rotations.RUN_LENGTH).double(),
+            torch.eye(rotations.ROTATED_RUN_LENGTH).double(),
             *(torch.empty(shape) for shape in ((M, 32), M, M)),
             False,
         ),
-        loops(M, 32, rotations.RUN_LENGTH), "fp64",
+        loops(M, 32, rotations.ROTATED_RUN_LENGTH), "fp64",
     ),
 }  # fmt: skip
 

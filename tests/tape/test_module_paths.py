@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model.step import ShareKind
-from fp8bench.tape.timed_calls import RANGE_PREFIX, OperatorTimes, TimedCall, compute_shares, sum_kernel_seconds
+from fp8bench.tape.timed_calls import RANGE_PREFIX, OperatorTimes, TimedCall, compute_step_shares, sum_kernel_seconds
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
@@ -171,7 +171,7 @@ def test_kinds_of_a_whole_step() -> None:
         optimizer.step()
 
     calls = watched(step, model)
-    shares = compute_shares([calls], [1.0])
+    shares = compute_step_shares([calls], [1.0])
     kinds = {(part.kind, part.module, part.backward): part.calls for part in shares.parts}
     assert kinds[ShareKind.GEMM, "0", False] == 2 and kinds[ShareKind.GEMM, "2", True] == 4
     assert (ShareKind.OPTIMIZER, "", False) in kinds and (ShareKind.ELEMENTWISE, "1", True) in kinds

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import UNATTRIBUTED
-from fp8bench.tape.replay import CannotReplay, Recording, Replay
+from fp8bench.tape.replay import CannotReplay, PhaseReplay, Recording
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
@@ -24,7 +24,7 @@ Mark = Callable[[str], AbstractContextManager[None]]
 Step = Callable[[Mark], object]
 
 
-def recorded(step: Step, phase: str = "gemm", most_bytes: int = ROOM, check: bool = True) -> Replay:
+def recorded(step: Step, phase: str = "gemm", most_bytes: int = ROOM, check: bool = True) -> PhaseReplay:
     stack = [UNATTRIBUTED]
 
     @contextmanager
@@ -39,7 +39,7 @@ def recorded(step: Step, phase: str = "gemm", most_bytes: int = ROOM, check: boo
     return recording.replay()
 
 
-def names(replay: Replay) -> list[str]:
+def names(replay: PhaseReplay) -> list[str]:
     return [str(call.operator).removeprefix("aten.").partition(".")[0] for call in replay.calls]
 
 
@@ -121,9 +121,9 @@ STEPS = (in_place_between, views_of_its_own, random_numbers, forward_and_backwar
 def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
     replay = recorded(step)
     state = torch.get_rng_state()
-    assert replay.find_difference() == ""
+    assert replay.find_replay_difference() == ""
     replay.run(3)
-    assert replay.find_difference() == "" and replay.find_lost_values() == ""
+    assert replay.find_replay_difference() == "" and replay.find_lost_values() == ""
     assert torch.equal(torch.get_rng_state(), state) == (step is not random_numbers)  # only run() draws on
     with replay.keep_random_states():
         state = torch.get_rng_state()
@@ -213,7 +213,7 @@ def test_what_cannot_be_done_again_says_why(step: Step, why: str) -> None:
     with pytest.raises(CannotReplay, match=why):
         recorded(step)
     said = "aten.sin.default (operator 1 of the phase) gives other numbers than in the step"
-    assert recorded(reads_the_host).find_difference() == said
+    assert recorded(reads_the_host).find_replay_difference() == said
 
 
 def test_no_more_is_kept_than_may_be() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fp8bench.model import Level, Limit, Rate
 from fp8bench.registry import devices, precisions
 from fp8bench.worker import ceilings
-from fp8bench.worker.ceilings import count_work, list_shapes
+from fp8bench.worker.ceilings import count_call_work, list_shapes
 from tests.facts import CPU, H200
 
 
@@ -63,7 +63,7 @@ def test_winners_are_measured_again_in_every_run(
         made.clear()
         again = rate
         for _ in range(6):
-            again = ceilings.measure_next(devices.get("cpu"), SMALL, again, 0.01)
+            again = ceilings.measure_next_run(devices.get("cpu"), SMALL, again, 0.01)
         assert len(again.runs) == 5 and again.searched == len(list_shapes(again.limit, SMALL))
         assert [(shape, seed) for _, shape, seed in made if seed] == [(again.shape, run) for run in range(1, 6)]
     assert {rate.limit for rate in wanted} == {*Limit} - {Limit.LOAD}
@@ -80,17 +80,17 @@ def test_what_a_device_refuses_ends_no_other_search(
 
     monkeypatch.setattr(ceilings, "make_call", call)
     cpu = devices.get("cpu")
-    found = [ceilings.measure_next(cpu, SMALL, rate, 0.005) for rate in ceilings.list_rates(SMALL)]
+    found = [ceilings.measure_next_run(cpu, SMALL, rate, 0.005) for rate in ceilings.list_rates(SMALL)]
     assert {rate.why for rate in found if not rate.shape} == {"RuntimeError: no kernel"}
     assert {rate.limit for rate in found if rate.shape} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
     once = Rate(Limit.PRODUCT, "bf16", (1.0,), 2, (8, 8, 8))
-    assert ceilings.measure_next(cpu, SMALL, once, 0.005) == replace(once, runs=(), why="RuntimeError: no kernel")
+    assert ceilings.measure_next_run(cpu, SMALL, once, 0.005) == replace(once, runs=(), why="RuntimeError: no kernel")
 
 
 def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
-    assert count_work(Limit.PRODUCT, (2, 3, 5)) == 60 and count_work(Limit.LAUNCH, (1,)) == 1
+    assert count_call_work(Limit.PRODUCT, (2, 3, 5)) == 60 and count_call_work(Limit.LAUNCH, (1,)) == 1
     moving = (Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LOAD)
-    assert [count_work(limit, (100,)) for limit in moving] == [200, 300, 200, 100]
+    assert [count_call_work(limit, (100,)) for limit in moving] == [200, 300, 200, 100]
     for facts in (replace(CPU, cache_bytes=33 << 20), replace(H200, cache_bytes=60 << 20), H200):
         for limit in (Limit.COPY, Limit.TRIAD):
             assert min(list_shapes(limit, facts))[0] >= 2 * facts.cache_bytes

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8bench.model.raw import Settings
-from fp8bench.user_code.switches import NotInUse, Unset, make_plain, read_values, restore_values
+from fp8bench.user_code.switches import Unset, UnusedLibraryValue, make_plain, read_values, restore_values
 from fp8bench.worker import torch_state, torch_switches
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import switches
@@ -59,7 +59,9 @@ def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.Monkey
     table = {name for name, heading in decided(HERE).items() if heading == ON_A_GPU}
     assert {name for switch in of_gpus for name in switch.names} == table
     if not torch.cuda.is_initialized():
-        assert all(switch.read() is (NotInUse if switch.usual is Unset else switch.usual) for switch in of_gpus)
+        assert all(
+            switch.read() is (UnusedLibraryValue if switch.usual is Unset else switch.usual) for switch in of_gpus
+        )
 
 
 def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model import TensorStatistics
-from fp8bench.worker.checked_results import check_errors, check_statistics
+from fp8bench.worker.checked_results import check_error_figures, check_statistics
 from tests.counts import for_each
 
 
@@ -22,7 +22,7 @@ class Text(str):
 
 def test_numbers_of_any_kind_become_plain_floats() -> None:
     given = {"a": torch.tensor(0.5), "b": np.float32(1), "c": 3, Text("d"): math.nan, "e": torch.ones(1, 1)}
-    errors = check_errors(given)
+    errors = check_error_figures(given)
     assert list(errors) == ["a", "b", "c", "d", "e"] and [*errors.values()][:3] == [0.5, 1.0, 3.0]
     assert {type(value) for value in errors.values()} == {float} and {type(name) for name in errors} == {str}
 
@@ -44,7 +44,7 @@ def test_numbers_of_any_kind_become_plain_floats() -> None:
 )
 def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
-        check_errors(given)
+        check_error_figures(given)
     assert words in str(caught.value)
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.slots import cut_into_cells
+from fp8bench.measure.slots import cut_step_into_cells
 from fp8bench.model import CELL_PHASES, DeviceFacts
-from fp8bench.model.raw import Filling
+from fp8bench.model.raw import QueueFilling
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
 from fp8bench.registry import precisions
 from fp8bench.worker import prepared as prepared_module
-from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overheads
-from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.clock import PhaseStampClock, find_shared_phase_marks, measure_overheads
+from fp8bench.worker.finite import InitialFiniteElements
 from fp8bench.worker.prepared import PreparedCase, State
 from fp8bench.worker.step_guards import RunningTasks
 from tests.counts import for_each
@@ -43,8 +43,8 @@ class CountingStamper(Stamper):
 
 
 @pytest.fixture
-def clock() -> PhaseClock:
-    begun = PhaseClock(CountingStamper())
+def clock() -> PhaseStampClock:
+    begun = PhaseStampClock(CountingStamper())
     begun.begin()
     return begun
 
@@ -53,7 +53,7 @@ def codes(*names: str) -> list[int]:
     return [CODE[name] for name in names]
 
 
-def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
+def test_nested_phases_are_exclusive(clock: PhaseStampClock) -> None:
     with clock.elementwise, clock.gemm:
         with clock.cast:
             pass
@@ -64,7 +64,7 @@ def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
         "unattributed", "elementwise", "gemm", "cast", "gemm", "gemm", "gemm", "elementwise", "unattributed"
     )
     assert found[1] == [10 * tick for tick in range(10)]
-    assert cut_into_cells(found[0], CountingStamper().intervals_ns(found[1])).segments.phases == (
+    assert cut_step_into_cells(found[0], CountingStamper().intervals_ns(found[1])).segments.phases == (
         "unattributed",
         "elementwise",
         "gemm",
@@ -79,7 +79,7 @@ def two_phases(phase: Any) -> None:
         pass
 
 
-def test_a_phase_begins_at_the_stamp_of_the_one_before(clock: PhaseClock) -> None:
+def test_a_phase_begins_at_the_stamp_of_the_one_before(clock: PhaseStampClock) -> None:
     """Only at counted places; a step with other marks ends the sharing for good."""
     clock.share([CODE["cast"], ~CODE["cast"], CODE["gemm"], ~CODE["gemm"]], [2])
     for _ in range(2):
@@ -117,13 +117,13 @@ def test_only_marks_without_a_launch_between_share_a_stamp() -> None:
         with phase.elementwise, phase.cast:
             pass
 
-    notes, begins = find_shared_marks(step)
+    notes, begins = find_shared_phase_marks(step)
     names = ["cast", "gemm", "elementwise", "elementwise"]
     assert [CELL_PHASES[note] for note in notes if note >= 0] == [*names, "cast"]
     assert begins == [2, 6]
 
 
-def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
+def test_a_phase_left_open_says_which(clock: PhaseStampClock) -> None:
     clock.elementwise.__enter__()
     clock.gemm.__enter__()
     with pytest.raises(RuntimeError, match="ended inside elementwise, gemm: every phase opened must be closed"):
@@ -131,7 +131,7 @@ def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
 
 
 @for_each("closed", [("gemm",), ("cast", "cast"), ("cast", "gemm", "gemm")])
-def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseClock, closed: tuple[str, ...]) -> None:
+def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseStampClock, closed: tuple[str, ...]) -> None:
     """As threads, generators and hooks do that keep a phase open beyond the surrounding phase."""
     clock.begin()
     clock.gemm.__enter__()
@@ -146,7 +146,7 @@ def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseClock, closed: tu
     clock.end()
 
 
-def test_an_exception_closes_the_phases_it_passes(clock: PhaseClock) -> None:
+def test_an_exception_closes_the_phases_it_passes(clock: PhaseStampClock) -> None:
     with pytest.raises(ZeroDivisionError), clock.elementwise, clock.gemm:
         _ = 1 / 0
     assert clock.end()[0] == codes("unattributed", "elementwise", "gemm", "elementwise", "unattributed")
@@ -158,7 +158,7 @@ def test_silent_phases_mark_nothing_and_nest() -> None:
         pass
     assert silent.gemm is silent.cast
     with pytest.raises(AttributeError):
-        _ = PhaseClock(CountingStamper()).attenton  # type: ignore[attr-defined]
+        _ = PhaseStampClock(CountingStamper()).attenton  # type: ignore[attr-defined]
     with pytest.raises(ZeroDivisionError), silent.gemm:
         _ = 1 / 0
 
@@ -233,20 +233,20 @@ class Moving(Stub):
         phase._stamps[0] += round(state * (time.perf_counter_ns() - begun))
 
 
-FILLING = Filling(4, 1e-3)
+FILLING = QueueFilling(4, 1e-3)
 
 
 def ready_to_move(share: float, device: Device | None = None) -> PreparedCase:
     device = device or Waiting()
     stamper = HostStamper()
-    states = (State(share, None, FiniteState(None), ()),)
+    states = (State(share, None, InitialFiniteElements(None), ()),)
     return PreparedCase(
-        Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, RunningTasks()
+        Moving(), precisions.get("fp32"), device, 0, states, PhaseStampClock(stamper), stamper, RunningTasks()
     )
 
 
 @for_each(("moved", "filling"), [(0.0, None), (0.0, FILLING), (0.85, None), (0.85, FILLING), (-4.5, None)])
-def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, filling: Filling | None) -> None:
+def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, filling: QueueFilling | None) -> None:
     prepared = ready_to_move(moved)
     for _ in range(3):
         prepared.slot(8, 0, filling)
@@ -281,9 +281,9 @@ def test_a_host_that_waits_for_a_core_is_not_a_step_that_lies(
 def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: bool) -> None:
     """A loaded machine lengthens two of the three slots of a short run."""
     prepared = ready_to_move(moved)
-    prepared._unexplained_seconds[:] = [1e-3, -1e-3, 1e-3]
+    prepared._unexplained_slot_seconds[:] = [1e-3, -1e-3, 1e-3]
     assert bool(prepared.check().wrong) is accused
-    assert len(prepared._unexplained_seconds) > 5
+    assert len(prepared._unexplained_slot_seconds) > 5
 
 
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
@@ -294,7 +294,7 @@ def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bo
     prepared.is_true_on_any_rank = lambda here: elsewhere.pop(0) or here
     prepared.slot(8, 0)
     assert bool(prepared.check().wrong) is accused
-    assert len(prepared._unexplained_seconds) > 4
+    assert len(prepared._unexplained_slot_seconds) > 4
 
 
 DEVICE_THREAD = """
@@ -303,7 +303,7 @@ from fp8bench.protocols import Markers, ReportingMarker
 from fp8bench.tape.recorder import OperatorTape
 from fp8bench.tape.replay import Recording
 from fp8bench.tape.replay import CannotReplay
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 
 threads, local = {}, threading.local()
 local.seen = True
@@ -324,7 +324,7 @@ class Doubled(torch.autograd.Function):
         with ctx.phase.gemm:
             return gradient * 2, None
 
-clock = PhaseClock(HostStamper())
+clock = PhaseStampClock(HostStamper())
 for _ in range(2):
     x = Pretended(torch.ones(4)).requires_grad_()
     clock.begin()

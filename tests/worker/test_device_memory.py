@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from fp8bench.model import Case, MemoryUse, Request
-from fp8bench.model.consumed import Emulating, EmulationEnd, Laid, Lifted
+from fp8bench.model.consumed import EmulationEnd, EmulationStart, Laid, Lifted
 from fp8bench.nn import rotations
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.make import make_plan
-from fp8bench.profiler.allocations import Event, LiveAddresses, MemoryChange, PhaseStart, find_memory_course
+from fp8bench.profiler.allocations import Event, LiveAllocationAddresses, MemoryChange, PhaseStart, find_memory_course
 from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Phases, Role, Setup
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger
-from fp8bench.worker.memory_pass import _measure_second_step, make_preparer
+from fp8bench.worker.memory_pass import _measure_second_step, make_memory_pass_preparer
 from tests.counts import for_each, sampled
 from tests.worker.device_codes import RealCodes
 from tests.worker.scripted import CPU, Script
@@ -103,9 +103,11 @@ def with_codes(bench: Bench, case: Case) -> int:
     ledger = DeviceLedger(meter)
 
     def setup() -> Setup:
-        return replace(bench._make_setup(case, CPU), arithmetic=RealCodes(hardware, ledger))
+        return replace(bench._make_case_setup(case, CPU), arithmetic=RealCodes(hardware, ledger))
 
-    found = _measure_second_step(make_preparer(workloads.get(case.workload), setup), device, meter, None).course
+    found = _measure_second_step(
+        make_memory_pass_preparer(workloads.get(case.workload), setup), device, meter, None
+    ).memory_course
     assert found is not None and found.on_device is not None
     return found.on_device
 
@@ -164,12 +166,12 @@ def test_what_was_not_followed_is_no_figure(
 
 
 STRETCH: list[tuple[str, list[Event], int]] = [
-    ("a temporary of a cast", [Emulating(), MemoryChange(1, 9), MemoryChange(1, -9), EmulationEnd()], 100),
-    ("what a cast leaves", [Emulating(), MemoryChange(1, 9), EmulationEnd()], 109),
-    ("what is replaced", [Emulating(), MemoryChange(1, 9), Laid(5, 3), EmulationEnd((1,))], 103),
+    ("a temporary of a cast", [EmulationStart(), MemoryChange(1, 9), MemoryChange(1, -9), EmulationEnd()], 100),
+    ("what a cast leaves", [EmulationStart(), MemoryChange(1, 9), EmulationEnd()], 109),
+    ("what is replaced", [EmulationStart(), MemoryChange(1, 9), Laid(5, 3), EmulationEnd((1,))], 103),
     (
         "what is laid lives on",
-        [Emulating(), MemoryChange(1, 9), Laid(5, 3), EmulationEnd((1,)), MemoryChange(1, -9), MemoryChange(2, 4)],
+        [EmulationStart(), MemoryChange(1, 9), Laid(5, 3), EmulationEnd((1,)), MemoryChange(1, -9), MemoryChange(2, 4)],
         107,
     ),
     ("what is lifted does not", [Laid(5, 3), Lifted(5), MemoryChange(2, 2)], 103),
@@ -182,13 +184,13 @@ STRETCH: list[tuple[str, list[Event], int]] = [
     ),
     ("laid where nothing lies", [Laid(5, 0, 99), Lifted(5), Lifted(6), MemoryChange(2, 8)], 108),
     ("an address that is used again", [MemoryChange(7, 50), MemoryChange(2, 8)], 100),
-    ("what the allocator has no more", [LiveAddresses(frozenset()), MemoryChange(2, 8)], 100),
+    ("what the allocator has no more", [LiveAllocationAddresses(frozenset()), MemoryChange(2, 8)], 100),
 ]
 
 
 @for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[row[0] for row in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
-    stretch = find_memory_course([MemoryChange(7, 100), PhaseStart("gemm"), *events, Emulating(), EmulationEnd()])
+    stretch = find_memory_course([MemoryChange(7, 100), PhaseStart("gemm"), *events, EmulationStart(), EmulationEnd()])
     assert stretch is not None and stretch.on_device == peak
     silent = find_memory_course([MemoryChange(7, 100), PhaseStart("gemm")])
     assert silent is not None and silent.on_device is None, "without notes there are zero bytes"

@@ -154,15 +154,15 @@ def test_a_phase_that_there_is_not_is_told_those_that_there_are() -> None:
 def test_exhausted_memory_is_distinguished_from_a_broken_context(worker: LocalWorker, file: Path) -> None:
     """If the device does not answer after the same message, a smaller batch would not help."""
     with pytest.raises(WorkerFault) as raised:
-        worker.within(60).prepare("exhausted", case("exhausted"), PLANTED)
+        worker.with_time_limit(60).prepare("exhausted", case("exhausted"), PLANTED)
     assert raised.value.out_of_memory
     with pytest.raises(WorkerFault, match="CUBLAS_STATUS_NOT_INITIALIZED") as raised:
-        worker.within(60).prepare("says memory", case("says memory"), PLANTED)
+        worker.with_time_limit(60).prepare("says memory", case("says memory"), PLANTED)
     assert not raised.value.out_of_memory
     file.with_name("gone").touch()
     try:
         with pytest.raises(WorkerFault, match="no CUDA-capable device is detected"):
-            worker.within(60).answers(PLANTED)
+            worker.with_time_limit(60).answers(PLANTED)
     finally:
         file.with_name("gone").unlink()
 
@@ -170,7 +170,7 @@ def test_exhausted_memory_is_distinguished_from_a_broken_context(worker: LocalWo
 def test_an_error_that_a_device_tells_late_belongs_to_the_pass_that_made_it(worker: LocalWorker) -> None:
     """A regression: it failed the next request, of another case."""
     with pytest.raises(WorkerFault, match="misaligned address"):
-        worker.within(60).error(case("late"), PLANTED)
+        worker.with_time_limit(60).error(case("late"), PLANTED)
 
 
 @pytest.mark.slow

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.verdicts import is_decided
+from fp8bench.analysis.verdicts import is_case_decided
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.formats import compiling, operators, vector_width
 from fp8bench.formats.grids import E4M3
-from fp8bench.measure.arm import Quantisers
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
-from fp8bench.measure.limits import COMPILE_SECONDS, Limits
+from fp8bench.measure.arm import QuantiserCompilation
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
+from fp8bench.measure.limits import COMPILE_SECONDS, RequestTimeLimits
 from fp8bench.model import Case, Label, Level, PlannedCase, Record, Status, Timing
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver, SilentPhases
@@ -103,10 +103,13 @@ CASES = (planned("fp32"), planned("mxfp8", EMULATED), planned("nvfp4", EMULATED)
 
 
 def measure(
-    scripts: Mapping[str, Script], quantisers: Quantisers | None, *cases: PlannedCase, listener: Listener | None = None
+    scripts: Mapping[str, Script],
+    quantisers: QuantiserCompilation | None,
+    *cases: PlannedCase,
+    listener: Listener | None = None,
 ) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts)
-    method = GroupMethod(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
+    method = MeasurementMethod(rule=TEN, judge=is_case_decided, seed=0, quantisers=quantisers)
     grouped = group(*(cases or CASES))
     return by_mode(GroupMeasurement(grouped, {"cpu": CPU}, worker, listener or SilentObserver(), method).run()), worker
 
@@ -121,7 +124,7 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
     """Once per mode; --case-timeout does not shorten it."""
     listener = Listener()
     scripts = {"mxfp8": Script(quantisers=[2]), "nvfp4": Script(quantisers=[1])}
-    records, worker = measure(scripts, Quantisers(), listener=listener)
+    records, worker = measure(scripts, QuantiserCompilation(), listener=listener)
     assert told(records) == {"fp32": ("", False), "mxfp8": ("", True), "nvfp4": ("", True)}
     compiled = [entry for entry in worker.log if entry[0] == "compile"]
     assert compiled == [("compile", "mxfp8", 2), ("compile", "nvfp4", 1)]
@@ -134,22 +137,22 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
     ]
     limits = [limit for name, limit in worker.limits if name == "compile_quantisers"]
     assert limits[0] >= 2 * COMPILE_SECONDS
-    assert Limits(1.0).for_compiling(CASES[0].work, 2) == 2 * COMPILE_SECONDS + 1.0
+    assert RequestTimeLimits(1.0).for_compiling(CASES[0].work, 2) == 2 * COMPILE_SECONDS + 1.0
 
 
 def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_to_an_end() -> None:
     """The first step computes scales, later ones update their history with another kernel."""
-    records, worker = measure({"mxfp8": Script(quantisers=[1, 1])}, Quantisers(), CASES[0], CASES[1])
+    records, worker = measure({"mxfp8": Script(quantisers=[1, 1])}, QuantiserCompilation(), CASES[0], CASES[1])
     assert told(records)["mxfp8"] == ("", True)
     assert [entry[2] for entry in worker.log if entry[0] == "compile"] == [1, 1]
-    records, worker = measure({"mxfp8": Script(quantisers=[1] * 50)}, Quantisers(), CASES[0], CASES[1])
+    records, worker = measure({"mxfp8": Script(quantisers=[1] * 50)}, QuantiserCompilation(), CASES[0], CASES[1])
     assert told(records)["mxfp8"] == ("they were first requested during the timing", True)
     assert len([entry for entry in worker.log if entry[0] == "compile"]) == 3
 
 
 @for_each("why", ["--quick compiles none", "FP8BENCH_QUANTISERS=eager compiles none"])
 def test_nothing_is_compiled_if_switched_off_or_not_needed(why: str) -> None:
-    records, worker = measure({"mxfp8": Script(quantisers=[2])}, Quantisers(why))
+    records, worker = measure({"mxfp8": Script(quantisers=[2])}, QuantiserCompilation(why))
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", False)}
     assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]
     labels = {finding.case.mode: finding.labels for finding in find(list(records.values()), {})}
@@ -167,7 +170,7 @@ def test_nothing_is_compiled_if_switched_off_or_not_needed(why: str) -> None:
     ],
 )
 def test_a_compiler_that_ends_the_worker_costs_no_case(error: Exception, why: str) -> None:
-    quantisers = Quantisers()
+    quantisers = QuantiserCompilation()
     scripts = {"mxfp8": Script(quantisers=[2], faults=[Fault("compile", error)]), "nvfp4": Script(quantisers=[1])}
     records, worker = measure(scripts, quantisers)
     assert {record.status for record in records.values()} == {Status.OK}
@@ -178,6 +181,6 @@ def test_a_compiler_that_ends_the_worker_costs_no_case(error: Exception, why: st
 
 def test_a_step_that_fails_after_compiling_fails_its_case() -> None:
     fault = Fault("compile", WorkerFault("ValueError", "no such thing", "the trace"))
-    records, _ = measure({"mxfp8": Script(quantisers=[1], faults=[fault])}, Quantisers(), CASES[0], CASES[1])
+    records, _ = measure({"mxfp8": Script(quantisers=[1], faults=[fault])}, QuantiserCompilation(), CASES[0], CASES[1])
     assert records["mxfp8"].status is Status.FAILED and records["mxfp8"].reason == "ValueError: no such thing"
     assert records["fp32"].status is Status.OK

@@ -13,7 +13,7 @@ from fp8bench.model import Finding, GivenTensors, Label, Verdict
 from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
 from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
 from fp8bench.worker import products
-from fp8bench.worker.products import StateInputs
+from fp8bench.worker.products import StepInputSums
 from tests.counts import for_each
 from tests.own_suites import suite_run
 
@@ -101,7 +101,7 @@ def test_a_handicap_is_labelled(how: str, found: dict[tuple[str, str], Finding])
 
 
 def summed(state: Any, step: Any = lambda: None) -> tuple[GivenTensors, ...]:
-    looked = StateInputs(state)
+    looked = StepInputSums(state)
     step()
     return looked.sum_inputs()
 

@@ -14,7 +14,7 @@ import pytest
 import fp8bench
 from fp8bench.errors import UsageError, WorkerHung, WorkerLost
 from fp8bench.features.duel import partners as partner
-from fp8bench.features.duel.partners import PartnerWorker, WorkerStart, explain_refusal
+from fp8bench.features.duel.partners import HandshakeWorker, WorkerStart, explain_handshake_refusal
 from fp8bench.model import Case, DeviceFacts, LayerScale
 from fp8bench.model.raw import PROTOCOL, RawSlot, RawStep, Settings
 from fp8bench.worker.bench import Bench
@@ -70,8 +70,8 @@ def test_it_says_who_it_is() -> None:
         ({"protocol": PROTOCOL, "torch": None, "torch_missing": "ImportError: no libcuda"}, "(ImportError: no libcuda"),
     ],
 )
-def test_refusals_are_sentences(said: partner.Handshake, sentence: str) -> None:
-    why = explain_refusal(said, WorkerStart("B", "/env/bin/python", ()))
+def test_refusals_are_sentences(said: partner.HandshakeFacts, sentence: str) -> None:
+    why = explain_handshake_refusal(said, WorkerStart("B", "/env/bin/python", ()))
     assert sentence in why and bool(why) == bool(sentence) == why.startswith("side B (/env/bin/python)")
 
 
@@ -101,7 +101,7 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], WorkerStart]:
 def test_a_partner_of_another_version_is_refused(
     start: Callable[[Path], WorkerStart], error: type[Exception], sentence: str, tmp_path: Path
 ) -> None:
-    with PartnerWorker(Settings(), start(tmp_path)) as worker:
+    with HandshakeWorker(Settings(), start(tmp_path)) as worker:
         with pytest.raises(error, match=r"side A \(.*\)") as raised:
             worker.probe()
         assert sentence in str(raised.value)
@@ -114,7 +114,7 @@ def test_a_partner_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
     script.chmod(0o755)
     monkeypatch.setattr(partner, "START_SECONDS", 0.3)
     with (
-        PartnerWorker(Settings(), WorkerStart("B", str(script), ())) as worker,
+        HandshakeWorker(Settings(), WorkerStart("B", str(script), ())) as worker,
         pytest.raises(WorkerHung, match="'greet'"),
     ):
         worker.probe()
@@ -124,7 +124,7 @@ def test_a_partner_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
 def test_a_module_that_a_side_cannot_import(tmp_path: Path) -> None:
     (tmp_path / "suite.py").write_text("from pathlib import NoSuchPath\n")
     start = WorkerStart("A", sys.executable, (str(PACKAGE.parent),))
-    with PartnerWorker(Settings(imports=(str(tmp_path / "suite.py"),)), start) as worker:
+    with HandshakeWorker(Settings(imports=(str(tmp_path / "suite.py"),)), start) as worker:
         with pytest.raises(UsageError, match=r"side A \(.*\): importing '.*suite.py' failed: ImportError"):
             worker.probe()
         assert worker.pid is None
@@ -134,7 +134,7 @@ def test_nothing_of_this_interpreter_goes_along(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setenv("PYTHONHOME", "/this")
     monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
-    environment = PartnerWorker(Settings(threads=3), WorkerStart("A", "python", ("/one", "/two")))._environment()
+    environment = HandshakeWorker(Settings(threads=3), WorkerStart("A", "python", ("/one", "/two")))._environment()
     assert environment["PYTHONPATH"] == "/one:/two" and "PYTHONHOME" not in environment
     assert environment["MALLOC_TOP_PAD_"] == "7" and environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
     assert environment["OMP_NUM_THREADS"] == "3"

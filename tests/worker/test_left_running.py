@@ -13,7 +13,7 @@ from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.model import Case
 from fp8bench.model.raw import Settings
 from fp8bench.worker import step_guards
-from fp8bench.worker.step_guards import list_running, wait_and_name_running
+from fp8bench.worker.step_guards import list_running_tasks, wait_for_running_tasks
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are told by /proc")
@@ -23,7 +23,7 @@ from pathlib import Path
 from fp8bench.suites import Axis, Work, Workload, workloads
 from fp8bench.worker import step_guards
 
-step_guards._EXIT_SECONDS = float(os.environ["ENDING"])  # also where this is imported in a process of its own
+step_guards._EXIT_WAIT_SECONDS = float(os.environ["ENDING"])  # also where this is imported in a process of its own
 
 
 def note(pid):
@@ -109,7 +109,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     monkeypatch.setenv("ENDING", "0.3")
-    monkeypatch.setattr(step_guards, "_EXIT_SECONDS", 0.3)  # restored after the suite has set it in this process
+    monkeypatch.setattr(step_guards, "_EXIT_WAIT_SECONDS", 0.3)  # restored after the suite has set it in this process
     with forgotten(tmp_path):
         yield str(path)
 
@@ -148,9 +148,9 @@ def case(where: str, how: str) -> Case:
 )
 def test_what_a_step_leaves_running_is_ended_and_named(suite: str, kind: Kind, how: str, words: str) -> None:
     with kind(Settings(imports=(suite,))) as worker:
-        worker.within(60.0).prepare("one", case("step", how), worker.probe()[0])
+        worker.with_time_limit(60.0).prepare("one", case("step", how), worker.probe()[0])
         with pytest.raises(WorkerFault, match=rf"LeftRunning: a step left 1 running \(process \d+: .*{words}.*\)"):
-            worker.within(60.0).slot("one", 5, 0)
+            worker.with_time_limit(60.0).slot("one", 5, 0)
         (pid,) = noted(suite)
         assert not runs(pid)
 
@@ -160,7 +160,7 @@ def test_what_a_step_leaves_running_is_ended_and_named(suite: str, kind: Kind, h
 def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(suite: str, kind: Kind) -> None:
     with kind(Settings(imports=(suite,))) as worker:
         cpu = worker.probe()[0]
-        asked = worker.within(60.0)
+        asked = worker.with_time_limit(60.0)
         asked.prepare("left", case("prepare", "child"), cpu)
         asked.slot("left", 2, 0)
         (pid,) = noted(suite)
@@ -179,16 +179,16 @@ def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
     AsyncCompile.pool.cache_clear()
-    before = list_running()
+    before = list_running_tasks()
     own = AsyncCompile.pool()
     others = ThreadPoolExecutor(1)
     try:
         for pool in (own, others):
             pool.submit(int).result()
-        (left,) = wait_and_name_running(list_running() - before, 0.0)
+        (left,) = wait_for_running_tasks(list_running_tasks() - before, 0.0)
         assert left in {thread.name for thread in others._threads}
     finally:
         own.shutdown()
         others.shutdown()
         AsyncCompile.pool.cache_clear()
-    assert wait_and_name_running(list_running() - before, 0.0) == []
+    assert wait_for_running_tasks(list_running_tasks() - before, 0.0) == []

@@ -20,7 +20,7 @@ from fp8bench import pipeline
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure import handle
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
-from fp8bench.measure.limits import Limits
+from fp8bench.measure.limits import RequestTimeLimits
 from fp8bench.model import Case, Record, Request, Run, Status, TensorStatistics, Work
 from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
@@ -325,13 +325,13 @@ def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: py
         facts = next(device for device in worker.probe() if device.kind == "cpu")
         assert facts.memory_bytes > 0 and facts.torch
         case = Case("hazard", (("how", "talk"),), "bf16", "cpu")
-        worker.within(60.0).prepare("talk", case, facts)
-        slot = worker.within(60.0).slot("talk", 1, 0)
+        worker.with_time_limit(60.0).prepare("talk", case, facts)
+        slot = worker.with_time_limit(60.0).slot("talk", 1, 0)
         assert len(slot.steps) == 1 and slot.wall_seconds > 0
         with pytest.raises(WorkerFault, match="StepPrinted"):
-            worker.within(60.0).slot("talk", 2, 0)
+            worker.with_time_limit(60.0).slot("talk", 2, 0)
         with pytest.raises(WorkerFault, match="KeyError") as caught:
-            worker.within(60.0).slot("nobody", 1, 0)
+            worker.with_time_limit(60.0).slot("nobody", 1, 0)
         assert "Traceback" in caught.value.trace and not caught.value.out_of_memory
         worker.release("talk")
         worker.release("nobody")
@@ -359,15 +359,15 @@ def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker
     with kind(Settings(imports=(hazard,))) as worker:
         facts = worker.probe()[0]
         for how in (*RAISED, "press"):
-            worker.within(60.0).prepare(how, Case("hazard", (("how", how),), "bf16", "cpu"), facts)
+            worker.with_time_limit(60.0).prepare(how, Case("hazard", (("how", how),), "bf16", "cpu"), facts)
         pid = worker.pid if isinstance(worker, ProcessWorker) else None
         for how, words in RAISED.items():
             with pytest.raises(WorkerFault) as caught:
-                worker.within(60.0).slot(how, 9, 0)
+                worker.with_time_limit(60.0).slot(how, 9, 0)
             assert str(caught.value) == words and "Traceback" in caught.value.trace
         with pytest.raises(KeyboardInterrupt if kind is LocalWorker else WorkerFault, match="a press"):
-            worker.within(60.0).slot("press", 9, 0)
-        assert len(worker.within(60.0).slot("mute", 1, 0).steps) == 1
+            worker.with_time_limit(60.0).slot("press", 9, 0)
+        assert len(worker.with_time_limit(60.0).slot("mute", 1, 0).steps) == 1
         assert pid == (worker.pid if isinstance(worker, ProcessWorker) else None)
 
 
@@ -473,7 +473,7 @@ def test_what_a_workload_has_started_ends_with_its_worker(
         worker.begin()
         begun = worker.pid
         case = Case("hazard", (("how", "sleeper"),), "bf16", "cpu")
-        worker.within(60.0).prepare("sleeper", case, worker.probe()[0])
+        worker.with_time_limit(60.0).prepare("sleeper", case, worker.probe()[0])
         assert worker.pid == begun is not None
         pid = int(sleeper.read_text())
         assert not gone(pid)
@@ -530,20 +530,20 @@ THOUSAND = Work(flops=1e12)
 @for_each(
     ("limit", "seconds"),
     [
-        (Limits().for_slot(0.001, 1), 60.0),
-        (Limits().for_slot(2.9, 1), 60.0),
-        (Limits().for_slot(3.1, 1), 62.0),  # twenty steps
-        (Limits().for_slot(0.5, 10), 100.0),
+        (RequestTimeLimits().for_slot(0.001, 1), 60.0),
+        (RequestTimeLimits().for_slot(2.9, 1), 60.0),
+        (RequestTimeLimits().for_slot(3.1, 1), 62.0),  # twenty steps
+        (RequestTimeLimits().for_slot(0.5, 10), 100.0),
         # An untimed step gets time for its FLOPs at five GFLOP/s, which any device reaches.
-        (Limits().for_first_step(Work()), 60.0),
-        (Limits().for_first_step(Work(flops=1e9)), 60.0),
-        (Limits().for_first_step(THOUSAND), 200.0),
-        (Limits().for_first_step(Work(setup_seconds=100)), 160.0),
-        (Limits().for_untimed_pass(THOUSAND), 800.0),
+        (RequestTimeLimits().for_first_step(Work()), 60.0),
+        (RequestTimeLimits().for_first_step(Work(flops=1e9)), 60.0),
+        (RequestTimeLimits().for_first_step(THOUSAND), 200.0),
+        (RequestTimeLimits().for_first_step(Work(setup_seconds=100)), 160.0),
+        (RequestTimeLimits().for_untimed_pass(THOUSAND), 800.0),
         # The user's limit applies to every request.
-        (Limits(2.5).for_first_step(THOUSAND), 2.5),
-        (Limits(2.5).for_slot(100.0, 9), 2.5),
-        (Limits(2.5).for_untimed_pass(Work()), 2.5),
+        (RequestTimeLimits(2.5).for_first_step(THOUSAND), 2.5),
+        (RequestTimeLimits(2.5).for_slot(100.0, 9), 2.5),
+        (RequestTimeLimits(2.5).for_untimed_pass(Work()), 2.5),
     ],
 )
 def test_when_an_answer_is_a_hang(limit: float, seconds: float) -> None:

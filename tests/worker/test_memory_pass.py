@@ -16,8 +16,8 @@ from fp8bench.registry import precisions
 from fp8bench.worker.memory_pass import (
     LONGEST_STEP_SECONDS,
     compute_growth,
-    find_role,
-    measure_growth,
+    find_memory_role,
+    measure_memory_growth,
     report_casts,
 )
 from tests.counts import for_each
@@ -54,7 +54,7 @@ NEW = HeldBlock(1, 10, "gemm")
 )
 def test_a_role(block: HeldBlock, before: dict[int, R | None], after: dict[int, R | None], role: MemoryRole) -> None:
     """Addresses are reused, and refer only to the tensor there at the time."""
-    assert find_role(block, before, after) is role
+    assert find_memory_role(block, before, after) is role
 
 
 KIB = 1024
@@ -96,8 +96,8 @@ def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again
         cycle: list[object] = [torch.ones(KIB)]
         cycle.append(cycle)
 
-    assert measure_growth(step, "cpu", 0.001) == 0.0
-    assert measure_growth(lambda: pytest.fail("not to be run"), "cpu", LONGEST_STEP_SECONDS + 1) is None
+    assert measure_memory_growth(step, "cpu", 0.001) == 0.0
+    assert measure_memory_growth(lambda: pytest.fail("not to be run"), "cpu", LONGEST_STEP_SECONDS + 1) is None
 
 
 class RoleNote:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8bench.errors import WorkerFault, WorkerHung
-from fp8bench.measure.limits import DEFAULT_LIMITS
+from fp8bench.measure.limits import DEFAULT_TIME_LIMITS
 from fp8bench.measure.passes import CaseOutcome, Passes
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, DeviceReader
 from fp8bench.model import DeviceFacts, MemoryUse
-from fp8bench.model.readings import Read, Reading, Readings, Unavailable
+from fp8bench.model.readings import Reading, ReadingOrUnavailable, Readings, UnavailableReading
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 from tests.facts import CPU
@@ -20,29 +20,29 @@ from tests.fakes import GPU, FakeWorker, Fault, Script, planned
 class Driver(DeviceReader):
     """A driver that counts process memory, or gives a reason; it records which states still exist."""
 
-    def __init__(self, worker: FakeWorker, read: Read) -> None:
+    def __init__(self, worker: FakeWorker, read: ReadingOrUnavailable) -> None:
         self.worker = worker
         self.read = read
         self.asked: list[tuple[int | None, list[str]]] = []
 
-    def process_memory(self, pid: int | None = None) -> Read:
+    def process_memory(self, pid: int | None = None) -> ReadingOrUnavailable:
         self.asked.append((pid, list(self.worker.remembered)))
         return self.read
 
-    def power_limit(self) -> Read:
-        return Unavailable("not asked here")
+    def power_limit(self) -> ReadingOrUnavailable:
+        return UnavailableReading("not asked here")
 
     def _read_queries(self, wanted: object) -> Readings:
         return {}
 
 
 def remembered(
-    scripts: Mapping[str, Script], read: Read | None, facts: DeviceFacts = CPU
+    scripts: Mapping[str, Script], read: ReadingOrUnavailable | None, facts: DeviceFacts = CPU
 ) -> tuple[list[CaseOutcome], FakeWorker, Driver | None]:
     worker = FakeWorker(scripts)
     driver = None if read is None else Driver(worker, read)
     outcomes = [CaseOutcome(planned(mode)) for mode in scripts]
-    passes = Passes(worker, {"cpu": facts}, DEFAULT_LIMITS, SilentObserver())
+    passes = Passes(worker, {"cpu": facts}, DEFAULT_TIME_LIMITS, SilentObserver())
     passes.measure_memory(outcomes, Meter((), driver or AbsentDevice("no driver")))
     return outcomes, worker, driver
 
@@ -60,7 +60,7 @@ def test_the_driver_is_asked_while_the_state_is_there() -> None:
     [
         (
             7,
-            Unavailable("NVML does not list it"),
+            UnavailableReading("NVML does not list it"),
             MemoryUse(7, why="no memory of the process: NVML does not list it"),
             1,
         ),
@@ -68,7 +68,9 @@ def test_the_driver_is_asked_while_the_state_is_there() -> None:
         (None, Reading(99, "B", "NVML"), None, 0),  # a device that cannot count is a reason too
     ],
 )
-def test_who_cannot_say_is_a_reason(peak: int | None, read: Read | None, memory: MemoryUse | None, asked: int) -> None:
+def test_who_cannot_say_is_a_reason(
+    peak: int | None, read: ReadingOrUnavailable | None, memory: MemoryUse | None, asked: int
+) -> None:
     (outcome,), worker, driver = remembered({"fp32": Script(peak=peak)}, read)
     assert outcome.draft.memory == memory and len(driver.asked if driver is not None else ()) == asked
     assert outcome.draft.detail == ("" if peak else "no peak memory: the script has none")

@@ -18,29 +18,29 @@ import pytest
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.worker.ranks import bench
 from fp8bench.worker.ranks.bench import (
+    RankBarrier,
     RankBench,
-    RankMeeting,
-    StartLine,
+    RankSyncFunctions,
     StepPartsAnswer,
-    refuse_strangers,
+    check_new_process_groups,
+    refuse_other_users,
     time_rounds,
-    watch_groups,
 )
-from fp8bench.worker.ranks.launcher import _end_all
+from fp8bench.worker.ranks.launcher import _end_rank_processes
 from tests.counts import for_each
 from tests.fakes import CPU
 
 
 def test_no_rank_begins_before_all_have_come(tmp_path: Path) -> None:
     """Three ranks meet 50 times: when one continues, all have arrived equally often."""
-    lines = [StartLine(tmp_path, rank, 3, 240.0) for rank in range(3)]
+    lines = [RankBarrier(tmp_path, rank, 3, 240.0) for rank in range(3)]
     come = [0, 0, 0]
     wrong = list[tuple[int, ...]]()
 
     def run(rank: int) -> None:
         for turn in range(1, 51):
             come[rank] += 1
-            lines[rank].meet_ranks()
+            lines[rank].wait_for_ranks()
             seen = tuple(come)
             if min(seen) < turn or max(seen) > turn + 1:
                 wrong.append(seen)
@@ -84,7 +84,7 @@ def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     ran = {0: list[str](), 1: list[str]()}
     for said in ran.values():
         parts = {name: partial(said.append, name) for name in names}
-        found = time_rounds(parts, RankMeeting(lambda: None, partial(said.append, "met")), 7)
+        found = time_rounds(parts, RankSyncFunctions(lambda: None, partial(said.append, "met")), 7)
         assert {name: len(times) for name, times in found.items()} == dict.fromkeys(names, count)
     assert ran[0] == ran[1] and ran[0][:3] == ["one", "two", "met"] and ran[0].count("met") == 4 * count
     order = random.Random(7)
@@ -99,7 +99,7 @@ def test_the_launcher_is_waited_for(tmp_path: Path) -> None:
     with subprocess.Popen(("sleep", "0.5")) as launcher:
         waiting = threading.Thread(target=launcher.wait)
         waiting.start()
-        _end_all(str(folder), launcher.pid)
+        _end_rank_processes(str(folder), launcher.pid)
         waiting.join()  # the number disappears a moment before Popen has its exit code
     assert launcher.returncode == 0 and not folder.exists()
 
@@ -117,13 +117,13 @@ def accepted() -> Iterator[socket.socket]:
 
 @LINUX
 def test_own_processes_alone_may_be_connected(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_strangers()
+    refuse_other_users()
     ours = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
     with pytest.raises(PermissionError, match=rf"another user \(number {ours}\) has connected to this rank"):
-        refuse_strangers()
+        refuse_other_users()
     accepted.close()  # a closed peer sends nothing
-    refuse_strangers()
+    refuse_other_users()
 
 
 @LINUX
@@ -142,13 +142,13 @@ def test_connections_that_this_process_has_opened_may_be_to_anybody(monkeypatch:
         assert opened.recv(8) == b"accepted"  # until then the other end is closed
         ours = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
-        refuse_strangers()
+        refuse_other_users()
 
 
 @LINUX
 def test_no_group_is_made_with_a_stranger(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_groups = SimpleNamespace(_new_process_group_helper=lambda name: f"the group {name}")
-    watch_groups(torch_groups)
+    check_new_process_groups(torch_groups)
     assert torch_groups._new_process_group_helper("a") == "the group a"
     ours = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: ours + 1)

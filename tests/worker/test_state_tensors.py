@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8bench.model import MemoryRole
 from fp8bench.worker import finite
 from fp8bench.worker import state_tensors as module
-from fp8bench.worker.finite import FiniteState, LostNumbers
+from fp8bench.worker.finite import InitialFiniteElements, LostFiniteElements
 from fp8bench.worker.state_tensors import iterate_tensors, state_tensors
 from tests.counts import for_each
 
@@ -146,8 +146,8 @@ State = SimpleNamespace
 Step = Callable[[State], Any]
 
 
-def lost(state: State, step: Step, first: Step = lambda state: None) -> LostNumbers:
-    known = FiniteState(state)
+def lost(state: State, step: Step, first: Step = lambda state: None) -> LostFiniteElements:
+    known = InitialFiniteElements(state)
     first(state)
     known.begin(state)
     for _ in range(2):
@@ -184,7 +184,7 @@ SPOILT: dict[str, Step] = {
 @for_each("how", SPOILT)
 def test_what_a_step_spoils_is_found(how: str) -> None:
     weight = torch.ones(2, requires_grad=True)
-    assert lost(State(x=torch.full((3, 4), 1e20), mask=mask(), weight=weight), SPOILT[how]).lost > 0
+    assert lost(State(x=torch.full((3, 4), 1e20), mask=mask(), weight=weight), SPOILT[how]).nonfinite_count > 0
 
 
 def shift(state: State) -> None:
@@ -213,18 +213,18 @@ HONEST: dict[str, Step] = {
 def test_what_was_not_finite_from_the_start_is_an_input(how: str) -> None:
     scratch = torch.full((8,), torch.nan)
     state = State(x=torch.ones(3, 4), mask=mask(), scratch=scratch, x8=scratch.to(torch.float8_e4m3fn))
-    assert lost(state, HONEST[how], HONEST[how]).lost == 0
+    assert lost(state, HONEST[how], HONEST[how]).nonfinite_count == 0
 
 
 def test_what_there_is_no_time_for_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither as finite nor as lost: tensors unchecked before the steps do not count."""
     state = State(x=torch.ones(3), scratch=torch.full((8,), torch.nan))
     monkeypatch.setattr(finite, "READ_SECONDS", -1.0)
-    known = FiniteState(state)
+    known = InitialFiniteElements(state)
     known.begin(state)
     monkeypatch.setattr(finite, "READ_SECONDS", 0.5)
     state.x.fill_(torch.nan)
-    assert known.find_lost_numbers(state) == LostNumbers()
+    assert known.find_lost_numbers(state) == LostFiniteElements()
 
 
 def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pyte
     monkeypatch.setattr(finite, "time", clock)
     monkeypatch.setattr(module, "time", clock)
     state = State(x=torch.ones(3), many=[(number, [number]) for number in range(10_000)])
-    known = FiniteState(state)
+    known = InitialFiniteElements(state)
     state.x.fill_(torch.nan)
     before = next(looks)
-    assert known.find_lost_numbers(state).lost == 3 and next(looks) - before < 250
+    assert known.find_lost_numbers(state).nonfinite_count == 3 and next(looks) - before < 250

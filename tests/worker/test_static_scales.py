@@ -48,7 +48,7 @@ class Recording(RecipeArithmetic):
 
 def recorded(bench: Bench, case: Case, steps: int) -> dict[tuple[str, str], float]:
     """The largest magnitudes of some steps with current scales, by layer and role."""
-    setup = bench._make_setup(replace(case, static=None), CPU)
+    setup = bench._make_case_setup(replace(case, static=None), CPU)
     assert isinstance(setup.arithmetic, RecipeArithmetic)
     recording = Recording(setup.arithmetic.recipe)
     recording.seen = {}

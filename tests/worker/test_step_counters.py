@@ -14,10 +14,10 @@ from unittest.mock import Mock
 import pytest
 
 from fp8bench.devices.cpu import Cpu
-from fp8bench.measure.handle import CountingWorker, compile_probe, counting_worker
+from fp8bench.measure.handle import CountingWorker, compile_allocator_probe, open_counting_worker
 from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
 from fp8bench.model.raw import Settings
-from fp8bench.model.readings import Reading, Unavailable, subtract_counters
+from fp8bench.model.readings import Reading, UnavailableReading, subtract_counters
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import workloads
@@ -54,7 +54,7 @@ for call in calls:
 
 
 def under_probe(folder: Path, code: str) -> list[list[int]]:
-    probe = compile_probe(folder)
+    probe = compile_allocator_probe(folder)
     assert isinstance(probe, Path), probe
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -77,14 +77,14 @@ def test_the_probe_counts_every_call_and_its_bytes_while_it_is_on(tmp_path: Path
 
 
 def test_why_there_is_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Linux" in str(compile_probe(tmp_path, "darwin"))
+    assert "Linux" in str(compile_allocator_probe(tmp_path, "darwin"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "install gcc" in str(compile_probe(tmp_path, "linux"))
+    assert "install gcc" in str(compile_allocator_probe(tmp_path, "linux"))
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such header' >&2\nexit 1\n")
     broken.chmod(0o755)
-    assert "error: no such header" in str(compile_probe(tmp_path, "linux"))
+    assert "error: no such header" in str(compile_allocator_probe(tmp_path, "linux"))
 
 
 def figures(found: tuple[Measurement, ...], phase: str | None = None) -> Mapping[str, tuple[float, ...]]:
@@ -96,9 +96,9 @@ def figures(found: tuple[Measurement, ...], phase: str | None = None) -> Mapping
 def test_a_real_worker_counts_a_casts_bytes() -> None:
     """A step allocates its result: as many bytes as torch's profiler reports, and a few more for wrapper objects."""
     case = Case("cast", tuple({**SMALL["cast"], "rows": 512, "columns": 1024}.items()), "bf16", "cpu")
-    with counting_worker(Settings()) as worker:
+    with open_counting_worker(Settings()) as worker:
         assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why  # until it is read
-        found, whys = worker.within(120).counters(case, CPU, worker.why)
+        found, whys = worker.with_time_limit(120).counters(case, CPU, worker.why)
     whole = figures(found)
     cast = figures(found, "cast")
     image = 512 * 1024 * 2
@@ -127,7 +127,7 @@ def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
                 count += 100
             count += 20
 
-    readings = step_counters.PhaseReadings(read)
+    readings = step_counters.PhaseCounterReadings(read)
     readings.run(step)
     readings.run(step)
     found = readings.measurements([specs.ALLOCATOR_CALLS])
@@ -169,7 +169,7 @@ def test_steal(tmp_path: Path) -> None:
     assert host.read_counters(fake(tmp_path / "a"))["steal"] == Reading(2.5, "s", f"{tmp_path}/a/stat")
     steal = host.read_counters(fake(tmp_path / "b", stat="cpu  1 2 3 4 5 6 7 0 9 10\n"))["steal"]
     assert isinstance(steal, Reading) and steal.value == 0
-    assert host.read_counters(fake(tmp_path / "c", stat="cpu 1 2\n"))["steal"] == Unavailable(
+    assert host.read_counters(fake(tmp_path / "c", stat="cpu 1 2\n"))["steal"] == UnavailableReading(
         f"{tmp_path}/c/stat does not report stolen time"
     )
 
@@ -180,7 +180,7 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
     (proc / "thread-self" / "schedstat").write_text("900 2500000000 3\n")
     assert host.read_counters(proc)["waited"] == Reading(2.5, "s", f"{proc}/thread-self/schedstat")
     (proc / "thread-self" / "schedstat").write_text("0 0\n")
-    assert isinstance(host.read_counters(proc)["waited"], Unavailable)
+    assert isinstance(host.read_counters(proc)["waited"], UnavailableReading)
     begun = time.monotonic()
     before = host.read_counters()
     time.sleep(0.2)
@@ -188,20 +188,20 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
     awake = time.monotonic() - begun - 0.19
     waited = spent["waited"]
     preemptions = spent["preemptions"]
-    assert isinstance(waited, Unavailable) or waited.number < awake
+    assert isinstance(waited, UnavailableReading) or waited.number < awake
     assert isinstance(preemptions, Reading) and preemptions.number >= 0
 
 
 def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
     """Whether the kernel accepts the request without effect, or rejects it."""
     proc = fake(tmp_path / "a")
-    stayed = host.reset_high_water(proc)
-    assert isinstance(stayed, Unavailable) and "the peak stayed at 2048000 B" in stayed.reason
+    stayed = host.reset_peak_resident_memory(proc)
+    assert isinstance(stayed, UnavailableReading) and "the peak stayed at 2048000 B" in stayed.reason
     assert (proc / "self" / "clear_refs").read_text() == "5"
     proc = fake(tmp_path / "b")
     (proc / "self" / "clear_refs").mkdir()
-    refused = host.reset_high_water(proc)
-    assert isinstance(refused, Unavailable) and "cannot be written" in refused.reason
+    refused = host.reset_peak_resident_memory(proc)
+    assert isinstance(refused, UnavailableReading) and "cannot be written" in refused.reason
 
 
 def test_a_slot_counts_what_its_device_had_to_try_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,13 @@ from fp8bench.protocols import Phases, Workload
 from fp8bench.registry import devices
 from fp8bench.worker import bits, step_effect
 from fp8bench.worker.bits import digest, replace_numbers
-from fp8bench.worker.step_effect import Sketches, check_step_effect, compare_slots, make_slot, restore_state
+from fp8bench.worker.step_effect import (
+    TensorChangeSketches,
+    check_step_effect,
+    compare_slots,
+    make_slot_summary,
+    restore_state,
+)
 from tests.counts import for_each
 
 State = SimpleNamespace
@@ -253,7 +259,7 @@ def test_tensors_that_others_hold_too_are_as_before() -> None:
 
 @for_each("count", [1, 7, 8, 1000])
 def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "_PIECE_ELEMENTS", 16)
+    monkeypatch.setattr(bits, "_ELEMENTS_PER_PIECE", 16)
     numbers = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     seen = {digest(numbers)}
     for place in range(count):
@@ -301,13 +307,15 @@ def test_equal_numbers_are_replaced_by_numbers_of_their_size() -> None:
 MS = 1e-3
 
 
-def told(left: Callable[[int, bool], Sketches], seconds: Callable[[int, bool], float] = lambda n, timed: MS) -> str:
+def told(
+    left: Callable[[int, bool], TensorChangeSketches], seconds: Callable[[int, bool], float] = lambda n, timed: MS
+) -> str:
     """Compares scripted slots; the n-th leaves `left(n)` and takes `seconds(n)`."""
     numbers = iter(range(8))
 
     def slot(timed: bool) -> step_effect.SlotSummary:
         number = next(numbers)
-        return make_slot([seconds(number, timed)] * 3, 1, left(number, timed), seconds(number, timed))
+        return make_slot_summary([seconds(number, timed)] * 3, 1, left(number, timed), seconds(number, timed))
 
     return compared(slot)
 
@@ -332,7 +340,7 @@ def test_slots_that_agree_are_two() -> None:
 
     def slot(timed: bool) -> step_effect.SlotSummary:
         seen.append(timed)
-        return make_slot([MS], 1, [sums(1, 2), sums(3, 4)], MS)
+        return make_slot_summary([MS], 1, [sums(1, 2), sums(3, 4)], MS)
 
     assert compared(slot) == "" and seen == [True, False]
     assert compared(lambda timed: None) == ""
@@ -358,7 +366,9 @@ def test_turns_are_no_lie(period: int, run: int) -> None:
         ([], [], False),
     ],
 )
-def test_what_differs_each_time_is_a_difference(timed: Sketches, counted: Sketches, lies: bool) -> None:
+def test_what_differs_each_time_is_a_difference(
+    timed: TensorChangeSketches, counted: TensorChangeSketches, lies: bool
+) -> None:
     said = "a step leaves other results when it is timed than when its operators are counted" if lies else ""
     assert told(lambda n, is_timed: timed if is_timed else counted) == said
 

@@ -33,7 +33,7 @@ from fp8bench.registry import precisions
 from fp8bench.user_code.switches import read_values
 from fp8bench.worker import step_guards
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 from fp8bench.worker.switches import (
     SwitchesChanged,
     precision_scope,
@@ -198,10 +198,10 @@ SINCE_2_12 = {
 
 @contextmanager
 def _other_code() -> Iterator[None]:
-    kept = PhaseClock.begin.__code__
-    PhaseClock.begin.__code__ = (lambda clock: None).__code__
+    kept = PhaseStampClock.begin.__code__
+    PhaseStampClock.begin.__code__ = (lambda clock: None).__code__
     yield
-    PhaseClock.begin.__code__ = kept
+    PhaseStampClock.begin.__code__ = kept
 
 
 # Contexts that other code entered and keeps: they cannot be left from outside.
@@ -209,12 +209,12 @@ KEPT: dict[str, tuple[Callable[[], Any], str]] = {
     "inference": (torch.inference_mode, "inference mode at True (it was False, and cannot be put back)"),
     "functions": (BaseTorchFunctionMode, "modes of torch's functions at 1 (it was 0, and cannot be put back)"),
     "functions of ours": (
-        partial(patch.object, PhaseClock, "end", lambda clock: ([], [])),
-        "fp8bench's own functions at fp8bench.worker.clock.PhaseClock.end (it was none, and cannot be put back)",
+        partial(patch.object, PhaseStampClock, "end", lambda clock: ([], [])),
+        "fp8bench's own functions at fp8bench.worker.clock.PhaseStampClock.end (it was none, and cannot be put back)",
     ),
     "their code": (
         _other_code,
-        "fp8bench's own functions at fp8bench.worker.clock.PhaseClock.begin (it was none, and cannot be put back)",
+        "fp8bench's own functions at fp8bench.worker.clock.PhaseStampClock.begin (it was none, and cannot be put back)",
     ),
     "operators": (FlopCounterMode, "modes of torch's dispatcher at 1 (it was 0, and cannot be put back)"),
     "profiler": (

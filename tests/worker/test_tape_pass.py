@@ -138,11 +138,11 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is a warm-up, and the only one if it exceeds the total time."""
     monkeypatch.setattr(tape_pass, "MAX_STEPS", 5)
-    assert list(tape_pass._iterate_limited_turns()) == [0, 1, 2, 3, 4, 5]
+    assert list(tape_pass._iterate_turns_until_limit()) == [0, 1, 2, 3, 4, 5]
     for seconds, turns in ((tape_pass.MAX_SECONDS, [0, 1]), (tape_pass.MAX_SECONDS + 1, [0])):
         clock = count(10.0, seconds)
         monkeypatch.setattr(tape_pass.time, "perf_counter", lambda clock=clock: next(clock))
-        assert list(tape_pass._iterate_limited_turns()) == turns
+        assert list(tape_pass._iterate_turns_until_limit()) == turns
 
 
 def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> Iterator[tuple[str, Shares]]:

@@ -23,7 +23,7 @@ from fp8bench.model import Case
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import untimed_passes
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.tracing import TRACED_STEPS, WARM_UP_STEPS, cut_overlaps, write_trace
+from fp8bench.worker.tracing import TRACED_STEPS, WARM_UP_STEPS_BEFORE_TRACE, cut_event_overlaps, write_trace
 from tests.counts import for_each
 from tests.worker.scripted import CPU, Script
 from tests.worker.scripted import script as script
@@ -85,7 +85,7 @@ def test_a_profiler_around_the_process_sees_one_slot_with_its_phases(
     Collected.log.clear()
     bench.mark_slot(case, CPU)
     one = [part for number in range(TRACED_STEPS) for part in (f"step {number} [", "step", "fp8bench.cast [", "]", "]")]
-    assert Collected.log == [*["step"] * WARM_UP_STEPS, "start", f"{case.id} [", *one, "]", "stop"]
+    assert Collected.log == [*["step"] * WARM_UP_STEPS_BEFORE_TRACE, "start", f"{case.id} [", *one, "]", "stop"]
 
 
 def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
 
     file = tmp_path / "new" / "fp8bench.1.pt.trace.json.gz"
     bench.trace(stepping(step), CPU, str(file))
-    assert len(calls) == WARM_UP_STEPS + 1 + TRACED_STEPS
+    assert len(calls) == WARM_UP_STEPS_BEFORE_TRACE + 1 + TRACED_STEPS
     events = read(file)["traceEvents"]
     steps = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
     ranges = [event for event in events if event.get("name") == "fp8bench.gemm"]
@@ -134,7 +134,7 @@ def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable
     def step(phase: Phases) -> None:
         calls.append(1)
         with phase.gemm:
-            if len(calls) == WARM_UP_STEPS + 3:
+            if len(calls) == WARM_UP_STEPS_BEFORE_TRACE + 3:
                 raise ValueError("no such thing")
 
     with pytest.raises(ValueError, match="no such thing"):
@@ -167,7 +167,7 @@ def step(start: float, end: float, number: int = 1) -> Event:
 )
 def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
     events = [step(0, 10), wrong, event("mm", 2, 4)]
-    assert cut_overlaps(events) == events
+    assert cut_event_overlaps(events) == events
 
 
 def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
@@ -206,7 +206,7 @@ def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
 @given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
 def test_overlaps_are_cut(operators: list[Event], phases: list[Event]) -> None:
     before = [step(0, 1000), *operators, *phases]
-    after = cut_overlaps(before)
+    after = cut_event_overlaps(before)
     assert not overlaps(after) and after[: 1 + len(operators)] == before[: 1 + len(operators)]
     for old, new in zip(before, after, strict=True):
         assert old["ts"] <= new["ts"] and new["ts"] + new["dur"] <= old["ts"] + old["dur"] and new["dur"] >= 0

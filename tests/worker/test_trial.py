@@ -14,7 +14,7 @@ from fp8bench.model import Case, DeviceFacts, Level, Request, Status
 from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.linear import linear
-from fp8bench.nn.whole_layers import LibraryArithmetic, LibraryLayer
+from fp8bench.nn.whole_layers import LibraryLayer, LibraryLayerArithmetic
 from fp8bench.numerics.products import multiply_in_float32
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
 from fp8bench.registry import precisions
@@ -146,7 +146,7 @@ def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, l
         kept = weight.shape[1] - left_out
         return LibraryLayer(lambda x: linear(x[:, :kept], weight[:, :kept], other, SilentPhases()))
 
-    found = find_wrong_product(LibraryArithmetic("other", torch.bfloat16, build), precision, CPU)
+    found = find_wrong_product(LibraryLayerArithmetic("other", torch.bfloat16, build), precision, CPU)
     assert ("product is wrong" in found) == bool(left_out) and ("emulation of it" in found) == bool(left_out)
 
 

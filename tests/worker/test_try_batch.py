@@ -15,15 +15,15 @@ import torch
 
 from fp8bench.devices.cpu import Cpu, read_data_bytes
 from fp8bench.errors import WorkerFault
-from fp8bench.measure.capacity import CapacityPass, CapacityRule
+from fp8bench.measure.capacity import CapacityPass, CapacitySearchRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
-from fp8bench.measure.limits import DEFAULT_LIMITS
+from fp8bench.measure.limits import DEFAULT_TIME_LIMITS
 from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, Case, PlannedCase, Request
 from fp8bench.model.raw import Settings
-from fp8bench.plan.make import make_plan, with_batch
+from fp8bench.plan.make import make_plan, replace_batch_size
 from fp8bench.protocols import Phases, Setup, SilentObserver
-from fp8bench.worker.memory_pass import make_preparer, try_batch
+from fp8bench.worker.memory_pass import make_memory_pass_preparer, try_batch
 from tests.own_suites import suite_file
 from tests.worker.scripted import CPU, Scripted, setup_of
 
@@ -79,7 +79,7 @@ def planned(suite: str, dtype: str = "fp32", **axes: str) -> PlannedCase:
 def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
     outcome = CaseOutcome(one)
     CapacityPass(
-        worker, {"cpu": CPU}, DEFAULT_LIMITS, SilentObserver(), CapacityRule(limit, with_batch)
+        worker, {"cpu": CPU}, DEFAULT_TIME_LIMITS, SilentObserver(), CapacitySearchRule(limit, replace_batch_size)
     ).find_largest_batches([outcome])
     assert outcome.draft.capacity is not None
     return outcome.draft.capacity
@@ -89,17 +89,17 @@ def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
 @linux
 def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: str) -> None:
     small, large = (planned("heap", mib=str(size)).case for size in (4, 3000))
-    assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
+    assert worker.with_time_limit(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
     process = worker.pid
     resident = resident_bytes(worker)
     for _ in range(5):
         with pytest.raises(WorkerFault, match="DefaultCPUAllocator: can't allocate memory") as caught:
-            worker.within(60).try_batch(large, CPU, 100 * MIB)
+            worker.with_time_limit(60).try_batch(large, CPU, 100 * MIB)
         assert caught.value.out_of_memory
-        assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
+        assert worker.with_time_limit(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
     assert worker.pid == process and resident_bytes(worker) < resident + 64 * MIB
     # Without a limit, none remains from an earlier case.
-    assert worker.within(60).try_batch(planned("heap", mib="600").case, CPU, None) == 600 * MIB
+    assert worker.with_time_limit(60).try_batch(planned("heap", mib="600").case, CPU, None) == 600 * MIB
 
 
 def resident_bytes(worker: ProcessWorker) -> int:
@@ -147,7 +147,7 @@ def test_preparing_counts_and_both_steps_do() -> None:
         torch.empty(6950)
 
     def peak(prepare: Callable[[Setup], Any], step: Callable[[Any, Phases], None]) -> int | None:
-        return try_batch(make_preparer(Scripted(prepare, step), setup), Cpu(), 0, 1 << 30)
+        return try_batch(make_memory_pass_preparer(Scripted(prepare, step), setup), Cpu(), 0, 1 << 30)
 
     assert peak(rough, lambda state, phase: None) == 4 * 5000
     assert peak(rough, first) == 4 * (10 + 100 + 7000)
@@ -167,15 +167,18 @@ def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        try_batch(make_preparer(Scripted(lambda _: {}, step), setup), device, 0, None)
+        try_batch(make_memory_pass_preparer(Scripted(lambda _: {}, step), setup), device, 0, None)
     assert stopped == [1] and gc.isenabled()
-    assert try_batch(make_preparer(Scripted(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
+    assert (
+        try_batch(make_memory_pass_preparer(Scripted(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None)
+        == 0
+    )
 
 
 def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:
     request = Request("mlp", ("fp32", "fp8"), ("cpu",), axes=(("tokens", ("32",)), ("gated", ("no",))), static_scales=2)
     case = make_plan(request, (CPU,)).groups[0].cases[1].case
     assert case.static is not None
-    plain = local.within(60).try_batch(replace(case, static=None), CPU, None)
-    taken = local.within(60).try_batch(case, CPU, None)
+    plain = local.with_time_limit(60).try_batch(replace(case, static=None), CPU, None)
+    taken = local.with_time_limit(60).try_batch(case, CPU, None)
     assert plain is not None and taken is not None and abs(taken - plain) < 0.2 * plain

@@ -103,6 +103,6 @@ def test_a_clock_that_looks_as_it_should_and_goes_wrong_fails_the_slot(tmp_path:
     )
     case = Case("gemm", (("m", 64), ("n", 64), ("k", 64), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
     with ProcessWorker(Settings(imports=(str(path),))) as worker:
-        worker.within(60.0).prepare("one", case, worker.probe()[0])
+        worker.with_time_limit(60.0).prepare("one", case, worker.probe()[0])
         with pytest.raises(WorkerFault, match="ClocksDisagree: the clock of phases counted "):
-            worker.within(60.0).slot("one", 2000, 1)
+            worker.with_time_limit(60.0).slot("one", 2000, 1)

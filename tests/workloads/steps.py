@@ -12,7 +12,7 @@ from fp8bench.devices.cpu import HostStamper
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Scalar
 from fp8bench.protocols import Setup, Workload
 from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import PhaseStampClock
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 H200 = DeviceFacts("cuda", 0, "H200", 140 << 30, "2.13.0", (9, 0), "13.0")
@@ -66,7 +66,7 @@ def small(workload: str, precision: str, seed: int = 0, **changes: Scalar) -> Se
 
 def marks(workload: Workload, state: object, steps: int = 1) -> list[str]:
     """The phases of the last of some steps, in order."""
-    clock = PhaseClock(HostStamper())
+    clock = PhaseStampClock(HostStamper())
     for _ in range(steps):
         clock.begin()
         workload.step(state, clock)

@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.model import Level, Request, Status
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
@@ -51,7 +51,7 @@ def test_real_ranks_send_what_they_say(tmp_path: Path) -> None:
     assert len(run.records) == 5 * 4
     assert not [(record.case.id, record.reason) for record in run.records if record.status is not Status.OK]
     for record in run.records:
-        told = {str(one.name): one.value for one in metrics_of(record, found.get(record.case.id))}
+        told = {str(one.name): one.value for one in iterate_case_metrics(record, found.get(record.case.id))}
         assert {"algbw", "busbw", "effective_busbw", "rank_skew", "communication_time", "sqnr_db"} <= told.keys()
         assert record.transfer is not None and record.transfer.logical == 4096 * 4
         assert record.transfer.counted is (record.case.precision == "fp8")

@@ -17,7 +17,7 @@ from fp8bench.nn.batches import DecodedRecords, IndexArray, draw_text_records
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.data import DEFAULT_BATCHES, PREPARED_BATCHES, RECORD_COUNT, Data, LoadState
+from fp8bench.workloads.data import DEFAULT_BATCHES, PREPARED_BATCH_COUNT, RECORD_COUNT, Data, DataLoadState
 from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, setup_of
 
@@ -29,7 +29,7 @@ def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes:
     return setup_of("data", {**SIZES, **changes, "data": corpus.identity}, precision, seed, corpus.path)
 
 
-def arrived(state: LoadState) -> torch.Tensor:
+def arrived(state: DataLoadState) -> torch.Tensor:
     Data().step(state, SilentPhases())
     (batch,) = state.destination.buffers
     return batch.clone()
@@ -50,7 +50,7 @@ def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str)
         assert torch.equal(arrived(state), torch.from_numpy(wanted))
 
 
-@for_each(("batch", "ready"), [(4, PREPARED_BATCHES), (RECORD_COUNT + 1, 1)])
+@for_each(("batch", "ready"), [(4, PREPARED_BATCH_COUNT), (RECORD_COUNT + 1, 1)])
 def test_a_transfer_gathers_nothing_in_its_steps(
     corpus: Corpus, batch: int, ready: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,13 +16,13 @@ from fp8bench.analysis.findings import find
 from fp8bench.errors import UsageError
 from fp8bench.model import Label, Level, Scalar, Tape, Verdict
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.diffusion import GUIDANCE_WEIGHT, DenoiserTraining, Sampling, compute_noise_angle
+from fp8bench.nn.diffusion import GUIDANCE_WEIGHT, DenoiserTraining, ImageSampling, compute_noise_angle
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SamplerPlan
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.diffusion import Diffusion, parse_high_steps
+from fp8bench.workloads.diffusion import Diffusion, parse_high_precision_steps
 from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
@@ -38,17 +38,19 @@ def params_of(denoiser: str, **changes: Scalar) -> dict[str, Scalar]:
     return dict(Diffusion().expand(made)[0])
 
 
-def state_of(denoiser: str, precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Sampling | DenoiserTraining:
+def state_of(
+    denoiser: str, precision: str = "fp32", seed: int = 0, **changes: Scalar
+) -> ImageSampling | DenoiserTraining:
     state = Diffusion().prepare(setup_of("diffusion", params_of(denoiser, **changes), precision, seed))
-    assert isinstance(state, Sampling | DenoiserTraining)
+    assert isinstance(state, ImageSampling | DenoiserTraining)
     return state
 
 
-def exact_of(denoiser: str, **changes: Scalar) -> Sampling | DenoiserTraining:
+def exact_of(denoiser: str, **changes: Scalar) -> ImageSampling | DenoiserTraining:
     exact = PlainArithmetic(torch.float64)
     setup = setup_of("diffusion", params_of(denoiser, **changes), "fp32")
     state = Diffusion().exercise(setup, lambda name: exact, exact.carrier)
-    assert isinstance(state, Sampling | DenoiserTraining)
+    assert isinstance(state, ImageSampling | DenoiserTraining)
     return state
 
 
@@ -134,7 +136,7 @@ class PlainUNet(Plain):
 PLAIN = {"dit": PlainDiT, "unet": PlainUNet}
 
 
-def plain_samples(denoiser: str, state: Sampling, guidance: str) -> Iterator[Tensor]:
+def plain_samples(denoiser: str, state: ImageSampling, guidance: str) -> Iterator[Tensor]:
     """Samples by DDIM, with image and noise written out."""
     denoise = PLAIN[denoiser](dict(state.layer.named_parameters()))
     x, conditions = state.inputs
@@ -164,7 +166,7 @@ def mismatched(tape: Tape, reference: Tape) -> bool:
 @DENOISERS
 def test_sampling_is_what_plain_functions_compute(denoiser: str, guidance: str) -> None:
     state = exact_of(denoiser, guidance=guidance)
-    assert isinstance(state, Sampling) and GUIDANCE_WEIGHT == 4
+    assert isinstance(state, ImageSampling) and GUIDANCE_WEIGHT == 4
     ours = list(state.sample_latents(SilentPhases()))
     torch.testing.assert_close(ours, list(plain_samples(denoiser, state, guidance)), rtol=1e-9, atol=1e-9)
 
@@ -289,8 +291,8 @@ def test_what_cannot_be_is_refused() -> None:
         params_of("unet", width=12)
     for text in ("", "4", "4+", "+1", "-1+2", "a+b"):
         with pytest.raises(ValueError, match="as in 4"):
-            parse_high_steps(text)
-    assert parse_high_steps("04+1") == "4+1"
+            parse_high_precision_steps(text)
+    assert parse_high_precision_steps("04+1") == "4+1"
     support = Diffusion().support
     params = params_of("dit", high_steps="3+1")
     assert "leaves no step of 4 to fp8" in support(params, precisions.get("fp8"), CPU).reason

@@ -17,7 +17,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.profiler.allocations import AllocationStream, PhaseStart, find_memory_course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.gemm import LARGEST_SIDE, Gemm, parse_layouts, parse_shape, parse_sides
+from fp8bench.workloads.gemm import LARGEST_SIDE, Gemm, parse_gemm_sides, parse_layouts, parse_shape
 from tests.counts import for_each
 from tests.facts import B200
 from tests.workloads.steps import CPU, H200, phases, small
@@ -82,7 +82,7 @@ def expand(shape: str, product: str = "auto", tokens: int = 512, operands: str =
 
 
 def swept(shape: str, base: str = "128", factor: int = 2, **more: Scalar) -> list[dict[str, Scalar]]:
-    params = {"shape": shape, "product": "auto", "operands": "auto", "tokens": 1, "base": parse_sides(base)}
+    params = {"shape": shape, "product": "auto", "operands": "auto", "tokens": 1, "base": parse_gemm_sides(base)}
     return [dict(one) for one in Gemm().expand({**params, "factor": factor, **more})]
 
 
@@ -223,7 +223,7 @@ def test_the_error_of_the_kernel_is_what_it_adds_to_the_casts() -> None:
 
 def test_the_error_of_a_large_product_is_that_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Gemm().error(setup_for("fp8", m=256))["product_error"]
-    monkeypatch.setattr(products.choose_rows, "__defaults__", (2.0 * 40 * 64 * 16,))
+    monkeypatch.setattr(products.choose_product_error_rows, "__defaults__", (2.0 * 40 * 64 * 16,))
     some = Gemm().error(setup_for("fp8", m=256))["product_error"]
     assert some != whole and some == pytest.approx(whole, rel=0.2)
 

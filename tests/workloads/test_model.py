@@ -17,7 +17,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
-from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS, Model
+from fp8bench.workloads.model import LOADED_MODELS, MODEL_MAKERS_IN_PROCESS, Model
 from tests.counts import for_each
 from tests.facts import CPU
 
@@ -27,16 +27,16 @@ Make = Callable[[], Any]
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     yield
-    LIVE_MODELS.clear()
+    MODEL_MAKERS_IN_PROCESS.clear()
     LOADED_MODELS.clear()
 
 
 def setup_of(
     make: Make, precision: str = "untouched", layers: tuple[tuple[str, str], ...] = (), **more: Scalar
 ) -> Setup:
-    if LIVE_MODELS.get("Net") is not make:
+    if MODEL_MAKERS_IN_PROCESS.get("Net") is not make:
         LOADED_MODELS.clear()
-    LIVE_MODELS["Net"] = make
+    MODEL_MAKERS_IN_PROCESS["Net"] = make
     params = {"make": "Net", "pass": "training", "optimizer": "adamw", "compile": "no", **more}
     chosen = precisions.get(precision)
     arithmetic = chosen.arithmetic(CPU)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8bench.analysis.tapes import product_work
+from fp8bench.analysis.tapes import sum_product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Scalar
-from fp8bench.nn.exercise import Exercise
-from fp8bench.nn.experts import Mixture, draw_load, measure_disagreements, summarise_load, transport
+from fp8bench.nn.exercise import LayerExercise
+from fp8bench.nn.experts import Mixture, compute_disagreement_shares, draw_expert_load, summarise_load, transport
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.registry import precisions
 from fp8bench.workloads.moe import Moe, parse_load
@@ -30,17 +30,17 @@ SIZES = MoeSizes(32, 48, 4, 2)
 LOADS = ("uniform", "zipf:1", "zipf:4", "router")
 
 
-def state_of(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Exercise:
+def state_of(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> LayerExercise:
     return Moe().prepare(small("moe", precision, seed, **changes))
 
 
-def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
+def by_loops(state: LayerExercise, load: str, seed: int = 0) -> Tensor:
     (x,) = state.inputs
     layer = state.layer
     weights = dict(layer.named_parameters())
     normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weights["norms.0.weight"]
     router = weights["blocks.0.router"]
-    plan = draw_load(load, len(x), SIZES, seed)
+    plan = draw_expert_load(load, len(x), SIZES, seed)
     rows = []
     for token, row in enumerate(normed):
         scores = [(row * expert).sum() for expert in router]
@@ -56,7 +56,7 @@ def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
     return torch.stack(rows)
 
 
-def agree(state: Exercise, load: str) -> bool:
+def agree(state: LayerExercise, load: str) -> bool:
     output, gradients = state.outcome()
     wanted = by_loops(state, load)
     others = torch.autograd.grad(wanted, state.list_leaf_tensors(), state.output_gradient, allow_unused=True)
@@ -72,7 +72,7 @@ def test_it_is_what_plain_loops_compute(load: str) -> None:
     assert agree(state_of(load=load), load)
 
 
-def rows_of(state: Exercise) -> list[int]:
+def rows_of(state: LayerExercise) -> list[int]:
     assert isinstance(state.layer, Mixture)
     ((_, counts),) = state.layer.record_routing(state.outcome)
     return counts
@@ -96,19 +96,19 @@ def test_rows_that_fill_a_part_up_are_not_useful(load: str) -> None:
     more = sum(-(-rows // 16) * 16 - rows for rows in rows_of(filled))
     assert more > 0
     assert tape.flops == reference.flops + 3 * more * 2 * 3 * 32 * 48
-    work = product_work(tape, reference)
+    work = sum_product_work(tape, reference)
     assert (work.useful_flops, work.padding_flops) == (reference.flops, 3 * more * 2 * 3 * 32 * 48)
 
 
 def test_a_uniform_load_is_exactly_so() -> None:
-    plan = draw_load("uniform", 64, MoeSizes(8, 8, 16, 4), 0)
+    plan = draw_expert_load("uniform", 64, MoeSizes(8, 8, 16, 4), 0)
     assert plan is not None and plan.flatten().bincount().tolist() == [16] * 16
     assert all(len(set(row)) == 4 for row in plan.tolist())
 
 
 @for_each("exponent", [0.5, 1.0, 2.0])
 def test_a_zipf_load_is_drawn_without_an_expert_twice(exponent: float) -> None:
-    plan = draw_load(f"zipf:{exponent:g}", 20_000, MoeSizes(8, 8, 6, 2), 3)
+    plan = draw_expert_load(f"zipf:{exponent:g}", 20_000, MoeSizes(8, 8, 6, 2), 3)
     assert plan is not None and all(len(set(row)) == 2 for row in plan.tolist())
     law = np.arange(1, 7.0) ** -exponent
     law /= law.sum()
@@ -147,7 +147,7 @@ def test_a_low_router_chooses_others_and_says_from_which_layer_on() -> None:
 def test_agreement_and_load_by_hand() -> None:
     ours = torch.tensor([[0, 1], [2, 3]])
     exact = torch.tensor([[1, 0], [2, 1]])
-    assert measure_disagreements([ours], [exact]) == [0.25]
+    assert compute_disagreement_shares([ours], [exact]) == [0.25]
     assert summarise_load([[6, 0, 1, 1], [2, 2, 2, 2]], 10) == {
         "load_ratio": 3.0,
         "distinct_experts": 7.0,
@@ -200,7 +200,7 @@ def test_native_decoding_fills_groups_up_to_what_its_products_take(
     reference = tape_in_phases(state_of(load="zipf:2", hidden=64, **{"pass": "decode"}).step)
     filled = sum(-(-count // rows) * rows - count for count in counts)
     assert (filled > 0) == (rows > 1)
-    work = product_work(tape_in_phases(state.step), reference)
+    work = sum_product_work(tape_in_phases(state.step), reference)
     assert (work.useful_flops, work.padding_flops) == (reference.flops, filled * 2 * 3 * 32 * 64)
 
 

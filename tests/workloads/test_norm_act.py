@@ -13,7 +13,7 @@ from fp8bench.model import Level, Scalar
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.norm_act import INPUT_COUNTS, NormAct
+from fp8bench.workloads.norm_act import INPUT_COUNT_BY_OPERATION, NormAct
 from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, small
 
@@ -46,7 +46,7 @@ def test_operations_are_what_their_names_say(operation: str, precision: str, lim
     output = state.layer(*state.inputs, SilentPhases())
     assert output.dtype == state.inputs[0].dtype == precisions.get(precision).arithmetic(CPU).carrier
     assert relative_frobenius(output, WANTED[operation](*(one.detach().double() for one in state.inputs))) < limit
-    assert len(state.inputs) == INPUT_COUNTS[operation]
+    assert len(state.inputs) == INPUT_COUNT_BY_OPERATION[operation]
 
 
 def test_the_loss_is_summed_over_the_tokens() -> None:

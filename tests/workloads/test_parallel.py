@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, DeviceFacts, Request, Status
 from fp8bench.model.raw import Settings
-from fp8bench.nn.experts import draw_load
-from fp8bench.nn.parallel.exchanges import assign_owners
+from fp8bench.nn.experts import draw_expert_load
+from fp8bench.nn.parallel.exchanges import assign_owner_ranks
 from fp8bench.nn.sizes import SIZES, MoeSizes
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
@@ -57,7 +57,7 @@ def test_unequal_rows_are_refused() -> None:
 
 def test_owners_have_about_the_same() -> None:
     sizes = [400, 100, 100, 100, 90, 10]
-    found = assign_owners(sizes, 3)
+    found = assign_owner_ranks(sizes, 3)
     held = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(3)]
     assert sorted(held) == [200, 200, 400]
 
@@ -106,7 +106,7 @@ def _divided_data(group: Ranks, size: int, wires: str) -> int:
     plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=size), (facts,))
     for planned_group in plan.groups:
         case = next(one.case for one in planned_group.cases if one.runs)
-        gaps = worker.within(60).error(case, facts)
+        gaps = worker.with_time_limit(60).error(case, facts)
         sent, overlap, scaling = worker.ask(60, "step_parts", case, facts)
         assert all(min(times) > 0 for times in (scaling.whole, scaling.share, overlap.communication))
         assert 6 <= len(overlap.both) == len(overlap.in_turn) <= 15
@@ -169,7 +169,7 @@ def test_a_run_tells_scaling_and_bytes(tmp_path: Path) -> None:
     request = Request("parallel", dtypes=("fp32",), axes=axes, quick=True, rounds=2, data=str(text), ranks=2)
     (record,) = pipeline.execute(request, tmp_path / "store", SilentObserver(), "").records
     assert record.status is Status.OK, record.reason
-    told = {str(one.name) for one in metrics_of(record, None)}
+    told = {str(one.name) for one in iterate_case_metrics(record, None)}
     assert {"strong_scaling", "weak_scaling", "wire_bytes", "exposed_time", "loss_gap", "update_error"} <= told
 
 
@@ -181,7 +181,7 @@ def test_experts_by_ranks_train_what_one_rank_does(two: Ranks) -> None:
     cases = [one.case for group in plan for one in group.cases]
     assert len(cases) == 3 * 2
     for case in cases:
-        gaps = worker.within(60).error(case, facts)
+        gaps = worker.with_time_limit(60).error(case, facts)
         exact = case.precision == "fp32" and case.param("wire") == "stream"
         assert gaps["update_error"] < (1e-5 if exact else 0.5) and (exact or gaps["update_error"] > 1e-4), case.id
         rows = [gaps[f"rank{rank}_rows"] for rank in range(2)]
@@ -198,7 +198,7 @@ def _of_experts(case: Case, rank: int) -> Bytes:
     """Bytes that one of two ranks sends in a step with 4 sequences: both directions, and the gradients of both."""
     out = come = 0
     for layer in range(CONFIG.layers):
-        plan = draw_load(str(case.param("load")), 4 * CONFIG.sequence, MoeSizes(1, 1, 8, 2), layer)
+        plan = draw_expert_load(str(case.param("load")), 4 * CONFIG.sequence, MoeSizes(1, 1, 8, 2), layer)
         assert plan is not None
         for token, chosen in enumerate(plan.tolist()):
             for expert in chosen:
@@ -225,4 +225,4 @@ def test_mistakes_of_experts_by_ranks_are_found(mistake: str, two: Ranks) -> Non
     params = {"size": "nano", "batch": 4, "sequence": 32, "wire": "stream", "load": "uniform", "way": mistake}
     case = Case("parallel", tuple(params.items()), "fp8", "cpu", ranks=2)
     with pytest.raises(WorkerFault, match="change weights differently from one rank"):
-        worker.within(60).error(case, facts)
+        worker.with_time_limit(60).error(case, facts)

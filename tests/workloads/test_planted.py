@@ -35,7 +35,7 @@ def test_it_is_hidden() -> None:
 def test_the_other_workload_gets_its_own_parameters() -> None:
     state = prepared(0)
     assert isinstance(state.workload, gemm.Gemm) and isinstance(state.inner_state, gemm.GemmState)
-    assert state.inner_state.a.shape == (24, 64) and state.inner_state.ready_operands is None
+    assert state.inner_state.a.shape == (24, 64) and state.inner_state.prepared_operands is None
 
 
 @for_each("extra", [1, 7])

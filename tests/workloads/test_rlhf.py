@@ -10,7 +10,7 @@ import torch
 from fp8bench.errors import UsageError
 from fp8bench.model import Level, MemoryUse, StaticScales
 from fp8bench.model.raw import Settings
-from fp8bench.nn.rlhf import FourModels
+from fp8bench.nn.rlhf import RlhfModels
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup, SilentPhases
@@ -35,9 +35,9 @@ def setup_for(corpus: Corpus, precision: str = "fp32", **changes: str) -> Setup:
     return setup_of("transformer", params, precision, 0, corpus.path)
 
 
-def four_of(setup: Setup) -> FourModels:
+def four_of(setup: Setup) -> RlhfModels:
     found = Transformer().prepare(setup)
-    assert isinstance(found, FourModels)
+    assert isinstance(found, RlhfModels)
     return found
 
 
@@ -68,7 +68,7 @@ def test_the_actor_trains_as_it_does_alone(corpus: Corpus) -> None:
 
 def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
     four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
-    four.loader.load_ahead(2)
+    four.loader.preload_batches(2)
     with torch.no_grad():
         wanted = [
             -four.actor.model(*batch, SilentPhases(), reduction="none") for batch in four.loader.read(SilentPhases())

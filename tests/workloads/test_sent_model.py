@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.errors import NotSent
-from fp8bench.workloads.model import load_sent_model
+from fp8bench.errors import ModelNotSendable
+from fp8bench.workloads.model import load_transferred_model
 
 
 def test_a_model_of_another_user_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_a_model_of_another_user_is_not_unpickled(tmp_path: Path, monkeypatch: p
 
     file = tmp_path / "model.pt"
     torch.save((1, 2), file)
-    assert load_sent_model(str(file)) == (1, 2)
+    assert load_transferred_model(str(file)) == (1, 2)
     monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1)
-    with pytest.raises(NotSent, match="belongs to user"):
-        load_sent_model(str(file))
+    with pytest.raises(ModelNotSendable, match="belongs to user"):
+        load_transferred_model(str(file))

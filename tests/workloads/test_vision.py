@@ -16,7 +16,7 @@ from fp8bench.nn import convolution
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.image_models import ResNet
 from fp8bench.nn.training_step import TrainingState
-from fp8bench.nn.vision import InferenceState, compute_outcome
+from fp8bench.nn.vision import InferenceState, compute_batch_results
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
@@ -117,7 +117,7 @@ PLAIN: dict[str, Callable[..., Tensor]] = {"resnet": plain_resnet, "vit": plain_
 @for_each("model", MODELS)
 def test_it_is_what_plain_functions_compute(model: str, layout: str, passing: str) -> None:
     state, other = (state_of(model, layout=layout, **{"pass": passing}) for _ in range(2))
-    ours, gradients = compute_outcome(state, False)
+    ours, gradients = compute_batch_results(state, False)
     (images, *text), targets = other.loader.next()
     weights = dict(other.model.named_parameters())
     if passing == "forward":
@@ -213,13 +213,13 @@ def test_inference_casts_no_weight_in_its_step_and_keeps_no_other(model: str, la
     state = state_of(model, "fp8", layout=layout, **{"pass": "forward"})
     count = len(Vision().layers(params_of(model)))
     assert weight_bytes(state.model.modules()) == 4 * count  # one number each
-    logits, gradients = compute_outcome(state, False)
+    logits, gradients = compute_batch_results(state, False)
     assert gradients == []
     with pytest.MonkeyPatch.context() as patch:
         kept_weights(patch)
         other = state_of(model, "fp8", layout=layout, **{"pass": "forward"})
     assert cast_again(other.model.modules()) == count
-    assert torch.equal(compute_outcome(other, False)[0], logits)
+    assert torch.equal(compute_batch_results(other, False)[0], logits)
 
 
 def test_what_is_native_and_what_is_not() -> None:

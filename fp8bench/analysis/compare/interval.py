@@ -24,7 +24,7 @@ from fp8bench.model.specs import BAND
 from fp8bench.units import percent
 
 # The smallest change that a comparison of few runs can show, because those runs were measured at different times.
-MIN_CHANGE_OF_FEW_RUNS = 0.10
+MIN_VISIBLE_FEW_RUNS_CHANGE = 0.10
 # Limits for evaluating the continued fraction of Student's distribution.
 _MIN_FRACTION_MAGNITUDE = 1e-300
 _CONVERGENCE_TOLERANCE = 1e-15
@@ -124,7 +124,7 @@ def _squared_log_deviations(side: Sequence[Estimate]) -> list[float]:
 def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
     """Returns whether a change is better, worse, the same or UNSURE. Also returns the reason if it is UNSURE."""
     ratio = difference.ratio
-    min_ratio_change = MIN_CHANGE_OF_FEW_RUNS if difference.is_spread_unknown else BAND
+    min_ratio_change = MIN_VISIBLE_FEW_RUNS_CHANGE if difference.is_spread_unknown else BAND
     if ratio.low > 1 and ratio.point > 1 + min_ratio_change:
         return Direction.WORSE, ""
     if ratio.high < 1 and ratio.point < 1 / (1 + min_ratio_change):
@@ -132,7 +132,7 @@ def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
     if difference.is_spread_unknown:
         return Direction.UNSURE, (
             f"fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in all do not show how much runs differ; no change below "
-            f"{percent(MIN_CHANGE_OF_FEW_RUNS, 0)} is judged: measure more runs, or duel"
+            f"{percent(MIN_VISIBLE_FEW_RUNS_CHANGE, 0)} is judged: measure more runs, or duel"
         )
     if ratio.low > 1 - SAME_BAND and ratio.high < 1 + SAME_BAND:
         return Direction.SAME, ""
@@ -242,9 +242,9 @@ def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:
     c, d = 1.0, 1 / _avoid_zero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, _MAX_FRACTION_ITERATIONS):
-        even_term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd_term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even_term, odd_term):
+        even_numbered_term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd_numbered_term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even_numbered_term, odd_numbered_term):
             d = 1 / _avoid_zero(1 + term * d)
             c = _avoid_zero(1 + term / c)
             value *= c * d

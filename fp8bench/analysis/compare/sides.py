@@ -19,21 +19,21 @@ from statistics import NormalDist, fmean, median, stdev
 from fp8bench.analysis import stats
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.metric import Metric
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, mean_seconds
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
-from fp8bench.model.run import BUSY_CORES_FACT, DEVICE_SETTINGS, SWITCH_PREFIX, SWITCHES_SET, TIME_CONDITIONS
+from fp8bench.model.run import BUSY_CORES_FACT, DEVICE_SETTINGS, SWITCH_PREFIX, SWITCHES_SET, TIME_CONDITION_FACTS
 from fp8bench.model.specs import RELATIVE_TIME, STEP, TIME, Better, Rank
 
 # Facts that may differ between compared runs. Some change every minute, others are what the comparison is about.
 # SWITCHES_SET lists only the unusual switches, which are compared one by one.
-_IGNORED_FACTS = frozenset(
+_UNCOMPARED_FACTS = frozenset(
     {"load_1min", BUSY_CORES_FACT, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
 # The machine's name in histories: its entry in ~/.asv-machine.json, or the host's name.
-_MACHINE_FACT = "asv_machine"
-_HARDWARE_FACTS = frozenset({_MACHINE_FACT, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
-_FACTS_THAT_CHANGE_TIMES = frozenset({*TIME_CONDITIONS, "threads", "torch_threads", "asked: isolation"})
+_MACHINE_NAME_FACT = "asv_machine"
+_HARDWARE_FACTS = frozenset({_MACHINE_NAME_FACT, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
+_FACTS_THAT_CHANGE_TIMES = frozenset({*TIME_CONDITION_FACTS, "threads", "torch_threads", "asked: isolation"})
 # Prefixes of the names of facts that change measured times. Signal handlers have the same prefix as torch's switches,
 # but cost no time.
 _PREFIXES_OF_FACTS_THAT_CHANGE_TIMES = ("env_", SWITCH_PREFIX, "driver's cuda", "rank ")
@@ -54,25 +54,25 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparisonSide:
     """Runs that are compared together, and their measurements of each case by case id, the newest measurement last."""
 
     name: str
     runs: tuple[Run, ...]
-    sightings: Mapping[str, tuple[Sighting, ...]] = field(default_factory=dict)
+    sightings_by_case: Mapping[str, tuple[Sighting, ...]] = field(default_factory=dict)
 
     @property
     def cases(self) -> dict[str, Case]:
         """The newest version of each case, by id."""
-        return {name: sightings[-1].record.case for name, sightings in self.sightings.items()}
+        return {name: case_sightings[-1].record.case for name, case_sightings in self.sightings_by_case.items()}
 
     @property
     def is_measured(self) -> bool:
         """Whether the newest measurement of at least one case succeeded."""
-        return any(sightings[-1].record.is_ok for sightings in self.sightings.values())
+        return any(case_sightings[-1].record.is_ok for case_sightings in self.sightings_by_case.values())
 
 
-def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> Side:
+def make_comparison_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> ComparisonSide:
     """Makes one side of a comparison. Each of `judged_runs` is a run with its findings by case id."""
     sorted_runs = sorted(judged_runs, key=lambda pair: pair[0].started)
     sightings_by_case: dict[str, list[Sighting]] = {}
@@ -84,11 +84,13 @@ def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]
             sighting = Sighting(run, record, findings.get(record.case.id), reference)
             sightings_by_case.setdefault(record.case.id, []).append(sighting)
     runs = tuple(run for run, _ in sorted_runs)
-    return Side(name, runs, {case_id: tuple(case_sightings) for case_id, case_sightings in sightings_by_case.items()})
+    return ComparisonSide(
+        name, runs, {case_id: tuple(case_sightings) for case_id, case_sightings in sightings_by_case.items()}
+    )
 
 
 @dataclass(frozen=True)
-class DifferingFact:
+class DifferingRunFact:
     """A fact about the runs or their machine that differs between the sides. `of_times` is True if measured times
     depend on it.
     """
@@ -99,9 +101,9 @@ class DifferingFact:
     of_times: bool = False
 
 
-def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tuple[DifferingFact, ...]:
+def list_differing_run_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tuple[DifferingRunFact, ...]:
     """Returns the facts that differ between old and new runs. Facts that measured times depend on come first."""
-    old_facts, new_facts = _collect_facts(old_runs), _collect_facts(new_runs)
+    old_facts, new_facts = _collect_distinct_facts(old_runs), _collect_distinct_facts(new_runs)
     facts = []
     for name in {**old_facts, **new_facts}:
         if old_facts.get(name) == new_facts.get(name):
@@ -110,19 +112,19 @@ def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tu
         if name.startswith(SWITCH_PREFIX) and not (name in old_facts and name in new_facts):
             continue
         old_words, new_words = _describe_values(old_facts.get(name, [])), _describe_values(new_facts.get(name, []))
-        facts.append(DifferingFact(name, old_words, new_words, _may_change_times(name)))
+        facts.append(DifferingRunFact(name, old_words, new_words, _may_change_times(name)))
     return tuple(sorted(facts, key=lambda fact: not fact.of_times))
 
 
 MachineFacts = tuple[tuple[str, Scalar | None], ...]
 
 
-def hardware_of(run: Run) -> MachineFacts:
+def collect_hardware_facts(run: Run) -> MachineFacts:
     """Returns the hardware facts of a run, starting with its machine's name. Runs are combined only if these facts are
     equal.
     """
-    hardware_facts = [pair for pair in _list_facts(run) if _is_hardware_fact(pair[0])]
-    return tuple(sorted(hardware_facts, key=lambda pair: pair[0] != _MACHINE_FACT))
+    hardware_facts = [pair for pair in _list_run_facts(run) if _is_hardware_fact(pair[0])]
+    return tuple(sorted(hardware_facts, key=lambda pair: pair[0] != _MACHINE_NAME_FACT))
 
 
 def name_machines(machines: Iterable[MachineFacts]) -> list[str]:
@@ -133,11 +135,13 @@ def name_machines(machines: Iterable[MachineFacts]) -> list[str]:
     machine_names = []
     for machine in distinct_machines:
         name = str(machine[0][1])
-        shared_facts = set(machine)
+        common_machine_facts = set(machine)
         for namesake in distinct_machines:
             if namesake[0] == machine[0]:
-                shared_facts &= set(namesake)
-        differences = ", ".join(f"{fact} {value}" for fact, value in machine if (fact, value) not in shared_facts)
+                common_machine_facts &= set(namesake)
+        differences = ", ".join(
+            f"{fact} {value}" for fact, value in machine if (fact, value) not in common_machine_facts
+        )
         machine_names.append(f"{name} ({differences})" if differences else name)
     return machine_names
 
@@ -148,27 +152,27 @@ def _is_hardware_fact(name: str) -> bool:
 
 def _may_change_times(name: str) -> bool:
     # The settings of a device are facts such as 'cuda:0 power_cap'.
-    setting = name.rpartition(" ")[2]
-    if _is_hardware_fact(name) or name in _FACTS_THAT_CHANGE_TIMES or setting in DEVICE_SETTINGS:
+    setting_word = name.rpartition(" ")[2]
+    if _is_hardware_fact(name) or name in _FACTS_THAT_CHANGE_TIMES or setting_word in DEVICE_SETTINGS:
         return True
     return name.startswith(_PREFIXES_OF_FACTS_THAT_CHANGE_TIMES) and not name.startswith(_SIGNAL_HANDLER_PREFIX)
 
 
-def _collect_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
+def _collect_distinct_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
     """Returns the distinct values of each fact in sorted order."""
     facts: dict[str, dict[Scalar | None, None]] = {}
     for run in runs:
-        for name, value in _list_facts(run):
+        for name, value in _list_run_facts(run):
             facts.setdefault(name, {})[value] = None
     return {name: sorted(values, key=str) for name, values in facts.items()}
 
 
-def _list_facts(run: Run) -> Iterator[tuple[str, Scalar | None]]:
+def _list_run_facts(run: Run) -> Iterator[tuple[str, Scalar | None]]:
     """Yields the name and value of each fact about a run's environment, its request and its devices."""
     facts = run.environment.facts
-    machine = facts.get(_MACHINE_FACT) or facts.get("machine")
-    for name, value in {**facts, _MACHINE_FACT: machine}.items():
-        if name not in _IGNORED_FACTS:
+    machine = facts.get(_MACHINE_NAME_FACT) or facts.get("machine")
+    for name, value in {**facts, _MACHINE_NAME_FACT: machine}.items():
+        if name not in _UNCOMPARED_FACTS:
             yield name, value
     for name in _COMPARED_REQUEST_FIELDS:
         yield f"asked: {name}", getattr(run.request, name)
@@ -212,74 +216,74 @@ class MatchedFigures:
     shown_values: tuple[float, float] | None = None
 
 
-def match_times(
+def match_step_times(
     old: Sequence[Sighting], new: Sequence[Sighting], extra: Sequence[Sighting] = ()
 ) -> Iterator[MatchedFigures]:
     """Yields the time of a step on both sides. Also yields its ratio to the reference's time, if all runs have the
     same reference.
     """
     sides = (old, new, extra)
-    timings = [_list_timings(side) for side in sides]
+    timings = [_list_side_timings(side) for side in sides]
     if not timings[0] or not timings[1]:
         return
     # 1. Compare only as many rounds, and calls per round, as every run has.
-    all_timings = [*timings[0], *timings[1], *timings[2]]
-    rounds = min(timing.num_rounds for timing in all_timings)
-    common_call_count = count_common_calls(*all_timings)
+    timings_of_all_sides = [*timings[0], *timings[1], *timings[2]]
+    rounds = min(timing.num_rounds for timing in timings_of_all_sides)
+    common_call_count = count_common_calls(*timings_of_all_sides)
     has_few_rounds = rounds < MIN_ROUNDS_FOR_BEST_CASE
     # 2. Compare parts of steps (`segments`) only if all runs have the same parts. In a `varying` timing, the sequence
     # of phases differs between steps.
-    layouts = {(timing.segments, timing.varying) for timing in all_timings}
-    whole_steps = len(layouts) > 1 or any(
+    segment_layouts = {(timing.segments, timing.varying) for timing in timings_of_all_sides}
+    whole_steps = len(segment_layouts) > 1 or any(
         sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
         for sighting in (*old, *new, *extra)
     )
-    best_estimates = [_estimate_best_cases(side, rounds, common_call_count, whole_steps) for side in timings]
+    best_time_estimates = [_estimate_best_cases(side, rounds, common_call_count, whole_steps) for side in timings]
     mean_estimates = tuple(_estimate_mean_times(side, rounds) for side in timings)
     yield MatchedFigures(
         TIME,
         "s",
-        best_estimates[0],
-        best_estimates[1],
+        best_time_estimates[0],
+        best_time_estimates[1],
         has_few_rounds,
-        best_estimates[2],
+        best_time_estimates[2],
         mean_estimates,
-        _reported_times(old, new),
+        _get_reported_times(old, new),
     )
     # 3. Compare ratios only if all runs have the same reference.
     if len({sighting.reference for sighting in (*old, *new, *extra)}) > 1:
         return
-    ratios = [_estimate_ratios(side, _get_best_ratio) for side in sides]
-    if ratios[0] and ratios[1]:
-        mean_estimates = tuple(_estimate_ratios(side, _get_mean_ratio) for side in sides)
+    time_ratios_of_sides = [_estimate_log_ratios(side, _get_best_ratio) for side in sides]
+    if time_ratios_of_sides[0] and time_ratios_of_sides[1]:
+        mean_estimates = tuple(_estimate_log_ratios(side, _get_mean_ratio) for side in sides)
         has_mean_estimates = mean_estimates[0] and mean_estimates[1]
         yield MatchedFigures(
             RELATIVE_TIME,
             "x",
-            ratios[0],
-            ratios[1],
+            time_ratios_of_sides[0],
+            time_ratios_of_sides[1],
             has_few_rounds,
-            ratios[2],
+            time_ratios_of_sides[2],
             mean_estimates if has_mean_estimates else (),
         )
 
 
-def _list_timings(side: Sequence[Sighting]) -> list[Timing]:
+def _list_side_timings(side: Sequence[Sighting]) -> list[Timing]:
     records = [sighting.record for sighting in side if sighting.record.is_ok]
     return [record.timing for record in records if record.timing is not None and record.timing.slots]
 
 
-def _reported_times(*sides: Sequence[Sighting]) -> tuple[float, float] | None:
+def _get_reported_times(*sides: Sequence[Sighting]) -> tuple[float, float] | None:
     """Returns for each side the best-case seconds that its run reported. For several runs, this is the geometric mean
     of their times. Returns None if a run reported no best case.
     """
-    side_means = []
+    side_mean_seconds = []
     for side in sides:
         reported_seconds = [sighting.finding.best_seconds for sighting in side if sighting.finding is not None]
         if not reported_seconds or not all(reported_seconds):
             return None
-        side_means.append(math.exp(fmean(math.log(seconds) for seconds in reported_seconds if seconds)))
-    return side_means[0], side_means[1]
+        side_mean_seconds.append(math.exp(fmean(math.log(seconds) for seconds in reported_seconds if seconds)))
+    return side_mean_seconds[0], side_mean_seconds[1]
 
 
 def match_noisy_costs(
@@ -288,13 +292,17 @@ def match_noisy_costs(
     """Yields noisy figures for which low values are good, such as energy. The estimate of a run is the median of its
     samples, with the standard error of this median.
     """
-    sides = [list(map(_collect_costs, side)) for side in (old, new, extra)]
-    for metric in _list_metrics(sides[1]):
+    costs_by_side = [list(map(_collect_costs, side)) for side in (old, new, extra)]
+    for metric in _list_metrics(costs_by_side[1]):
         if metric.noisy:
-            estimates_by_side = [_estimate_medians(side, metric) for side in sides]
-            if estimates_by_side[0] and estimates_by_side[1]:
+            median_estimates_by_side = [_estimate_medians(side, metric) for side in costs_by_side]
+            if median_estimates_by_side[0] and median_estimates_by_side[1]:
                 yield MatchedFigures(
-                    metric.name, metric.unit, estimates_by_side[0], estimates_by_side[1], extra=estimates_by_side[2]
+                    metric.name,
+                    metric.unit,
+                    median_estimates_by_side[0],
+                    median_estimates_by_side[1],
+                    extra=median_estimates_by_side[2],
                 )
 
 
@@ -304,10 +312,10 @@ def match_exact_costs(
     """Yields exact figures for which low values are good, such as memory and errors. Each figure comes with its values
     in the old runs and in the new runs. Figures that one side lacks are skipped.
     """
-    sides = [list(map(_collect_costs, side)) for side in (old, new)]
-    for metric in _list_metrics(sides[1]):
+    costs_by_side = [list(map(_collect_costs, side)) for side in (old, new)]
+    for metric in _list_metrics(costs_by_side[1]):
         if not metric.noisy:
-            old_values, new_values = (list(chain(*_list_samples(side, metric))) for side in sides)
+            old_values, new_values = (list(chain(*_list_metric_samples(side, metric))) for side in costs_by_side)
             if old_values and new_values:
                 yield metric, old_values, new_values
 
@@ -319,14 +327,14 @@ def _collect_costs(sighting: Sighting) -> _CostByName:
     """Returns the main figures of a measured step by name, if lower values are better. The time of the step is left
     out.
     """
-    costs: dict[str, Metric] = {}
+    metric_by_name: dict[str, Metric] = {}
     if not sighting.record.is_ok:
-        return costs
-    for metric in metrics_of(sighting.record, None):
+        return metric_by_name
+    for metric in iterate_case_metrics(sighting.record, None):
         is_main_figure = metric.rank is Rank.MAIN and metric.phase == STEP
         if is_main_figure and metric.better is Better.LOWER and metric.name != TIME and metric.samples():
-            costs[metric.name] = metric
-    return costs
+            metric_by_name[metric.name] = metric
+    return metric_by_name
 
 
 def _list_metrics(side: Sequence[_CostByName]) -> Iterable[Metric]:
@@ -334,7 +342,7 @@ def _list_metrics(side: Sequence[_CostByName]) -> Iterable[Metric]:
     return dict(chain(*(costs.items() for costs in side))).values()
 
 
-def _list_samples(side: Sequence[_CostByName], metric: Metric) -> list[tuple[float, ...]]:
+def _list_metric_samples(side: Sequence[_CostByName], metric: Metric) -> list[tuple[float, ...]]:
     """Returns the samples of a metric from each run that measured it from the same source and in the same unit."""
     costs_of_metric = [costs[metric.name] for costs in side if metric.name in costs]
     return [cost.samples() for cost in costs_of_metric if (cost.source, cost.unit) == (metric.source, metric.unit)]
@@ -342,11 +350,13 @@ def _list_samples(side: Sequence[_CostByName], metric: Metric) -> list[tuple[flo
 
 def _estimate_medians(side: Sequence[_CostByName], metric: Metric) -> tuple[Estimate, ...]:
     median_estimates = []
-    for samples in _list_samples(side, metric):
-        logs = [math.log(value) for value in samples if 0 < value < math.inf]
-        if logs:
-            error = _MEDIAN_ERROR_FACTOR * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
-            median_estimates.append(Estimate(median(logs), error))
+    for samples in _list_metric_samples(side, metric):
+        sample_logs = [math.log(value) for value in samples if 0 < value < math.inf]
+        if sample_logs:
+            error = (
+                _MEDIAN_ERROR_FACTOR * stdev(sample_logs) / math.sqrt(len(sample_logs)) if len(sample_logs) > 1 else 0.0
+            )
+            median_estimates.append(Estimate(median(sample_logs), error))
     return tuple(median_estimates)
 
 
@@ -372,7 +382,7 @@ def _estimate_mean_times(side: Sequence[Timing], rounds: int) -> tuple[Estimate,
     return tuple(mean_estimates)
 
 
-def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
+def _estimate_log_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
     """Returns the ratio that `read` takes from each finding as an estimate: the ratio's logarithm, with a standard
     error that follows from the ratio's interval.
     """

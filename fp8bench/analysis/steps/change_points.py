@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.stats import FloatArray
 from fp8bench.model import Interval
 
 # A level has at least this many values, so that one or two outliers are not a level. The first level of a series needs
@@ -28,21 +28,21 @@ from fp8bench.model import Interval
 MIN_LEVEL_LENGTH = 3
 MIN_FIRST_LEVEL_LENGTH = 8
 # The price of a second cut is added for a level with fewer values than this.
-SETTLED_LEVEL_LENGTH = 8
+MIN_SETTLED_LEVEL_LENGTH = 8
 
 Counts = NDArray[np.intp]
 
 
-class Batch(NamedTuple):
+class SeriesBatch(NamedTuple):
     """Several series as rows of a table. `lengths` has the length of each series. Values beyond this length are
     ignored.
     """
 
-    values: Floats
+    values: FloatArray
     lengths: Counts
 
 
-def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
+def find_series_cuts(batch: SeriesBatch, length_price: float) -> list[list[int]]:
     """Returns where each series is cut: the first index of every piece except the first piece.
 
     Dynamic programming finds the cuts with the lowest cost. The cost is the sum of squares around the means of the
@@ -54,11 +54,11 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
     series_count, longest_length = batch.values.shape
     rows = np.arange(series_count)
     # Index i of these three arrays stands for pieces with (longest_length - i) values.
-    piece_lengths = np.arange(longest_length, 0, -1)
-    length_prices, weights = length_price * np.log(piece_lengths / MIN_LEVEL_LENGTH), -1.0 / piece_lengths
-    sums = np.zeros((series_count, longest_length + 1))
+    series_piece_lengths = np.arange(longest_length, 0, -1)
+    length_prices, weights = length_price * np.log(series_piece_lengths / MIN_LEVEL_LENGTH), -1.0 / series_piece_lengths
+    running_sums = np.zeros((series_count, longest_length + 1))
     # Subtract the first value of each series before summing, so that no digits are lost.
-    (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])
+    (batch.values - batch.values[:, :1]).cumsum(axis=1, out=running_sums[:, 1:])
     # The lowest cost of the first n values, for each n. It excludes the sum of their squares, which does not depend on
     # the cuts.
     lowest_cost_by_end = np.full((series_count, longest_length + 1), np.inf)
@@ -70,7 +70,7 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
             slice(end - MIN_LEVEL_LENGTH + 1),
             slice(longest_length - end, longest_length - MIN_LEVEL_LENGTH + 1),
         )
-        cost_by_piece_begin = sums[:, begin_slice] - sums[:, end : end + 1]
+        cost_by_piece_begin = running_sums[:, begin_slice] - running_sums[:, end : end + 1]
         cost_by_piece_begin *= cost_by_piece_begin
         cost_by_piece_begin *= weights[length_slice]
         cost_by_piece_begin += length_prices[length_slice]
@@ -78,14 +78,14 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
         if end in distinct_series_lengths:
             last_cut_of_whole_series[:, end] = cost_by_piece_begin.argmin(axis=1)
         if end >= MIN_FIRST_LEVEL_LENGTH:
-            cost_by_piece_begin[:, max(end - SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
+            cost_by_piece_begin[:, max(end - MIN_SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
             last_cut[:, end] = cost_by_piece_begin.argmin(axis=1)
             lowest_cost_by_end[:, end] = cost_by_piece_begin[rows, last_cut[:, end]] + 1.0
     last_cut_by_row = last_cut_of_whole_series[rows, batch.lengths].tolist()
-    return [_trace_cuts(row, cut) for row, cut in zip(last_cut, last_cut_by_row, strict=True)]
+    return [_trace_cut_positions(row, cut) for row, cut in zip(last_cut, last_cut_by_row, strict=True)]
 
 
-def _trace_cuts(last_cut: Counts, position: int) -> list[int]:
+def _trace_cut_positions(last_cut: Counts, position: int) -> list[int]:
     cut_positions = []
     while position > 0:
         cut_positions.append(position)
@@ -96,7 +96,7 @@ def _trace_cuts(last_cut: Counts, position: int) -> list[int]:
 # For Gaussian values with standard deviation 1, the median of their magnitudes.
 _MEDIAN_OF_GAUSSIAN = 0.6745
 # Differences are clipped at this many standard deviations, so that steps and outliers do not count as noise.
-_CLIPPING_LIMIT_IN_DEVIATIONS = 3.0
+_OUTLIER_CLIP_DEVIATIONS = 3.0
 # If more than half of the values equal their neighbours, the median difference is 0. Then the noise is estimated from
 # this share of the differences, the smallest ones.
 _SHARE_OF_SMALLEST_DIFFERENCES = 0.9
@@ -111,7 +111,7 @@ _CHANCE_CORRELATION_FACTOR = 1.3
 _MAX_NEIGHBOUR_CORRELATION = 0.7
 
 
-def estimate_noise(batch: Batch) -> Floats:
+def estimate_noise(batch: SeriesBatch) -> FloatArray:
     """Returns the noise of each series, estimated from the differences of neighbouring values. In these differences,
     levels and trends cancel.
     """
@@ -126,14 +126,14 @@ def estimate_noise(batch: Batch) -> Floats:
     squared_differences = np.where(np.isfinite(neighbour_differences), neighbour_differences, 0.0) ** 2
     trimmed_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
     trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, trimmed_count - 1] / trimmed_count
-    rough_noise = np.maximum(median_differences / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
-    clipping_limit = _CLIPPING_LIMIT_IN_DEVIATIONS * np.maximum(rough_noise, MIN_SPREAD)[:, None]
-    mean_clipped_squares = np.minimum(squared_differences, clipping_limit**2).sum(axis=1) / counts
-    noise: Floats = np.maximum(np.sqrt(mean_clipped_squares / 2), MIN_SPREAD)
+    preliminary_noise = np.maximum(median_differences / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
+    difference_clipping_limit = _OUTLIER_CLIP_DEVIATIONS * np.maximum(preliminary_noise, MIN_SPREAD)[:, None]
+    mean_clipped_square_changes = np.minimum(squared_differences, difference_clipping_limit**2).sum(axis=1) / counts
+    noise: FloatArray = np.maximum(np.sqrt(mean_clipped_square_changes / 2), MIN_SPREAD)
     return noise
 
 
-def replace_outliers(batch: Batch, spread: Floats) -> Batch:
+def replace_outliers(batch: SeriesBatch, spread: FloatArray) -> SeriesBatch:
     """Replaces each outlier by the median of its neighbours.
 
     At either end of a series, the outermost five values are these neighbours, so that three values of a new level are
@@ -148,10 +148,10 @@ def replace_outliers(batch: Batch, spread: Floats) -> Batch:
     ]
     window_medians = np.sort(window_values, axis=0)[_NEIGHBOURS_PER_SIDE]
     is_outlier = np.abs(batch.values - window_medians) > _OUTLIER_LIMIT_IN_DEVIATIONS * spread[:, None]
-    return Batch(np.where(is_outlier, window_medians, batch.values), batch.lengths)
+    return SeriesBatch(np.where(is_outlier, window_medians, batch.values), batch.lengths)
 
 
-def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
+def autocorrelation_factor(residuals: FloatArray, pieces: int) -> float:
     """Returns the factor by which autocorrelation increases the variance of means: (1 + r) / (1 - r), or 1.
 
     r is the correlation of neighbours, and the factor is 1 if r may be chance. Subtracting the mean of each piece
@@ -168,21 +168,21 @@ def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
 
 
 # The values of a series. They are positive, in the order of their commits, and have no gaps.
-Values = Sequence[float] | Floats
+SeriesValues = Sequence[float] | FloatArray
 
 # A series with fewer values cannot have a step.
 MIN_SERIES_LENGTH = MIN_FIRST_LEVEL_LENGTH + MIN_LEVEL_LENGTH
 # The price of a cut in the final search: a single value must deviate by this many standard deviations to justify a cut.
 # Like _FIRST_CUT_PRICE and _LENGTH_PRICE, this number was chosen by experiments (`suites/change_points.py` of commit
 # 3e6cdca3).
-CUT_PRICE = 3.35
+FINAL_CUT_PRICE = 3.35
 # The share of flat Gaussian series that have a step by chance.
-FALSE_STEP_SHARE = 0.005
+FALSE_POSITIVE_STEP_SHARE = 0.005
 _FIRST_CUT_PRICE = 3.0
 _LENGTH_PRICE = 2.0
 # The last step of a series must not depend on a single value. Without the most distant value of the last level, the
 # mean of this level must still differ from the previous level by this many standard errors.
-_FIRM_STEP_ERRORS = 2.1
+_FIRM_STEP_STANDARD_ERRORS = 2.1
 # If the most distant of three values is dropped, their mean moves by this many standard deviations on average.
 _FURTHEST_VALUE_SHIFT = 0.42
 # Deviations are multiplied by this factor before they are converted to p-values, because the noise and the place of a
@@ -191,7 +191,7 @@ _FURTHEST_VALUE_SHIFT = 0.42
 _P_VALUE_DEVIATION_FACTOR = 0.8
 # The commit that caused a step is before the reported range of commits with this probability, and after the range with
 # the same probability.
-_TAIL_PROBABILITY = 0.03
+_STEP_OUTSIDE_PROBABILITY = 0.03
 # The confidence interval of a step's ratio: its level, and its half-width in standard errors.
 _STEP_INTERVAL_LEVEL = 0.99
 _HALF_WIDTH_STANDARD_ERRORS = 2.576
@@ -230,7 +230,7 @@ class Step:
         )
 
 
-def find_steps(series: Sequence[Values]) -> list[tuple[Step, ...]]:
+def find_level_steps(series: Sequence[SeriesValues]) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in order. Searching all series together is much faster than searching them one
     by one.
     """
@@ -262,19 +262,19 @@ class PieceLevel(NamedTuple):
     length: int
 
 
-def find_newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
+def find_newest_levels(series: Sequence[SeriesValues]) -> list[PieceLevel | None]:
     """Returns the newest level of each series, or None for a series that is too short for a step."""
-    levels: list[PieceLevel | None] = []
-    for values, steps in zip(series, find_steps(series), strict=True):
+    newest_piece_levels: list[PieceLevel | None] = []
+    for values, steps in zip(series, find_level_steps(series), strict=True):
         if len(values) < MIN_SERIES_LENGTH:
-            levels.append(None)
+            newest_piece_levels.append(None)
             continue
         batch = _make_batch([np.asarray(values, dtype=np.float64)])
         row = replace_outliers(batch, estimate_noise(batch)).values[0]
-        level_begins = [0, *(step.at for step in steps)]
-        noise, degrees_of_freedom = _estimate_residual_noise(row, level_begins[1:])
-        levels.append(PieceLevel(noise, degrees_of_freedom, len(values) - level_begins[-1]))
-    return levels
+        level_start_indices = [0, *(step.at for step in steps)]
+        noise, degrees_of_freedom = _estimate_residual_noise(row, level_start_indices[1:])
+        newest_piece_levels.append(PieceLevel(noise, degrees_of_freedom, len(values) - level_start_indices[-1]))
+    return newest_piece_levels
 
 
 def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, float]:
@@ -288,19 +288,25 @@ def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, floa
     if old_value_count < MIN_LEVEL_LENGTH:
         return math.inf, math.inf
     step_variance_factor = 1 / old_value_count + 1 / new_value_count
-    log_length_term = math.log(old_value_count / MIN_LEVEL_LENGTH) - math.log(
+    log_length_difference = math.log(old_value_count / MIN_LEVEL_LENGTH) - math.log(
         (old_value_count + new_value_count) / MIN_LEVEL_LENGTH
     )
     # 1. Compute how large a step must be to be worth a cut: it lowers the sum of squares by more than the price of the
     # cut.
-    squared_cut_price = 1 + (old_value_count < SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / CUT_PRICE**2 * log_length_term
-    step_worth_a_cut = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(squared_cut_price * step_variance_factor)
+    squared_cut_price = (
+        1 + (old_value_count < MIN_SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / FINAL_CUT_PRICE**2 * log_length_difference
+    )
+    step_worth_a_cut = _to_student_t(FINAL_CUT_PRICE, level.freedom) * math.sqrt(
+        squared_cut_price * step_variance_factor
+    )
     # 2. Compute how large a step must be to be found without its most distant value.
-    robust_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_value_count - 1) + 1 / old_value_count) + _FURTHEST_VALUE_SHIFT
+    robust_step = (
+        _FIRM_STEP_STANDARD_ERRORS * math.sqrt(1 / (new_value_count - 1) + 1 / old_value_count) + _FURTHEST_VALUE_SHIFT
+    )
     # 3. Compute how large a step must be for a small enough p-value.
     squared_gaussian_deviations = (
         NormalDist().inv_cdf(1 - chance / 2) / _P_VALUE_DEVIATION_FACTOR
-    ) ** 2 + _LENGTH_PRICE * log_length_term
+    ) ** 2 + _LENGTH_PRICE * log_length_difference
     significant_step = _to_student_t(math.sqrt(max(squared_gaussian_deviations, 0.0)), level.freedom) * math.sqrt(
         step_variance_factor
     )
@@ -309,16 +315,16 @@ def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, floa
     )
 
 
-def _make_batch(series: Sequence[Floats]) -> Batch:
+def _make_batch(series: Sequence[FloatArray]) -> SeriesBatch:
     """Returns the logarithms of the series as rows of a table."""
     lengths = np.array([len(values) for values in series], dtype=np.intp)
     table = np.zeros((len(series), int(lengths.max())))
     for row, values in zip(table, series, strict=True):
         row[: len(values)] = np.log(values)
-    return Batch(table, lengths)
+    return SeriesBatch(table, lengths)
 
 
-def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
+def _find_batch_steps(batch: SeriesBatch) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in a batch. The first search uses the noise of differences between neighbours.
     If it finds cuts, a second search uses the residuals around the levels of the pieces.
     """
@@ -326,40 +332,42 @@ def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
     noise = estimate_noise(batch)
     values, lengths = replace_outliers(batch, noise).values, batch.lengths
     first_cut_prices = _FIRST_CUT_PRICE * noise
-    first_cuts_by_row = find_cuts(
-        Batch(values / first_cut_prices[:, None], lengths), _LENGTH_PRICE / _FIRST_CUT_PRICE**2
+    preliminary_cuts_by_row = find_series_cuts(
+        SeriesBatch(values / first_cut_prices[:, None], lengths), _LENGTH_PRICE / _FIRST_CUT_PRICE**2
     )
-    steps: list[tuple[Step, ...]] = [()] * len(first_cuts_by_row)
-    indices_with_cuts = [row_index for row_index, cuts in enumerate(first_cuts_by_row) if cuts]
-    if not indices_with_cuts:
+    steps: list[tuple[Step, ...]] = [()] * len(preliminary_cuts_by_row)
+    cut_row_indices = [row_index for row_index, cuts in enumerate(preliminary_cuts_by_row) if cuts]
+    if not cut_row_indices:
         return steps
     # 2. Cut again with prices proportional to the noise of the residuals. The factor is a quantile, as in Student's t.
-    values, lengths = values[indices_with_cuts], lengths[indices_with_cuts]
+    values, lengths = values[cut_row_indices], lengths[cut_row_indices]
     rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
-    scaled_cut_prices = []
-    for row_index, row in zip(indices_with_cuts, rows, strict=True):
-        residual_noise, degrees_of_freedom = _estimate_residual_noise(row, first_cuts_by_row[row_index])
-        scaled_cut_prices.append(residual_noise * _to_student_t(CUT_PRICE, degrees_of_freedom))
-    final_cuts = find_cuts(Batch(values / np.array(scaled_cut_prices)[:, None], lengths), _LENGTH_PRICE / CUT_PRICE**2)
-    for row_index, row, cuts in zip(indices_with_cuts, rows, final_cuts, strict=True):
-        steps[row_index] = tuple(_make_steps(row, _drop_weak_end(row, cuts)))
+    row_cut_prices = []
+    for row_index, row in zip(cut_row_indices, rows, strict=True):
+        residual_noise, degrees_of_freedom = _estimate_residual_noise(row, preliminary_cuts_by_row[row_index])
+        row_cut_prices.append(residual_noise * _to_student_t(FINAL_CUT_PRICE, degrees_of_freedom))
+    final_cuts = find_series_cuts(
+        SeriesBatch(values / np.array(row_cut_prices)[:, None], lengths), _LENGTH_PRICE / FINAL_CUT_PRICE**2
+    )
+    for row_index, row, cuts in zip(cut_row_indices, rows, final_cuts, strict=True):
+        steps[row_index] = tuple(_make_level_steps(row, _drop_weak_last_cut(row, cuts)))
     return steps
 
 
-def _estimate_residual_noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
+def _estimate_residual_noise(row: FloatArray, cuts: Sequence[int]) -> tuple[float, int]:
     """Returns the noise of the values around the levels of their pieces, increased for autocorrelation, and the degrees
     of freedom of this noise.
     """
-    pieces = np.split(row, cuts)
-    residuals = np.concatenate([piece - piece.mean() for piece in pieces])
-    degrees_of_freedom = max(len(row) - len(pieces), 1)
+    series_pieces = np.split(row, cuts)
+    residuals = np.concatenate([piece - piece.mean() for piece in series_pieces])
+    degrees_of_freedom = max(len(row) - len(series_pieces), 1)
     residual_variance = (
-        float(residuals @ residuals) / degrees_of_freedom * autocorrelation_factor(residuals, len(pieces))
+        float(residuals @ residuals) / degrees_of_freedom * autocorrelation_factor(residuals, len(series_pieces))
     )
     return max(math.sqrt(residual_variance), MIN_SPREAD), degrees_of_freedom
 
 
-def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
+def _drop_weak_last_cut(row: FloatArray, cuts: Sequence[int]) -> Sequence[int]:
     """Drops the last cut of a series if its step depends on a single value, which may be an outlier."""
     if not cuts:
         return cuts
@@ -368,40 +376,42 @@ def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
     distances_from_level = row[cut:] - row[level_begin:cut].mean()
     distances_without_furthest = np.sort(distances_from_level * math.copysign(1.0, distances_from_level.mean()))[:-1]
     error = noise * math.sqrt(1 / len(distances_without_furthest) + 1 / (cut - level_begin))
-    return cuts if distances_without_furthest.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
+    return cuts if distances_without_furthest.mean() >= _FIRM_STEP_STANDARD_ERRORS * error else cuts[:-1]
 
 
-def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
+def _make_level_steps(row: FloatArray, cuts: Sequence[int]) -> Iterator[Step]:
     noise, degrees_of_freedom = _estimate_residual_noise(row, cuts)
     piece_boundaries = [0, *cuts, len(row)]
     for piece_begin, cut, piece_end in zip(piece_boundaries, piece_boundaries[1:], piece_boundaries[2:], strict=False):
         log_likelihoods = _sum_of_squares_reductions(row[piece_begin:piece_end]) / noise**2
         # The cumulative probability of the step's index. Before the data are seen, all indices are equally likely.
-        weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
-        tail_indices = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
+        cumulative_weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
+        tail_indices = np.searchsorted(
+            cumulative_weights / cumulative_weights[-1], (_STEP_OUTSIDE_PROBABILITY, 1 - _STEP_OUTSIDE_PROBABILITY)
+        )
         earliest_cut, latest_cut = piece_begin + 1 + tail_indices
         lengths = cut - piece_begin, piece_end - cut
         # After a cut, the lengths of two pieces cost more than the length of the uncut piece.
-        log_length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
-        log_length_term -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
+        log_length_difference = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
+        log_length_difference -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
         # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's
         # t).
         t_squared = math.sqrt(log_likelihoods[cut - piece_begin - 1]) ** 2
         gaussian_deviations = math.sqrt(degrees_of_freedom * math.log1p(t_squared / degrees_of_freedom))
         gaussian_deviations = gaussian_deviations * (8 * degrees_of_freedom + 1) / (8 * degrees_of_freedom + 3)
-        squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * log_length_term
+        penalised_squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * log_length_difference
         yield Step(
             cut,
             min(int(earliest_cut), cut) - 1,
             max(int(latest_cut), cut),
             math.exp(row[piece_begin:cut].mean()),
             math.exp(row[cut:piece_end].mean()),
-            math.erfc(_P_VALUE_DEVIATION_FACTOR * math.sqrt(max(squared_deviations, 0.0) / 2)),
+            math.erfc(_P_VALUE_DEVIATION_FACTOR * math.sqrt(max(penalised_squared_deviations, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )
 
 
-def _sum_of_squares_reductions(values: Floats) -> Floats:
+def _sum_of_squares_reductions(values: FloatArray) -> FloatArray:
     """Returns by how much each possible cut of a piece reduces its sum of squared deviations from the mean. The first
     cut is before the second value.
     """
@@ -411,7 +421,7 @@ def _sum_of_squares_reductions(values: Floats) -> Floats:
     mean_differences = running_sums[:-1] / first_piece_lengths - (running_sums[-1] - running_sums[:-1]) / (
         count - first_piece_lengths
     )
-    sum_of_squares_reductions: Floats = (
+    sum_of_squares_reductions: FloatArray = (
         mean_differences**2 * first_piece_lengths * (count - first_piece_lengths) / count
     )
     return sum_of_squares_reductions

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import CommandResult, check_outputs
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.jobs.kinds import join_results
 from fp8bench.jobs.observer import JobObserver
 
@@ -29,15 +29,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         ),
     )
     parser.add_argument("after", metavar="B", help="as A; ratios are B over A")
-    add_common(parser, "--store", help="the store of A and B, as in suite")
-    add_common(parser, "--json", help="print the comparison as JSON instead of the table")
-    add_common(parser, "--csv", help="also write a row per figure to PATH; '-' prints the rows instead")
-    add_common(parser, "--md", "--explain")
+    add_common_options(parser, "--store", help="the store of A and B, as in suite")
+    add_common_options(parser, "--json", help="print the comparison as JSON instead of the table")
+    add_common_options(parser, "--csv", help="also write a row per figure to PATH; '-' prints the rows instead")
+    add_common_options(parser, "--md", "--explain")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    return answer(arguments, TERMINAL).print_result(arguments)
+    return answer(arguments, TERMINAL_JOB_OBSERVER).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:

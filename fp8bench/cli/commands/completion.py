@@ -49,23 +49,23 @@ def run(arguments: argparse.Namespace) -> int:
     names |= {"dtype": names["dtypes"], "reference": names["dtypes"], "device": names["devices"]}
     parser = build_parser()
     # shtab reads an attribute `complete`, which argparse's actions do not have.
-    for action in _list_actions(parser):
+    for action in _list_parser_actions(parser):
         if action.dest in names and action.choices is None:
-            vars(action)["complete"] = _completion_by_shell(action.dest, names[action.dest])
+            vars(action)["complete"] = _make_completion_by_shell(action.dest, names[action.dest])
         elif action.type is types.path:
             vars(action)["complete"] = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
     say(shtab.complete(parser, arguments.shell))
     return EXIT_OK
 
 
-def _list_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+def _list_parser_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     actions = list(parser._actions)
     for command in subparsers_by_name(parser).values():
-        actions += _list_actions(command)
+        actions += _list_parser_actions(command)
     return actions
 
 
-def _completion_by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
+def _make_completion_by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
     """Returns how shtab completes an argument: in bash by a function, which the preamble of the script defines, and in
     zsh by a command.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import print_lines
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs import doctor
 
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write this machine's GPU links to FILE, for plan-parallel, and print nothing else",
     )
-    add_common(parser, "--store", help="where ceilings and spreads are stored, as in suite")
+    add_common_options(parser, "--store", help="where ceilings and spreads are stored, as in suite")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,14 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
         print_lines(write_topology(arguments.topology, arguments.store))
         return EXIT_OK
     if arguments.peak:
-        from fp8bench.jobs.ceilings import describe_quotes, is_wrong, parse_quote
+        from fp8bench.jobs.ceilings import describe_quoted_figures, is_quote_wrong, parse_quoted_figure
 
-        quoted_figures = [parse_quote(text) for text in arguments.peak]
-        print_lines(describe_quotes(quoted_figures))
-        return EXIT_REGRESSION if any(map(is_wrong, quoted_figures)) else EXIT_OK
+        quoted_figures = [parse_quoted_figure(text) for text in arguments.peak]
+        print_lines(describe_quoted_figures(quoted_figures))
+        return EXIT_REGRESSION if any(map(is_quote_wrong, quoted_figures)) else EXIT_OK
     print_lines(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
         from fp8bench.jobs.several_runs import measure_standard_case
 
-        print_lines(measure_standard_case(arguments.store, TERMINAL))
+        print_lines(measure_standard_case(arguments.store, TERMINAL_JOB_OBSERVER))
     return EXIT_OK

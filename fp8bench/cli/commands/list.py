@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import print_lines
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UnknownName, UsageError
@@ -15,7 +15,7 @@ from fp8bench.model import Label
 from fp8bench.plan.asked_suites import known_suites, suite_files
 from fp8bench.registry import backends, devices, precisions
 
-_KIND_SYNONYMS = {"dtypes": "precisions"}
+_LIST_ARGUMENT_SYNONYMS = {"dtypes": "precisions"}
 
 
 def _collect_glossaries() -> dict[str, Mapping[str, str]]:
@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="suites, precisions, backends, devices, labels of runs, rules of trainings, or a suite (its axes)",
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a precision, label or rule: its details")
-    add_common(parser, "--import", help="as in suite")
+    add_common_options(parser, "--import", help="as in suite")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what is None:
         say("".join(f"{kind}: {', '.join(names)}\n" for kind, names in names_by_kind.items()))
         return EXIT_OK
-    arguments.what = _KIND_SYNONYMS.get(arguments.what, arguments.what)
+    arguments.what = _LIST_ARGUMENT_SYNONYMS.get(arguments.what, arguments.what)
     glossaries = _collect_glossaries()
     if arguments.what in glossaries:
         texts = glossaries[arguments.what]

@@ -6,7 +6,7 @@ import argparse
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands.suite import OUTPUT_OPTIONS, PASS_OPTIONS, measure_and_print
-from fp8bench.cli.options import add_common, make_request
+from fp8bench.cli.options import add_common_options, make_request
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.workloads.model import OPTIMIZERS
 
@@ -31,9 +31,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         ),
     )
     _add_model_options(parser.add_argument_group("what to measure"))
-    measurement_group = parser.add_argument_group("how")
-    add_common(
-        measurement_group,
+    measurement_options_group = parser.add_argument_group("how")
+    add_common_options(
+        measurement_options_group,
         "--quick",
         "--budget",
         "--rounds",
@@ -43,16 +43,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         *PASS_OPTIONS,
         "--no-isolation",
     )
-    storage_group = parser.add_argument_group("where")
-    add_common(storage_group, "--store", *OUTPUT_OPTIONS)
+    output_option_group = parser.add_argument_group("where")
+    add_common_options(output_option_group, "--store", *OUTPUT_OPTIONS)
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
     add_option = group.add_argument
-    add_common(group, "--dtypes", help="precisions of the copies, also accelerate-fp8; default bf16,fp8")
-    add_common(group, "--devices")
-    add_common(group, "--reference", help="the precision to compare with; default untouched, the unchanged model")
-    add_common(group, "--backend")
+    add_common_options(group, "--dtypes", help="precisions of the copies, also accelerate-fp8; default bf16,fp8")
+    add_common_options(group, "--devices")
+    add_common_options(
+        group, "--reference", help="the precision to compare with; default untouched, the unchanged model"
+    )
+    add_common_options(group, "--backend")
     add_option(
         "--skip",
         type=types.words,
@@ -81,15 +83,15 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
         help=f"the step's optimizer: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}",
     )
     add_option("--compile", action="store_true", help="torch.compile both the unchanged and the converted models")
-    add_common(group, "--import")
+    add_common_options(group, "--import")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.profile import check_function_name, profile, profile_axes, profile_dtypes
+    from fp8bench.jobs.profile import check_function_name, make_profile_axes, profile, profile_dtypes
 
     check_outputs(arguments)
     options = vars(arguments)
-    axes = profile_axes(
+    axes = make_profile_axes(
         check_function_name(arguments.target), arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
     )
     modes = profile_dtypes(arguments.dtypes, arguments.reference)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import check_outputs
-from fp8bench.cli.streams import complain, say
+from fp8bench.cli.streams import say, write_sentence_to_stderr
 from fp8bench.errors import EXIT_OK, UsageError
 from fp8bench.files import check_folder
-from fp8bench.report.data.loggers import check_package
+from fp8bench.report.data.loggers import check_option_package
 from fp8bench.report.elements import PICTURE_FORMATS, printable
 
 
@@ -21,8 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="runs, or a training: ids, names, paths or 'last'",
     )
-    add_common(parser, "--store", help="as in suite")
-    add_common(parser, "--html", "--md", "--open")
+    add_common_options(parser, "--store", help="as in suite")
+    add_common_options(parser, "--html", "--md", "--open")
     parser.add_argument(
         "--plots",
         type=types.path,
@@ -38,18 +38,18 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.report_files import Pages, open_in_browser, short_path, write_named_report
+    from fp8bench.jobs.report_files import ReportDestinations, open_in_browser, short_path, write_named_report
 
     check_outputs(arguments)
     picture_formats = _choose_picture_formats(arguments)
-    requested_pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, picture_formats)
+    requested_pages = ReportDestinations(arguments.html, arguments.md, arguments.open, arguments.plots, picture_formats)
     report_path = write_named_report(arguments.runs, arguments.store, requested_pages)
     for written_file in (report_path, arguments.html, arguments.md):
         if written_file is not None:
             say(f"{printable(short_path(written_file))}\n")
     browser_problem = open_in_browser(report_path) if requested_pages.browser else ""
     if browser_problem:
-        complain(browser_problem)
+        write_sentence_to_stderr(browser_problem)
     return EXIT_OK
 
 
@@ -63,7 +63,7 @@ def _choose_picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
         )
     if arguments.plots is not None:
         # Charts are drawn with matplotlib.figure.
-        check_package("matplotlib", "'fp8bench[plots]'", ".figure", option="--plots")
+        check_option_package("matplotlib", "'fp8bench[plots]'", ".figure", option="--plots")
         check_folder("--plots", arguments.plots)
     elif arguments.plots_format:
         raise UsageError("--plots-format needs a folder to write to. Add --plots DIR, or leave it out.")

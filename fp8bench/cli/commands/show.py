@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fp8bench.analysis.tapes import list_step_shares, require_shares
-from fp8bench.cli.options import add_common
+from fp8bench.analysis.tapes import list_step_shares, require_step_shares
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import check_outputs, format_store_option, print_run, stdout_format, tell
-from fp8bench.cli.streams import complain
+from fp8bench.cli.streams import write_sentence_to_stderr
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
-from fp8bench.jobs.kinds import KeptTable, Kind, View, find_results
+from fp8bench.jobs.kinds import ResultKind, ResultView, RunTableOption, find_results
 from fp8bench.model import Run
 from fp8bench.model.codec import collect_ignored_names, encode
 from fp8bench.store.runs.listing import find_run, load_stored_run
@@ -37,10 +37,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run, training or duel: its id, its name or its path; 'last' is the newest run or training",
     )
-    add_common(parser, "--store", help="as in suite")
-    for table in _RUN_TABLES:
+    add_common_options(parser, "--store", help="as in suite")
+    for table in _RUN_TABLE_OPTIONS:
         parser.add_argument(f"--{table.name}", help=table.help, action="store_true")
-    add_common(parser, "--explain", "--json", "--csv", "--log")
+    add_common_options(parser, "--explain", "--json", "--csv", "--log")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,11 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
-    selected_tables = [table for table in _RUN_TABLES if getattr(arguments, table.name)]
+    selected_tables = [table for table in _RUN_TABLE_OPTIONS if getattr(arguments, table.name)]
     # 1. Find out whether the word names another kind of result than a run, such as a training. Only runs have the
     # tables that options select.
-    other_results = find_results(word, store, only_runs=any(table.name != "all" for table in selected_tables))
-    if not other_results:
+    non_run_results = find_results(word, store, only_runs=any(table.name != "all" for table in selected_tables))
+    if not non_run_results:
         # 2. Print a run: the requested table, or the answer if no table is requested.
         with collect_ignored_names() as ignored_names:
             loaded_run = load_stored_run(word, store)
@@ -64,20 +64,20 @@ def run(arguments: argparse.Namespace) -> int:
             tell(arguments, *table.view(loaded_run, store))
         if not selected_tables:
             print_run(loaded_run, arguments)
-        is_complete = log_run(loaded_run, arguments.log, complain)
+        is_complete = log_run(loaded_run, arguments.log, write_sentence_to_stderr)
     else:
         # 3. Print another kind of result, which has its own view and no tables.
-        kind, path = other_results[0]
-        _refuse_ambiguous_name(word, other_results, store)
-        tables = [table.name for table in selected_tables if table.name != "all"]
-        _refuse_options(arguments, repr(word), kind.name, [*tables, *kind.refused])
+        kind, path = non_run_results[0]
+        _refuse_ambiguous_name(word, non_run_results, store)
+        table_names = [table.name for table in selected_tables if table.name != "all"]
+        _refuse_options(arguments, repr(word), kind.name, [*table_names, *kind.refused])
         with collect_ignored_names() as ignored_names:
             loaded_result = kind.load(path)
-        tell(arguments, *(kind.whole_view(loaded_result) if arguments.all else kind.view(loaded_result)))
-        is_complete = log_result(kind, loaded_result, arguments.log, complain)
+        tell(arguments, *(kind.make_complete_view(loaded_result) if arguments.all else kind.view(loaded_result)))
+        is_complete = log_result(kind, loaded_result, arguments.log, write_sentence_to_stderr)
     # 4. Warn if fields that another version wrote were ignored, because the output may be incomplete.
     if ignored_names:
-        complain(
+        write_sentence_to_stderr(
             f"{word} was written by another version, and these fields of it were ignored: "
             f"{', '.join(sorted(ignored_names))}"
         )
@@ -90,7 +90,7 @@ def _refuse_options(arguments: argparse.Namespace, name: str, kind: str, options
             raise UsageError(f"{name:.80} is a {kind}, which has no --{option}. Leave it out, or use --json.")
 
 
-def _refuse_ambiguous_name(word: str, candidates: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:
+def _refuse_ambiguous_name(word: str, candidates: Sequence[tuple[ResultKind[Any], Path]], store: Path) -> None:
     kind, path = candidates[0]
     names = kind.names(path)
     if word in names or not any(name.startswith(word) for name in names):
@@ -104,29 +104,29 @@ def _refuse_ambiguous_name(word: str, candidates: Sequence[tuple[Kind[Any], Path
         )
 
 
-def _make_tape_view(run: Run, store: Path) -> View:
+def _make_tape_view(run: Run, store: Path) -> ResultView:
     from fp8bench.jobs.tape import read_tapes
     from fp8bench.report.topics import tape
 
     tapes = read_tapes(run)
-    make_page = partial(tape.tape_page, f"the operators of a step of run {run.id}", tapes)
-    return View(make_page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
+    make_page = partial(tape.make_tape_page, f"the operators of a step of run {run.id}", tapes)
+    return ResultView(make_page, lambda: {"tapes": encode(tapes)}, partial(tape.make_tape_csv_rows, tapes))
 
 
-def _make_shares_view(run: Run, store: Path) -> View:
+def _make_step_shares_view(run: Run, store: Path) -> ResultView:
     from fp8bench.analysis.findings import findings
     from fp8bench.report.topics import shares
 
-    require_shares(run)
+    require_step_shares(run)
     step_shares = list_step_shares(run, findings(run))
-    return View(
-        partial(shares.shares_page, run, step_shares),
-        partial(shares.shares_document, step_shares),
-        partial(shares.shares_rows, step_shares),
+    return ResultView(
+        partial(shares.step_shares_page, run, step_shares),
+        partial(shares.step_shares_document, step_shares),
+        partial(shares.make_share_rows, step_shares),
     )
 
 
-def _make_detail_view(name: str, run: Run, store: Path) -> View:
+def _make_run_detail_view(name: str, run: Run, store: Path) -> ResultView:
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import find_report_page
     from fp8bench.report.data.run import run_document, run_rows
@@ -136,11 +136,14 @@ def _make_detail_view(name: str, run: Run, store: Path) -> View:
     make_page = partial(
         detail_page, name, run, results, stdout_format()[0], find_report_page(run), format_store_option(run)
     )
-    return View(make_page, partial(run_document, run, results), partial(run_rows, [(run, results)]))
+    return ResultView(make_page, partial(run_document, run, results), partial(run_rows, [(run, results)]))
 
 
-_RUN_TABLES = (
-    *(KeptTable(name, f"run: {words}", partial(_make_detail_view, name)) for name, words in _DETAIL_OPTIONS.items()),
-    KeptTable("tape", "run: the operators of its steps, their FLOPs and bytes, by precision", _make_tape_view),
-    KeptTable("shares", "run: the share of each module and each kind of work in a step", _make_shares_view),
+_RUN_TABLE_OPTIONS = (
+    *(
+        RunTableOption(name, f"run: {words}", partial(_make_run_detail_view, name))
+        for name, words in _DETAIL_OPTIONS.items()
+    ),
+    RunTableOption("tape", "run: the operators of its steps, their FLOPs and bytes, by precision", _make_tape_view),
+    RunTableOption("shares", "run: the share of each module and each kind of work in a step", _make_step_shares_view),
 )

@@ -17,7 +17,7 @@ from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.options import add_common, add_request_options, make_request, refuse_other_options
+from fp8bench.cli.options import add_common_options, add_request_options, make_request, refuse_other_options
 from fp8bench.cli.outputs import (
     check_outputs,
     format_store_option,
@@ -26,13 +26,13 @@ from fp8bench.cli.outputs import (
     read_requested_outputs,
     tell,
 )
-from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.streams import complain, say
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
+from fp8bench.cli.streams import say, write_sentence_to_stderr
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.handle import start_workers_early
 from fp8bench.measure.interrupts import interrupt_only_once
-from fp8bench.measure.windows import count_windows, window_rule_for
+from fp8bench.measure.windows import count_windows, make_window_rule
 from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import HOW_TO_MEASURE, NVTX, PROFILERS, WHAT_TO_MEASURE, whole_number
 from fp8bench.model.run import CEILINGS
@@ -41,7 +41,7 @@ from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_request
 from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import Observer
-from fp8bench.store.fleet_plans import read_plan, write_plan
+from fp8bench.store.fleet_plans import read_fleet_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
 
@@ -75,9 +75,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "ceilings, which measures the machine's peaks",
     )
     add_request_options(parser.add_argument_group(WHAT_TO_MEASURE))
-    measurement_group = parser.add_argument_group(HOW_TO_MEASURE)
-    add_request_options(measurement_group)
-    measurement_group.add_argument(
+    measurement_options_group = parser.add_argument_group(HOW_TO_MEASURE)
+    add_request_options(measurement_options_group)
+    measurement_options_group.add_argument(
         "--sessions",
         type=types.parse_sessions,
         default=types.Sessions(),
@@ -87,8 +87,8 @@ def add(parser: argparse.ArgumentParser) -> None:
             "and so include slow changes of the machine; default 1"
         ),
     )
-    measurement_group.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
-    measurement_group.add_argument(
+    measurement_options_group.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
+    measurement_options_group.add_argument(
         "--write-plan",
         type=types.path,
         metavar="FILE",
@@ -98,7 +98,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_storage_options(group: argparse._ArgumentGroup) -> None:
-    add_common(group, "--store")
+    add_common_options(group, "--store")
     group.add_argument(
         "--config",
         type=types.path,
@@ -118,7 +118,7 @@ def _add_storage_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="the cell of the plan to measure, counted from 0",
     )
-    add_common(group, *OUTPUT_OPTIONS)
+    add_common_options(group, *OUTPUT_OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -151,16 +151,16 @@ def run(arguments: argparse.Namespace) -> int:
         plan, facts = plan_only(request, arguments.store)
         tell(arguments, partial(plan_page, plan, facts, describe_expected_time(plan, request)))
         if arguments.write_plan is not None:
-            from fp8bench.jobs.several_runs import cut_into_cells
+            from fp8bench.jobs.several_runs import make_fleet_plan
 
-            fleet_plan, file = cut_into_cells(request, plan, facts, command_line()), arguments.write_plan
+            fleet_plan, file = make_fleet_plan(request, plan, facts, command_line()), arguments.write_plan
             try:
                 write_plan(fleet_plan, file)
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
             cell_count_text = "1 cell" if len(fleet_plan.cells) == 1 else f"{len(fleet_plan.cells)} cells"
             command = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {fleet_plan.id}: {cell_count_text} in {file}; one of them: {command}")
+            write_sentence_to_stderr(f"plan {fleet_plan.id}: {cell_count_text} in {file}; one of them: {command}")
         return EXIT_OK
     # 4. Measure in one or several sessions. While workers import torch, this process imports the modules for printing.
     if arguments.sessions.runs == 1:
@@ -172,8 +172,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
     from fp8bench.jobs.several_runs import execute_sessions
 
-    execute_several = partial(execute_sessions, sessions=arguments.sessions.runs, pause=arguments.sessions.pause)
-    return measure_and_print(request, arguments, execute_several)
+    execute_run_sessions = partial(
+        execute_sessions, sessions=arguments.sessions.runs, pause=arguments.sessions.pause_seconds
+    )
+    return measure_and_print(request, arguments, execute_run_sessions)
 
 
 # The options of each profiler. With them, a profiler records only the slots that fp8bench marks. It writes a report for
@@ -206,7 +208,9 @@ def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
             f"--trace {profiler}: {profiler} is not installed here. Install it, run this where it is installed, or "
             f"print the command with --dry-run: {shlex.join(command)}"
         )
-    complain(f"the run is stored in {folder}; its times are distorted by {profiler}, so compare it with no other run")
+    write_sentence_to_stderr(
+        f"the run is stored in {folder}; its times are distorted by {profiler}, so compare it with no other run"
+    )
     return subprocess.call(command)
 
 
@@ -225,7 +229,7 @@ def _measure_and_store(
     measured. If the stored run was already complete, prints the sentence that `why_unmeasured` returns.
     """
     with interrupt_only_once():
-        with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
+        with _print_unstored_run(arguments), TERMINAL_JOB_OBSERVER.measuring() as observer:
             was_measured, run = measure(arguments.store, observer, command_line())
         _explain_resume(run)
     if was_measured:
@@ -259,9 +263,9 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
         return f"time: {num_rounds} rounds of every group, however long{energy_time}; --budget SECONDS sets a limit"
     # With neither a budget nor a number of rounds, a group may take twice its usual time if the noise is large.
     min_seconds = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
-    time_range_text = f"{clock(min_seconds)} to {clock(2 * min_seconds)}"
+    duration_range_text = f"{clock(min_seconds)} to {clock(2 * min_seconds)}"
     return (
-        f"time: about {time_range_text}, or longer if a step takes seconds or a GPU warms up{energy_time}; "
+        f"time: about {duration_range_text}, or longer if a step takes seconds or a GPU warms up{energy_time}; "
         "--budget SECONDS sets a limit"
     )
 
@@ -272,18 +276,18 @@ def _describe_energy_time(plan: Plan, request: Request) -> str:
 
     The time of energy windows is predicted only for GPUs, because a CPU may have no energy counters.
     """
-    rule = window_rule_for(request, len(plan.groups))
+    rule = make_window_rule(request, len(plan.groups))
     if rule is None:
         return ""
     # With --sustained, CPUs are measured too, while energy is predicted only for GPUs.
-    measures_cpus = bool(rule.turn_seconds)
+    measures_cpus = bool(rule.sustained_turn_seconds)
     groups = [group for group in plan if measures_cpus or not group.cases[0].case.device.startswith("cpu")]
     window_counts = [count for group in groups if (count := count_windows(group, rule))]
     if not window_counts:
         return ""
     idle_seconds = rule.idle_seconds * (1 if rule.brisk else 2 * len(window_counts))
     min_time, max_time = (clock(idle_seconds + sum(window_counts) * seconds) for seconds in rule.window_seconds)
-    reason = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
+    reason = "turns of seconds (--sustained)" if rule.sustained_turn_seconds else "energy, which --no-energy leaves out"
     phases_text = ", more for that of phases" if rule.phases else ""
     return f", and {min_time} to {max_time} for {reason}{phases_text}"
 
@@ -296,7 +300,7 @@ def _measure_cell(arguments: argparse.Namespace) -> int:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
     # Refuse other options: the plan contains the request, so they would have no effect.
     refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
-    measure = partial(measure_cell, read_plan(arguments.plan), arguments.cell)
+    measure = partial(measure_cell, read_fleet_plan(arguments.plan), arguments.cell)
     return _measure_and_store(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")
 
 
@@ -317,13 +321,13 @@ def _print_run_again(run: Run, arguments: argparse.Namespace, reason: str) -> in
     """
     from fp8bench.jobs.after_run import publish_run
 
-    complain(reason)
+    write_sentence_to_stderr(reason)
     print_run(run, arguments)
     outputs = read_requested_outputs(arguments)
     # Write no report to the store, because it already has one.
-    if outputs.pages is not None and not outputs.pages.are_requested:
-        outputs = replace(outputs, pages=None)
-    is_complete = publish_run(run, arguments.store, outputs, complain)
+    if outputs.report_pages is not None and not outputs.report_pages.are_report_pages_requested:
+        outputs = replace(outputs, report_pages=None)
+    is_complete = publish_run(run, arguments.store, outputs, write_sentence_to_stderr)
     return (EXIT_OK if run.ok else EXIT_FAILED) if is_complete else EXIT_INTERRUPTED
 
 
@@ -343,7 +347,9 @@ def _explain_resume(run: Run) -> None:
     """
     if not run.finished:
         resume_command = f"fp8bench suite --resume {run.id}{format_store_option(run)}"
-        complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume_command}")
+        write_sentence_to_stderr(
+            f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume_command}"
+        )
 
 
 def _print_and_store_run(run: Run, arguments: argparse.Namespace) -> int:
@@ -355,5 +361,5 @@ def _print_and_store_run(run: Run, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # the interrupt cuts off the table, but nothing else
         exit_code = EXIT_INTERRUPTED
     finally:  # Add the run to the history even if stdout cannot be written.
-        is_complete = after_run(run, arguments.store, read_requested_outputs(arguments), complain)
+        is_complete = after_run(run, arguments.store, read_requested_outputs(arguments), write_sentence_to_stderr)
     return exit_code if is_complete else EXIT_INTERRUPTED

@@ -6,9 +6,9 @@ import argparse
 from dataclasses import replace
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common, make_request
+from fp8bench.cli.options import add_common_options, make_request
 from fp8bench.cli.outputs import CommandResult, check_outputs
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.ablate.kind import AblationKind
 from fp8bench.jobs.observer import JobObserver
@@ -31,8 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
-    target_help = "a suite, a .py file with your suite, or MODULE:FUNCTION of a model, as in profile"
-    add("target", metavar="SUITE", help=target_help)
+    target_help_text = "a suite, a .py file with your suite, or MODULE:FUNCTION of a model, as in profile"
+    add("target", metavar="SUITE", help=target_help_text)
     option_names = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
     add(
         "--options",
@@ -46,47 +46,49 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="the precision of the step without options; default fp32, or your model unchanged",
     )
-    add_common(parser, "--set", help="a value of an axis, for all arms")
-    add_common(parser, "--quick")
-    add_common(parser, "--budget")
-    add_common(parser, "--rounds")
+    add_common_options(parser, "--set", help="a value of an axis, for all arms")
+    add_common_options(parser, "--quick")
+    add_common_options(parser, "--budget")
+    add_common_options(parser, "--rounds")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     for option in ("--data", "--import", "--seed", "--threads", "--case-timeout", "--no-isolation"):
-        add_common(parser, option)
-    add_common(parser, "--store", help="as in suite")
-    add_common(parser, "--explain")
-    add_common(parser, "--json", help="print all results, with every round, as JSON instead of tables")
-    add_common(parser, "--md", help="also write the result to PATH as Markdown")
-    add_common(parser, "--csv", help="also write a row for each arm to PATH; '-' prints the rows instead of tables")
+        add_common_options(parser, option)
+    add_common_options(parser, "--store", help="as in suite")
+    add_common_options(parser, "--explain")
+    add_common_options(parser, "--json", help="print all results, with every round, as JSON instead of tables")
+    add_common_options(parser, "--md", help="also write the result to PATH as Markdown")
+    add_common_options(
+        parser, "--csv", help="also write a row for each arm to PATH; '-' prints the rows instead of tables"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     with interrupt_only_once():
-        return answer(arguments, TERMINAL).print_result(arguments)
+        return answer(arguments, TERMINAL_JOB_OBSERVER).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.ablate.run import ablate, store_ablation
 
     # 1. A user's model is measured by the suite `model`; the reference is its unchanged copy.
-    is_own_model = ":" in arguments.target
+    is_user_model = ":" in arguments.target
     axes = dict(arguments.axes)
-    if is_own_model and "make" in axes:
+    if is_user_model and "make" in axes:
         raise UsageError(f"--set make={axes['make'][0]} names a second model. Omit it.")
-    if is_own_model:
+    if is_user_model:
         axes["make"] = (arguments.target,)
     # 2. The arm without options is an ordinary run, so an ablation accepts the options of a suite.
     arguments.suite = arguments.target
     request = replace(
         make_request(arguments),
-        suite=Model.name if is_own_model else arguments.target,
-        dtypes=(arguments.reference or (UNTOUCHED if is_own_model else "fp32"),),
+        suite=Model.name if is_user_model else arguments.target,
+        dtypes=(arguments.reference or (UNTOUCHED if is_user_model else "fp32"),),
         devices=(arguments.device,) if arguments.device else (),
         reference=None,
         axes=tuple(axes.items()),
     )
     # 3. Store before printing, so that a closed pipe loses no measurement.
-    ablation = store_ablation(ablate(request, arguments.options, arguments.store, observer), arguments.store)
-    exit_code = EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED
-    return CommandResult(ablation, *AblationKind().view(ablation), code=exit_code)
+    stored_ablation = store_ablation(ablate(request, arguments.options, arguments.store, observer), arguments.store)
+    exit_code = EXIT_OK if stored_ablation.arms[0].rounds else EXIT_FAILED
+    return CommandResult(stored_ablation, *AblationKind().view(stored_ablation), code=exit_code)

@@ -11,33 +11,33 @@ from pathlib import Path
 from fp8bench import __version__, units
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.samples import step_samples
-from fp8bench.analysis.tapes import product_work
+from fp8bench.analysis.samples import list_step_samples
+from fp8bench.analysis.tapes import sum_product_work
 from fp8bench.analysis.verdicts import find_common_rounds
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.ablate.values import FILE_NAME, AblatedArm, AblatedOption, Ablation, iterate_arms
 from fp8bench.files import add_checksum, convert_write_errors, format_compact_json, write_whole
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.arm import Quantisers
+from fp8bench.measure.arm import QuantiserCompilation
 from fp8bench.measure.environment import gather
-from fp8bench.measure.group import GroupMeasurement, GroupMethod
-from fp8bench.measure.handle import claim_process
-from fp8bench.measure.limits import Limits
+from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
+from fp8bench.measure.handle import register_process_run
+from fp8bench.measure.limits import RequestTimeLimits
 from fp8bench.measure.sensors.meter import Meters
-from fp8bench.measure.windows import window_rule_for
+from fp8bench.measure.windows import make_window_rule
 from fp8bench.model import DeviceFacts, Environment, Group, Plan, PlannedCase, Record, Request
 from fp8bench.model.codec import encode
 from fp8bench.model.file_names import format_start_time
 from fp8bench.model.stopping import make_stopping_rule
 from fp8bench.pipeline import examine, now, open_worker
-from fp8bench.plan.checked_workload import checked_axes
+from fp8bench.plan.checked_workload import list_checked_axes
 from fp8bench.plan.make import choose_devices, make_plan
-from fp8bench.plan.resolve import resolve
+from fp8bench.plan.resolve import resolve_request
 from fp8bench.protocols import Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 from fp8bench.report.panels import median_value
-from fp8bench.report.topics.memory import PEAK_METRIC
+from fp8bench.report.topics.memory import PEAK_MEMORY_METRIC
 
 # For each named option: the axis that it sets, the axis value if it is on, and the value if it is off.
 NAMED_OPTIONS = {
@@ -49,11 +49,11 @@ NAMED_OPTIONS = {
     "static-kv": ("static", "yes", "no"),
 }
 # If the useful FLOPs of the products of two steps differ by more than this share, the steps do different work.
-_WORK_TOLERANCE_SHARE = 0.05
+_MAX_FLOPS_DIFFERENCE_SHARE = 0.05
 _ERROR_METRICS = ("gradient_error", "output_error", "relative_error")
 
 
-def _accepts_value(axis: Axis, value: str) -> bool:
+def _axis_accepts_value(axis: Axis, value: str) -> bool:
     """Returns whether the axis accepts this value. Different suites use the same name for different axes, such as
     `layout` for images and for matrices.
     """
@@ -67,19 +67,19 @@ def _accepts_value(axis: Axis, value: str) -> bool:
 def parse_option(text: str, workload: Workload, facts: DeviceFacts) -> AblatedOption:
     """Parses a precision, a named option, or AXIS=VALUE. Raises UnknownName for other names, and UsageError for a
     wrong value."""
-    axes = {axis.name: axis for axis in checked_axes(workload, facts)}
+    axes = {axis.name: axis for axis in list_checked_axes(workload, facts)}
     name, equals, value = text.partition("=")
     # A named option is available only if the suite has its axis, and the axis has its value.
     available_options = {}
     for option_name, (axis, on_value, off_value) in NAMED_OPTIONS.items():
-        if axis in axes and _accepts_value(axes[axis], on_value):
+        if axis in axes and _axis_accepts_value(axes[axis], on_value):
             available_options[option_name] = AblatedOption(option_name, "", axis, on_value, off_value)
     if text in available_options:
         return available_options[text]
     if equals and name in axes:
         return AblatedOption(text, axis=name, on=value)
     if not equals and (text in precisions.names() or ":" in text):
-        return AblatedOption(text, precision=precisions.canonical(text))
+        return AblatedOption(text, precision=precisions.find_canonical_name(text))
     known_names = [*available_options, *(f"{axis}=" for axis in axes), *precisions.names()]
     raise UnknownName(f"option of suite {workload.name}", text, known_names)
 
@@ -105,7 +105,7 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
     KeyboardInterrupt if it is interrupted, because incomplete arms prove nothing.
     """
     # 1. Require a single suite, because all arms are variants of one case.
-    resolved_request = resolve(request, os.environ)
+    resolved_request = resolve_request(request, os.environ)
     suite, *other_suites = resolved_request.suites
     if other_suites:
         raise UsageError(
@@ -114,24 +114,28 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
             "--import FILE loads the suites of a file."
         )
     corpus, switches = resolved_request.corpus(store), resolved_request.switches
-    with claim_process(request.isolation), open_worker(request, corpus) as worker, Meters(request.energy) as meters:
+    with (
+        register_process_run(request.isolation),
+        open_worker(request, corpus) as worker,
+        Meters(request.energy) as meters,
+    ):
         # 2. Plan a case for each arm. An arm that the device refuses is dropped, with its reason.
         facts = worker.probe()
         (device,) = choose_devices(request, facts)
         options = parse_options(suite.name, option_texts, device)
         planned_by_arm = plan_arms(request, options, facts, corpus.identity if corpus else None)
         group = Group(tuple(planned_by_arm.values()), 0)
-        examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
+        examine(Plan((group,)), facts, worker, RequestTimeLimits(request.case_timeout))
         # 3. Measure all arms in one group. The machine's drift then affects all of them in the same rounds.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
-        method = GroupMethod(
+        method = MeasurementMethod(
             rule=make_stopping_rule(request.quick, request.rounds, request.budget),
             # Arms are compared only at the end, so no verdict ends their rounds early.
             judge=lambda *timings: False,
             seed=request.seed,
-            limits=Limits(request.case_timeout),
-            windows=window_rule_for(request, 1),
-            quantisers=Quantisers(switches.why_eager),
+            limits=RequestTimeLimits(request.case_timeout),
+            windows=make_window_rule(request, 1),
+            quantisers=QuantiserCompilation(switches.why_eager),
             tapes=switches.tapes,
             tapes_apart=False,
         )
@@ -167,8 +171,8 @@ def plan_arms(
 
 def _find_differing_parameter(plan: Plan) -> str:
     """Returns the first parameter that is not equal in all cases of a plan, as AXIS=VALUE of the first case."""
-    first, *remaining = [group.cases[0].case for group in plan]
-    for name, value in first.params:
+    first_case, *remaining = [group.cases[0].case for group in plan]
+    for name, value in first_case.params:
         if any(case.param(name) != value for case in remaining):
             return f"{name}={value}"
     raise AssertionError("cases of one suite differ in some parameter")
@@ -181,22 +185,22 @@ def _build_ablation(
     records: Sequence[Record],
     environment: Environment,
 ) -> Ablation:
-    first_record = records[0]
+    record_without_options = records[0]
     paired_records = [record for record in records if record.paired and record.paired_with is None]
     native_timings = [record.timing for record in paired_records if record.timing and record.support.is_native]
-    timings = [*native_timings, *([first_record.control] if first_record.control else [])]
+    timings = [*native_timings, *([record_without_options.control] if record_without_options.control else [])]
     shared_rounds = frozenset(find_common_rounds(timings)) if timings else frozenset()
-    error_metric = next((name for name in _ERROR_METRICS if first_record.measurement(name)), "")
+    error_metric = next((name for name in _ERROR_METRICS if record_without_options.measurement(name)), "")
     arms = []
     for names, record in zip(planned_arms, records, strict=True):
-        token_ratio = first_record.work.tokens / record.work.tokens if record.work.tokens else 1.0
+        token_ratio = record_without_options.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in paired_records
         # `find` assumes that all of its records do the same work, so call it for one record at a time.
         (finding,) = find([record], {})
         reason = record.reason
         if not reason and not paired:
             reason = "memory has no room for it next to the other arms, so it could not share their rounds"
-        reason = reason or describe_other_work(record, first_record, token_ratio)
+        reason = reason or describe_work_difference(record, record_without_options, token_ratio)
         reason = reason or ", ".join(label.value for label in finding.hard)
         arms.append(
             AblatedArm(
@@ -205,42 +209,46 @@ def _build_ablation(
                 record.support.level,
                 reason,
                 _list_scaled_step_seconds(record, shared_rounds, token_ratio) if paired else (),
-                median_value(record.measurement(PEAK_METRIC)),
+                median_value(record.measurement(PEAK_MEMORY_METRIC)),
                 median_value(record.measurement(error_metric)) if error_metric else None,
-                None if energy is None else token_ratio * energy.gross.middle,
+                None if energy is None else token_ratio * energy.gross_energy.middle,
                 tuple(label.value for label in finding.labels),
             )
         )
     return Ablation(
-        first_record.case.workload,
-        first_record.case.params,
+        record_without_options.case.workload,
+        record_without_options.case.params,
         device.key,
         device.name,
-        first_record.case.precision,
+        record_without_options.case.precision,
         options,
         tuple(arms),
         error_metric,
-        _list_scaled_step_seconds(replace(first_record, timing=first_record.control), shared_rounds, 1.0),
+        _list_scaled_step_seconds(
+            replace(record_without_options, timing=record_without_options.control), shared_rounds, 1.0
+        ),
         started=now(),
         environment=environment.facts,
     )
 
 
-def describe_other_work(record: Record, first: Record, token_ratio: float) -> str:
+def describe_work_difference(record: Record, first: Record, token_ratio: float) -> str:
     """Returns a sentence if the matrix products of an arm do more or fewer FLOPs per token than those of the first arm.
     Returns '' if the FLOPs agree or are unknown.
     """
     tape, first_tape = record.tape, first.tape
     if tape is None or first_tape is None or not (tape.complete and first_tape.complete):
         return ""
-    first_useful_flops: float = product_work(first_tape).useful_flops
-    arm_useful_flops: float = product_work(tape, first_tape).useful_flops
+    first_tape_useful_flops: float = sum_product_work(first_tape).useful_flops
+    arm_useful_flops: float = sum_product_work(tape, first_tape).useful_flops
     if token_ratio != 1:
         # With another batch size, extra work may be padding or recomputation, so only less work counts.
-        arm_useful_flops = min(first_useful_flops, token_ratio * product_work(tape).useful_flops)
-    if abs(arm_useful_flops - first_useful_flops) <= _WORK_TOLERANCE_SHARE * max(arm_useful_flops, first_useful_flops):
+        arm_useful_flops = min(first_tape_useful_flops, token_ratio * sum_product_work(tape).useful_flops)
+    if abs(arm_useful_flops - first_tape_useful_flops) <= _MAX_FLOPS_DIFFERENCE_SHARE * max(
+        arm_useful_flops, first_tape_useful_flops
+    ):
         return ""
-    arm_flops_text, first_flops = (units.count(flops, "FLOP") for flops in (arm_useful_flops, first_useful_flops))
+    arm_flops_text, first_flops = (units.count(flops, "FLOP") for flops in (arm_useful_flops, first_tape_useful_flops))
     return (
         f"different work: for the same tokens, its products do {arm_flops_text}, those of the first arm {first_flops}"
     )
@@ -253,7 +261,7 @@ def _list_scaled_step_seconds(record: Record, rounds: Collection[int], token_rat
     if record.timing is None:
         return ()
     is_emulated = record.support.is_emulated
-    samples = zip(record.timing.slots, step_samples(record.timing), strict=True)
+    samples = zip(record.timing.slots, list_step_samples(record.timing), strict=True)
     return tuple(token_ratio * seconds for slot, seconds in samples if is_emulated or slot.round in rounds)
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from fp8bench import units
-from fp8bench.analysis.stats import Floats, Resampled, resample_best_case
+from fp8bench.analysis.stats import FloatArray, ResampledLogSeconds, resample_best_case
 from fp8bench.features.ablate.values import AblatedArm, Ablation
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import Element, Page, Part, Text, Tone
-from fp8bench.report.panels import show_params
+from fp8bench.report.panels import format_case_params
 from fp8bench.report.words.naming import join_words
 
 _CONFIDENCE_LEVEL = 0.99
@@ -31,24 +31,24 @@ _INTERVAL_QUANTILES = ((1 - _CONFIDENCE_LEVEL) / 2, (1 + _CONFIDENCE_LEVEL) / 2)
 
 
 @dataclass(frozen=True)
-class Savings:
+class OptionSavings:
     """The seconds that options save per step, with intervals. A saving is None if the time of an arm cannot be
     compared.
     """
 
     ablation: Ablation
 
-    def compute_savings(self, name: str) -> dict[str, Interval | None]:
+    def compute_option_savings(self, name: str) -> dict[str, Interval | None]:
         """Returns what an option saves: `alone`, in a step without other options; `cumulative`, added to all earlier
         options; `left_out`, what a step with all options loses if only this option is left out.
         """
         names = self.ablation.names
         index = names.index(name)
-        earlier, later = names[:index], names[index + 1 :]
+        earlier_names, later_names = names[:index], names[index + 1 :]
         return {
             "alone": self._sum_arm_seconds({(): 1, (name,): -1}),
-            "cumulative": self._sum_arm_seconds({earlier: 1, (*earlier, name): -1}),
-            "left_out": self._sum_arm_seconds({(*earlier, *later): 1, names: -1}),
+            "cumulative": self._sum_arm_seconds({earlier_names: 1, (*earlier_names, name): -1}),
+            "left_out": self._sum_arm_seconds({(*earlier_names, *later_names): 1, names: -1}),
         }
 
     def measure_interaction(self) -> Interval | None:
@@ -75,9 +75,9 @@ class Savings:
             # Each resample draws the same rounds for all arms, so that the noise of a round cancels in the difference.
             case = resample_rounds(arm.rounds)
             point += factor * math.exp(case.point)
-            resampled_sum = resampled_sum + factor * np.exp(case.resampled)
+            resampled_sum = resampled_sum + factor * np.exp(case.resampled_values)
             seconds_by_round = seconds_by_round + factor * np.array(arm.rounds)
-        return _make_interval(point, resampled_sum, seconds_by_round)
+        return _make_resample_interval(point, resampled_sum, seconds_by_round)
 
     @property
     def floor(self) -> float | None:
@@ -94,20 +94,20 @@ def measure_arm_seconds(arm: AblatedArm) -> float | None:
 
 
 @cache
-def resample_rounds(rounds: tuple[float, ...]) -> Resampled:
+def resample_rounds(rounds: tuple[float, ...]) -> ResampledLogSeconds:
     """Returns resampled times of complete steps of an arm. Arms with equally many rounds draw the same rounds."""
     return resample_best_case(np.array(rounds, dtype=np.float64)[:, None])
 
 
 def _resample_ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
     numerator, denominator = resample_rounds(above), resample_rounds(below)
-    resampled_ratio: Floats = np.exp(numerator.resampled - denominator.resampled)
-    return _make_interval(
+    resampled_ratio: FloatArray = np.exp(numerator.resampled_values - denominator.resampled_values)
+    return _make_resample_interval(
         math.exp(numerator.point - denominator.point), resampled_ratio, np.array(above) / np.array(below)
     )
 
 
-def _make_interval(point: float, resampled_values: Floats, values_by_round: Floats) -> Interval:
+def _make_resample_interval(point: float, resampled_values: FloatArray, values_by_round: FloatArray) -> Interval:
     """Returns the interval that holds the central 99% of the resamples. With too few rounds for reliable resamples,
     returns the range over rounds.
     """
@@ -132,7 +132,7 @@ _LEGEND = (
 
 def render_page(ablation: Ablation) -> Page:
     title = f"ablation of {ablation.suite} on {ablation.device}"
-    setting = f"{show_params(ablation.setting)} ({ablation.device_name})"
+    setting_text = f"{format_case_params(ablation.setting)} ({ablation.device_name})"
     parts = [
         Part("answer", "", tuple(Text(f"{sentence}.") for sentence in describe_results(ablation))),
         Part("options", "savings of each option per step", (_make_option_table(ablation),)),
@@ -140,7 +140,7 @@ def render_page(ablation: Ablation) -> Page:
     ]
     if ablation.path:
         parts.append(Part("kept", "", (Text(f"stored in {ablation.path}"),)))
-    return Page(title, setting, tuple(parts), _LEGEND)
+    return Page(title, setting_text, tuple(parts), _LEGEND)
 
 
 def describe_results(ablation: Ablation) -> Iterator[str]:
@@ -155,10 +155,10 @@ def describe_results(ablation: Ablation) -> Iterator[str]:
         yield f"{names} together have no speed: {full_arm.why or emulated_reason}"
         return
     # 2. Compare the speed-up of all options with the noise floor.
-    savings = Savings(ablation)
-    speedup = savings.measure_speedup(full_arm)
+    ablation_savings = OptionSavings(ablation)
+    speedup = ablation_savings.measure_speedup(full_arm)
     assert speedup is not None
-    noise_factor = 1 + (savings.floor or 0.0)
+    noise_factor = 1 + (ablation_savings.floor or 0.0)
     verdict = "not told apart"
     if speedup.low > noise_factor:
         verdict = "faster"
@@ -166,15 +166,15 @@ def describe_results(ablation: Ablation) -> Iterator[str]:
         verdict = "slower"
     yield f"{names} together: {verdict}, {_format_speedup(speedup)} of {ablation.reference}"
     # 3. Describe how the options interact.
-    yield from _describe_interaction(ablation)
-    if savings.floor is not None:
-        too_few_text = f"; [low, high]: range of {len(full_arm.rounds)} rounds, too few for an interval"
-        yield f"noise floor (A/A): +-{units.percent(savings.floor)}{too_few_text * (not speedup.level)}"
+    yield from _describe_option_interaction(ablation)
+    if ablation_savings.floor is not None:
+        too_few_rounds_text = f"; [low, high]: range of {len(full_arm.rounds)} rounds, too few for an interval"
+        yield f"noise floor (A/A): +-{units.percent(ablation_savings.floor)}{too_few_rounds_text * (not speedup.level)}"
 
 
-def _describe_interaction(ablation: Ablation) -> Iterator[str]:
-    savings = Savings(ablation)
-    interaction = savings.measure_interaction()
+def _describe_option_interaction(ablation: Ablation) -> Iterator[str]:
+    ablation_savings = OptionSavings(ablation)
+    interaction = ablation_savings.measure_interaction()
     if interaction is None:
         return
     # An interval that contains 0 shows neither synergy nor overlap.
@@ -187,12 +187,12 @@ def _describe_interaction(ablation: Ablation) -> Iterator[str]:
     relation, comparison = ("they need one another", "less") if interaction.point > 0 else ("they overlap", "more")
     yield (
         f"{relation}: all together take {units.seconds(abs(interaction.point))} {comparison} than the separate savings "
-        f"add up to {_format_range(interaction)}"
+        f"add up to {_format_saving_interval(interaction)}"
     )
 
 
 def _make_option_table(ablation: Ablation) -> Element:
-    savings_by_option = {name: Savings(ablation).compute_savings(name) for name in ablation.names}
+    savings_by_option = {name: OptionSavings(ablation).compute_option_savings(name) for name in ablation.names}
     columns: list[Col[str]] = [
         Col("option", str),
         Col("alone saves", lambda name: _format_saving(savings_by_option[name]["alone"]), number=True),
@@ -210,7 +210,7 @@ def _make_arm_table(ablation: Ablation) -> Element:
             lambda arm: "emulated " * (arm.level is Level.EMULATED) + units.seconds(measure_arm_seconds(arm)),
             number=True,
         ),
-        Col("speed-up", lambda arm: _format_speedup(Savings(ablation).measure_speedup(arm)), number=True),
+        Col("speed-up", lambda arm: _format_speedup(OptionSavings(ablation).measure_speedup(arm)), number=True),
         Col("memory", "memory", unit="B"),
         Col("energy", "joules", unit="J", when=any(arm.joules for arm in ablation.arms)),
         Col(ablation.error.replace("_", " "), "error", show=units.relative_error, when=bool(ablation.error)),
@@ -227,35 +227,36 @@ def _describe_labels(ablation: Ablation) -> Iterator[Text]:
 
 
 def _format_saving(saved: Interval | None) -> str:
-    return units.NONE if saved is None else f"{_format_seconds(saved.point)} {_format_range(saved)}"
+    return units.NONE if saved is None else f"{_format_seconds(saved.point)} {_format_saving_interval(saved)}"
 
 
 def _format_seconds(seconds: float) -> str:
     return f"{'-' * (seconds < 0)}{units.seconds(abs(seconds))}"
 
 
-def _format_range(saved: Interval) -> str:
+def _format_saving_interval(saved: Interval) -> str:
     return f"[{_format_seconds(saved.low)}, {_format_seconds(saved.high)}]"
 
 
 def _format_speedup(speed: Interval | None) -> str:
     if speed is None:
         return units.NONE
-    return f"{units.speed_up(speed.point)} [{units.significant(speed.low)}, {units.significant(speed.high)}]"
+    low, high = units.format_significant_digits(speed.low), units.format_significant_digits(speed.high)
+    return f"{units.speed_up(speed.point)} [{low}, {high}]"
 
 
-def encode_ablation(ablation: Ablation) -> dict[str, Any]:
-    savings = Savings(ablation)
+def encode_ablation_result(ablation: Ablation) -> dict[str, Any]:
+    ablation_savings = OptionSavings(ablation)
     savings_value = {
-        "options": {name: encode(savings.compute_savings(name)) for name in ablation.names},
-        "interaction": encode(savings.measure_interaction()),
-        "floor": savings.floor,
+        "options": {name: encode(ablation_savings.compute_option_savings(name)) for name in ablation.names},
+        "interaction": encode(ablation_savings.measure_interaction()),
+        "floor": ablation_savings.floor,
     }
     return {**encode(ablation), "saved": savings_value, "sentences": list(describe_results(ablation))}
 
 
-def list_rows(ablation: Ablation) -> Rows:
-    speedups = [(arm, Savings(ablation).measure_speedup(arm)) for arm in ablation.arms]
+def list_rows(ablation: Ablation) -> PlainRows:
+    speedups = [(arm, OptionSavings(ablation).measure_speedup(arm)) for arm in ablation.arms]
     rows = [
         {
             "arm": "+".join(arm.options),

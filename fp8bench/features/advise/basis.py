@@ -17,9 +17,9 @@ from functools import cached_property
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.values import AdviceGround, AdviceQuestion, RuleAnswer, RuleOutcome
+from fp8bench.features.advise.values import AdviceGround, AdviceQuestion, AdviceRuleOutcome, RuleAnswer
 from fp8bench.features.infer.values import ServingAnswer
-from fp8bench.features.sensitivity.study import Study, format_map
+from fp8bench.features.sensitivity.study import SensitivityStudy, format_map
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
     CELL_PHASES,
@@ -111,10 +111,10 @@ class ComparedCase:
         marked_phases = set(self.reference.timing.segments.phases) if self.reference.timing is not None else set()
         return _PRODUCT_PHASES | {UNATTRIBUTED} if Phase.GEMM in marked_phases else frozenset(CELL_PHASES)
 
-    def measure_share(self, phases: Collection[str]) -> Interval | None:
+    def measure_phase_share(self, phases: Collection[str]) -> Interval | None:
         if self.reference is None or self.reference.timing is None:
             return None
-        timed_share = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
+        timed_share = compute_phase_time_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
         # Prefer timed phases to those of an untimed profile.
         profiled_share = _sum_profiled_shares(self.reference, phases)
         return (
@@ -127,11 +127,11 @@ class ComparedCase:
         """Returns the share of the reference's step that this precision may change. The share comes from an untimed
         profile if the precision changes only products, and the reference's step does not mark its products.
         """
-        changes_products_only = self.is_estimated and _changes_products_alone(self)
-        return self.measure_share(_PRODUCT_PHASES if changes_products_only else self.affected_phases)
+        differs_in_products_only = self.is_reference_estimated and _changes_only_products(self)
+        return self.measure_phase_share(_PRODUCT_PHASES if differs_in_products_only else self.affected_phases)
 
     @property
-    def is_estimated(self) -> bool:
+    def is_reference_estimated(self) -> bool:
         """Whether parts of the reference are known only from an untimed profile. This is the case if the reference
         does not mark products.
         """
@@ -147,11 +147,17 @@ class ComparedCase:
         if not self.is_timed or self.record.timing is None or self.reference is None:
             return None
         # Prefer the reference's calls in rounds that also have calls of this case, if there are any.
-        base = self.record.paired_with or self.reference.timing
-        timed_ratio = part_ratio(self.record.timing, phases, base, reference_phases) if base is not None else None
+        reference_timing = self.record.paired_with or self.reference.timing
+        timed_ratio = (
+            compute_phase_time_ratio(self.record.timing, phases, reference_timing, reference_phases)
+            if reference_timing is not None
+            else None
+        )
         if timed_ratio is not None:
-            return scale_to_report(timed_ratio, (self.finding, phases), (self.reference_finding, reference_phases))
-        return self._estimate_ratio_by_shares(phases, reference_phases) if self.is_estimated else None
+            return scale_to_reported_seconds(
+                timed_ratio, (self.finding, phases), (self.reference_finding, reference_phases)
+            )
+        return self._estimate_ratio_by_shares(phases, reference_phases) if self.is_reference_estimated else None
 
     def _estimate_ratio_by_shares(
         self, case_phases: Collection[str], reference_phases: Collection[str]
@@ -177,7 +183,7 @@ class ComparedCase:
 _USER_MODEL_SUITE = "model"
 
 
-def _changes_products_alone(pair: ComparedCase) -> bool:
+def _changes_only_products(pair: ComparedCase) -> bool:
     """Returns whether the precision changes nothing except products. This is the case in a user's model, and if values
     between products keep the reference's dtype.
     """
@@ -191,30 +197,32 @@ def _changes_products_alone(pair: ComparedCase) -> bool:
         return False
 
 
-def describe_doubts(pair: ComparedCase) -> str:
+def describe_time_doubts(pair: ComparedCase) -> str:
     """Returns a text with all labels that cast doubt on the times behind an advice, each once. For example ';
     labelled noisy; its reference labelled bimodal'.
     """
-    owner_by_label: dict[str, str] = {}
+    owner_prefix_by_label: dict[str, str] = {}
     for owner_label, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
         for label in finding.labels if finding is not None else ():
             if label.casts_doubt:
-                owner_by_label.setdefault(label, owner_label)
-    labels = together((owner_label, str(label)) for label, owner_label in owner_by_label.items())
+                owner_prefix_by_label.setdefault(label, owner_label)
+    labels = together((owner_label, str(label)) for label, owner_label in owner_prefix_by_label.items())
     return "".join(f"; {owner_label}labelled {', '.join(names)}" for owner_label, names in labels.items())
 
 
 # Phases that an untimed profile can distinguish.
-_SHARE_KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
+_SHARE_KIND_BY_PHASE = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
 
 
 def _sum_profiled_shares(record: Record, phases: Collection[str]) -> float:
     """Returns the share of a step that these phases take in an untimed profile; 0 without a profile."""
-    share_by_kind = record.shares.by_kind if record.shares is not None else {}
-    return sum(share_by_kind.get(kind, 0.0) for phase, kind in _SHARE_KINDS.items() if phase in phases)
+    share_by_work_kind = record.shares.by_kind if record.shares is not None else {}
+    return sum(share_by_work_kind.get(kind, 0.0) for phase, kind in _SHARE_KIND_BY_PHASE.items() if phase in phases)
 
 
-def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phases: Collection[str]) -> Interval | None:
+def compute_phase_time_ratio(
+    timing: Timing, phases: Collection[str], base: Timing, base_phases: Collection[str]
+) -> Interval | None:
     """Returns the best time of some phases, divided by the best time of some phases in `base`. None if the phases
     were not timed in both.
     """
@@ -226,21 +234,21 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
     samples = []
     for compared_timing, names in ((timing, phases), (base, base_phases)):
         chosen_phase_mask = [name in names for name in compared_timing.segments.phases]
-        chosen_seconds = verdicts.cell_seconds(compared_timing, calls, rounds)[:, chosen_phase_mask]
-        if not chosen_seconds.size or chosen_seconds.sum(axis=1).min() <= 0:
+        chosen_cell_seconds = verdicts.cell_seconds(compared_timing, calls, rounds)[:, chosen_phase_mask]
+        if not chosen_cell_seconds.size or chosen_cell_seconds.sum(axis=1).min() <= 0:
             return None
-        samples.append(chosen_seconds)
+        samples.append(chosen_cell_seconds)
     resampled_numerator, resampled_denominator = map(stats.resample_best_case, samples)
     # Too few rounds for an interval: use their range.
     if len(rounds) < LEAST_ROUNDS:
         return stats.replace_interval_by_range(
             stats.ratio(resampled_numerator, [resampled_denominator]),
-            [chosen_seconds.sum(axis=1) for chosen_seconds in samples],
+            [chosen_cell_seconds.sum(axis=1) for chosen_cell_seconds in samples],
         )
     return stats.ratio(resampled_numerator, [resampled_denominator], verdicts.FINAL_LEVEL)
 
 
-def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
+def scale_to_reported_seconds(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
     """Scales the ratio of two parts of steps, so that it equals the quotient of the seconds that reports show for these
     parts.
     """
@@ -250,7 +258,7 @@ def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[st
     # Scale the ratio and both bounds by the same factor, so that the ratio is the quotient of the seconds that reports
     # show.
     correction_factor = seconds / base / ratio.point
-    return map_interval(ratio, lambda value: value * correction_factor)
+    return transform_interval(ratio, lambda value: value * correction_factor)
 
 
 def _sum_reported_seconds(finding: Finding | None, phases: Collection[str]) -> float:
@@ -269,7 +277,7 @@ class AdviceBasis:
 
     run: Run
     findings: Mapping[str, Finding]
-    studies: tuple[Study, ...] = ()
+    studies: tuple[SensitivityStudy, ...] = ()
     training: JudgedTraining | None = None
     min_gain: float = 0.1
     serving_answers: tuple[ServingAnswer, ...] = ()
@@ -277,30 +285,30 @@ class AdviceBasis:
 
     @cached_property
     def cases(self) -> tuple[ComparedCase, ...]:
-        pairs = []
+        case_pairs = []
         for records in together((record.case.setting, record) for record in self.run.records).values():
             reference = next((record for record in records if record.is_reference), None)
             reference_finding = self.findings.get(reference.case.id) if reference is not None else None
             compared_records = (record for record in records if not record.is_reference)
-            pairs += [
+            case_pairs += [
                 ComparedCase(candidate, self.findings.get(candidate.case.id), reference, reference_finding)
                 for candidate in compared_records
             ]
-        return tuple(pairs)
+        return tuple(case_pairs)
 
 
 @dataclass(frozen=True)
 class RuleReply:
     """A rule's reply: the answer to its question, the figure that decides it, and the evidence for the figure."""
 
-    met: RuleOutcome
+    met: AdviceRuleOutcome
     figure: str
     grounds: tuple[AdviceGround, ...] = ()
 
 
 # The function of a rule. It returns a RuleReply, or a text with the reason why the rule's figure was not measured here.
 # It returns None if the rule does not apply to the case.
-AskRule = Callable[[ComparedCase, AdviceBasis], RuleReply | str | None]
+RuleFunction = Callable[[ComparedCase, AdviceBasis], RuleReply | str | None]
 
 
 @dataclass(frozen=True)
@@ -314,23 +322,27 @@ class AdviceRule:
     name: str
     topic: AdviceQuestion
     question: str
-    ask: AskRule
+    ask: RuleFunction
     measure: str
 
     def answer(self, pair: ComparedCase, basis: AdviceBasis) -> RuleAnswer | None:
-        reply = self.ask(pair, basis)
+        rule_reply = self.ask(pair, basis)
         case = pair.record.case
-        if reply is None:
+        if rule_reply is None:
             return None
-        answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, RuleOutcome.NOT_MEASURED)
-        if isinstance(reply, RuleReply):
-            return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
+        answer = RuleAnswer(
+            self.name, self.topic, self.question, case.setting, case.mode, AdviceRuleOutcome.NOT_MEASURED
+        )
+        if isinstance(rule_reply, RuleReply):
+            return replace(answer, met=rule_reply.met, figure=rule_reply.figure, grounds=rule_reply.grounds)
         # No command can measure the speed of an emulated precision.
         is_speed_unmeasurable = pair.is_emulated and self.topic is not AdviceQuestion.DOES_IT_LEARN
         measuring_command = (
-            "" if is_speed_unmeasurable else self.measure.format(**_command_parts(pair, basis.store_options))
+            ""
+            if is_speed_unmeasurable
+            else self.measure.format(**_make_command_placeholders(pair, basis.store_options))
         )
-        return replace(answer, figure=reply, measure=measuring_command)
+        return replace(answer, figure=rule_reply, measure=measuring_command)
 
 
 def dtype_option(case: Case) -> str:
@@ -338,7 +350,7 @@ def dtype_option(case: Case) -> str:
     return case.precision + (f" --precision-map {format_map(case.precision_map)}" if case.precision_map else "")
 
 
-def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
+def _make_command_placeholders(pair: ComparedCase, store: str) -> dict[str, str]:
     """Returns the commands and options that replace {again}, {study}, {train} and {store} in `AdviceRule.measure`. They
     differ between a case of a suite and a case of a user's model.
     """
@@ -348,46 +360,52 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
     dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
     # The commands for a suite. Those for a user's model replace them below.
     measuring_arguments = f"suite {case.workload} {dtypes_option}"
-    study_arguments = f"sensitivity --dtype {case.precision} --reference {reference}"
+    sensitivity_arguments = f"sensitivity --dtype {case.precision} --reference {reference}"
     training_arguments = f"train {dtypes_option}"
     if "make" in params:
-        make = params["make"]
+        make_target = params["make"]
         forward_option = " --forward" * (params.get("pass") == "forward")
-        measuring_arguments = f"profile {make}{forward_option} --dtypes {dtype_option(case)}"
-        study_arguments = f"sensitivity {make} --dtype {case.precision}"
-        training_arguments = f"train {make} {dtypes_option}"
+        measuring_arguments = f"profile {make_target}{forward_option} --dtypes {dtype_option(case)}"
+        sensitivity_arguments = f"sensitivity {make_target} --dtype {case.precision}"
+        training_arguments = f"train {make_target} {dtypes_option}"
     return {
         "again": f"fp8bench {measuring_arguments}{store}",
-        "study": f"fp8bench {study_arguments}{store}",
+        "study": f"fp8bench {sensitivity_arguments}{store}",
         "train": f"fp8bench {training_arguments} --seeds 5{store}",
         "store": store,
     }
 
 
-def compare_with_minimum(gain: Interval, min_gain: float) -> RuleOutcome:
+def compare_with_minimum(gain: Interval, min_gain: float) -> AdviceRuleOutcome:
     """Returns YES if the whole interval of a gain is at least `min_gain`, NO if it is below, else UNCLEAR."""
-    return RuleOutcome.YES if gain.low >= min_gain else RuleOutcome.NO if gain.high < min_gain else RuleOutcome.UNCLEAR
+    return (
+        AdviceRuleOutcome.YES
+        if gain.low >= min_gain
+        else AdviceRuleOutcome.NO
+        if gain.high < min_gain
+        else AdviceRuleOutcome.UNCLEAR
+    )
 
 
 def amdahl(affected_share: float, ratio: float) -> float:
     """Returns the speed-up of a step by Amdahl's law. `affected_share` of the step takes `ratio` times its former
     time."""
     # If a step consists only of products and these take no time, its speed-up is infinite.
-    duration = 1 - affected_share + affected_share * ratio
-    return 1 / duration if duration > 0 else math.inf
+    relative_duration = 1 - affected_share + affected_share * ratio
+    return 1 / relative_duration if relative_duration > 0 else math.inf
 
 
-def map_interval(interval: Interval, function: Callable[[float], float]) -> Interval:
+def transform_interval(interval: Interval, function: Callable[[float], float]) -> Interval:
     return Interval(function(interval.point), function(interval.low), function(interval.high), interval.level)
 
 
 def show_gain(gain: Interval) -> str:
     """Returns a gain as text: '1.62x [1.60, 1.64]', '1.6x (1.5 to 1.7)' for few rounds, or '1.62x' without bounds."""
-    is_single_number = units.significant(gain.low) == units.significant(gain.high)
+    is_single_number = units.format_significant_digits(gain.low) == units.format_significant_digits(gain.high)
     return units.speed_up(gain.point) + ("" if is_single_number else f" {show_bounds(gain)}")
 
 
-def show_share(interval: Interval) -> str:
+def format_share_interval(interval: Interval) -> str:
     """Returns a share with its interval, for example '54% [52%, 55%]'."""
     low = units.percent(interval.low, 0)
     high = units.percent(interval.high, 0)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import CommandResult, check_outputs, format_store_option
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.request import PERCENT_RULE
@@ -40,23 +40,23 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="smallest gain of a step that is worth adopting a precision for; default 10",
     )
-    add_common(parser, "--store", help="as in suite")
-    add_common(parser, "--import", help="as in suite")
-    add_common(parser, "--md", "--all", "--explain")
-    add_common(parser, "--json", help="print advice and answers as JSON instead of the tables")
+    add_common_options(parser, "--store", help="as in suite")
+    add_common_options(parser, "--import", help="as in suite")
+    add_common_options(parser, "--md", "--all", "--explain")
+    add_common_options(parser, "--json", help="print advice and answers as JSON instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    return answer(arguments, TERMINAL).print_result(arguments)
+    return answer(arguments, TERMINAL_JOB_OBSERVER).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.advise.decide import advise
-    from fp8bench.features.advise.job import collect_basis
+    from fp8bench.features.advise.job import collect_advice_basis
     from fp8bench.features.advise.view import render_page
 
-    basis, notes = collect_basis(arguments.run, arguments.store, arguments.training, arguments.least / 100)
+    basis, notes = collect_advice_basis(arguments.run, arguments.store, arguments.training, arguments.least / 100)
     advice = advise(replace(basis, store_options=format_store_option(basis.run)))
     page = partial(render_page, advice, notes)
     value = {"schema": SCHEMA, **encode(advice)}

@@ -15,59 +15,59 @@ from fp8bench.features.advise.basis import (
     AdviceBasis,
     ComparedCase,
     compare_with_minimum,
-    describe_doubts,
+    describe_time_doubts,
     dtype_option,
     show_gain,
 )
-from fp8bench.features.advise.rules import ADVICE_RULES, amdahl_bound, find_study, find_trial
+from fp8bench.features.advise.rules import ADVICE_RULES, compute_amdahl_bound, find_layer_trial, find_study
 from fp8bench.features.advise.serving import advise_on_serving
-from fp8bench.features.advise.values import Advice, AdviceKind, AdviceResult, RuleAnswer, RuleOutcome
+from fp8bench.features.advise.values import Advice, AdviceKind, AdviceResult, AdviceRuleOutcome, RuleAnswer
 from fp8bench.features.sensitivity.study import format_map
 from fp8bench.model import Interval, Verdict
 from fp8bench.report.panels import together
 
 AnswersByRule = Mapping[str, RuleAnswer]
 # Rules whose "no" is an objection to a precision, in the order in which objections are listed.
-_OBJECTING_RULES = ("learns", "errors", "amdahl", "casts", "coverage")
+_OBJECTION_RULE_NAMES = ("learns", "errors", "amdahl", "casts", "coverage")
 # A "no" to one of these rules excludes a precision, however fast it is. The texts describe this "no".
 _OBJECTION_TEXT_BY_RULE = {"learns": "it does not learn as well", "errors": "its errors are too large"}
-_KIND_ORDER = list(AdviceKind)
+_ADVICE_KIND_ORDER = list(AdviceKind)
 # If a step is faster by this factor than Amdahl's law allows, the step and its reference did different work.
-_BOUND_TOLERANCE = 1.02
+_SPEED_UP_BOUND_TOLERANCE = 1.02
 
 
 def advise(basis: AdviceBasis) -> AdviceResult:
     # 1. Apply every rule to every case. A rule returns None if its question does not apply.
     answers = []
     for pair in basis.cases:
-        rule_answers = [rule.answer(pair, basis) for rule in ADVICE_RULES]
-        answers += [reply for reply in rule_answers if reply is not None]
+        advice_rule_answers = [rule.answer(pair, basis) for rule in ADVICE_RULES]
+        answers += [reply for reply in advice_rule_answers if reply is not None]
     # 2. List advice on serving first, then advice on steps with the largest gain first.
     advice: list[Advice] = []
     for serving_answer in basis.serving_answers:
         advice += advise_on_serving(serving_answer)
-    advice.sort(key=lambda piece: _KIND_ORDER.index(piece.kind))
-    advice += sorted(_advise_on_steps(basis, answers), key=_sort_key)
+    advice.sort(key=lambda piece: _ADVICE_KIND_ORDER.index(piece.kind))
+    advice += sorted(_advise_on_steps(basis, answers), key=_advice_sort_key)
     return AdviceResult(basis.run.id, tuple(advice), tuple(answers), basis.min_gain)
 
 
-def _sort_key(advice: Advice) -> tuple[int, float]:
-    return _KIND_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
+def _advice_sort_key(advice: Advice) -> tuple[int, float]:
+    return _ADVICE_KIND_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
 
 
 def _advise_on_steps(basis: AdviceBasis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
     """Returns the advice on all cases. Advice without a gain appears once if it is the same for several settings."""
-    answers_by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
+    answers_by_setting_and_mode = together(((answer.setting, answer.mode), answer) for answer in answers)
     advice_by_key: dict[tuple[object, ...], Advice] = {}
     for pair in basis.cases:
         answer_by_rule = {
-            answer.rule: answer for answer in answers_by_case.get((pair.record.case.setting, pair.mode), ())
+            answer.rule: answer for answer in answers_by_setting_and_mode.get((pair.record.case.setting, pair.mode), ())
         }
         for advice in (_advise_on_speed(pair, basis, answer_by_rule), *_advise_on_layers(pair, basis, answer_by_rule)):
-            merge_key = (advice.kind, advice.mode, advice.sentence, advice.settings if advice.gain else ())
-            first_advice = advice_by_key.get(merge_key, advice)
-            settings = dict.fromkeys((*first_advice.settings, *advice.settings))
-            advice_by_key[merge_key] = replace(first_advice, settings=tuple(settings))
+            advice_merge_key = (advice.kind, advice.mode, advice.sentence, advice.settings if advice.gain else ())
+            merged_advice = advice_by_key.get(advice_merge_key, advice)
+            settings = dict.fromkeys((*merged_advice.settings, *advice.settings))
+            advice_by_key[advice_merge_key] = replace(merged_advice, settings=tuple(settings))
     return tuple(advice_by_key.values())
 
 
@@ -81,109 +81,133 @@ def _make_advice(
 ) -> Advice:
     case = pair.record.case
     reference = pair.reference.case.mode if pair.reference is not None else ""
-    grounds = dict.fromkeys(ground for answer in answers for ground in answer.grounds)
-    sentence += describe_doubts(pair) if pair.speed is not None else ""
+    advice_grounds = dict.fromkeys(advice_ground for answer in answers for advice_ground in answer.grounds)
+    sentence += describe_time_doubts(pair) if pair.speed is not None else ""
     recipe = f"--dtypes {reference},{dtype_option(case)}" if kind is not AdviceKind.CHANGE_NOTHING else ""
-    doubtful = gain is not None and pair.finding is not None and pair.finding.doubtful
-    return Advice(rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain, tuple(grounds), doubtful)
+    is_gain_doubtful = gain is not None and pair.finding is not None and pair.finding.doubtful
+    return Advice(
+        rule,
+        kind,
+        case.mode,
+        reference,
+        sentence,
+        (case.setting,),
+        recipe,
+        gain,
+        tuple(advice_grounds),
+        is_gain_doubtful,
+    )
 
 
 def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByRule) -> Advice:
     mode = pair.mode
     support = pair.record.support
     step = answers["step"]
-    native_answers = [answers["native"]]
+    native_rule_answers = [answers["native"]]
     # 1. Give no advice on speed if the case is emulated or was not timed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
-        return _make_advice(pair, "native", AdviceKind.CHANGE_NOTHING, sentence, native_answers)
+        return _make_advice(pair, "native", AdviceKind.CHANGE_NOTHING, sentence, native_rule_answers)
     if pair.speed is None or pair.finding is None:
         sentence = f"no advice on {mode}, whose speed is unknown here: {step.figure}"
-        return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_answers)
+        return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_rule_answers)
     # 2. Give no advice if the speed-up is larger than possible: then case and reference do different work.
-    objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is RuleOutcome.NO]
-    speed_up_bound = amdahl_bound(pair)
-    if speed_up_bound is not None and pair.speed.low > _BOUND_TOLERANCE * speed_up_bound.high:
+    objecting_answers = [
+        answers[rule] for rule in _OBJECTION_RULE_NAMES if rule in answers and answers[rule].met is AdviceRuleOutcome.NO
+    ]
+    speed_up_bound = compute_amdahl_bound(pair)
+    if speed_up_bound is not None and pair.speed.low > _SPEED_UP_BOUND_TOLERANCE * speed_up_bound.high:
         sentence = (
             f"no advice on {mode}: its step is {show_gain(pair.speed)} as fast, but its precision allows at most "
             f"{show_gain(speed_up_bound)}, so the two steps differ in something else"
         )
-        return _make_advice(pair, "amdahl", AdviceKind.CHANGE_NOTHING, sentence, [step, *objections])
+        return _make_advice(pair, "amdahl", AdviceKind.CHANGE_NOTHING, sentence, [step, *objecting_answers])
     # 3. Adopt the precision: its step is certainly faster by a worthwhile gain, and no rule objects.
     is_faster = pair.finding.verdict is Verdict.FASTER
     decisive_objections_text = " and ".join(
-        _OBJECTION_TEXT_BY_RULE[answer.rule] for answer in objections if answer.rule in _OBJECTION_TEXT_BY_RULE
+        _OBJECTION_TEXT_BY_RULE[answer.rule] for answer in objecting_answers if answer.rule in _OBJECTION_TEXT_BY_RULE
     )
     if (
         is_faster
         and not decisive_objections_text
-        and compare_with_minimum(pair.speed, 1 + basis.min_gain) is RuleOutcome.YES
+        and compare_with_minimum(pair.speed, 1 + basis.min_gain) is AdviceRuleOutcome.YES
     ):
-        sentence = _describe_gain(pair, answers)
-        supporting_answers = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
-        return _make_advice(pair, "step", AdviceKind.ADOPT_PRECISION, sentence, [step, *supporting_answers], pair.speed)
+        sentence = _describe_speed_gain(pair, answers)
+        supporting_rule_answers = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
+        return _make_advice(
+            pair, "step", AdviceKind.ADOPT_PRECISION, sentence, [step, *supporting_rule_answers], pair.speed
+        )
     # 4. Otherwise do nothing, with the reason: the step is slower, gains too little, or its gain is unclear.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
         sentence = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
     elif is_faster and not decisive_objections_text:
-        minimum_gain = units.percent(basis.min_gain, 0)
+        min_gain_text = units.percent(basis.min_gain, 0)
         sentence = (
-            f"do not adopt {mode} yet: {show_gain(pair.speed)} may be below the {minimum_gain} that make it worthwhile"
+            f"do not adopt {mode} yet: {show_gain(pair.speed)} may be below the {min_gain_text} that make it worthwhile"
         )
     else:
         reason = f", and {decisive_objections_text}" if is_faster else f": {pair.finding.verdict_words}"
         advice = "no advice on" if pair.finding.verdict is Verdict.UNSURE else "do not adopt"
         sentence = f"{advice} {mode}: its step is {show_gain(pair.speed)} as fast{reason}"
-    for answer in objections:
+    for answer in objecting_answers:
         sentence += f"; {answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}"
-    rule = objections[0].rule if objections else "step"
-    return _make_advice(pair, rule, AdviceKind.CHANGE_NOTHING, sentence, [step, *objections], pair.speed)
+    rule = objecting_answers[0].rule if objecting_answers else "step"
+    return _make_advice(pair, rule, AdviceKind.CHANGE_NOTHING, sentence, [step, *objecting_answers], pair.speed)
 
 
 def _describe_slowness(pair: ComparedCase) -> str:
     """Returns a text such as 'takes 1.57 times as long (0.639x)'."""
     assert pair.speed is not None and pair.finding is not None
     ratio = 1 / pair.speed.point
-    slowness = f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
-    return f"{'perhaps ' * pair.finding.doubtful}takes {slowness} ({show_gain(pair.speed)})"
+    slow_down_text = (
+        f"{units.format_significant_digits(ratio)} times as long"
+        if ratio >= 1.5
+        else f"{units.percent(ratio - 1, 0)} longer"
+    )
+    return f"{'perhaps ' * pair.finding.doubtful}takes {slow_down_text} ({show_gain(pair.speed)})"
 
 
-def _describe_gain(pair: ComparedCase, answers: AnswersByRule) -> str:
+def _describe_speed_gain(pair: ComparedCase, answers: AnswersByRule) -> str:
     assert pair.speed is not None and pair.finding is not None and pair.reference is not None
     sentence = f"adopt {pair.mode}: the step is {show_gain(pair.speed)} as fast as in {pair.reference.case.mode}"
     sentence = "perhaps " * pair.finding.doubtful + sentence
     sentence += f"; {answers['errors'].figure}"
-    memory = answers["memory"]
-    learning_answer = answers.get("learns")
-    if memory.met is RuleOutcome.NO:
-        sentence += f"; it saves no memory ({memory.figure})"
-    if learning_answer is None:
+    memory_answer = answers["memory"]
+    training_quality_answer = answers.get("learns")
+    if memory_answer.met is AdviceRuleOutcome.NO:
+        sentence += f"; it saves no memory ({memory_answer.figure})"
+    if training_quality_answer is None:
         return sentence
-    if learning_answer.met is RuleOutcome.YES:
-        return f"{sentence}; it learns as well ({learning_answer.figure})"
-    if learning_answer.met is RuleOutcome.TOLERATED:
-        return f"{sentence}; its loss is {learning_answer.figure}"
-    command = f": {learning_answer.measure}" if learning_answer.measure else ""
-    return f"{sentence}; whether it learns as well is {learning_answer.met}{command}"
+    if training_quality_answer.met is AdviceRuleOutcome.YES:
+        return f"{sentence}; it learns as well ({training_quality_answer.figure})"
+    if training_quality_answer.met is AdviceRuleOutcome.TOLERATED:
+        return f"{sentence}; its loss is {training_quality_answer.figure}"
+    command = f": {training_quality_answer.measure}" if training_quality_answer.measure else ""
+    return f"{sentence}; whether it learns as well is {training_quality_answer.met}{command}"
 
 
 def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByRule) -> Iterator[Advice]:
     """Yields advice to keep some layers in high precision. It comes from a study in which the loss is too high if all
     layers are low.
     """
-    layers_answer = answers.get("layers")
+    layer_rule_answer = answers.get("layers")
     study = find_study(pair, basis)
-    suggested_trial = study.suggestion if study is not None else None
-    if layers_answer is None or layers_answer.met is not RuleOutcome.NO or study is None or suggested_trial is None:
+    suggested_map_trial = study.suggestion if study is not None else None
+    if (
+        layer_rule_answer is None
+        or layer_rule_answer.met is not AdviceRuleOutcome.NO
+        or study is None
+        or suggested_map_trial is None
+    ):
         return
     # Layers stay in high precision if they are low in the measured map but not in the suggested map.
-    measured_trial = find_trial(pair, study)
-    high_layers_text = ", ".join(sorted({*measured_trial.low} - {*suggested_trial.low})) or "what the map names"
-    loss_gaps = (study.gap(suggested_trial), study.gap(measured_trial))
+    measured_trial = find_layer_trial(pair, study)
+    high_layers_text = ", ".join(sorted({*measured_trial.low} - {*suggested_map_trial.low})) or "what the map names"
+    loss_gaps = (study.gap(suggested_map_trial), study.gap(measured_trial))
     suggested_loss_text, measured_loss_text = ("unknown" if gap is None else units.change(1 + gap) for gap in loss_gaps)
-    map_option = f"--precision-map {format_map(study.explicit_map(suggested_trial))}"
+    precision_map_option = f"--precision-map {format_map(study.make_explicit_map(suggested_map_trial))}"
     sentence = f"route: leave {high_layers_text} in {study.reference} with {pair.mode}; "
-    sentence += f"the loss is then {suggested_loss_text} instead of {measured_loss_text}: {map_option}"
-    advice = _make_advice(pair, "layers", AdviceKind.ROUTE_LAYERS, sentence, [layers_answer])
-    yield replace(advice, recipe=f"--dtypes {advice.reference},{pair.record.case.precision} {map_option}")
+    sentence += f"the loss is then {suggested_loss_text} instead of {measured_loss_text}: {precision_map_option}"
+    advice = _make_advice(pair, "layers", AdviceKind.ROUTE_LAYERS, sentence, [layer_rule_answer])
+    yield replace(advice, recipe=f"--dtypes {advice.reference},{pair.record.case.precision} {precision_map_option}")

@@ -15,21 +15,34 @@ MAX_PERPLEXITY_INCREASE = 0.01
 
 
 def advise_on_serving(answer: ServingAnswer) -> Iterator[Advice]:
-    yield from (_advise_on_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
+    yield from (
+        _advise_on_context_lengths(answer, arm_times)
+        for arm_times in answer.times
+        if arm_times.arm != answer.question.arms[0]
+    )
 
 
 def _make_advice(answer: ServingAnswer, kind: AdviceKind, mode: str, sentence: str, recipe: str = "") -> Advice:
     question = answer.question
-    setting = f"{question.size} on {answer.device}, batch {question.batch}"
-    ground = AdviceGround(f"runs {', '.join(answer.runs)} of infer", sentence)
-    return Advice("context", kind, mode, _format_reference_arm(answer), sentence, (setting,), recipe, grounds=(ground,))
+    setting_text = f"{question.size} on {answer.device}, batch {question.batch}"
+    advice_ground = AdviceGround(f"runs {', '.join(answer.runs)} of infer", sentence)
+    return Advice(
+        "context",
+        kind,
+        mode,
+        _format_reference_arm(answer),
+        sentence,
+        (setting_text,),
+        recipe,
+        grounds=(advice_ground,),
+    )
 
 
 def _format_reference_arm(answer: ServingAnswer) -> str:
     return format_arm(answer.question.arms[0])
 
 
-def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_reason: str) -> Advice:
+def _advise_by_arm_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_reason: str) -> Advice:
     """Returns advice on an arm that was faster at the `contexts`: to adopt it there, unless its predictions suffer.
     If `contexts` is '', the arm was faster nowhere, and the advice is to do nothing.
     """
@@ -46,8 +59,8 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
             f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} next to a "
         )
         quality_change += f"floor of {answer.quality.floor.kl:.0e} on {quality_source}"
-        is_increase_proven = not answer.quality.caution and ratio.low > math.log1p(MAX_PERPLEXITY_INCREASE)
-        spoils_predictions = is_increase_proven or not math.isfinite(quality.kl)
+        is_perplexity_increase_proven = not answer.quality.caution and ratio.low > math.log1p(MAX_PERPLEXITY_INCREASE)
+        spoils_predictions = is_perplexity_increase_proven or not math.isfinite(quality.kl)
     if contexts and not spoils_predictions:
         return _make_advice(
             answer,
@@ -60,7 +73,7 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
     return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, f"do not adopt {name}: {reason}")
 
 
-def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
+def _advise_on_context_lengths(answer: ServingAnswer, times: ArmTimes) -> Advice:
     reference = _format_reference_arm(answer)
     crossing = times.crossing
     low = answer.question.contexts[0]
@@ -73,21 +86,23 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         text = f"no advice on the speed of {name}, which was not timed{contexts_text}{reason}"
         return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, text)
     if times.doubts:
-        return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
+        return _advise_by_arm_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     # 2. If the times of arm and reference cross, recommend the arm where it is faster.
     if crossing.at is not None:
         lower_text = f"{crossing.low:.0f}"
-        upper_text = f"{crossing.high:.0f}"
-        contexts_text = f"from a context of {upper_text} on" if crossing.faster[1] else f"up to {lower_text} tokens"
-        return _weigh_quality(
+        upper_context_text = f"{crossing.high:.0f}"
+        contexts_text = (
+            f"from a context of {upper_context_text} on" if crossing.faster[1] else f"up to {lower_text} tokens"
+        )
+        return _advise_by_arm_quality(
             answer,
             times.arm,
             contexts_text,
-            f"its decode step crosses that of {reference} at {crossing.at:.0f} [{lower_text}, {upper_text}]",
+            f"its decode step crosses that of {reference} at {crossing.at:.0f} [{lower_text}, {upper_context_text}]",
         )
     # 3. Recommend the arm at all contexts if it is faster at all measured ones.
     if crossing.faster == (True, True):
-        return _weigh_quality(
+        return _advise_by_arm_quality(
             answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
         )
     # 4. Recommend no change if the arm is slower, or if it is unclear at one end of the contexts which arm is faster.
@@ -97,4 +112,4 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     reason_text = (
         f"its decode step is {lowest_context_speed} at a context of {low} and {highest_context_speed} at {high}"
     )
-    return _weigh_quality(answer, times.arm, "", f"{reason_text}, against {reference}")
+    return _advise_by_arm_quality(answer, times.arm, "", f"{reason_text}, against {reference}")

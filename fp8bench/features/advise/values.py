@@ -8,7 +8,7 @@ from enum import StrEnum
 from fp8bench.model.measured import Interval
 
 
-class RuleOutcome(StrEnum):
+class AdviceRuleOutcome(StrEnum):
     """The answer to a question of the checklist.
 
     TOLERATED: the lower precision is certainly worse, but by less than the margin. UNCLEAR: it was measured, but
@@ -62,7 +62,7 @@ class RuleAnswer:
     question: str
     setting: str
     mode: str
-    met: RuleOutcome
+    met: AdviceRuleOutcome
     figure: str = ""
     grounds: tuple[AdviceGround, ...] = ()
     measure: str = ""

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.audit.host import (
+    KernelFailure,
     KernelHost,
-    KernelRaised,
     PackedTensor,
     compute_digest,
     describe_stop,
@@ -28,17 +28,17 @@ from fp8bench.features.audit.host import (
     unpack_results,
 )
 from fp8bench.features.audit.operands import (
-    DATA_KINDS,
+    DRAW_FUNCTIONS_BY_DATA_KIND,
     PromisedCasts,
     RoundedOperand,
-    choose_rows,
+    choose_audited_row_indices,
     draw_matrix,
     find_promised_casts,
     round_operand,
 )
 from fp8bench.features.audit.promises import (
-    CERTAIN_CODES,
-    FIGURE_CODES,
+    CERTAIN_FINDING_CODES,
+    FIGURE_FINDING_CODES,
     ROUNDING_REASON,
     ExpectedAttention,
     ExpectedProduct,
@@ -47,16 +47,16 @@ from fp8bench.features.audit.promises import (
     ResultSample,
 )
 from fp8bench.features.audit.readings import INFORMATIVE_DATA, describe_found_precision
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, make_failure
+from fp8bench.features.audit.values import AuditFinding, AuditOutcome, AuditReport, make_failure
 from fp8bench.formats.codes import CODE_DTYPES
 from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model import Ceilings, DeviceFacts
-from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.model.promises import AuditedCallableKind, CallablePromise, OperandForm
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
 
-_LAYER_NAME = "audit"
+_PLACEHOLDER_LAYER_NAME = "audit"
 # The batch size of attention inputs.
 _ATTENTION_BATCH = 2
 
@@ -75,23 +75,24 @@ def _parse_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(Shape(*map(int, sides.split("x"))) for sides in text.split(","))
 
 
-SUBJECT_BY_KIND: dict[AuditKind, type[AuditSubject]] = {}
+SUBJECT_BY_KIND: dict[AuditedCallableKind, type[AuditSubject]] = {}
 # Of a large result, only _SAMPLED_ROWS rows and about _SAMPLED_ELEMENTS elements are judged.
 _SAMPLED_ROWS, _SAMPLED_ELEMENTS = 24, 1024
 
 
 class AuditSubject(ABC):
     """The callable under audit. A subclass draws its inputs and computes its expected results, always on the CPU. The
-    callable must accept `shapes`, but may refuse `odd_shapes` and `real_shapes`. `timed_shape` is the first shape that
-    is timed. `tall_shape` is larger than the blocks with which kernels are usually tested, and its sums have more terms
-    than bfloat16 can count. `real_shapes` come from real models and from decoding; only a sample of their results is
-    judged."""
+    callable must accept `shapes`, but may refuse `unaligned_shapes` and `real_shapes`. `timed_shape` is the first shape
+    that is timed. `tall_shape` is larger than the blocks with which kernels are usually tested, and its sums have more
+    terms than bfloat16 can count. `real_shapes` come from real models and from decoding; only a sample of their results
+    is judged."""
 
-    kind: ClassVar[AuditKind]
-    # Three shapes: one with three different sides, a square one that would hide a transposition, and one with long
-    # sums.
+    kind: ClassVar[AuditedCallableKind]
+    # Three shapes: three different sides, a square (in which a transposition hides), and long sums.
     shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes("64x96x256,128x128x128,32x48x1024")
-    odd_shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes("1x96x256,33x47x256,64x96x200,17x40x48,130x258x144,1x1x16")
+    unaligned_shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes(
+        "1x96x256,33x47x256,64x96x200,17x40x48,130x258x144,1x1x16"
+    )
     timed_shape: ClassVar[Shape] = Shape(256, 256, 256)
     tall_shape: ClassVar[Shape] = Shape(520, 264, 4096)
     small_shape: ClassVar[Shape] = Shape(16, 32, 64)
@@ -101,13 +102,13 @@ class AuditSubject(ABC):
         "40x384x384,512x512x512,256x1024x1536,1024x1024x1024,2048x2048x128,4096x64x64,48x2048x2048,"
         "64x264x8192,257x513x769,1000x129x1000,768x1280x640,32x4096x4096"
     )
-    data_kinds: ClassVar[tuple[str, ...]] = tuple(DATA_KINDS)
-    zeroed_operand: ClassVar[int] = 0
+    data_kinds: ClassVar[tuple[str, ...]] = tuple(DRAW_FUNCTIONS_BY_DATA_KIND)
+    zeroed_operand_index: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         SUBJECT_BY_KIND[cls.kind] = cls
 
-    def __init__(self, host: KernelHost, signature: Signature, facts: DeviceFacts) -> None:
+    def __init__(self, host: KernelHost, signature: CallablePromise, facts: DeviceFacts) -> None:
         self.host = host
         self.signature = signature
         self.facts = facts
@@ -135,11 +136,11 @@ class AuditSubject(ABC):
 class ProductSubject(AuditSubject):
     """A matrix product: the callable takes two matrices, or the codes and scales of two quantised matrices."""
 
-    kind = AuditKind.PRODUCT
+    kind = AuditedCallableKind.PRODUCT
 
     def make_arguments(self, matrices: Matrices) -> Matrices:
         is_second_transposed = self.signature.second == "kn"
-        if self.signature.takes is Takes.VALUES:
+        if self.signature.takes is OperandForm.VALUES:
             a, b = matrices
             return a, b.t().contiguous() if is_second_transposed else b
         operands = self._round_operands(*matrices)
@@ -164,17 +165,17 @@ class ProductSubject(AuditSubject):
     def _round_operands(self, a: Tensor, b: Tensor) -> tuple[RoundedOperand, RoundedOperand]:
         first_treatment, second_treatment, _ = self.promised_casts.treatments
         operands = round_operand(a, first_treatment), round_operand(b, second_treatment)
-        if self.signature.takes is Takes.VALUES:
+        if self.signature.takes is OperandForm.VALUES:
             return operands
         # A callable that gets codes did not round them, so its error is measured against the codes.
-        return replace(operands[0], unrounded=None), replace(operands[1], unrounded=None)
+        return replace(operands[0], unrounded_tensor=None), replace(operands[1], unrounded_tensor=None)
 
 
 class LinearSubject(AuditSubject):
     """A linear layer: the callable takes an input and a weight, both of which require gradients. Its backward pass
     starts from a random gradient of the output."""
 
-    kind = AuditKind.LINEAR
+    kind = AuditedCallableKind.LINEAR
     tall_shape = Shape(520, 264, 2080)
 
     def draw_operands(self, data: str, shape: Shape, seed: int) -> Matrices:
@@ -194,14 +195,16 @@ class LinearSubject(AuditSubject):
         }
         expected_results: dict[str, ExpectedResult] = {}
         for name, ((first_source, of_left), (second_source, of_right), is_weight_gradient) in products.items():
-            treatments = [
+            operand_treatments = [
                 None if has_high_weight_gradient and is_weight_gradient else treatment_by_role[which]
                 for which in (of_left, of_right)
             ]
-            a, b, sample = _sample_product(first_source.contiguous(), second_source.contiguous(), treatments, rng)
+            a, b, sample = _sample_product(
+                first_source.contiguous(), second_source.contiguous(), operand_treatments, rng
+            )
             emulated_result = self._emulate((a, of_left), (b, of_right), is_weight_gradient)
-            first_operand = round_operand(a, treatments[0])
-            second_operand = round_operand(b, treatments[1])
+            first_operand = round_operand(a, operand_treatments[0])
+            second_operand = round_operand(b, operand_treatments[1])
             expected_results[name] = ExpectedProduct(
                 first_operand, second_operand, emulated_result, has_hopper_units(self.facts), sample
             )
@@ -214,7 +217,7 @@ class LinearSubject(AuditSubject):
         )
         if recipe is None or not (is_stochastic or (is_weight_gradient and recipe.hadamard)):
             return None
-        arithmetic = RecipeArithmetic(recipe, self.promised_casts.carrier).layer(_LAYER_NAME)
+        arithmetic = RecipeArithmetic(recipe, self.promised_casts.carrier).layer(_PLACEHOLDER_LAYER_NAME)
         cast_operand = arithmetic.cast_transpose if is_weight_gradient else arithmetic.cast
         first_operand, second_operand = (cast_operand(tensor.contiguous(), role) for tensor, role in (a, b))
         return arithmetic.product(first_operand, second_operand, self.promised_casts.carrier)
@@ -224,11 +227,11 @@ class AttentionSubject(AuditSubject):
     """Attention: the callable takes queries, keys and values, each of shape (2, heads, positions, size), and divides
     the scores by sqrt(size)."""
 
-    kind = AuditKind.ATTENTION
+    kind = AuditedCallableKind.ATTENTION
     shapes = _parse_shapes("64x4x64,128x2x32,96x3x128")
-    odd_shapes = _parse_shapes("1x2x64,33x3x64,65x2x32,130x1x128")
+    unaligned_shapes = _parse_shapes("1x2x64,33x3x64,65x2x32,130x1x128")
     timed_shape = Shape(128, 1, 64)
-    zeroed_operand = 2
+    zeroed_operand_index = 2
     tall_shape = Shape(520, 1, 64)
     small_shape = Shape(16, 2, 32)
     real_shapes = _parse_shapes(
@@ -240,8 +243,7 @@ class AttentionSubject(AuditSubject):
     def draw_operands(self, data: str, shape: Shape, seed: int) -> Matrices:
         m, n, k = shape
         matrices = (draw_matrix(data, place, _ATTENTION_BATCH * n * m, k, seed, torch.float32) for place in range(3))
-        # Scale queries and keys so that scores stay small: the softmax of large scores picks one value and hides errors
-        # in them.
+        # Scale queries and keys to keep scores small: the softmax of large ones picks one value and hides their errors.
         scaled_matrices = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in matrices)
         return tuple(
             tensor.view(_ATTENTION_BATCH, n, m, k).to(self.promised_casts.carrier) for tensor in scaled_matrices
@@ -267,8 +269,8 @@ def _sample_product(
     produce. Without `rng`, returns all rows."""
     if rng is None:
         return a, b, None
-    rows = choose_rows(a, treatments[0], _SAMPLED_ROWS, rng)
-    columns = choose_rows(b, treatments[1], max(_SAMPLED_ELEMENTS // len(rows), _SAMPLED_ROWS), rng)
+    rows = choose_audited_row_indices(a, treatments[0], _SAMPLED_ROWS, rng)
+    columns = choose_audited_row_indices(b, treatments[1], max(_SAMPLED_ELEMENTS // len(rows), _SAMPLED_ROWS), rng)
     return a[rows], b[columns], ResultSample((len(a), len(b)), rows, columns)
 
 
@@ -277,23 +279,23 @@ def _sample_product(
 _MAX_SEARCHED_REMARKS = 4
 NORMAL_DATA = "normal"
 # Failures after which no other check can judge the results, so the audit ends.
-_UNUSABLE_CODES = ("raises", "shape", "dtype", "lazy-result")
+_UNUSABLE_RESULT_CODES = ("raises", "shape", "dtype", "lazy-result")
 # Exceptions that a kernel raised, in this process or in the kernel's separate process.
-REFUSAL_ERRORS = (KernelRaised, WorkerFault)
+REFUSAL_ERRORS = (KernelFailure, WorkerFault)
 # Added to the seed to draw a second, independent input.
 SECOND_SEED_OFFSET = 1 << 32
 
 
 class AuditInput(NamedTuple):
-    """An input of the callable: a kind of data (such as 'normal') and a shape. `how` describes a change of the drawn
-    data."""
+    """An input of the callable: a kind of data (such as 'normal') and a shape. `data_change` describes a change of the
+    drawn data."""
 
     data: str
     shape: Shape
-    how: str = ""
+    data_change: str = ""
 
 
-class Auditor:
+class AuditSession:
     """The state that all checks of one audit share. `current` is the input that is being tried. Findings refer to it
     unless they name an input. `tried` counts the judged results. Once results were wrong, `has_right_numbers` is
     False. Checks that compare results with expected ones are then skipped."""
@@ -318,12 +320,14 @@ class Auditor:
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
-    def add_input(self, audit_input: AuditInput | None, finding: AuditFinding) -> AuditFinding:
+    def add_input_to_finding(self, audit_input: AuditInput | None, finding: AuditFinding) -> AuditFinding:
         """Returns the finding with an input, such as 'M=64 N=96 K=256, normal', unless it already names one."""
         if audit_input is None or finding.input:
             return finding
-        sides = "M={} N={} K={}".format(*audit_input.shape)
-        return replace(finding, input=", ".join(filter(None, (sides, audit_input.data, audit_input.how))))
+        input_sides_text = "M={} N={} K={}".format(*audit_input.shape)
+        return replace(
+            finding, input=", ".join(filter(None, (input_sides_text, audit_input.data, audit_input.data_change)))
+        )
 
     def draw_matrices(self, audit_input: AuditInput) -> Matrices:
         return self.subject.draw_operands(audit_input.data, audit_input.shape, self.seed)
@@ -355,7 +359,7 @@ class Auditor:
         for index, (packed_argument, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
             if compute_digest(packed_argument) != digest and self.argument_change is None:
                 reason = f"the call changed the memory of argument {index + 1}"
-                self.argument_change = self.add_input(audit_input, make_failure("input-changed", reason))
+                self.argument_change = self.add_input_to_finding(audit_input, make_failure("input-changed", reason))
 
     def judge_results(
         self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True, rng: Random | None = None
@@ -381,25 +385,25 @@ class Auditor:
         prefix = "a sample of the " * (rng is not None)
         return next((replace(bad, why=f"{prefix}{name}: {bad.why}") for name, bad in verdicts if bad.has_failed), None)
 
-    def find_problems(self, audit_input: AuditInput) -> dict[str, AuditFinding]:
+    def judge_kernel_on_input(self, audit_input: AuditInput) -> dict[str, AuditFinding]:
         """Calls the kernel on an input. Returns failures and remarks, each with the name of the result. A mistake is
         only named if a second, independent input shows it too."""
         matrices = self.draw_matrices(audit_input)
         results = self.compute_results(matrices)
         verdicts = {name: verdict for name, verdict in self.judge_results(matrices, results).items() if verdict.code}
-        if all(verdict.is_remark or verdict.code in CERTAIN_CODES for verdict in verdicts.values()):
+        if all(verdict.is_remark or verdict.code in CERTAIN_FINDING_CODES for verdict in verdicts.values()):
             return verdicts
         second_seed = self.seed + SECOND_SEED_OFFSET
-        confirming_matrices = self.subject.draw_operands(audit_input.data, audit_input.shape, second_seed)
-        confirming_verdicts = self.judge_results(confirming_matrices, self.compute_results(confirming_matrices))
+        second_seed_matrices = self.subject.draw_operands(audit_input.data, audit_input.shape, second_seed)
+        confirming_verdicts = self.judge_results(second_seed_matrices, self.compute_results(second_seed_matrices))
         expected_results = self.subject.expected_results(matrices)
         for name, verdict in verdicts.items():
-            if verdict.is_remark or verdict.code in (confirming_verdicts[name].code, *CERTAIN_CODES):
+            if verdict.is_remark or verdict.code in (confirming_verdicts[name].code, *CERTAIN_FINDING_CODES):
                 continue
             # The second input does not confirm the mistake, so do not name it. If a figure (error or gain) deviated,
             # this may have been chance.
             verdicts[name] = unnamed_finding = expected_results[name].judge(results[name], search_mistakes=False)
-            if unnamed_finding.code in FIGURE_CODES and not confirming_verdicts[name].has_failed:
+            if unnamed_finding.code in FIGURE_FINDING_CODES and not confirming_verdicts[name].has_failed:
                 verdicts[name] = replace(
                     unnamed_finding,
                     outcome=AuditOutcome.PASS,
@@ -411,17 +415,17 @@ class Auditor:
     def make_finding(self, audit_input: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
         """Returns the finding for a verdict on the named result. For a failure, it names the precision that the results
         seem to have."""
-        result_prefix = "" if name == "product" else f"{name}: "
-        if verdict.is_remark or verdict.code in _UNUSABLE_CODES:
-            return self.add_input(audit_input, replace(verdict, why=result_prefix + verdict.why))
+        result_name_prefix = "" if name == "product" else f"{name}: "
+        if verdict.is_remark or verdict.code in _UNUSABLE_RESULT_CODES:
+            return self.add_input_to_finding(audit_input, replace(verdict, why=result_name_prefix + verdict.why))
         if name not in self._readings:
             promised_precision = self.subject.signature.precision
-            informative_data = [data for data in INFORMATIVE_DATA if data in self.subject.data_kinds]
+            informative_data_kinds = [data for data in INFORMATIVE_DATA if data in self.subject.data_kinds]
             self._readings[name] = describe_found_precision(
-                promised_precision, informative_data, partial(self._matches_precision, name)
+                promised_precision, informative_data_kinds, partial(self._matches_precision, name)
             )
-        return self.add_input(
-            audit_input, replace(verdict, why=f"{result_prefix}{verdict.why}. {self._readings[name]}")
+        return self.add_input_to_finding(
+            audit_input, replace(verdict, why=f"{result_name_prefix}{verdict.why}. {self._readings[name]}")
         )
 
     def _matches_precision(self, name: str, precision: str, data: str) -> bool:
@@ -438,55 +442,59 @@ class Auditor:
 
 class AuditCheck(NamedTuple):
     """One check of an audit. `run` yields failures and remarks. If it raises an exception, the findings that it yielded
-    before still count. If the check that `judges_numbers` finds wrong results, all checks with `needs_right_numbers`
+    before still count. If the check that `judges_numbers` finds wrong results, all checks with `needs_correct_numbers`
     are skipped."""
 
     name: str
-    run: Callable[[Auditor], Iterable[AuditFinding]]
-    kinds: frozenset[AuditKind] = frozenset(AuditKind)
-    needs_right_numbers: bool = False
+    run: Callable[[AuditSession], Iterable[AuditFinding]]
+    kinds: frozenset[AuditedCallableKind] = frozenset(AuditedCallableKind)
+    needs_correct_numbers: bool = False
     judges_numbers: bool = False
 
 
 def run_checks(
     target: str,
     host: KernelHost,
-    signature: Signature,
+    signature: CallablePromise,
     facts: DeviceFacts,
     seed: int,
     checks: Sequence[AuditCheck],
     ceilings: Ceilings | None = None,
-) -> Audit:
+) -> AuditReport:
     """Runs every check in turn and returns the audit. A failed check does not stop later checks, because they may
     explain the failure."""
     start_seconds = time.perf_counter()
-    auditor = Auditor(SUBJECT_BY_KIND[signature.kind](host, signature, facts), seed, ceilings)
+    auditor = AuditSession(SUBJECT_BY_KIND[signature.kind](host, signature, facts), seed, ceilings)
     findings = []
     is_kernel_lost = has_reported_change = False
     for check in checks:
         if (
             is_kernel_lost
             or signature.kind not in check.kinds
-            or (check.needs_right_numbers and not auditor.has_right_numbers)
+            or (check.needs_correct_numbers and not auditor.has_right_numbers)
         ):
             continue
-        check_findings = list[AuditFinding]()
+        findings_of_check = list[AuditFinding]()
         auditor.current = None
         try:
             for finding in check.run(auditor):
-                check_findings.append(auditor.add_input(auditor.current, finding))
+                findings_of_check.append(auditor.add_input_to_finding(auditor.current, finding))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            check_findings.append(auditor.add_input(auditor.current, describe_stop(error)))
+            findings_of_check.append(auditor.add_input_to_finding(auditor.current, describe_stop(error)))
             is_kernel_lost = isinstance(error, (WorkerHung, WorkerLost))
         if auditor.argument_change is not None and not has_reported_change:
-            check_findings.append(auditor.argument_change)
+            findings_of_check.append(auditor.argument_change)
             has_reported_change = True
         # A check without findings has passed; add a finding that says so.
-        findings += [replace(finding, check=check.name) for finding in check_findings] or [AuditFinding(check.name)]
+        findings += [replace(finding, check=check.name) for finding in findings_of_check] or [AuditFinding(check.name)]
         if check.judges_numbers:
-            if any(finding.code in _UNUSABLE_CODES for finding in check_findings):
+            if any(finding.code in _UNUSABLE_RESULT_CODES for finding in findings_of_check):
                 break
-            auditor.has_right_numbers = all(finding.outcome is AuditOutcome.PASS for finding in check_findings)
+            auditor.has_right_numbers = all(finding.outcome is AuditOutcome.PASS for finding in findings_of_check)
     run_names = {finding.check for finding in findings}
-    not_run = tuple(check.name for check in checks if signature.kind in check.kinds and check.name not in run_names)
-    return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - start_seconds, (), not_run)
+    checks_not_run = tuple(
+        check.name for check in checks if signature.kind in check.kinds and check.name not in run_names
+    )
+    return AuditReport(
+        target, signature, tuple(findings), auditor.tried, time.perf_counter() - start_seconds, (), checks_not_run
+    )

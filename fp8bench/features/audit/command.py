@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench import __version__, units
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import CommandResult, check_outputs
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import (
     EXIT_BASELINE,
     EXIT_OK,
@@ -28,10 +28,10 @@ from fp8bench.errors import (
     to_original_error,
 )
 from fp8bench.features.audit.values import (
-    Audit,
     AuditedLayer,
     AuditFinding,
     AuditOutcome,
+    AuditReport,
     find_worst_outcome,
 )
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
@@ -41,7 +41,7 @@ from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import Ceilings, DeviceFacts, Level
 from fp8bench.model.codec import encode
-from fp8bench.model.promises import SIGNATURE_WORDS, AuditKind, Signature
+from fp8bench.model.promises import SIGNATURE_WORDS, AuditedCallableKind, CallablePromise
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import find_device
 from fp8bench.plan.resolve import read_switches
@@ -61,7 +61,7 @@ _EXIT_CODES = {
 # How many failures and layers are shown without --all.
 _SHOWN_FAILURES, _SHOWN_LAYERS = 3, 8
 # The other fields of a signature: options that require --kind and --precision.
-_SIGNATURE_OPTIONS = fields(Signature)[2:]
+_SIGNATURE_OPTIONS = fields(CallablePromise)[2:]
 EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
     "fp8bench audit net.py:make --kind model  # a model after conversion",
@@ -78,7 +78,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the function to audit, also as file.py:function")
     how: dict[str, dict[str, Any]] = {
-        "kind": {"choices": [kind.value for kind in AuditKind]},
+        "kind": {"choices": [kind.value for kind in AuditedCallableKind]},
         "precision": {"metavar": "DTYPE"},
         "takes": {"choices": ("values", "codes"), "default": "values"},
         "second": {"choices": ("nk", "kn"), "default": "nk"},
@@ -88,16 +88,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     for name, help_words in SIGNATURE_WORDS.items():
         parser.add_argument(f"--{name}", help=help_words, **how[name])
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1; default the first GPU, else cpu")
-    add_common(parser, "--seed", help="the seed of the random inputs; default 0")
-    add_common(parser, "--threads", "--store")
-    add_common(parser, "--all", help="print every finding and layer, as --md and --json do")
-    add_common(parser, "--md", "--explain")
-    add_common(parser, "--json", help="print all findings and layers as JSON instead of tables")
+    add_common_options(parser, "--seed", help="the seed of the random inputs; default 0")
+    add_common_options(parser, "--threads", "--store")
+    add_common_options(parser, "--all", help="print every finding and layer, as --md and --json do")
+    add_common_options(parser, "--md", "--explain")
+    add_common_options(parser, "--json", help="print all findings and layers as JSON instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    return answer(arguments, TERMINAL).print_result(arguments)
+    return answer(arguments, TERMINAL_JOB_OBSERVER).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
@@ -106,7 +106,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
     if arguments.precision is not None:
         # check the name early: an invalid one must not start a worker process
-        precisions.canonical(arguments.precision)
+        precisions.find_canonical_name(arguments.precision)
     facts, finished_audit = audit(
         check_function_name(arguments.target),
         _parse_signature(arguments),
@@ -123,7 +123,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     )
 
 
-def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
+def _parse_signature(arguments: argparse.Namespace) -> CallablePromise | None:
     kind, precision = arguments.kind, arguments.precision
     options = {field.name: getattr(arguments, field.name) for field in _SIGNATURE_OPTIONS}
     if not kind and not precision:
@@ -131,29 +131,34 @@ def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
         if chosen_options:
             raise UsageError(f"{' and '.join(chosen_options)} need --kind and --precision. Give both.")
         return None
-    if not kind or (not precision and kind != AuditKind.MODEL):
+    if not kind or (not precision and kind != AuditedCallableKind.MODEL):
         missing_option_text = "--kind was given without --precision" if kind else "--precision was given without --kind"
         raise UsageError(f"{missing_option_text}. Give both, or declare them with @fp8bench.audited.")
     return make_signature(kind, precision or "", **options)
 
 
 # The module that the judge's process runs.
-_JUDGE_MODULE = "fp8bench.features.audit.times"
+_TIME_JUDGE_MODULE = "fp8bench.features.audit.times"
 # The time limit of an audit in seconds, many times its usual duration.
-_AUDIT_SECONDS = 600.0
+_AUDIT_TIMEOUT_SECONDS = 600.0
 # Formats whose codes torch can store, as a dtype or as two codes per byte.
 _TORCH_FORMATS = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
 
 
 def audit(
-    target: str, signature: Signature | None, device: str | None, settings: Settings, store: Path, observer: JobObserver
-) -> tuple[DeviceFacts, Audit]:
+    target: str,
+    signature: CallablePromise | None,
+    device: str | None,
+    settings: Settings,
+    store: Path,
+    observer: JobObserver,
+) -> tuple[DeviceFacts, AuditReport]:
     """Runs the audit, and returns the device and the audit. Without a signature, the one that the decorator declares
     is used. A kernel that is faster than the measured ceilings of the device fails. These ceilings are read from the
     store if they are current.
     """
     target = _make_path_absolute(target)
-    with ProcessWorker(settings, module=_JUDGE_MODULE) as worker:
+    with ProcessWorker(settings, module=_TIME_JUDGE_MODULE) as worker:
         devices = worker.probe()
         default_device = next((facts for facts in devices if facts.accelerated), devices[0])
         facts = find_device(device, devices) if device else default_device
@@ -169,11 +174,15 @@ def audit(
                 instead=("fp8bench", "audit", target, "--kind", "product", "--precision", "fp8"),
             )
         signature = resolve_signature(signature, facts)
-        ceilings = None if signature.kind is AuditKind.MODEL else _find_ceilings(worker, facts, settings.threads, store)
+        ceilings = (
+            None
+            if signature.kind is AuditedCallableKind.MODEL
+            else _load_or_measure_ceilings(worker, facts, settings.threads, store)
+        )
         with observer.counting() as tell:
             tell(0, 1, "kernels", target)
             try:
-                return facts, worker.within(_AUDIT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
+                return facts, worker.within(_AUDIT_TIMEOUT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
             except WorkerError as error:
                 cause = to_original_error(error) if isinstance(error, WorkerFault) else error
                 if not isinstance(cause, WorkerError):
@@ -181,7 +190,7 @@ def audit(
                 has_raised = isinstance(cause, WorkerFault)
                 failure_code = "raises" if has_raised else "hangs" if isinstance(cause, WorkerHung) else "crashes"
                 finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, failure_code, str(cause))
-                return facts, Audit(target, signature, (finding,))
+                return facts, AuditReport(target, signature, (finding,))
 
 
 def _make_path_absolute(target: str) -> str:
@@ -192,7 +201,7 @@ def _make_path_absolute(target: str) -> str:
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
 
 
-def _find_ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
+def _load_or_measure_ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
     """Returns the ceilings of the device from the store. If the stored ones are outdated, measures them now. Returns
     None if measuring is not allowed or fails.
     """
@@ -208,12 +217,12 @@ def _find_ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path
         return None
 
 
-def resolve_signature(signature: Signature, facts: DeviceFacts) -> Signature:
+def resolve_signature(signature: CallablePromise, facts: DeviceFacts) -> CallablePromise:
     """Returns the signature with the canonical name of its precision. Raises UsageError if that precision cannot be
     audited."""
-    if signature.kind is AuditKind.MODEL and not signature.precision:
+    if signature.kind is AuditedCallableKind.MODEL and not signature.precision:
         return signature
-    name = precisions.canonical(signature.precision)
+    name = precisions.find_canonical_name(signature.precision)
     precision = precisions.get(name)
     if precision.support(facts).level is Level.REFUSED:
         raise UsageError(f"{facts.key} cannot run {name}: {precision.support(facts).reason}")
@@ -238,7 +247,7 @@ _LEGEND = (
 )
 
 
-def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Page:
+def render_page(facts: DeviceFacts, audit: AuditReport, everything: bool = True) -> Page:
     signature = audit.signature
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
@@ -257,13 +266,13 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _describe_verdict(audit: Audit, verdict_finding: AuditFinding | None) -> Iterator[Text]:
+def _describe_verdict(audit: AuditReport, verdict_finding: AuditFinding | None) -> Iterator[Text]:
     outcome = audit.outcome
     findings_by_check = together((finding.check, finding) for finding in audit.findings)
     coverage_text = f"{len(findings_by_check)} checks found the results that {audit.signature.precision} gives"
     if audit.layers:
         flops = sum(layer.flops for layer in audit.layers)
-        flops_share_text = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+        flops_share_text = f", {audit.low_precision_flops / flops:.0%} of the FLOPs of their products" if flops else ""
         coverage_text = (
             f"{sum(layer.low for layer in audit.layers)} of {len(audit.layers)} layers converted{flops_share_text}"
         )
@@ -280,7 +289,7 @@ def _describe_verdict(audit: Audit, verdict_finding: AuditFinding | None) -> Ite
         yield Text(f"not run because of this failure: {', '.join(audit.not_run)}")
 
 
-def _format_percent(error: float) -> str:
+def _format_error_percent(error: float) -> str:
     return f"{100 * error:.3g}%"
 
 
@@ -288,8 +297,8 @@ _FINDING_COLUMNS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),
     Col("code", lambda finding: finding.code),
     Col("input", lambda finding: finding.input or units.NONE),
-    Col("error", lambda finding: finding.error, True, _format_percent),
-    Col("expected", lambda finding: finding.expected, True, _format_percent),
+    Col("error", lambda finding: finding.error, True, _format_error_percent),
+    Col("expected", lambda finding: finding.expected, True, _format_error_percent),
     Col("why", lambda finding: finding.why, below=True),
 )
 _LAYER_COLUMNS: tuple[Col[AuditedLayer], ...] = (

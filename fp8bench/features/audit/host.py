@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import Fp8benchError, UsageError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, make_failure
+from fp8bench.features.audit.values import AuditFinding, AuditOutcome, AuditReport, make_failure
 from fp8bench.model import DeviceFacts
-from fp8bench.model.promises import AuditKind, Signature
+from fp8bench.model.promises import AuditedCallableKind, CallablePromise
 from fp8bench.tape.formulas import PRODUCT_SHAPES
-from fp8bench.tape.recorder import OperatorTape, called_operator, iterate_tensors
+from fp8bench.tape.recorder import OperatorTape, get_operator_name, iterate_tensors
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import find_declared_signature, named
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.fusing import without_compiling
+from fp8bench.worker.fusing import disable_compiling
 from fp8bench.worker.main import main
 from fp8bench.worker.prepared import make_cache_flush
 from fp8bench.worker.step_guards import stdout_to_stderr
@@ -65,23 +65,23 @@ def _find_watched_functions() -> dict[str, Any]:
 _ORIGINAL_FUNCTIONS = _find_watched_functions()
 
 
-class KernelRaised(Fp8benchError):
+class KernelFailure(Fp8benchError):
     """Raised if the kernel raises an exception, or returns an object that is not a tensor."""
 
 
-class LazyResult(KernelRaised):
+class LazyTensorReturned(KernelFailure):
     """Raised if the kernel returns a tensor subclass whose values may be computed only when they are read."""
 
 
 def describe_error(error: BaseException) -> str:
     """Describes the exception that the kernel raised, without the names of wrapping exceptions."""
-    return own_words(error).removeprefix(f"{KernelRaised.__name__}: ")
+    return own_words(error).removeprefix(f"{KernelFailure.__name__}: ")
 
 
 def describe_stop(error: BaseException) -> AuditFinding:
     """Returns a finding that describes the exception that ended a check."""
-    lazy_class_name = LazyResult.__name__
-    if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy_class_name):
+    lazy_class_name = LazyTensorReturned.__name__
+    if isinstance(error, LazyTensorReturned) or (isinstance(error, WorkerFault) and error.kind == lazy_class_name):
         name = str(error).removeprefix(f"{lazy_class_name}: ")
         reason = f"it returns {name}, whose values may be computed when they are read. Return a torch.Tensor."
         return make_failure("lazy-result", reason)
@@ -91,7 +91,7 @@ def describe_stop(error: BaseException) -> AuditFinding:
     return AuditFinding("", AuditOutcome.CANNOT_TELL, failure_code, describe_error(error))
 
 
-def raise_deception(error: BaseException) -> None:
+def reraise_deception(error: BaseException) -> None:
     """Raises the error again if it shows that the kernel cheats, for example by a lazy result. Does nothing if the
     kernel only refuses an input.
     """
@@ -107,7 +107,7 @@ def find_replaced_functions() -> tuple[str, ...]:
 
 
 def pack_tensor(tensor: Tensor) -> PackedTensor:
-    data = _view_bytes(tensor).cpu().numpy().tobytes()
+    data = _view_as_bytes(tensor).cpu().numpy().tobytes()
     return str(tensor.dtype)[6:], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), data
 
 
@@ -125,12 +125,12 @@ def compute_digest(packed_tensor: PackedTensor) -> int:
     return zlib.crc32(packed_tensor[-1])
 
 
-def _view_bytes(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: Tensor) -> Tensor:
     """Returns a view of all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def pack_results(results: dict[str, Tensor]) -> PackedResults:
+def pack_result_tensors(results: dict[str, Tensor]) -> PackedResults:
     packed_results = []
     for name, tensor in results.items():
         # A one-element tensor counts as contiguous whatever its strides, and then cannot be viewed as bytes.
@@ -151,16 +151,16 @@ def unpack_results(packed_results: PackedResults) -> dict[str, Tensor]:
 
 
 _COPY_OPERATORS = ("clone", "copy_", "_to_copy")
-_COUNTED_WORK = ("casts", "products", "copies", "allocations")
+_COUNTED_WORK_KINDS = ("casts", "products", "copies", "allocations")
 
 
 def count_operators(call: Callable[[], object]) -> dict[str, int]:
     """Counts the casts, products, copies without a cast, and allocations of a call. Only work by torch operators is
     counted.
     """
-    with without_compiling(), OperatorTape() as tape:
+    with disable_compiling(), OperatorTape() as tape:
         call()
-    counts = dict.fromkeys(_COUNTED_WORK, 0)
+    counts = dict.fromkeys(_COUNTED_WORK_KINDS, 0)
     for recorded_call in tape.calls:
         inputs = list(iterate_tensors((recorded_call.positional, tuple(recorded_call.named.values()))))
         outputs = list(iterate_tensors(recorded_call.result))
@@ -168,7 +168,7 @@ def count_operators(call: Callable[[], object]) -> dict[str, int]:
         for tensor in outputs:
             if math.prod(tensor.shape) and tensor.storage not in input_storages:
                 counts["allocations"] += 1
-        operator_name = called_operator(recorded_call)
+        operator_name = get_operator_name(recorded_call)
         counts["products"] += operator_name in PRODUCT_SHAPES
         if operator_name in _COPY_OPERATORS and inputs and outputs:
             counts["copies" if inputs[-1].dtype == outputs[0].dtype else "casts"] += 1
@@ -182,13 +182,13 @@ _FILL_OPTION, _FILL = -6, 0x80
 _NAN_BLOCKS_PER_SIZE = 2
 # The number of GPU cycles for which a stream is kept busy: tens of milliseconds. A kernel that ignores its caller's
 # stream then reads its inputs before they are written.
-_BUSY_CYCLES = 100_000_000
+_STREAM_BUSY_CYCLES = 100_000_000
 # How many distinct results at most are returned for calls with the same arguments.
-_MAX_DISTINCT_RESULTS = 256
+_MAX_DISTINCT_CALL_RESULTS = 256
 
 
 @contextmanager
-def filled_memory() -> Iterator[None]:
+def fill_allocated_memory() -> Iterator[None]:
     """Makes glibc fill newly allocated memory with NaN and large numbers inside the `with` block. Other C libraries
     are unaffected."""
     set_malloc_option = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -213,16 +213,16 @@ def busy_stream(device: str) -> Iterator[bool]:
     _SYNCHRONIZE(device)
     side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side_stream):
-        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_STREAM_BUSY_CYCLES)  # type: ignore[no-untyped-call]
         yield True
         side_stream.synchronize()
 
 
 class KernelHost:
     """Calls one kernel for the judge. Arguments are stored in numbered slots, and every method returns plain values.
-    Raises KernelRaised if the kernel raises."""
+    Raises KernelFailure if the kernel raises."""
 
-    def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
+    def __init__(self, function: Callable[..., Any], signature: CallablePromise, facts: DeviceFacts) -> None:
         self._function = function
         self._kind = signature.kind
         self._device = facts.key
@@ -236,20 +236,20 @@ class KernelHost:
         """Stores arguments in a slot. Depending on `at_new_address`, they get new memory, or the memory that the slot
         already has.
         """
-        new_tensors = [unpack_tensor(tensor, self._device) for tensor in tensors]
+        unpacked_tensors = [unpack_tensor(tensor, self._device) for tensor in tensors]
         if at_new_address:
-            self._slots[slot] = new_tensors
+            self._slots[slot] = unpacked_tensors
         else:
-            self._overwrite_slot(slot, new_tensors)
+            self._overwrite_slot_memory(slot, unpacked_tensors)
 
     def call_kernel(self, slot: int) -> tuple[PackedResults, tuple[int, ...]]:
         """Calls the kernel on the arguments in a slot. Returns the results, and checksums of the arguments' memory
         after the call.
         """
-        with filled_memory():
+        with fill_allocated_memory():
             self._free_nan_blocks(slot)
             self._latest = self._compute_results(slot)
-        return pack_results(self._latest), self.digest_arguments([slot])
+        return pack_result_tensors(self._latest), self.digest_arguments([slot])
 
     def keep_results(self) -> PackedResults:
         """Returns the latest results, and keeps the memory that the kernel returned, so that `reread_kept_results`
@@ -259,7 +259,7 @@ class KernelHost:
         return self.reread_kept_results()
 
     def reread_kept_results(self) -> PackedResults:
-        return pack_results(self._kept)
+        return pack_result_tensors(self._kept)
 
     def overwrite_results(self) -> None:
         """Overwrites the latest results with NaN, as a caller is allowed to do."""
@@ -274,7 +274,7 @@ class KernelHost:
         with busy_stream(self._device) as has_stream:
             if not has_stream:
                 return None
-            self._overwrite_slot(slot, self._slots[source])
+            self._overwrite_slot_memory(slot, self._slots[source])
             return self.call_kernel(slot)[0]
 
     def call_pair(self, slots: tuple[int, int], order: tuple[int, int]) -> tuple[PackedResults, ...]:
@@ -282,7 +282,7 @@ class KernelHost:
         results in the order of the slots."""
         outputs = [self._call_forward(slot) for slot in slots]
         results_by_slot = {which: self._call_backward(slots[which], outputs[which]) for which in order}
-        return tuple(pack_results(results_by_slot[which]) for which in sorted(results_by_slot))
+        return tuple(pack_result_tensors(results_by_slot[which]) for which in sorted(results_by_slot))
 
     def repeat_calls(
         self, slots: Sequence[int], calls: int, seconds: float
@@ -290,18 +290,18 @@ class KernelHost:
         """Calls the kernel on the arguments in the slots in turn, up to `calls` times or for `seconds`. Returns the
         number of calls, and each distinct result with the slot and the number of the first call that gave it.
         """
-        numbered_results = []
+        numbered_call_results = []
         distinct_results = set[tuple[int, PackedResults]]()
         end = _CLOCK() + seconds
-        number = 0
-        while number < calls and _CLOCK() < end:
-            slot = slots[number % len(slots)]
-            number += 1
-            results = pack_results(self._compute_results(slot))
-            if (slot, results) not in distinct_results and len(distinct_results) < _MAX_DISTINCT_RESULTS:
+        call_number = 0
+        while call_number < calls and _CLOCK() < end:
+            slot = slots[call_number % len(slots)]
+            call_number += 1
+            results = pack_result_tensors(self._compute_results(slot))
+            if (slot, results) not in distinct_results and len(distinct_results) < _MAX_DISTINCT_CALL_RESULTS:
                 distinct_results.add((slot, results))
-                numbered_results.append((number, slot, results))
-        return number, numbered_results
+                numbered_call_results.append((call_number, slot, results))
+        return call_number, numbered_call_results
 
     def measure_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
         """Times one call on the arguments in each slot. Returns the seconds of each call by wall clock and by process
@@ -324,7 +324,7 @@ class KernelHost:
         return tuple(compute_digest(pack_tensor(tensor.detach())) for slot in slots for tensor in self._slots[slot])
 
     def read_timed_results(self, index: int) -> PackedResults:
-        return pack_results(self._timed[index])
+        return pack_result_tensors(self._timed[index])
 
     def free_memory(self) -> None:
         """Frees the arguments in all slots, and all stored results."""
@@ -333,20 +333,24 @@ class KernelHost:
         self._kept = {}
         self._timed = []
 
-    def count_work(self, slot: int) -> dict[str, int]:
+    def count_slot_operators(self, slot: int) -> dict[str, int]:
         return count_operators(partial(self._compute_results, slot))
 
-    def find_replaced(self) -> tuple[str, ...]:
+    def list_replaced_functions(self) -> tuple[str, ...]:
         return find_replaced_functions()
 
     def _compute_results(self, slot: int) -> dict[str, Tensor]:
         """Calls the kernel and returns its results by name, as tensors on the device."""
         output = self._call_forward(slot)
-        return self._call_backward(slot, output) if self._kind is AuditKind.LINEAR else {self._kind.value: output}
+        return (
+            self._call_backward(slot, output)
+            if self._kind is AuditedCallableKind.LINEAR
+            else {self._kind.value: output}
+        )
 
     def _call_forward(self, slot: int) -> Tensor:
         arguments = self._slots[slot]
-        if self._kind is AuditKind.LINEAR:
+        if self._kind is AuditedCallableKind.LINEAR:
             x, weight, _ = arguments
             arguments = [x.requires_grad_(), weight.requires_grad_()]
         try:
@@ -356,11 +360,11 @@ class KernelHost:
             # If the traceback ends at this call, the function did not start: it does not accept these arguments.
             if isinstance(error, TypeError) and error.__traceback__ is not None and not error.__traceback__.tb_next:
                 reason += f". The audit calls it as f({', '.join('abcdef'[: len(arguments)])})"
-            raise KernelRaised(reason) from None
+            raise KernelFailure(reason) from None
         if not isinstance(output, Tensor):
-            raise KernelRaised(f"TypeError: the kernel returned {type(output).__name__}; expected a tensor")
-        if is_lazy(type(output)):
-            raise LazyResult(f"{type(output).__name__}")
+            raise KernelFailure(f"TypeError: the kernel returned {type(output).__name__}; expected a tensor")
+        if is_lazy_tensor_class(type(output)):
+            raise LazyTensorReturned(f"{type(output).__name__}")
         return output
 
     def _call_backward(self, slot: int, output: Tensor) -> dict[str, Tensor]:
@@ -368,25 +372,25 @@ class KernelHost:
         try:
             input_gradient, weight_gradient = torch.autograd.grad(output, (x, weight), gradient.to(output.dtype))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
-            raise KernelRaised(own_words(error)) from None
+            raise KernelFailure(own_words(error)) from None
         return {"forward": output, "input gradient": input_gradient, "weight gradient": weight_gradient}
 
-    def _overwrite_slot(self, slot: int, tensors: Sequence[Tensor]) -> None:
+    def _overwrite_slot_memory(self, slot: int, tensors: Sequence[Tensor]) -> None:
         """Writes new values into a slot's memory, but leaves torch's version counters unchanged. This finds kernels
         that cache results by address and version, which they must not do.
         """
         for tensor, source in zip(self._slots[slot], tensors, strict=True):
-            _view_bytes(tensor).copy_(_view_bytes(source))
+            _view_as_bytes(tensor).copy_(_view_as_bytes(source))
 
     def _free_nan_blocks(self, slot: int) -> None:
         """Allocates and frees blocks of NaN with the sizes of arguments and results. If a kernel does not write all
         of its output, the rest of the output is then NaN.
         """
         sizes_and_dtypes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
-        nan_blocks = []
+        nan_memory_blocks = []
         for size, dtype in sizes_and_dtypes:
             if dtype.is_floating_point:
-                nan_blocks += [
+                nan_memory_blocks += [
                     torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_NAN_BLOCKS_PER_SIZE)
                 ]
 
@@ -395,16 +399,16 @@ class KernelHost:
             _SYNCHRONIZE(self._device)
 
 
-def is_lazy(tensor_class: type[Tensor]) -> bool:
+def is_lazy_tensor_class(tensor_class: type[Tensor]) -> bool:
     """Returns whether a Tensor subclass overrides tensor operations. If it does, its values may be computed only when
     they are read.
     """
     if tensor_class in (Tensor, torch.nn.Parameter):
         return False
-    overridden_names = set[str]().union(
+    overridden_method_names = set[str]().union(
         *(vars(cls) for cls in tensor_class.__mro__[: tensor_class.__mro__.index(Tensor)])
     )
-    return bool(overridden_names & set(dir(Tensor)) - {*dir(object), "__module__", "__dict__", "__weakref__"})
+    return bool(overridden_method_names & set(dir(Tensor)) - {*dir(object), "__module__", "__dict__", "__weakref__"})
 
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
@@ -412,7 +416,7 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _require_function(target: str, function: Callable[..., Any]) -> None:
+def _refuse_kernel_class(target: str, function: Callable[..., Any]) -> None:
     if isinstance(function, type):
         name = function.__name__
         raise UsageError(
@@ -424,14 +428,14 @@ def _require_function(target: str, function: Callable[..., Any]) -> None:
 class KernelBench(Bench):
     """Receives requests in the kernel's process, the only process that imports the audited code."""
 
-    def read_signature(self, target: str) -> Signature | None:
+    def read_signature(self, target: str) -> CallablePromise | None:
         with stdout_to_stderr():
             function = named(target)
             if not (isinstance(function, type) and issubclass(function, torch.nn.Module)):
-                _require_function(target, function)
+                _refuse_kernel_class(target, function)
             return find_declared_signature(function)
 
-    def audit_model(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
+    def audit_model(self, target: str, signature: CallablePromise, facts: DeviceFacts) -> AuditReport:
         # Imported here because a kernel's process must not load the judge's modules, except to audit a model.
         from fp8bench.features.audit.model import audit_loaded_model, parse_model
 
@@ -440,11 +444,11 @@ class KernelBench(Bench):
             model, batch = parse_model(target, named(target)())
             return audit_loaded_model(target, model, batch, signature, facts)
 
-    def load_kernel(self, target: str, signature: Signature, facts: DeviceFacts) -> None:
+    def load_kernel(self, target: str, signature: CallablePromise, facts: DeviceFacts) -> None:
         self._select_device(facts)
         with stdout_to_stderr():
             function = named(target)
-            _require_function(target, function)
+            _refuse_kernel_class(target, function)
             self._host = KernelHost(function, signature, facts)
 
     def call_host(self, request: str, *arguments: Any) -> Any:

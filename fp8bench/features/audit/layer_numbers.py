@@ -23,7 +23,7 @@ from fp8bench.features.audit.layer_products import (
     IMAGES,
     ROWS,
     LayerProduct,
-    RelativeDifferences,
+    RelativeResultDifferences,
     fit_gain,
     measure_differences,
 )
@@ -45,9 +45,9 @@ _BIAS_FACTOR_TOLERANCE = 0.5
 _LINE_FACTOR, _LINE_SLACK = 2.5, 0.05
 # The largest relative error of gradients: e5m2 has 0.07, and stochastic rounding to four bits 0.3.
 _GRADIENT_ERROR, _FEW_BITS_GRADIENT_ERROR, _FEW_BITS = 0.12, 0.45, 6
-_IN_TRAINING_MODE = ", although it is in training mode and has a weight or bias that needs one"
+_TRAINING_MODE_CLAUSE = ", although it is in training mode and has a weight or bias that needs one"
 # The number of rows of a random input if the model never called the layer.
-_DEFAULT_ROWS = 32
+_DEFAULT_INPUT_ROWS = 32
 # The names that libraries give to the scales of a weight that is stored as codes.
 _WEIGHT_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
@@ -68,14 +68,14 @@ class LayerVerdict(NamedTuple):
 
 @dataclass
 class LayerNumbers:
-    """Judges the numbers of a converted layer. `guesses` are the precisions in which the layer may run. Those in
-    `likely_precisions` are tried first, and the first that explains the output is accepted. `arguments` and `options`
-    are those with which the model called the layer.
+    """Judges the numbers of a converted layer. `casts_by_precision` are the precisions in which the layer may run.
+    Those in `likely_precisions` are tried first, and the first that explains the output is accepted. `arguments` and
+    `options` are those with which the model called the layer.
     """
 
     module: nn.Module
     weight: Tensor
-    guesses: Mapping[str, PromisedCasts]
+    casts_by_precision: Mapping[str, PromisedCasts]
     likely_precisions: tuple[str, ...] = ()
     arguments: tuple[Any, ...] = ()
     options: dict[str, Any] | None = None
@@ -95,22 +95,22 @@ class LayerNumbers:
         )
         if verdict_in_model.has_failed or not also_alone:
             return verdict_in_model
-        verdict_alone = self._check_on_random_inputs(
-            self._random_input(x), (verdict_in_model.runs, *self.likely_precisions)
+        random_input_verdict = self._check_on_random_inputs(
+            self._make_random_input(x), (verdict_in_model.runs, *self.likely_precisions)
         )
-        if verdict_alone.has_failed or not verdict_in_model.runs:
-            return verdict_alone
-        if (verdict_in_model.runs in WIDE_DTYPES) is not (verdict_alone.runs in WIDE_DTYPES):
-            return _report_unsteady_precision("in the model", verdict_in_model.runs, verdict_alone.runs)
+        if random_input_verdict.has_failed or not verdict_in_model.runs:
+            return random_input_verdict
+        if (verdict_in_model.runs in WIDE_DTYPES) is not (random_input_verdict.runs in WIDE_DTYPES):
+            return _report_unsteady_precision("in the model", verdict_in_model.runs, random_input_verdict.runs)
         return verdict_in_model
 
     @property
-    def _layer_bias(self) -> Tensor | None:
+    def _get_layer_bias(self) -> Tensor | None:
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, Tensor) and bias.numel() else None
 
     @property
-    def _has_coded_weight(self) -> bool:
+    def _has_quantised_weight(self) -> bool:
         return hasattr(self.weight, "__tensor_flatten__") or self.weight.dtype.itemsize == 1
 
     def _make_product(self, x: Tensor) -> LayerProduct:
@@ -119,7 +119,7 @@ class LayerNumbers:
         matrix = (
             images if classify_module(self.module)[0] == CONV2D_KIND else float_input.reshape(-1, float_input.shape[-1])
         )
-        return LayerProduct(self.module, matrix, self._decode_weight(), not self._has_coded_weight)
+        return LayerProduct(self.module, matrix, self._decode_weight(), not self._has_quantised_weight)
 
     def _decode_weight(self) -> Tensor:
         weight = self.weight.detach()
@@ -145,38 +145,41 @@ class LayerNumbers:
         if not result.isfinite().all():
             return LayerVerdict(UNKNOWN_PRECISION, "wrong-numbers", "some of its results are NaN or infinite")
         # 2. Subtract the bias, because promises are about products. Tolerate the rounding that adding it caused.
-        bias = None if self._layer_bias is None else self._layer_bias.detach().cpu().float()
-        product_result = result if bias is None else result - bias
-        rounding_slack = _OUTPUT_ROUNDING_ERROR * torch.maximum(result.abs(), product_result.abs())
+        bias = None if self._get_layer_bias is None else self._get_layer_bias.detach().cpu().float()
+        result_without_bias = result if bias is None else result - bias
+        rounding_slack = _OUTPUT_ROUNDING_ERROR * torch.maximum(result.abs(), result_without_bias.abs())
 
-        def compare_with_output(expected_output: Tensor) -> RelativeDifferences:
+        def compare_with_output(expected_output: Tensor) -> RelativeResultDifferences:
             return measure_differences(
-                ((product_result - expected_output).abs() - rounding_slack).clamp(min=0), product.typical_size
+                ((result_without_bias - expected_output).abs() - rounding_slack).clamp(min=0),
+                product.typical_magnitudes,
             )
 
         # 3. Compare with exact results, rounded to each wide format.
-        differences_by_wide_dtype = {
+        output_differences_by_dtype = {
             name: compare_with_output(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()
         }
-        name = min(differences_by_wide_dtype, key=lambda dtype: differences_by_wide_dtype[dtype].level)
+        name = min(output_differences_by_dtype, key=lambda dtype: output_differences_by_dtype[dtype].level)
         # 4. Compare with each emulated cast, likely ones first. Stop if a likely cast matches.
-        casts_by_guess = {
-            name: self.guesses[name] for name in (*likely_precisions, *self.guesses) if name in self.guesses
+        casts_by_guessed_precision = {
+            name: self.casts_by_precision[name]
+            for name in (*likely_precisions, *self.casts_by_precision)
+            if name in self.casts_by_precision
         }
         matching_casts = dict[str, float]()
         casts_with_same_error = []
-        for guess, promised_casts in casts_by_guess.items():
+        for guess, promised_casts in casts_by_guessed_precision.items():
             for cast in product.iterate_cast_results(promised_casts):
                 if (difference := compare_with_output(cast)).is_negligible:
                     matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
                     break
-                casts_with_same_error += [guess] * _has_equal_error(cast, product_result, product)
+                casts_with_same_error += [guess] * _has_equal_error(cast, result_without_bias, product)
             if guess in likely_precisions and guess in matching_casts:
                 break
         # 5. An output that matches the exact result was not cast. If the output also matches a cast, its precision is
         # unknown.
-        if differences_by_wide_dtype[name].is_negligible:
-            return LayerVerdict(WEIGHTS_ONLY if self._has_coded_weight else "" if matching_casts else name)
+        if output_differences_by_dtype[name].is_negligible:
+            return LayerVerdict(WEIGHTS_ONLY if self._has_quantised_weight else "" if matching_casts else name)
         if matching_casts:
             return LayerVerdict(
                 min(matching_casts, key=lambda guess: (guess not in likely_precisions, matching_casts[guess]))
@@ -184,10 +187,10 @@ class LayerNumbers:
         # 6. Look for typical faults: only the weight was cast, or the cast rounds differently.
         weight_casts = (
             cast
-            for guess in casts_by_guess.values()
+            for guess in casts_by_guessed_precision.values()
             for cast in product.iterate_cast_results(guess, casts_inputs=False)
         )
-        if not self._has_coded_weight and any(compare_with_output(cast).is_negligible for cast in weight_casts):
+        if not self._has_quantised_weight and any(compare_with_output(cast).is_negligible for cast in weight_casts):
             return LayerVerdict(UNCAST, "not-cast", "only its weight is cast; its inputs are multiplied without a cast")
         if casts_with_same_error:
             return LayerVerdict(
@@ -198,28 +201,28 @@ class LayerNumbers:
         return LayerVerdict(
             UNKNOWN_PRECISION,
             "wrong-numbers",
-            _describe_fault(product, product_result, bias, differences_by_wide_dtype[UNCAST]),
+            _describe_fault(product, result_without_bias, bias, output_differences_by_dtype[UNCAST]),
         )
 
-    def _random_input(self, x: Tensor | None) -> Tensor:
+    def _make_random_input(self, x: Tensor | None) -> Tensor:
         """Returns random numbers with the shape and magnitude of an input, limited to about `ROWS` rows."""
         kind = classify_module(self.module)[0]
-        sides = self.weight.shape
+        weight_shape = self.weight.shape
         if x is None:
-            dtype = torch.bfloat16 if self._has_coded_weight else self.weight.dtype
-            shape: Sequence[int] = (_DEFAULT_ROWS, sides[0 if kind == CONV1D_KIND else 1])
+            dtype = torch.bfloat16 if self._has_quantised_weight else self.weight.dtype
+            shape: Sequence[int] = (_DEFAULT_INPUT_ROWS, weight_shape[0 if kind == CONV1D_KIND else 1])
             if kind == CONV2D_KIND:
-                channel_count = sides[1] * int(getattr(self.module, "groups", 1))
-                shape = (2, channel_count, *(4 * side + 8 for side in sides[2:]))
+                channel_count = weight_shape[1] * int(getattr(self.module, "groups", 1))
+                shape = (2, channel_count, *(4 * side + 8 for side in weight_shape[2:]))
             return draw_random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
         if kind == CONV2D_KIND:
             return draw_random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
         *outer, rows, columns = x.shape if x.dim() > 1 else (1, *x.shape)
-        batch_sides = [max(1, min(side, ROWS // rows)) for side in outer]
-        return draw_random_like(x, (*batch_sides, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
+        batch_dimensions = [max(1, min(side, ROWS // rows)) for side in outer]
+        return draw_random_like(x, (*batch_dimensions, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
     def _check_on_random_inputs(self, x: Tensor, likely_precisions: Sequence[str]) -> LayerVerdict:
-        with restore_training(self.module), random_parameters(self._find_trainable_parameters(), x):
+        with restore_training_modes(self.module), random_parameters(self._list_trainable_parameters(), x):
             product = self._make_product(x)
             first_verdict = LayerVerdict()
             for mode in (self.module.training, not self.module.training):
@@ -229,19 +232,19 @@ class LayerNumbers:
                         output = self._call_layer(x.detach().requires_grad_(are_gradients_enabled))
                     verdict = self._judge_output(product, output, (first_verdict.runs, *likely_precisions))
                     first_verdict = first_verdict if first_verdict.runs else verdict
-                    call_mode = f"in {'training' if mode else 'evaluation'} mode"
-                    call_mode += f" with gradients {'on' if are_gradients_enabled else 'off'}"
+                    call_mode_text = f"in {'training' if mode else 'evaluation'} mode"
+                    call_mode_text += f" with gradients {'on' if are_gradients_enabled else 'off'}"
                     if verdict.has_failed:
                         is_first_verdict = verdict is first_verdict
-                        return verdict if is_first_verdict else verdict._replace(why=f"{call_mode}, {verdict.why}")
+                        return verdict if is_first_verdict else verdict._replace(why=f"{call_mode_text}, {verdict.why}")
                     if verdict.runs != first_verdict.runs:
-                        return _report_unsteady_precision(call_mode, verdict.runs, first_verdict.runs)
+                        return _report_unsteady_precision(call_mode_text, verdict.runs, first_verdict.runs)
             self.module.train(not self.module.training)
-            gradient_fault = self._check_backward(x, product, first_verdict.runs)
+            gradient_fault = self._check_backward_numbers(x, product, first_verdict.runs)
         return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
 
-    def _find_trainable_parameters(self) -> dict[str, Tensor]:
-        parameters = {"weight": self.weight, "bias": self._layer_bias}
+    def _list_trainable_parameters(self) -> dict[str, Tensor]:
+        parameters = {"weight": self.weight, "bias": self._get_layer_bias}
         return {
             name: tensor
             for name, tensor in parameters.items()
@@ -253,23 +256,23 @@ class LayerNumbers:
         arguments = list(self.arguments)
         options = dict(self.options or {})
         tensor_indices = [index for index, value in enumerate(arguments) if isinstance(value, Tensor)]
-        tensor_options = [name for name, value in options.items() if isinstance(value, Tensor)]
+        tensor_option_names = [name for name, value in options.items() if isinstance(value, Tensor)]
         if tensor_indices:
             arguments[tensor_indices[0]] = x
-        elif tensor_options:
-            options[tensor_options[0]] = x
-        return self.module(*arguments, **options) if tensor_indices or tensor_options else self.module(x)
+        elif tensor_option_names:
+            options[tensor_option_names[0]] = x
+        return self.module(*arguments, **options) if tensor_indices or tensor_option_names else self.module(x)
 
-    def _check_backward(self, x: Tensor, product: LayerProduct, runs: str) -> str:
+    def _check_backward_numbers(self, x: Tensor, product: LayerProduct, runs: str) -> str:
         """Returns a description of the first wrong gradient, or '' if all are right. Layers that are not trained may
         have no gradients."""
         # 1. Backpropagate a random gradient, the same in every audit.
-        differentiated_tensors = {"input": x.detach().requires_grad_(), **self._find_trainable_parameters()}
+        differentiated_tensors = {"input": x.detach().requires_grad_(), **self._list_trainable_parameters()}
         is_trained = len(differentiated_tensors) > 1 and self.module.training
         with torch.enable_grad():
             output = self._call_layer(differentiated_tensors["input"])
             if not output.requires_grad:
-                return f"it has no gradient{_IN_TRAINING_MODE}" if is_trained else ""
+                return f"it has no gradient{_TRAINING_MODE_CLAUSE}" if is_trained else ""
             generator = torch.Generator().manual_seed(1)
             gradient = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
             gradients = torch.autograd.grad(output, tuple(differentiated_tensors.values()), gradient, allow_unused=True)
@@ -278,28 +281,32 @@ class LayerNumbers:
         float_gradient = gradient.cpu().float()
         exact_gradients = product.compute_gradients(float_gradient)
         squared_gradient_sizes = product.square_operands().compute_gradients(float_gradient.square())
-        promised_casts = self.guesses.get(runs)
+        precision_casts = self.casts_by_precision.get(runs)
         emulated_gradients = (
-            {} if promised_casts is None else product.compute_cast_gradients(float_gradient, promised_casts)
+            {} if precision_casts is None else product.compute_cast_gradients(float_gradient, precision_casts)
         )
-        cast_treatments = () if promised_casts is None else promised_casts.treatments
-        has_low_bit_cast = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in cast_treatments)
+        promised_treatments = () if precision_casts is None else precision_casts.treatments
+        has_low_bit_cast = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised_treatments)
         # 3. Each gradient must have the right shape, and be near the exact one. In training, no gradient may be
         # missing.
         for (name, _), layer_gradient in zip(differentiated_tensors.items(), gradients, strict=True):
             if layer_gradient is None and is_trained:
-                return f"its {name} gradient does not exist{_IN_TRAINING_MODE}"
+                return f"its {name} gradient does not exist{_TRAINING_MODE_CLAUSE}"
             if layer_gradient is None:
                 continue
             if layer_gradient.numel() != exact_gradients[name].numel():
                 return f"its {name} gradient has the shape {list(layer_gradient.shape)}"
             # Formats with few bits may exceed the limit for eight bits.
-            error_limit = _FEW_BITS_GRADIENT_ERROR if has_low_bit_cast else _GRADIENT_ERROR
+            gradient_error_limit = _FEW_BITS_GRADIENT_ERROR if has_low_bit_cast else _GRADIENT_ERROR
             exact_gradient = exact_gradients[name]
-            emulated_gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
+            emulated_gradient_gain = (
+                fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
+            )
             gradient = layer_gradient.cpu().float().reshape(exact_gradient.shape)
             size = squared_gradient_sizes[name].sqrt()
-            if reason := _describe_wrong_gradient(gradient, exact_gradient, size, error_limit, emulated_gain):
+            if reason := _describe_wrong_gradient(
+                gradient, exact_gradient, size, gradient_error_limit, emulated_gradient_gain
+            ):
                 return f"its {name} gradient {reason}"
         return ""
 
@@ -323,7 +330,7 @@ def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> boo
     has the same size and mean gain, and is spread evenly over rows and columns.
     """
     exact_result = product.exact_result
-    size = product.typical_size
+    size = product.typical_magnitudes
     result_differences, cast_differences = (
         measure_differences(each_result - exact_result, size) for each_result in (result, cast)
     )
@@ -345,10 +352,10 @@ def _describe_wrong_gradient(
     shape = exact.flatten(1).shape if exact.dim() > 1 else (1, exact.numel())
     gradient, exact, size = (tensor.reshape(shape) for tensor in (gradient, exact, size))
     gain = fit_gain(gradient, exact)
-    residual_level = measure_differences(gradient - gain * exact, size).level
-    gain_slack = _MIN_GAIN + residual_level**2 + 4 * residual_level / math.sqrt(exact.numel())
-    has_right_gain = min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
-    if residual_level <= error_limit and not has_right_gain:
+    residual_difference_level = measure_differences(gradient - gain * exact, size).level
+    gain_tolerance = _MIN_GAIN + residual_difference_level**2 + 4 * residual_difference_level / math.sqrt(exact.numel())
+    has_right_gain = min(1, expected_gain) - gain_tolerance <= gain <= max(1, expected_gain) + gain_tolerance
+    if residual_difference_level <= error_limit and not has_right_gain:
         return f"is {gain:.2f} times the exact gradient"
     difference_beyond_rounding = ((gradient - exact).abs() - _OUTPUT_ROUNDING_ERROR * exact.abs()).clamp(min=0)
     differences = measure_differences(difference_beyond_rounding, size)
@@ -360,7 +367,7 @@ def _describe_wrong_gradient(
 
 
 def _describe_fault(
-    product: LayerProduct, product_result: Tensor, bias: Tensor | None, differences: RelativeDifferences
+    product: LayerProduct, product_result: Tensor, bias: Tensor | None, differences: RelativeResultDifferences
 ) -> str:
     """Returns what is wrong with an output: a common mistake that explains it, or else the rows or columns that are
     wrong.
@@ -376,15 +383,17 @@ def _describe_fault(
         return "all of its results are 0"
     if bias is not None:
         expanded_bias = bias.expand_as(product_result)
-        bias_factor = fit_gain(product_result - exact_result, expanded_bias)
-        if abs(bias_factor) > _BIAS_FACTOR_TOLERANCE and is_near(exact_result + bias_factor * expanded_bias):
-            if abs(1 + bias_factor) < _BIAS_FACTOR_TOLERANCE:
+        fitted_bias_factor = fit_gain(product_result - exact_result, expanded_bias)
+        if abs(fitted_bias_factor) > _BIAS_FACTOR_TOLERANCE and is_near(
+            exact_result + fitted_bias_factor * expanded_bias
+        ):
+            if abs(1 + fitted_bias_factor) < _BIAS_FACTOR_TOLERANCE:
                 return "its bias is not added"
-            return f"its bias is added {1 + bias_factor:.2g} times"
+            return f"its bias is added {1 + fitted_bias_factor:.2g} times"
     # 2. Look for one factor in all results, which shows that a scale was lost or applied twice.
-    exact_output = exact_result if bias is None else exact_result + bias
-    gain = fit_gain(result, exact_output)
-    residual = float((result - gain * exact_output).norm())
+    exact_layer_output = exact_result if bias is None else exact_result + bias
+    gain = fit_gain(result, exact_layer_output)
+    residual = float((result - gain * exact_layer_output).norm())
     if abs(gain - 1) > _MIN_GAIN and residual < _GRADIENT_ERROR * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
     # 3. Look for a few wrong rows or columns, which show that a shard or a bias is in the wrong place.
@@ -435,7 +444,7 @@ def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def restore_training(module: nn.Module) -> Iterator[None]:
+def restore_training_modes(module: nn.Module) -> Iterator[None]:
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
         yield

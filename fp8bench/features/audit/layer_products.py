@@ -23,7 +23,7 @@ _NEGLIGIBLE, _NEGLIGIBLE_IN_LINE = 2.0**-7, 0.2
 ROWS, IMAGES = 512, 8
 
 
-class RelativeDifferences(NamedTuple):
+class RelativeResultDifferences(NamedTuple):
     """Differences of a result, as root mean squares over all elements, over each row, and over each column. The unit is
     the typical size of a sum of products with random signs. `worst` is the largest value of any row or column, less
     what chance explains.
@@ -39,13 +39,15 @@ class RelativeDifferences(NamedTuple):
         return self.level < _NEGLIGIBLE and self.worst < _NEGLIGIBLE_IN_LINE
 
 
-def measure_differences(difference: Tensor, size: Tensor) -> RelativeDifferences:
-    relative_squares = (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
-    rows, columns = (relative_squares.mean(side).sqrt() for side in (1, 0))
+def measure_differences(difference: Tensor, size: Tensor) -> RelativeResultDifferences:
+    squared_relative_differences = (
+        (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
+    )
+    rows, columns = (squared_relative_differences.mean(side).sqrt() for side in (1, 0))
     # The mean of a row or column with few elements differs more from the overall mean by chance.
-    column_allowance, row_allowance = (1 + 3 / math.sqrt(count) for count in relative_squares.shape)
-    return RelativeDifferences(
-        float(relative_squares.mean().sqrt()),
+    column_allowance, row_allowance = (1 + 3 / math.sqrt(count) for count in squared_relative_differences.shape)
+    return RelativeResultDifferences(
+        float(squared_relative_differences.mean().sqrt()),
         max(float(rows.max()) / row_allowance, float(columns.max()) / column_allowance),
         rows,
         columns,
@@ -103,7 +105,7 @@ class LayerProduct:
         return self.multiply_rows(self.x, self.weight)
 
     @cached_property
-    def typical_size(self) -> Tensor:
+    def typical_magnitudes(self) -> Tensor:
         return self.multiply_rows(self.x.square(), self.weight.square()).sqrt()
 
     def multiply_rounded(self, dtype: torch.dtype) -> Tensor:
@@ -115,7 +117,7 @@ class LayerProduct:
         rounded to bf16 before the cast.
         """
         input_treatment, weight_treatment, _ = promised_casts.treatments
-        for carriers in self._carrier_pairs:
+        for carriers in self._carrier_dtype_pairs:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
             if self.casts_weight and self.kind == CONV1D_KIND:
                 weight = round_operand(weight.t().contiguous(), weight_treatment).values.t()
@@ -124,7 +126,7 @@ class LayerProduct:
             yield self.multiply_rows(self._cast_input(x, input_treatment) if casts_inputs else x, weight)
 
     @cached_property
-    def _carrier_pairs(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+    def _carrier_dtype_pairs(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
         fp32 = torch.float32
         bf16 = torch.bfloat16
         is_exact_in_bf16 = all(torch.equal(side, side.to(bf16).float()) for side in (self.x, self.weight))

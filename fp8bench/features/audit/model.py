@@ -22,10 +22,17 @@ from torch.utils.hooks import RemovableHandle
 from fp8bench.errors import UsageError
 from fp8bench.features.audit.layer_numbers import WEIGHTS_ONLY, WIDE_DTYPES, LayerNumbers, LayerVerdict, describe_casts
 from fp8bench.features.audit.operands import find_promised_casts
-from fp8bench.features.audit.readings import USUAL_PRECISIONS
-from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, make_failure, make_remark
+from fp8bench.features.audit.readings import USUAL_PROMISED_PRECISIONS
+from fp8bench.features.audit.values import (
+    AuditedLayer,
+    AuditFinding,
+    AuditOutcome,
+    AuditReport,
+    make_failure,
+    make_remark,
+)
 from fp8bench.model import DeviceFacts
-from fp8bench.model.promises import Signature
+from fp8bench.model.promises import CallablePromise
 from fp8bench.nn.holders import find_product_weights, get_weight
 from fp8bench.nn.model_calls import make_call
 from fp8bench.registry import devices, precisions
@@ -33,7 +40,7 @@ from fp8bench.report.panels import together
 from fp8bench.user_code.named import make_signature
 
 # Class names that libraries give to low-precision layers.
-_LOW_PRECISION_NAMES = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
+_LOW_PRECISION_NAME_PATTERN = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
 _CONVERTER_PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
 # FP8 products need both sides of a weight to be multiples of this number.
 _REQUIRED_SIDE_MULTIPLE = 16
@@ -42,8 +49,8 @@ _CHECKED_ELEMENTS = 1 << 26
 # Codes of verdicts on a layer's numbers that are remarks, not failures.
 _REMARK_CODES = ("other-rounding", "sampled")
 # Reasons for an unconverted layer that are faults of the converter.
-_CONVERTER_FAULTS = ("stopped", "shared")
-_MAX_SHOWN_NAMES = 4
+_CONVERTER_FAULT_RULES = ("stopped", "shared")
+_MAX_SHOWN_LAYER_NAMES = 4
 
 
 @dataclass(eq=False)
@@ -83,11 +90,11 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
 def has_low_precision_class(module: nn.Module) -> bool:
     kind = type(module)
     weight_class = type(get_weight(module))
-    has_low_name = any(
-        cls.__module__.partition(".")[0] in _CONVERTER_PACKAGES or _LOW_PRECISION_NAMES.search(cls.__name__)
+    has_low_precision_name = any(
+        cls.__module__.partition(".")[0] in _CONVERTER_PACKAGES or _LOW_PRECISION_NAME_PATTERN.search(cls.__name__)
         for cls in (kind, weight_class)
     )
-    return has_low_name or hasattr(module, "fp8_meta") or "forward" in vars(module)
+    return has_low_precision_name or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
 def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
@@ -95,24 +102,24 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
     sentence.
     """
     low_precision_layers = [layer for layer in layers if layer.row.low]
-    name_by_weight = {id(layer.weight): layer.row.name for layer in low_precision_layers}
+    layer_name_by_weight_id = {id(layer.weight): layer.row.name for layer in low_precision_layers}
     converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_precision_layers}
     # Only with these libraries, Accelerate stops a conversion at the first layer whose sides are not multiples of 16.
     uses_accelerate = converter_packages <= {"transformer_engine", "intel_transformer_engine"}
     unaligned_layer_by_name = dict(_find_layers_after_stop(model)) if uses_accelerate else {}
 
     def explain_exclusion(layer: FoundLayer) -> tuple[str, str]:
-        sides = layer.row.weight
+        weight_shape = layer.row.weight
         name = layer.row.name
         if layer.row.low:
             return "", ""
         # Try the most certain reason first, and the fallback last.
-        if id(layer.weight) in name_by_weight:
-            converted_name = name_by_weight[id(layer.weight)]
+        if id(layer.weight) in layer_name_by_weight_id:
+            converted_name = layer_name_by_weight_id[id(layer.weight)]
             return "shared", f"it shares its weight with {converted_name}, and only that layer was converted"
         if not isinstance(layer.module, nn.Linear):
             return "class", f"converters only replace torch's Linear, and this is {layer.row.what}"
-        if unaligned_sides := [side for side in sides if side % _REQUIRED_SIDE_MULTIPLE]:
+        if unaligned_sides := [side for side in weight_shape if side % _REQUIRED_SIDE_MULTIPLE]:
             return "shape", f"{unaligned_sides[0]} is not a multiple of {_REQUIRED_SIDE_MULTIPLE}"
         if name in unaligned_layer_by_name:
             unaligned_layer = unaligned_layer_by_name[name]
@@ -128,25 +135,28 @@ def _find_layers_after_stop(model: nn.Module, path: str = "") -> Iterator[tuple[
     """
     unaligned_layer = ""
     for name, child in model.named_children():
-        child_path = f"{path}.{name}".lstrip(".")
+        child_module_path = f"{path}.{name}".lstrip(".")
         if unaligned_layer:
             yield from (
-                (f"{child_path}.{inner_path}".rstrip("."), unaligned_layer) for inner_path, _ in child.named_modules()
+                (f"{child_module_path}.{inner_path}".rstrip("."), unaligned_layer)
+                for inner_path, _ in child.named_modules()
             )
         elif type(child) is nn.Linear and any(side % _REQUIRED_SIDE_MULTIPLE for side in child.weight.shape):
-            unaligned_layer = child_path
+            unaligned_layer = child_module_path
         else:
-            yield from _find_layers_after_stop(child, child_path)
+            yield from _find_layers_after_stop(child, child_module_path)
 
 
 def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
     """Yields a failure for each converted layer that was tied to an embedding: it has the same values, but no longer
     shares the tensor.
     """
-    tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    embedding_tables = [
+        (name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    ]
     # Values of Tensor subclasses may not be comparable.
     low_precision_layers = [layer for layer in layers if layer.row.low and type(layer.weight) in (Tensor, nn.Parameter)]
-    for layer, (name, table) in product(low_precision_layers, tables):
+    for layer, (name, table) in product(low_precision_layers, embedding_tables):
         weight = layer.weight
         is_comparable = weight.device == table.device and weight.device.type != "meta" and weight.dtype == table.dtype
         if weight is not table and is_comparable and table.any() and torch.equal(weight, table):
@@ -160,7 +170,7 @@ class ModelCheck:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
-        names = dict.fromkeys((precision, *USUAL_PRECISIONS))
+        names = dict.fromkeys((precision, *USUAL_PROMISED_PRECISIONS))
         self.guesses = {name: find_promised_casts(name, facts) for name in names if name}
         self.model = model
         self.layers = layers
@@ -175,20 +185,20 @@ class ModelCheck:
         the model fails.
         """
         hook_handles = [
-            layer.module.register_forward_hook(partial(self._inspect_call, layer), with_kwargs=True)
+            layer.module.register_forward_hook(partial(self._inspect_layer_call, layer), with_kwargs=True)
             for layer in self.layers
         ]
         self._call_model(batch, hook_handles)
         called_module = next((layer.module for layer in self.layers if layer.row.low and layer.verdict), None)
-        if called_module is not None and self._uncalled_layers:
-            self._call_model(batch, [called_module.register_forward_hook(lambda *_: self.check_uncalled())])
+        if called_module is not None and self._list_uncalled_layers:
+            self._call_model(batch, [called_module.register_forward_hook(lambda *_: self.check_uncalled_layers())])
 
-    def check_uncalled(self) -> None:
-        for layer in self._uncalled_layers:
+    def check_uncalled_layers(self) -> None:
+        for layer in self._list_uncalled_layers:
             self._check_layer(layer)
 
     @property
-    def _uncalled_layers(self) -> list[FoundLayer]:
+    def _list_uncalled_layers(self) -> list[FoundLayer]:
         return [layer for layer in self.layers if layer in self._chosen and layer.row.low and not layer.verdict]
 
     def _call_model(self, batch: Any, hook_handles: Sequence[RemovableHandle]) -> None:
@@ -199,7 +209,7 @@ class ModelCheck:
             for handle in hook_handles:
                 handle.remove()
 
-    def _inspect_call(
+    def _inspect_layer_call(
         self, layer: FoundLayer, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
         x = next((value for value in (*arguments, *options.values()) if isinstance(value, Tensor)), None)
@@ -239,12 +249,12 @@ class ModelCheck:
 
     def write_verdicts(self) -> None:
         """Checks the layers that the model never called, and writes all verdicts into the rows of the report."""
-        self.check_uncalled()
-        low_precision_classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {
+        self.check_uncalled_layers()
+        low_precision_layer_types = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {
             nn.Linear
         }
         for layer in self.layers:
-            if layer.verdict and (layer.row.low or type(layer.module) in low_precision_classes):
+            if layer.verdict and (layer.row.low or type(layer.module) in low_precision_layer_types):
                 runs, fault_code, wrong_text = layer.verdict
                 layer.row = replace(layer.row, low=True, runs=runs, code=fault_code, wrong=wrong_text)
             elif layer.row.low:
@@ -288,7 +298,9 @@ def restore_model(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(buffer_copy)
 
 
-def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
+def audit_loaded_model(
+    target: str, model: nn.Module, batch: Any, signature: CallablePromise, facts: DeviceFacts
+) -> AuditReport:
     start_seconds = time.perf_counter()
     layers = find_layers(model)
     check = ModelCheck(model, layers, facts, signature.precision)
@@ -307,17 +319,17 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
         rows.append(replace(layer.row, rule=rule, reason=reason))
     findings_by_check = {
         "conversion": [*_find_conversion_faults(rows), *find_broken_ties(model, layers)],
-        "numbers": [*call_failures, *_find_number_faults(rows, signature.precision)],
+        "numbers": [*call_failures, *_find_layer_number_faults(rows, signature.precision)],
     }
     findings = []
     for name, found in findings_by_check.items():
         findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
-    known_precision_count = sum(bool(row.runs) for row in rows)
+    identified_layer_count = sum(bool(row.runs) for row in rows)
     seconds = time.perf_counter() - start_seconds
-    return Audit(target, signature, tuple(findings), known_precision_count, seconds, layers=tuple(rows))
+    return AuditReport(target, signature, tuple(findings), identified_layer_count, seconds, layers=tuple(rows))
 
 
-def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
+def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> AuditReport:
     """Audits a model that Accelerate, torchao or another converter has changed. Converted layers are checked as the
     model calls them, and alone on random inputs, with and without gradients. The model stays unchanged, except that
     scales which remember earlier casts see these calls.
@@ -327,13 +339,15 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
     precision: the precision that converted layers should run in; '' for any low precision
     """
     facts = next(device for device in devices.get("cpu").available())
-    signature = make_signature("model", precisions.canonical(precision) if precision else "")
+    signature = make_signature("model", precisions.find_canonical_name(precision) if precision else "")
     return audit_loaded_model(type(model).__name__, model, batch, signature, facts)
 
 
 def _name_layers(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFinding:
-    count_suffix = f" and {len(rows) - _MAX_SHOWN_NAMES} more" if len(rows) > _MAX_SHOWN_NAMES else ""
-    return replace(finding, input=", ".join(row.name for row in rows[:_MAX_SHOWN_NAMES]) + count_suffix)
+    omitted_count_suffix = (
+        f" and {len(rows) - _MAX_SHOWN_LAYER_NAMES} more" if len(rows) > _MAX_SHOWN_LAYER_NAMES else ""
+    )
+    return replace(finding, input=", ".join(row.name for row in rows[:_MAX_SHOWN_LAYER_NAMES]) + omitted_count_suffix)
 
 
 def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
@@ -342,16 +356,16 @@ def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFindi
         yield _name_layers(rows, make_failure("nothing-converted", reason))
         return
     rows_by_rule = together((row.rule, row) for row in rows if row.rule)
-    for rule, excluded_layers in sorted(rows_by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
-        make_finding = make_failure if rule in _CONVERTER_FAULTS else make_remark
+    for rule, excluded_layers in sorted(rows_by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULT_RULES):
+        make_finding = make_failure if rule in _CONVERTER_FAULT_RULES else make_remark
         reason = f"{len(excluded_layers)} of {len(rows)} layers were not converted: {excluded_layers[0].reason}"
         yield _name_layers(excluded_layers, make_finding(rule, reason))
 
 
-def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
+def _find_layer_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low_precision_rows = [row for row in rows if row.low]
     for (fault_code, reason), same_rows in together(
-        (_explain_numbers(row, precision), row) for row in low_precision_rows
+        (_explain_layer_fault(row, precision), row) for row in low_precision_rows
     ).items():
         if fault_code:
             make_finding = make_remark if fault_code in _REMARK_CODES else make_failure
@@ -359,15 +373,15 @@ def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterato
             yield _name_layers(same_rows, make_finding(fault_code, count_text + reason))
 
 
-def _explain_numbers(row: AuditedLayer, precision: str) -> tuple[str, str]:
+def _explain_layer_fault(row: AuditedLayer, precision: str) -> tuple[str, str]:
     """Returns a fault code for a converted layer, and the end of a sentence that begins with "N converted layers" and
     describes the fault. Both are '' if the layer runs as promised.
     """
     if precision and row.runs == WEIGHTS_ONLY and not row.code:
         return "not-cast", f" cast only their weights, but {precision} was promised"
-    if precision and row.runs in USUAL_PRECISIONS and row.runs != precision:
-        promise_text = f"{precision} was promised; to promise {row.runs}, give --precision {row.runs}"
-        return "other-precision", f" multiply {describe_casts(row.runs)}, but {promise_text}"
+    if precision and row.runs in USUAL_PROMISED_PRECISIONS and row.runs != precision:
+        promised_precision_text = f"{precision} was promised; to promise {row.runs}, give --precision {row.runs}"
+        return "other-precision", f" multiply {describe_casts(row.runs)}, but {promised_precision_text}"
     if row.code:
         return row.code, f": {row.wrong}"
     if row.runs in WIDE_DTYPES:

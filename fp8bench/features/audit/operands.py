@@ -12,12 +12,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from fp8bench.formats.codes import CODE_DTYPES, decode, unpack
+from fp8bench.formats.codes import CODE_DTYPES, decode, unpack_codes
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, Format
 from fp8bench.formats.operators import values
-from fp8bench.formats.quantise import RANDOM_BITS, round_values
+from fp8bench.formats.quantise import ROUNDING_RANDOM_BITS, round_values
 from fp8bench.formats.recipe_support import recipe_on_device
-from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, Recipe, ScaleRounding, Scaling, Treatment
+from fp8bench.formats.recipes import NVFP4, ROW, SCALE_ROUNDINGS_BY_FORMAT, Recipe, ScaleRounding, Scaling, Treatment
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, swizzle
 from fp8bench.formats.scaled import quantise
 from fp8bench.model import DeviceFacts
@@ -37,11 +37,11 @@ def _draw_powers_of_two(count: int, octaves: int, random: torch.Generator) -> Te
 def _draw_blocks(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns normal numbers with a different magnitude for every 16 columns of each row."""
     block_count = -(-columns // 16)
-    block_magnitudes = torch.exp2(torch.rand(rows, block_count, generator=random) * 8 - 4)
-    return _draw_normal(rows, columns, random) * block_magnitudes.repeat_interleave(16, 1)[:, :columns]
+    drawn_block_magnitudes = torch.exp2(torch.rand(rows, block_count, generator=random) * 8 - 4)
+    return _draw_normal(rows, columns, random) * drawn_block_magnitudes.repeat_interleave(16, 1)[:, :columns]
 
 
-def _draw_tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
+def _draw_tile_scaled_matrix(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns normal numbers with a different magnitude for every tile of 128 x 128. Such numbers reveal scales in a
     wrong order.
     """
@@ -66,7 +66,7 @@ def _draw_one_hot(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return x
 
 
-def _draw_many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
+def _draw_wide_range_matrix(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns numbers whose magnitudes span 20 powers of two. After scaling, the smallest ones are subnormal."""
     magnitudes = torch.exp2(torch.rand(rows, columns, generator=random) * -20)
     return magnitudes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
@@ -74,7 +74,7 @@ def _draw_many_octaves(rows: int, columns: int, random: torch.Generator) -> Tens
 
 # Functions that draw each kind of data. In a pair, the first function draws the first operand, and the second one all
 # others.
-DATA_KINDS: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
+DRAW_FUNCTIONS_BY_DATA_KIND: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     "normal": _draw_normal,
     "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
     # The magnitudes of rows differ so much that a scale shared by several rows loses the small ones, even in a format
@@ -91,22 +91,22 @@ DATA_KINDS: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     ),
     "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).float(),
     "one-hot rows": (_draw_one_hot, _draw_normal),
-    "many octaves": _draw_many_octaves,
-    "many octaves, one at a time": (_draw_many_octaves, _draw_one_hot),
-    "one at a time of many octaves": (_draw_one_hot, _draw_many_octaves),
+    "many octaves": _draw_wide_range_matrix,
+    "many octaves, one at a time": (_draw_wide_range_matrix, _draw_one_hot),
+    "one at a time of many octaves": (_draw_one_hot, _draw_wide_range_matrix),
     # Every cast keeps +1 and -1 exactly, and their sums are large integers, so any difference comes from the summation.
     "ones and 10% minus ones": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
     "large": lambda rows, columns, random: _draw_normal(rows, columns, random) * 2.0**10,
     "small": lambda rows, columns, random: _draw_normal(rows, columns, random) * 2.0**-10,
-    "tiles of different sizes": _draw_tiles,
+    "tiles of different sizes": _draw_tile_scaled_matrix,
 }
 
 # Kinds of data for timed calls. An honest kernel takes the same time for all of them, apart from a device's power
 # limit.
-TIMED_DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
+TIMED_DATA_KINDS: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     "zeros": lambda rows, columns, _: torch.zeros(rows, columns),
     "ones": lambda rows, columns, _: torch.ones(rows, columns),
-    **{name: DATA_KINDS[name] for name in ("integers", "uniform", "normal")},
+    **{name: DRAW_FUNCTIONS_BY_DATA_KIND[name] for name in ("integers", "uniform", "normal")},
 }
 # Data that are also faster if a kernel skips blocks of zeros, as block-sparse kernels do.
 HALF_ZEROS_DATA = "half zeros"
@@ -120,25 +120,26 @@ def _draw_half_zeros(rows: int, columns: int, random: torch.Generator) -> Tensor
 
 
 def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    draw_functions = (DATA_KINDS | TIMED_DATA | {HALF_ZEROS_DATA: _draw_half_zeros})[data]
-    draw_function = draw_functions[operand > 0] if isinstance(draw_functions, tuple) else draw_functions
+    draw_functions = (DRAW_FUNCTIONS_BY_DATA_KIND | TIMED_DATA_KINDS | {HALF_ZEROS_DATA: _draw_half_zeros})[data]
+    draw_operand_function = draw_functions[operand > 0] if isinstance(draw_functions, tuple) else draw_functions
     seed_text = f"{data} {operand} {rows}x{columns}"
     generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(seed_text.encode()))
-    return draw_function(rows, columns, generator).to(dtype)
+    return draw_operand_function(rows, columns, generator).to(dtype)
 
 
 @dataclass(frozen=True)
 class RoundedOperand:
     """A rounded operand. Each value is an element times its scale. Elements have the shape (rows, columns), and scales
     (blocks down, blocks across); both are float32. `tensor_scale` is the second scale of NVFP4. Without scaling, there
-    is a single scale of 1. `unrounded` is the tensor before rounding; None if the kernel gets the operand as codes.
+    is a single scale of 1. `unrounded_tensor` is the tensor before rounding; None if the kernel gets the operand as
+    codes.
     """
 
     elements: Tensor
     scales: Tensor
     treatment: Treatment | None
     tensor_scale: float | None = None
-    unrounded: Tensor | None = None
+    unrounded_tensor: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
@@ -164,11 +165,11 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> RoundedOperand:
     values stay unchanged.
     """
     if treatment is None:
-        return RoundedOperand(x.float(), torch.ones(1, 1), None, unrounded=x)
+        return RoundedOperand(x.float(), torch.ones(1, 1), None, unrounded_tensor=x)
     fmt = treatment.fmt
     scaling = treatment.scaling
     quantised = quantise(x, fmt, scaling)
-    elements = decode(unpack(quantised.codes, fmt, x.shape[-1]), fmt)
+    elements = decode(unpack_codes(quantised.codes, fmt, x.shape[-1]), fmt)
     scales = torch.ones(1, 1) if quantised.scales is None else quantised.scales
     if quantised.scales is not None and scaling is not None and scaling.scale is not None:
         scales = decode(scales, scaling.scale)
@@ -177,7 +178,7 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> RoundedOperand:
     return RoundedOperand(elements, scales, treatment, tensor_scale, x)
 
 
-def choose_rows(x: Tensor, treatment: Treatment | None, count: int, rng: Random) -> Tensor:
+def choose_audited_row_indices(x: Tensor, treatment: Treatment | None, count: int, rng: Random) -> Tensor:
     """Returns the indices of about `count` rows: the first, the last and random ones. Rows that share scales are
     chosen together. The row with the largest number is always chosen, so that a scale of the whole matrix does not
     change.
@@ -202,18 +203,18 @@ _MAX_SCALE_ERROR = 2.0**-20
 def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest value to which a correct cast may round each number. Scales may differ in
     their last bits, and ties may round either way."""
-    source = operand.unrounded
+    source = operand.unrounded_tensor
     treatment = operand.treatment
     low = high = operand.values
     if source is None or treatment is None:
         return low, high
-    float_source = source.float()
+    float_values = source.float()
     error_factors = (1 - _MAX_SCALE_ERROR, 1 + _MAX_SCALE_ERROR)
     for scale_error_factor in error_factors:
-        element_scales = round_operand(float_source * scale_error_factor, treatment).element_scales
+        element_scales = round_operand(float_values * scale_error_factor, treatment).element_scales
         for quotient_error_factor in error_factors:
             rounded_values = (
-                values(float_source / element_scales * quotient_error_factor, treatment.fmt) * element_scales
+                values(float_values / element_scales * quotient_error_factor, treatment.fmt) * element_scales
             )
             low = torch.minimum(low, rounded_values)
             high = torch.maximum(high, rounded_values)
@@ -235,8 +236,10 @@ def expand_scales(scales: Tensor, like: Tensor) -> Tensor:
 
 
 def _find_block_side(length: int, count: int) -> int:
-    smallest_side = -(-length // count)
-    return next((number for number in _BLOCK_SIDES if number >= smallest_side), smallest_side) if count > 1 else length
+    min_block_side = -(-length // count)
+    return (
+        next((number for number in _BLOCK_SIDES if number >= min_block_side), min_block_side) if count > 1 else length
+    )
 
 
 @dataclass(frozen=True)
@@ -252,13 +255,13 @@ class PromisedCasts:
 
 def find_promised_casts(name: str, facts: DeviceFacts) -> PromisedCasts:
     precision = precisions.get(name)
-    carrier_dtype = precision.arithmetic(facts).carrier
+    product_carrier_dtype = precision.arithmetic(facts).carrier
     recipe = getattr(precision, "recipe", None)
     if isinstance(recipe, Recipe):
         recipe = recipe_on_device(recipe, facts)
-        return PromisedCasts(recipe.treatments, recipe, carrier_dtype)
+        return PromisedCasts(recipe.treatments, recipe, product_carrier_dtype)
     unscaled_treatment = Treatment(FORMATS[precision.name]) if precision.name in FORMATS else None
-    return PromisedCasts((unscaled_treatment, unscaled_treatment, unscaled_treatment), None, carrier_dtype)
+    return PromisedCasts((unscaled_treatment, unscaled_treatment, unscaled_treatment), None, product_carrier_dtype)
 
 
 # Precisions that a kernel may use by mistake instead of the promised one.
@@ -276,30 +279,32 @@ _MISTAKEN_PRECISIONS = (
 )
 _FNUZ_FORMATS = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 _MAX_BITS_FOR_TRUNCATION = 8
-_TAIL_LENGTHS = (8, 16, 32, 64, 128)
+_TESTED_TAIL_LENGTHS = (8, 16, 32, 64, 128)
 
 
 # A mistake: its code, its description, and the operand values that it produces.
-Mistake = tuple[str, str, Tensor]
+OperandMistake = tuple[str, str, Tensor]
 
 
-def iterate_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
+def iterate_rounding_mistakes(operand: RoundedOperand) -> Iterator[OperandMistake]:
     """Yields common mistakes in rounding one operand, the likeliest first. The audit names the first one that
     explains a result.
     """
-    if operand.unrounded is not None and operand.treatment is not None:
-        yield from _iterate_cast_mistakes(operand.unrounded, operand, operand.treatment)
+    if operand.unrounded_tensor is not None and operand.treatment is not None:
+        yield from _iterate_cast_mistakes(operand.unrounded_tensor, operand, operand.treatment)
     yield from _iterate_scale_mistakes(operand)
-    yield from _iterate_tail_mistakes(operand)
+    yield from _iterate_ignored_tails(operand)
 
 
-def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised_treatment: Treatment) -> Iterator[Mistake]:
+def _iterate_cast_mistakes(
+    x: Tensor, operand: RoundedOperand, promised_treatment: Treatment
+) -> Iterator[OperandMistake]:
     # Each mistake is yielded with the operand that it produces. The kernel's result is then compared with products of
     # that operand.
     yield "not-cast", "unchanged (not cast)", x.float()
     scaling = promised_treatment.scaling
     if scaling is not None:
-        for rounding in ROUNDINGS[scaling.scale]:
+        for rounding in SCALE_ROUNDINGS_BY_FORMAT[scaling.scale]:
             if rounding is not scaling.rounding:
                 treatment = replace(promised_treatment, scaling=replace(scaling, rounding=rounding))
                 description = f"cast with scales that are rounded as {rounding.value}"
@@ -308,22 +313,22 @@ def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised_treatmen
     if scaling is not None and not scaling.turns:
         transposed_cast_values = round_operand(x.t().contiguous(), promised_treatment).values.t()
         yield "blocks-turned", "scaled in blocks along the wrong dimension", transposed_cast_values
-    for description, treatment in _iterate_other_treatments(promised_treatment):
+    for description, treatment in _iterate_unpromised_treatments(promised_treatment):
         yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.
     if promised_treatment.fmt.bits <= _MAX_BITS_FOR_TRUNCATION:
-        truncated_values = (
+        zero_rounded_values = (
             _truncate_to_format(x / operand.element_scales, promised_treatment.fmt) * operand.element_scales
         )
-        yield "cut", "rounded toward 0 instead of to nearest", truncated_values
+        yield "cut", "rounded toward 0 instead of to nearest", zero_rounded_values
 
 
 def _truncate_to_format(x: Tensor, fmt: Format) -> Tensor:
     """Rounds toward zero."""
-    return round_values(x.float(), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
+    return round_values(x.float(), fmt, torch.full(x.shape, (1 << ROUNDING_RANDOM_BITS) - 1, dtype=torch.int32))
 
 
-def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[str, Treatment]]:
+def _iterate_unpromised_treatments(promised_treatment: Treatment) -> Iterator[tuple[str, Treatment]]:
     # 1. Add casts to the same format without scales, and to the fnuz variant of the format.
     described_treatments = [
         (f"cast as in {promised_treatment.fmt.name} without scales", replace(promised_treatment, scaling=None))
@@ -341,8 +346,8 @@ def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[s
     # 2. Add the casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
-        other_treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
-        described_treatments += [(f"cast as in {name}", cast) for cast in other_treatments]
+        precision_treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
+        described_treatments += [(f"cast as in {name}", cast) for cast in precision_treatments]
     # 3. Add casts with finer scales than promised.
     if scaling is not None and scaling.scale is None and scaling != ROW:
         finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
@@ -362,24 +367,24 @@ def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[s
             yield description, replace(treatment, stochastic=False)
 
 
-def _iterate_scale_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
+def _iterate_scale_mistakes(operand: RoundedOperand) -> Iterator[OperandMistake]:
     if operand.treatment is None or operand.treatment.scaling is None:
         return
     scales = operand.scales
     elements = operand.elements
     fmt = operand.treatment.fmt
     scales_fill_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
-    layouts = {
+    scale_layouts = {
         "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,
         "in the order of a GPU's tiles": swizzle(scales).reshape(scales.shape) if scales_fill_tiles else None,
         "moved on by one block": scales.roll(1, 1),
         "moved on by one row": scales.roll(1, 0),
         "those of each row's first block": scales[:, :1].expand_as(scales),
     }
-    for description, misplaced_scales in layouts.items():
+    for description, misplaced_scales in scale_layouts.items():
         if misplaced_scales is not None and not torch.equal(misplaced_scales, scales):
-            misplaced_operand = replace(operand, scales=misplaced_scales)
-            yield "scale-layout", f"multiplied by scales that are {description}", misplaced_operand.values
+            operand_with_wrong_scales = replace(operand, scales=misplaced_scales)
+            yield "scale-layout", f"multiplied by scales that are {description}", operand_with_wrong_scales.values
     if fmt in _FNUZ_FORMATS and fmt.name in CODE_DTYPES:
         yield "fnuz", f"decoded as {_FNUZ_FORMATS[fmt].name}, which gives half its values", operand.values / 2
     yield "scale-missing", "not multiplied by its scales", elements
@@ -387,10 +392,12 @@ def _iterate_scale_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
         yield "scale-missing", "not multiplied by its tensor's scale", operand.values / operand.tensor_scale
 
 
-def _iterate_tail_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
+def _iterate_ignored_tails(operand: RoundedOperand) -> Iterator[OperandMistake]:
     columns = operand.elements.shape[1]
-    tail_lengths = {columns % size for size in _TAIL_LENGTHS} | {size for size in _TAIL_LENGTHS if size < columns}
-    for tail in sorted(tail_lengths - {0, columns}):
-        values_without_tail = operand.values.clone()
-        values_without_tail[:, columns - tail :] = 0
-        yield "tail", f"cut off: the last {tail} of K={columns} columns are not added", values_without_tail
+    tail_column_counts = {columns % size for size in _TESTED_TAIL_LENGTHS} | {
+        size for size in _TESTED_TAIL_LENGTHS if size < columns
+    }
+    for tail in sorted(tail_column_counts - {0, columns}):
+        values_with_zeroed_tail = operand.values.clone()
+        values_with_zeroed_tail[:, columns - tail :] = 0
+        yield "tail", f"cut off: the last {tail} of K={columns} columns are not added", values_with_zeroed_tail

@@ -18,12 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import (
-    RoundedOperand,
-    find_value_range,
-    iterate_mistakes,
-    round_operand,
-)
+from fp8bench.features.audit.operands import RoundedOperand, find_value_range, iterate_rounding_mistakes, round_operand
 from fp8bench.features.audit.readings import describe_outliers
 from fp8bench.features.audit.values import AuditFinding, make_failure, make_remark
 from fp8bench.formats.grids import E4M3, E5M2
@@ -32,8 +27,8 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import (
     FLOAT32_BITS,
     ConformitySums,
-    estimate_sum_bits,
-    explain_product,
+    estimate_accumulator_bits,
+    explain_product_difference,
     matches_hopper_units,
 )
 from fp8bench.numerics.norms import relative_frobenius
@@ -41,7 +36,7 @@ from fp8bench.numerics.norms import relative_frobenius
 # The allowed error relative to that of the emulation. Correct casts that sometimes round differently (an approximate
 # inverse, ties rounded the other way) stay inside this band: power-of-two scales change the FP8 error by less than a
 # tenth, while truncating casts double it.
-ERROR_BAND = (0.8, 1.25)
+EXPECTED_ERROR_BAND = (0.8, 1.25)
 # With fewer than _DECODING_ROWS rows, chance may make the errors of two stochastic casts differ by _FEW_ROWS_FACTOR.
 _DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
 # A mistake is named if the kernel's result is this many times nearer to that of the mistake than to the expected one,
@@ -49,13 +44,13 @@ _DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
 _NEARER_FACTOR, _NEARER_FACTOR_IN_ATTENTION = 4.0, 16.0
 # The tolerated relative difference of values whose float32 scales were computed differently. In attention, it also
 # covers float32 exponentials and the order of summation.
-_LAST_BITS_TOLERANCE = 2.0**-18
+_SCALE_ROUNDING_TOLERANCE = 2.0**-18
 # If a scale was rounded differently, a value may be off by this many steps of the format's grid.
 _GRID_STEPS = 2.0
 # Rounding errors count as random: a sum may be off by this many standard errors.
 _TOLERATED_STANDARD_ERRORS = 6.0
 # With fewer results than this, no mistake is named and no error is judged.
-_MIN_RESULTS = 64
+_MIN_RESULT_COUNT = 64
 # A mean gain (results too large or small on average) is reported above _MIN_GAIN and _GAIN_STANDARD_ERRORS standard
 # errors. Ties may cause gains, so at least _INDEPENDENT_SHARE of the variance must not come from ties.
 _MIN_GAIN, _GAIN_STANDARD_ERRORS, _INDEPENDENT_SHARE = 1e-3, 6.0, 0.05
@@ -68,14 +63,14 @@ _SHORT_SUM_BITS, _MIN_SUM_BITS = 13, 6
 _MAX_SIMULATED_TERMS = 1 << 25
 ROUNDING_REASON = "casts round differently: scales differ in their last bits, or ties are rounded the other way"
 # Values above this share of the dtype's largest number may become infinite.
-_SAFE_SHARE_OF_LARGEST = 0.9
+_SAFE_SHARE_OF_LARGEST_VALUE = 0.9
 # Codes of failures that one input proves, and of numerical errors that a second input must confirm, because they may be
 # chance.
-CERTAIN_CODES = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
-FIGURE_CODES = ("too-bad", "too-good", "gain")
+CERTAIN_FINDING_CODES = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
+FIGURE_FINDING_CODES = ("too-bad", "too-good", "gain")
 # Errors of attention count as equal if the smaller one is at least this share of the larger one.
 _EQUAL_RATIO = 0.999
-_CODE_BY_DIFFERENCE = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
+_MISTAKE_CODE_BY_DIFFERENCE = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
 _RESULT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Matrices = tuple[Tensor, ...]
 
@@ -118,14 +113,14 @@ class ExpectedProduct:
         if sample is not None:
             result = result[sample.rows][:, sample.columns]
         result = result.float() if result.dtype is torch.float64 else result
-        sums = self._make_sums(result.dtype)
-        likely_result = sums.product.to(result.dtype) if self.emulated_result is None else self.emulated_result
-        if not (likely_result.double().abs() < _SAFE_SHARE_OF_LARGEST * torch.finfo(result.dtype).max).all():
-            return self._judge_overflow(result, sums, likely_result)
+        sums = self._make_conformity_sums(result.dtype)
+        most_likely_result = sums.product.to(result.dtype) if self.emulated_result is None else self.emulated_result
+        if not (most_likely_result.double().abs() < _SAFE_SHARE_OF_LARGEST_VALUE * torch.finfo(result.dtype).max).all():
+            return self._judge_overflow(result, sums, most_likely_result)
         if failure := _find_nonfinite_result(result):
             return failure
         error = self._measure_error(result)
-        expected_error = self._measure_error(likely_result)
+        expected_error = self._measure_error(most_likely_result)
         if self.emulated_result is None or (error is None and expected_error is None):
             finding = self._judge_product_sums(result, sums, search_mistakes, error, expected_error)
             return replace(finding, error=error, expected=expected_error)
@@ -171,31 +166,31 @@ class ExpectedProduct:
         if self.accepts_hopper_sums and self._matches_hopper_units(result, sums):
             return make_remark("short-sums", "equal to the bit to what Hopper's FP8 units give, which sum in 14 bits")
         # 3. Accept small differences if operands halfway between two codes explain them.
-        gain = self._describe_gain(float64_result, sums)
+        gain = self._describe_result_gain(float64_result, sums)
         if not gain and not self._mark_wrong_beyond_ties(float64_result, sums).any():
             return make_remark("other-rounding", ROUNDING_REASON)
         # 4. Report a mistake if one explains all results.
         outliers = self._mark_outliers(float64_result, sums)
-        is_near = not outliers.any()
-        has_few_results = result.numel() < _MIN_RESULTS
-        if is_near and has_few_results:
+        has_no_outliers = not outliers.any()
+        has_few_result_elements = result.numel() < _MIN_RESULT_COUNT
+        if has_no_outliers and has_few_result_elements:
             return make_remark("other-rounding", ROUNDING_REASON)
         reason = ""
-        if search_mistakes and not has_few_results:
-            mistake_code, reason = self._explain_difference(float64_result, result, sums)
+        if search_mistakes and not has_few_result_elements:
+            mistake_code, reason = self._explain_result_difference(float64_result, result, sums)
             if mistake_code:
                 return make_failure(mistake_code, reason)
         # 5. Report results that the rounding of operands does not explain, or that are too large or small on average.
         if not self._is_lossless:
-            if not is_near:
+            if not has_no_outliers:
                 places = [self.sample.rows, self.sample.columns] if self.sample else map(torch.arange, result.shape)
                 return make_failure("wrong-values", describe_outliers(outliers, float64_result, sums.product, *places))
             if gain:
                 return make_failure("gain", gain)
         # 6. Otherwise judge the error, and report in how many bits sums seem to be kept.
-        is_gain = bool(gain) and is_near
+        is_gain = bool(gain) and has_no_outliers
         error_finding = judge_error(error, expected, reason or gain)
-        if sum_bits := self._count_sum_bits(float64_result, sums):
+        if sum_bits := self._estimate_accumulator_bits(float64_result, sums):
             is_allowed = error_finding.is_remark or (error is None and sum_bits >= _SHORT_SUM_BITS)
             description = f"sums or operands seem to be kept in {sum_bits} bits"
             if self._is_lossless:
@@ -209,7 +204,9 @@ class ExpectedProduct:
         operands = (self.a, self.b)
         if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in operands):
             return False
-        if not sums.is_near(result.double(), sums.product, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude):
+        if not sums.is_near_exact_values(
+            result.double(), sums.product, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude
+        ):
             return False
         elements_of_a, elements_of_b = (side.elements for side in operands)
         scales_of_a, scales_of_b = (side.element_scales.expand_as(side.elements) for side in operands)
@@ -219,23 +216,25 @@ class ExpectedProduct:
 
     @property
     def _is_lossless(self) -> bool:
-        return all(x.unrounded is None or torch.equal(x.values, x.unrounded.float()) for x in (self.a, self.b))
+        return all(
+            x.unrounded_tensor is None or torch.equal(x.values, x.unrounded_tensor.float()) for x in (self.a, self.b)
+        )
 
     @cached_property
-    def _value_ranges(self) -> tuple[Matrices, Matrices]:
+    def _compute_value_ranges(self) -> tuple[Matrices, Matrices]:
         return find_value_range(self.a), find_value_range(self.b)
 
     def _mark_wrong_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
         """Marks results that are wrong even if ties may round either way and scales may differ in their last bits."""
-        slack_by_operand = map(_measure_slack, (self.a, self.b), self._value_ranges)
-        return self._mark_unreachable(float64_result, sums, slack_by_operand)
+        operand_slacks = map(_measure_slack, (self.a, self.b), self._compute_value_ranges)
+        return self._mark_unreachable_results(float64_result, sums, operand_slacks)
 
     def _mark_outliers(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
         """Marks results that random errors of `_GRID_STEPS` grid steps in each operand element do not explain."""
-        slack_by_operand = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
-        return self._mark_unreachable(float64_result, sums, slack_by_operand, at_random=True)
+        operand_slacks = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
+        return self._mark_unreachable_results(float64_result, sums, operand_slacks, at_random=True)
 
-    def _mark_unreachable(
+    def _mark_unreachable_results(
         self, float64_result: Tensor, sums: ConformitySums, slack: Iterable[Tensor], at_random: bool = False
     ) -> Tensor:
         """Marks results that are not a rounded sum of products, even if every operand element may be off by up to its
@@ -248,48 +247,48 @@ class ExpectedProduct:
         low, high = ((sums.product + side * (sums.bound + operand_slack)).to(sums.dtype).double() for side in (-1, 1))
         return ~((float64_result >= low) & (float64_result <= high))
 
-    def _count_sum_bits(self, float64_result: Tensor, sums: ConformitySums) -> int:
+    def _estimate_accumulator_bits(self, float64_result: Tensor, sums: ConformitySums) -> int:
         """Estimates the bits of the kernel's accumulator; 0 if a short accumulator does not explain the result."""
         if (float64_result[sums.product == 0] != 0).any():
             return 0
-        bits = estimate_sum_bits(float64_result, sums)
+        bits = estimate_accumulator_bits(float64_result, sums)
         differences = float64_result - sums.product
         if bits >= FLOAT32_BITS and self._is_lossless:
             relative_square = float(differences.square().mean() / sums.product.square().mean().clamp(min=1e-300))
             bits = round(-math.log2(12 * relative_square) / 2) if relative_square else FLOAT32_BITS
-        explained_difference = 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.product)
-        explains_all = (differences.abs() <= explained_difference).all()
-        return bits if explains_all and _MIN_SUM_BITS <= bits < FLOAT32_BITS else 0
+        sum_bits_difference_bound = 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.product)
+        explains_all_differences = (differences.abs() <= sum_bits_difference_bound).all()
+        return bits if explains_all_differences and _MIN_SUM_BITS <= bits < FLOAT32_BITS else 0
 
-    def _describe_gain(self, float64_result: Tensor, sums: ConformitySums) -> str:
+    def _describe_result_gain(self, float64_result: Tensor, sums: ConformitySums) -> str:
         """Returns a text such as 'results are 0.40% too small on average'. Returns '' if the average is not certainly
         wrong, or if ties explain its error."""
         a = self.a.values.double()
         b = self.b.values.double()
-        effective_terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
-        if float(effective_terms.median()) < _MIN_TERMS:  # rounding errors of few terms do not average to zero
+        effective_term_counts = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
+        if float(effective_term_counts.median()) < _MIN_TERMS:  # rounding errors of few terms do not average to zero
             return ""
-        regressor_products = [sums.product]
+        regression_products = [sums.product]
         operand_values = (self.a.values, self.b.values)
-        for place, ((low, high), values) in enumerate(zip(self._value_ranges, operand_values, strict=True)):
-            is_ambiguous = (high - low) > _LAST_BITS_TOLERANCE * values.abs()
-            if is_ambiguous.any():
+        for place, ((low, high), values) in enumerate(zip(self._compute_value_ranges, operand_values, strict=True)):
+            is_value_ambiguous = (high - low) > _SCALE_ROUNDING_TOLERANCE * values.abs()
+            if is_value_ambiguous.any():
                 range_ends = (
                     torch.where(values < 0, tensor, opposite) for tensor, opposite in ((low, high), (high, low))
                 )
-                value_changes = (torch.where(is_ambiguous, end - values, 0.0).double() for end in range_ends)
-                regressor_products += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
-        regressors = torch.stack([(column / sums.magnitude).flatten() for column in regressor_products], 1)
+                value_changes = (torch.where(is_value_ambiguous, end - values, 0.0).double() for end in range_ends)
+                regression_products += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
+        regressors = torch.stack([(column / sums.magnitude).flatten() for column in regression_products], 1)
         differences = ((float64_result - sums.product.to(sums.dtype).double()) / sums.magnitude).flatten()
         gram_matrix = regressors.t() @ regressors
-        inverse = torch.linalg.pinv(gram_matrix, hermitian=True, rtol=1e-10)
-        coefficients = inverse @ (regressors.t() @ differences)
-        unexplained_square = (differences - regressors @ coefficients).square().mean()
-        standard_error = math.sqrt(max(float(unexplained_square * inverse[0, 0]), 0.0))
-        mean_gain = float(coefficients[0])
-        variance_inflation = float(inverse[0, 0] * gram_matrix[0, 0])
+        gram_pseudo_inverse = torch.linalg.pinv(gram_matrix, hermitian=True, rtol=1e-10)
+        regression_coefficients = gram_pseudo_inverse @ (regressors.t() @ differences)
+        residual_mean_square = (differences - regressors @ regression_coefficients).square().mean()
+        standard_error = math.sqrt(max(float(residual_mean_square * gram_pseudo_inverse[0, 0]), 0.0))
+        mean_gain = float(regression_coefficients[0])
+        variance_inflation = float(gram_pseudo_inverse[0, 0] * gram_matrix[0, 0])
         is_gain_certain = (
-            len(differences) >= _MIN_RESULTS
+            len(differences) >= _MIN_RESULT_COUNT
             and variance_inflation <= 1 / _INDEPENDENT_SHARE
             and abs(mean_gain) > max(_MIN_GAIN, _GAIN_STANDARD_ERRORS * standard_error)
         )
@@ -297,46 +296,48 @@ class ExpectedProduct:
             return ""
         return f"results are {abs(mean_gain):.2%} too {'large' if mean_gain > 0 else 'small'} on average"
 
-    def _make_sums(self, dtype: torch.dtype) -> ConformitySums:
+    def _make_conformity_sums(self, dtype: torch.dtype) -> ConformitySums:
         return ConformitySums(self.a.values.double(), self.b.values.double(), dtype)
 
     def _measure_error(self, result: Tensor, mask: Tensor | bool = True) -> float | None:
-        if self.a.unrounded is None or self.b.unrounded is None:
+        if self.a.unrounded_tensor is None or self.b.unrounded_tensor is None:
             return None
-        exact_product = self.a.unrounded.double() @ self.b.unrounded.double().t()
+        exact_product = self.a.unrounded_tensor.double() @ self.b.unrounded_tensor.double().t()
         exact_product = exact_product * mask
         return relative_frobenius(result, exact_product) if exact_product.any() else None
 
-    def _explain_difference(self, float64_result: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
+    def _explain_result_difference(
+        self, float64_result: Tensor, result: Tensor, sums: ConformitySums
+    ) -> tuple[str, str]:
         """Returns the code and description of the first mistake that explains every element. Without one, describes how
         the elements differ, or names the nearest mistake if it is much nearer than the expected result."""
-        nearest = (math.inf, "", "")
-        for mistake_code, description, a, b in self._iterate_mistaken_operands():
-            sums_with_mistake = ConformitySums(a.double(), b.double(), result.dtype)
-            if sums_with_mistake.is_within_bound(float64_result):
+        nearest_mistake = (math.inf, "", "")
+        for mistake_code, description, a, b in self._iterate_operands_with_mistakes():
+            mistaken_sums = ConformitySums(a.double(), b.double(), result.dtype)
+            if mistaken_sums.is_within_bound(float64_result):
                 return mistake_code, description
-            square_distance = _mean_square_distance(float64_result, sums_with_mistake.product)
-            if square_distance < nearest[0]:
-                nearest = (square_distance, mistake_code, description)
-        difference, reason = explain_product(result, sums)
-        if difference in _CODE_BY_DIFFERENCE:
-            return _CODE_BY_DIFFERENCE[difference], reason
+            mean_square_distance = _mean_square_distance(float64_result, mistaken_sums.product)
+            if mean_square_distance < nearest_mistake[0]:
+                nearest_mistake = (mean_square_distance, mistake_code, description)
+        difference, reason = explain_product_difference(result, sums)
+        if difference in _MISTAKE_CODE_BY_DIFFERENCE:
+            return _MISTAKE_CODE_BY_DIFFERENCE[difference], reason
         # A result of zeros is near to every mistake that shrinks numbers, so no mistake is named.
-        square_distance, mistake_code, description = nearest
-        is_nearer = square_distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.product)
-        if is_nearer and float64_result.any():
+        mean_square_distance, mistake_code, description = nearest_mistake
+        is_mistake_nearer = mean_square_distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.product)
+        if is_mistake_nearer and float64_result.any():
             return mistake_code, f"the nearest mistake is: {description}"
         return "", reason
 
-    def _iterate_mistaken_operands(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-        first_mistakes = list(iterate_mistakes(self.a))
-        second_mistakes = list(iterate_mistakes(self.b))
+    def _iterate_operands_with_mistakes(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+        first_operand_mistakes = list(iterate_rounding_mistakes(self.a))
+        second_mistakes = list(iterate_rounding_mistakes(self.b))
         # Pair each cast of the first operand with the first cast of the second one.
         second_operands = {(mistake, description): values for mistake, description, values in reversed(second_mistakes)}
-        for mistake, description, values in first_mistakes:
+        for mistake, description, values in first_operand_mistakes:
             if (mistake, description) in second_operands:
                 yield mistake, f"each operand is {description}", values, second_operands[mistake, description]
-        for mistake, description, values in first_mistakes:
+        for mistake, description, values in first_operand_mistakes:
             yield mistake, f"the first operand is {description}", values, self.b.values
         for mistake, description, values in second_mistakes:
             yield mistake, f"the second operand is {description}", self.a.values, values
@@ -369,35 +370,35 @@ class ExpectedAttention:
         expected_errors = [relative_frobenius(variant.to(result.dtype), exact_result) for variant in attention_variants]
         has_low_bit_cast = self.treatment is not None and self.treatment.fmt.bits <= 8
         low = _EQUAL_RATIO * min(expected_errors) * has_low_bit_cast
-        high = max(*expected_errors, _LAST_BITS_TOLERANCE) / _EQUAL_RATIO
+        high = max(*expected_errors, _SCALE_ROUNDING_TOLERANCE) / _EQUAL_RATIO
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         if sample is None:
-            distance, mistake_code, description = min(
+            squared_distance, mistake_code, description = min(
                 (_mean_square_distance(result, mistaken), mistake_code, description)
-                for mistake_code, description, mistaken in self._iterate_mistakes()
+                for mistake_code, description, mistaken in self._iterate_mistaken_results()
             )
-            if distance * _NEARER_FACTOR_IN_ATTENTION < _mean_square_distance(result, promised_result):
+            if squared_distance * _NEARER_FACTOR_IN_ATTENTION < _mean_square_distance(result, promised_result):
                 return make_failure(mistake_code, description, error, high)
         return judge_error(error, high if error > high else low)
 
     def _compute_exact_result(self) -> Tensor:
         q, k, v = (tensor.double() for tensor in self.uncast_operands)
-        return self._softmax(_compute_scores(self._sample_queries(q), k)) @ v
+        return self._softmax(_compute_attention_scores(self._sample_queries(q), k)) @ v
 
     def _compute_attention(self, casts_weights: bool = False, stores_scores: bool = False) -> Tensor:
         """Returns the expected result. `casts_weights` casts the weights of the softmax, and `stores_scores` rounds the
         scores to the dtype of the inputs, as unfused operators do. Other intermediate values are in float64."""
         q, k, v = self._cast_operands
         input_dtype = self.uncast_operands[0].dtype
-        scores = _compute_scores(q, k)
+        scores = _compute_attention_scores(q, k)
         if stores_scores:  # round the scores before and after scaling them
             head_size_root = math.sqrt(q.shape[-1])
             scores = ((scores * head_size_root).to(input_dtype).double() / head_size_root).to(input_dtype).double()
-        weights = self._softmax(scores)
+        attention_weights = self._softmax(scores)
         if casts_weights:
-            weights = _cast_last_dimension(weights.to(input_dtype), self.treatment)
-        return weights @ v
+            attention_weights = _cast_last_dimension(attention_weights.to(input_dtype), self.treatment)
+        return attention_weights @ v
 
     @cached_property
     def _cast_operands(self) -> Matrices:
@@ -413,9 +414,9 @@ class ExpectedAttention:
     def _softmax(self, scores: Tensor) -> Tensor:
         return _softmax(scores, self.causal, rows=None if self.sample is None else self.sample.columns)
 
-    def _iterate_mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
+    def _iterate_mistaken_results(self) -> Iterator[tuple[str, str, Tensor]]:
         q, k, v = self._cast_operands
-        scores = _compute_scores(q, k)
+        scores = _compute_attention_scores(q, k)
         head_size_root = math.sqrt(q.shape[-1])
         if self.treatment is not None:
             yield "not-cast", "queries, keys and values are not cast", self._compute_exact_result()
@@ -427,7 +428,7 @@ class ExpectedAttention:
         yield "mask", f"it is {'not ' * self.causal}causal", _softmax(scores, not self.causal) @ v
 
 
-def _compute_scores(q: Tensor, k: Tensor) -> Tensor:
+def _compute_attention_scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT / math.sqrt(q.shape[-1])
 
 
@@ -450,12 +451,12 @@ def _cast_last_dimension(x: Tensor, treatment: Treatment | None) -> Tensor:
 
 def _measure_slack(operand: RoundedOperand, value_range: Matrices) -> Tensor:
     low, high = value_range
-    return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS_TOLERANCE * operand.values.abs()
+    return torch.maximum(high - operand.values, operand.values - low) + _SCALE_ROUNDING_TOLERANCE * operand.values.abs()
 
 
 def _measure_grid_steps(operand: RoundedOperand) -> Tensor:
     """Returns the distance from each value to the next value of its format; 0 for an operand that is not cast."""
-    if operand.treatment is None or operand.unrounded is None:
+    if operand.treatment is None or operand.unrounded_tensor is None:
         return torch.zeros_like(operand.elements)
     fmt = operand.treatment.fmt
     element_magnitudes = operand.elements.abs().clamp(min=fmt.smallest_normal)
@@ -488,12 +489,12 @@ def judge_error(error: float | None, expected: float | None, reason: str = "", s
     explanation = reason or "no known mistake explains it"
     if error is None or expected is None:
         return make_failure("unexplained", explanation)
-    low, high = ERROR_BAND
+    low, high = EXPECTED_ERROR_BAND
     if error > expected * high * slack:
         explanation += f"; its error is {error:.3g}, expected {expected:.3g}"
         return make_failure("too-bad", explanation, error, expected)
     if error < expected * low / slack:
         reason = f"its error is {error:.3g}, but this precision has {expected:.3g}: scales are finer, or the precision"
         return make_failure("too-good", f"{reason} is wider", error, expected)
-    same_error = "values differ from the promised ones but have their error"
-    return make_remark("other-rounding", reason or same_error, error, expected)
+    same_error_text = "values differ from the promised ones but have their error"
+    return make_remark("other-rounding", reason or same_error_text, error, expected)

@@ -11,7 +11,7 @@ from fp8bench.formats.recipes import Recipe, ScaleRounding
 from fp8bench.registry import precisions
 
 # Precisions that may explain a kernel's results. The usual ones come first.
-USUAL_PRECISIONS = (
+USUAL_PROMISED_PRECISIONS = (
     "fp8",
     "fp8:scale=pow2",
     "fp8-rowwise",
@@ -55,7 +55,7 @@ def describe_found_precision(promised_precision: str, data: Sequence[str], match
     kernel on one kind of data, and returns whether the results match a precision.
     """
     prefix = f"Promised: {_describe_scales(promised_precision)}. Found: "
-    candidates = list(dict.fromkeys((promised_precision, *USUAL_PRECISIONS, *RARE_PRECISIONS)))
+    candidates = list(dict.fromkeys((promised_precision, *USUAL_PROMISED_PRECISIONS, *RARE_PRECISIONS)))
     try:
         for kind in data:
             candidates = [precision for precision in candidates if matches(precision, kind)]
@@ -80,27 +80,35 @@ def _describe_scales(precision: str) -> str:
 
 # Wrong results count as multiples of the exact ones by a common factor if the remaining difference is less than this
 # share of their norm.
-_FACTOR_REST = 0.01
+_MAX_SHARE_BEYOND_FACTOR = 0.01
 
 
 def describe_outliers(outliers: Tensor, result: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> str:
     """Returns how many results are wrong, where they are, and their factor if they have one in common. `rows` and
     `columns` are the indices of the judged results in the complete result.
     """
-    wrong_rows = _describe_lines("row", rows, outliers.any(1))
-    wrong_columns = _describe_lines("column", columns, outliers.any(0))
+    wrong_rows_text = _describe_wrong_lines("row", rows, outliers.any(1))
+    wrong_columns = _describe_wrong_lines("column", columns, outliers.any(0))
     wrong_values = result[outliers]
     exact_values = exact[outliers]
-    factor = (wrong_values @ exact_values) / (exact_values @ exact_values)
-    has_factor = (wrong_values - factor * exact_values).norm() < _FACTOR_REST * wrong_values.norm()
-    factor_text = f", where results are {factor:.3g} times the expected ones" if has_factor else ""
+    expected_result_factor = (wrong_values @ exact_values) / (exact_values @ exact_values)
+    has_common_factor = (
+        wrong_values - expected_result_factor * exact_values
+    ).norm() < _MAX_SHARE_BEYOND_FACTOR * wrong_values.norm()
+    outlier_factor_text = (
+        f", where results are {expected_result_factor:.3g} times the expected ones" if has_common_factor else ""
+    )
     return (
         f"{len(wrong_values)} of {outliers.numel()} results differ by more than any rounding of the operands explains, "
-        f"all in {wrong_rows} and {wrong_columns}{factor_text}"
+        f"all in {wrong_rows_text} and {wrong_columns}{outlier_factor_text}"
     )
 
 
-def _describe_lines(word: str, lines: Tensor, is_wrong: Tensor) -> str:
-    first, last = lines[is_wrong][[0, -1]].tolist()
-    text = f"{word} {last}" if first == last else f"{word}s {first} to {last}"
-    return f"{text} (the last)" if first > 0 and last == lines[-1] else text
+def _describe_wrong_lines(word: str, lines: Tensor, is_wrong: Tensor) -> str:
+    first_wrong_line, last_wrong_line = lines[is_wrong][[0, -1]].tolist()
+    text = (
+        f"{word} {last_wrong_line}"
+        if first_wrong_line == last_wrong_line
+        else f"{word}s {first_wrong_line} to {last_wrong_line}"
+    )
+    return f"{text} (the last)" if first_wrong_line > 0 and last_wrong_line == lines[-1] else text

@@ -19,21 +19,21 @@ from fp8bench.features.audit.auditor import (
     SECOND_SEED_OFFSET,
     AuditCheck,
     AuditInput,
-    Auditor,
+    AuditSession,
     AuditSubject,
     Shape,
 )
-from fp8bench.features.audit.host import describe_error, raise_deception, unpack_results
+from fp8bench.features.audit.host import describe_error, reraise_deception, unpack_results
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.values import AuditFinding, make_failure, make_remark
-from fp8bench.model.promises import AuditKind
+from fp8bench.model.promises import AuditedCallableKind
 
 BLOCK_DATA, BLOCK_SIDE = "blocks of different sizes", 128
 _ARGUMENT_ORDINALS = ("first", "second", "third")
 ResultsByName = dict[str, Tensor]
 
 
-def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_numbers(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Compares the results with the expected ones, on every shape and kind of data. Yields the first failure of each
     result, and each remark once.
     """
@@ -41,18 +41,18 @@ def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
     for shape in dict.fromkeys(map(auditor.round_up_shape, auditor.subject.shapes)):
         for data in auditor.subject.data_kinds:
             auditor.current = audit_input = AuditInput(data, shape)
-            for name, verdict in auditor.find_problems(audit_input).items():
-                report_key = name, verdict.code if verdict.is_remark else "failed"
-                if report_key not in reported_findings:
-                    reported_findings.add(report_key)
+            for name, verdict in auditor.judge_kernel_on_input(audit_input).items():
+                reported_finding_key = name, verdict.code if verdict.is_remark else "failed"
+                if reported_finding_key not in reported_findings:
+                    reported_findings.add(reported_finding_key)
                     yield auditor.make_finding(audit_input, name, verdict)
         if any(finding_code == "failed" for _, finding_code in reported_findings):
             return
 
 
 InputChange = Callable[..., Matrices]
-_INPUT_CHANGES_BY_KIND: dict[AuditKind, dict[str, InputChange]] = {
-    AuditKind.PRODUCT: {
+_INPUT_CHANGES_BY_KIND: dict[AuditedCallableKind, dict[str, InputChange]] = {
+    AuditedCallableKind.PRODUCT: {
         "the first operand doubled": lambda a, b: (a * 2, b),
         "the first operand negated": lambda a, b: (-a, b),
         "rows in another order": lambda a, b: (a.flip(0), b),
@@ -60,7 +60,7 @@ _INPUT_CHANGES_BY_KIND: dict[AuditKind, dict[str, InputChange]] = {
         "the second operand's rows in another order": lambda a, b: (a, b.flip(0)),
         "blocks of the contraction in another order": lambda *ab: tuple(side.roll(BLOCK_SIDE, 1) for side in ab),
     },
-    AuditKind.ATTENTION: {
+    AuditedCallableKind.ATTENTION: {
         "queries and keys negated": lambda q, k, v: (-q, -k, v),
         "values doubled": lambda q, k, v: (q, k, v * 2),
         "heads in another order": lambda *qkv: tuple(tensor.flip(1) for tensor in qkv),
@@ -70,20 +70,20 @@ _INPUT_CHANGES_BY_KIND: dict[AuditKind, dict[str, InputChange]] = {
 }
 
 
-def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_operand_changes(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Scales or permutes the operands, and checks that the result changes accordingly. A failure must show on two
     inputs, because one may be wrong by chance.
     """
     subject = auditor.subject
     audit_input = auditor.first_input
-    if subject.kind is AuditKind.PRODUCT:
+    if subject.kind is AuditedCallableKind.PRODUCT:
         audit_input = AuditInput(BLOCK_DATA, auditor.round_up_shape(audit_input.shape._replace(k=2 * BLOCK_SIDE)))
     seeds = auditor.seed, auditor.seed + SECOND_SEED_OFFSET
     two_inputs = [subject.draw_operands(audit_input.data, audit_input.shape, seed) for seed in seeds]
     for description, change in _INPUT_CHANGES_BY_KIND[subject.kind].items():
-        auditor.current = audit_input._replace(how=description)
-        changed_inputs = (change(*matrices) for matrices in two_inputs)
-        if all(auditor.find_failure(changed, auditor.compute_results(changed)) for changed in changed_inputs):
+        auditor.current = audit_input._replace(data_change=description)
+        changed_matrix_pairs = (change(*matrices) for matrices in two_inputs)
+        if all(auditor.find_failure(changed, auditor.compute_results(changed)) for changed in changed_matrix_pairs):
             yield make_failure("relation", f"{description}: the result does not change accordingly")
 
 
@@ -97,10 +97,10 @@ _POISONED_CALLS = 4
 # If results differ from call to call, this many are judged: the results furthest from the first one.
 _MAX_JUDGED_RESULTS = 8
 # The slot of the kernel's process for a second set of arguments.
-_SECOND_SLOT = 1
+_SECOND_ARGUMENTS_SLOT = 1
 
 
-def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_memory_reuse(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Calls the kernel repeatedly at old and new addresses. Finds stale and overwritten results."""
     auditor.current = auditor.first_input
     kernel_host = auditor.subject.host
@@ -111,7 +111,7 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
     if kernel_host.reread_kept_results() != first_call_results:
         yield make_failure("overwritten", "a later call overwrites the result of an earlier call")
     if auditor.has_right_numbers:
-        yield from _drop_repeated_codes(
+        yield from _drop_repeated_findings(
             make_failure(failure_code, reason)
             for failure_code, reason, matrices, results in _iterate_repeated_calls(auditor)
             if auditor.find_failure(matrices, results, search_mistakes=True)
@@ -119,7 +119,7 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
         yield from _check_calls_on_small_matrices(auditor)
 
 
-def _drop_repeated_codes(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
+def _drop_repeated_findings(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
     reported_codes = set()
     for finding in findings:
         if finding.code not in reported_codes:
@@ -127,7 +127,7 @@ def _drop_repeated_codes(findings: Iterable[AuditFinding]) -> Iterator[AuditFind
             yield finding
 
 
-def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, ResultsByName]]:
+def _iterate_repeated_calls(auditor: AuditSession) -> Iterator[tuple[str, str, Matrices, ResultsByName]]:
     """Calls the kernel repeatedly, with changes that reveal cached results. For each call, yields the failure to report
     if the results are wrong (code and description), then the call's matrices and its results.
     """
@@ -145,7 +145,7 @@ def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matric
         rows[0], rows[:, 0], rows[-1], rows[:, -1] = old_rows[0], old_rows[:, 0], old_rows[-1], old_rows[:, -1]
     reason = "all rows and columns changed except the first and last: the old results are returned"
     yield "keyed", reason, new_matrices, auditor.compute_results(new_matrices)
-    for description, changed in _iterate_similar_inputs(auditor, base):
+    for description, changed in _iterate_confusable_matrices(auditor, base):
         call_at_old_address(base)
         reason = f"{description}, at the same addresses: the old results are returned"
         yield "keyed", reason, *call_at_old_address(changed)
@@ -161,15 +161,15 @@ def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matric
     yield "address", "the same values at other addresses: the result is wrong", base, auditor.compute_results(base)
     # On a GPU, write the inputs late on a separate stream, and call the kernel on that stream.
     new_matrices = _draw_matrices_of_kind(auditor, _UNIFORM_DATA)
-    auditor.send_arguments(auditor.subject.make_arguments(new_matrices), _SECOND_SLOT)
+    auditor.send_arguments(auditor.subject.make_arguments(new_matrices), _SECOND_ARGUMENTS_SLOT)
     auditor.send_arguments(auditor.subject.make_arguments(base))
-    stream_results = kernel_host.call_on_busy_stream(0, _SECOND_SLOT)
+    stream_results = kernel_host.call_on_busy_stream(0, _SECOND_ARGUMENTS_SLOT)
     if stream_results is not None:
         reason = "it does not wait for earlier work on its caller's stream"
         yield "stream", reason, new_matrices, unpack_results(stream_results)
 
 
-def _iterate_similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Matrices]]:
+def _iterate_confusable_matrices(auditor: AuditSession, base: Matrices) -> Iterator[tuple[str, Matrices]]:
     """Yields matrices that a kernel with cached results may confuse with earlier ones. They differ in only one or two
     rows, and have equal sums or equal largest numbers.
     """
@@ -189,10 +189,8 @@ def _iterate_similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[
         yield description, _replace_operand(base, operand, exchanged_rows.view_as(matrix))
 
 
-def _check_calls_on_small_matrices(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls the kernel on small matrices, very many times. Results may differ from call to call, but each of them
-    must be right.
-    """
+def _check_calls_on_small_matrices(auditor: AuditSession) -> Iterator[AuditFinding]:
+    """Calls the kernel on small matrices very often. Results may differ from call to call, but each must be right."""
     subject = auditor.subject
     kernel_host = subject.host
     shape = auditor.round_up_shape(subject.small_shape)
@@ -221,7 +219,7 @@ def _sum_differences(first: ResultsByName, results: ResultsByName) -> float:
     return sum(float(tensor.nan_to_num(math.inf).sum()) for tensor in differences)
 
 
-def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_backward(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to their input."""
     subject = auditor.subject
     auditor.current = auditor.first_input
@@ -240,32 +238,30 @@ def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
 
 # The time limit of the check of sizes. An idle machine needs a few seconds. A busy machine may skip the largest
 # sizes, which come last.
-_SIZES_SECONDS = 40.0
+_SIZE_CHECK_SECONDS = 40.0
 _TILE_DATA, _SIGN_DATA = "tiles of different sizes", "ones and 10% minus ones"
 # The contraction length from which bfloat16 cannot hold sums of +1 and -1.
-_LONG_CONTRACTION = 2000
-_RANDOM_SIZES = 4
+_LONG_CONTRACTION_LENGTH = 2000
+_RANDOM_SHAPE_COUNT = 4
 
 
-def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls the kernel with sizes of real models and of decoding, and with random sizes. Only a sample of each result
-    is judged.
-    """
+def _check_sizes(auditor: AuditSession) -> Iterator[AuditFinding]:
+    """Calls the kernel with sizes of real models, of decoding and at random. A sample of each result is judged."""
     subject = auditor.subject
     rng = Random(auditor.seed)
-    shapes = [*subject.real_shapes, *(_draw_shape(subject, rng) for _ in range(_RANDOM_SIZES))]
+    shapes = [*subject.real_shapes, *(_draw_shape(subject, rng) for _ in range(_RANDOM_SHAPE_COUNT))]
     data = _TILE_DATA if _TILE_DATA in subject.data_kinds else NORMAL_DATA
     inputs = []
     for shape in sorted(map(auditor.round_up_shape, shapes), key=math.prod):
         inputs.append(AuditInput(data, shape))
-        if shape.m <= _MAX_DECODING_ROWS and shape.k >= _LONG_CONTRACTION and _SIGN_DATA in subject.data_kinds:
+        if shape.m <= _MAX_DECODING_ROWS and shape.k >= _LONG_CONTRACTION_LENGTH and _SIGN_DATA in subject.data_kinds:
             inputs.append(AuditInput(_SIGN_DATA, shape))
 
     def judge_input(audit_input: AuditInput) -> AuditFinding | None:
         matrices = auditor.draw_matrices(audit_input)
         return auditor.find_failure(matrices, auditor.compute_results(matrices), rng)
 
-    yield from _check_inputs(auditor, inputs, judge_input, _SIZES_SECONDS)
+    yield from _judge_inputs_until_failure(auditor, inputs, judge_input, _SIZE_CHECK_SECONDS)
 
 
 # The largest number of rows in a decoding step.
@@ -273,38 +269,40 @@ _MAX_DECODING_ROWS = 8
 
 
 def _draw_shape(subject: AuditSubject, rng: Random) -> Shape:
-    largest_shape = Shape(1024, 8, 128) if subject.kind is AuditKind.ATTENTION else Shape(512, 1024, 2048)
-    return Shape(*(round(side ** rng.uniform(0.3, 1.0)) for side in largest_shape))
+    max_random_shape = Shape(1024, 8, 128) if subject.kind is AuditedCallableKind.ATTENTION else Shape(512, 1024, 2048)
+    return Shape(*(round(side ** rng.uniform(0.3, 1.0)) for side in max_random_shape))
 
 
-def _draw_matrices_of_kind(auditor: Auditor, data: str) -> Matrices:
+def _draw_matrices_of_kind(auditor: AuditSession, data: str) -> Matrices:
     return auditor.draw_matrices(auditor.first_input._replace(data=data))
 
 
-def _check_special_values(auditor: Auditor) -> Iterator[AuditFinding]:
-    yield from _drop_repeated_codes(_iterate_special_failures(auditor))
+def _check_special_values(auditor: AuditSession) -> Iterator[AuditFinding]:
+    yield from _drop_repeated_findings(_iterate_special_value_failures(auditor))
 
 
-def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
+def _iterate_special_value_failures(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Checks that a NaN or infinity does not become an ordinary number, and that zeros give zeros."""
     subject = auditor.subject
     matrices = auditor.draw_matrices(auditor.first_input)
-    refusals = []
+    refusal_remarks = []
 
     def call_with(change: str, changed: Matrices) -> ResultsByName:
         auditor.current = AuditInput("", auditor.first_input.shape, change)
         try:
             results = auditor.compute_results(changed)
         except REFUSAL_ERRORS as error:
-            raise_deception(error)
-            refusals.append(
-                auditor.add_input(auditor.current, make_remark("raises", f"{change}: {describe_error(error)}"))
+            reraise_deception(error)
+            refusal_remarks.append(
+                auditor.add_input_to_finding(
+                    auditor.current, make_remark("raises", f"{change}: {describe_error(error)}")
+                )
             )
             return {}
         auditor.tried += len(results)
         return results
 
-    zeroed_index = subject.zeroed_operand
+    zeroed_index = subject.zeroed_operand_index
     results = call_with("zeros", _replace_operand(matrices, zeroed_index, torch.zeros_like(matrices[zeroed_index])))
     if results and _get_first_result(results).any():
         yield make_failure("zeros", "an input of zeros gave results that are not zero")
@@ -323,7 +321,7 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
             results = call_with(f"a NaN {location}", matrices_with_nan)
             if results and not _select_results_of_row(subject, results, operand, row).isnan().any():
                 yield make_failure("nan-lost", f"a NaN {location}: the results that depend on it have no NaN")
-            if subject.kind is AuditKind.ATTENTION:
+            if subject.kind is AuditedCallableKind.ATTENTION:
                 continue
             # An infinity may become the largest number or NaN, but must not count as zero.
             results = call_with(f"an infinity {location}", matrices_with_infinity)
@@ -333,7 +331,7 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
                 if not any(verdict.has_failed for verdict in verdicts):
                     reason = f"an infinity {location}: results are those of a zero in its place"
                     yield make_failure("infinity-lost", reason)
-    yield from refusals
+    yield from refusal_remarks
 
 
 def _get_first_result(results: ResultsByName) -> Tensor:
@@ -344,10 +342,10 @@ def _get_first_result(results: ResultsByName) -> Tensor:
 def _select_results_of_row(subject: AuditSubject, results: ResultsByName, operand: int, row: int) -> Tensor:
     """Returns the part of the results that depends on this row of an operand."""
     result = _get_first_result(results)
-    if subject.kind is AuditKind.LINEAR and operand == 2:  # operand 2 is the gradient of the output
+    if subject.kind is AuditedCallableKind.LINEAR and operand == 2:  # operand 2 is the gradient of the output
         result = results["input gradient"]
     result = result.reshape(-1, result.shape[-1])
-    if subject.kind is AuditKind.ATTENTION and operand:
+    if subject.kind is AuditedCallableKind.ATTENTION and operand:
         return result
     return result[:, row] if operand == 1 else result[row]
 
@@ -362,7 +360,7 @@ def _set_element(matrices: Matrices, operand: int, index: int, number: float) ->
     return _replace_operand(matrices, operand, changed_matrix)
 
 
-def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_extreme_values(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Calls the kernel with very large and small values, with tall and long matrices, and with some rows of zeros."""
     tall_shape = auditor.round_up_shape(auditor.subject.tall_shape)
     for audit_input, matrices in _iterate_extreme_inputs(auditor):
@@ -373,19 +371,19 @@ def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
             return
 
 
-def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
+def _iterate_extreme_inputs(auditor: AuditSession) -> Iterator[tuple[AuditInput, Matrices]]:
     subject = auditor.subject
     first_input = auditor.first_input
     matrices = auditor.draw_matrices(first_input)
     # Multiply operands by large and small powers of two, which fp16 or casts without scales cannot represent. In
     # attention, multiply only the values, because larger queries and keys change the softmax.
-    operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
+    operands = (2,) if subject.kind is AuditedCallableKind.ATTENTION else range(len(matrices))
     casts_have_scales = all(cast is None or cast.scaling is not None for cast in subject.promised_casts.treatments)
     for operand in operands if matrices[0].dtype is not torch.float16 and casts_have_scales else ():
-        for power in (40, -40):
+        for exponent in (40, -40):
             yield (
-                first_input._replace(how=f"the {_ARGUMENT_ORDINALS[operand]} argument times 2^{power}"),
-                _replace_operand(matrices, operand, matrices[operand] * 2.0**power),
+                first_input._replace(data_change=f"the {_ARGUMENT_ORDINALS[operand]} argument times 2^{exponent}"),
+                _replace_operand(matrices, operand, matrices[operand] * 2.0**exponent),
             )
     tall_input = first_input._replace(shape=auditor.round_up_shape(subject.tall_shape))
     sparse_matrices = auditor.draw_matrices(first_input)
@@ -394,15 +392,15 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
         sparse_matrix.view(-1, sparse_matrix.shape[-1])[1] = 0
         sparse_matrix.view(-1, sparse_matrix.shape[-1])[2, :BLOCK_SIDE] = 0
         tall_matrix.view(-1, tall_matrix.shape[-1])[-1, -8:] *= 16
-    yield first_input._replace(how="a row and a block of zeros in each argument"), sparse_matrices
-    yield tall_input._replace(how="the largest numbers in the last rows"), tall_matrices
+    yield first_input._replace(data_change="a row and a block of zeros in each argument"), sparse_matrices
+    yield tall_input._replace(data_change="the largest numbers in the last rows"), tall_matrices
     if _SIGN_DATA in subject.data_kinds:
         sign_input = tall_input._replace(data=_SIGN_DATA)
         yield sign_input, auditor.draw_matrices(sign_input)
 
 
-def _check_inputs(
-    auditor: Auditor,
+def _judge_inputs_until_failure(
+    auditor: AuditSession,
     inputs: Collection[AuditInput],
     judge_input: Callable[[AuditInput], AuditFinding | None],
     seconds: float = math.inf,
@@ -422,8 +420,8 @@ def _check_inputs(
             failure = judge_input(audit_input)
         # A kernel may refuse an input, unless the error shows that the kernel cheats.
         except REFUSAL_ERRORS as error:
-            raise_deception(error)
-            refusals.append(auditor.add_input(audit_input, make_remark("refused", describe_error(error))))
+            reraise_deception(error)
+            refusals.append(auditor.add_input_to_finding(audit_input, make_remark("refused", describe_error(error))))
             continue
         if failure:
             yield failure
@@ -433,15 +431,17 @@ def _check_inputs(
         yield replace(refusals[0], why=f"{len(refusals)} of {len(inputs)} such calls are refused: {refusals[0].why}")
 
 
-def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_strides(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Calls the kernel with matrices that are slices of larger ones, or transposed in memory."""
     subject = auditor.subject
-    odd_shape_input = AuditInput(NORMAL_DATA, auditor.round_up_shape(subject.odd_shapes[1]))
+    odd_shape_input = AuditInput(NORMAL_DATA, auditor.round_up_shape(subject.unaligned_shapes[1]))
     strided_calls = {}
     for audit_input in (auditor.first_input, odd_shape_input):
         matrices = auditor.draw_matrices(audit_input)
         for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
-            strided_input = audit_input._replace(how=f"the {_ARGUMENT_ORDINALS[operand]} argument {description}")
+            strided_input = audit_input._replace(
+                data_change=f"the {_ARGUMENT_ORDINALS[operand]} argument {description}"
+            )
             strided_calls[strided_input] = matrices, operand, change_layout
 
     def judge_input(audit_input: AuditInput) -> AuditFinding | None:
@@ -450,9 +450,9 @@ def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
         strided_arguments = _replace_operand(arguments, operand, change_layout(arguments[operand]))
         if auditor.find_failure(matrices, auditor.call_kernel(strided_arguments)) is None:
             return None
-        return make_failure("strides", f"{audit_input.how}: the result does not belong to its values")
+        return make_failure("strides", f"{audit_input.data_change}: the result does not belong to its values")
 
-    yield from _check_inputs(auditor, strided_calls, judge_input)
+    yield from _judge_inputs_until_failure(auditor, strided_calls, judge_input)
 
 
 def _make_slice(x: Tensor) -> Tensor:
@@ -460,7 +460,7 @@ def _make_slice(x: Tensor) -> Tensor:
     return torch.cat((next_rows, x, next_rows), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
 
 
-def _transpose_in_memory(x: Tensor) -> Tensor:
+def _transpose_memory_layout(x: Tensor) -> Tensor:
     """Returns a tensor with the same shape and values, but a transposed memory layout: rows and columns of a matrix are
     exchanged in memory, or positions and heads.
     """
@@ -468,32 +468,32 @@ def _transpose_in_memory(x: Tensor) -> Tensor:
     return x.transpose(*swapped_dimensions).contiguous().transpose(*swapped_dimensions)
 
 
-_MEMORY_LAYOUTS = {"is a slice of a wider matrix": _make_slice, "is transposed in memory": _transpose_in_memory}
+_MEMORY_LAYOUTS = {"is a slice of a wider matrix": _make_slice, "is transposed in memory": _transpose_memory_layout}
 
 
-def _check_odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_odd_shapes(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Calls the kernel with sizes that do not fill complete tiles."""
 
     def judge_input(audit_input: AuditInput) -> AuditFinding | None:
-        for name, verdict in auditor.find_problems(audit_input).items():
+        for name, verdict in auditor.judge_kernel_on_input(audit_input).items():
             if verdict.has_failed:
                 return auditor.make_finding(audit_input, name, verdict)
         return None
 
     data_kinds = [data for data in (NORMAL_DATA, BLOCK_DATA) if data in auditor.subject.data_kinds]
-    inputs = [AuditInput(data, shape) for data, shape in product(data_kinds, auditor.subject.odd_shapes)]
-    yield from _check_inputs(auditor, inputs, judge_input)
+    inputs = [AuditInput(data, shape) for data, shape in product(data_kinds, auditor.subject.unaligned_shapes)]
+    yield from _judge_inputs_until_failure(auditor, inputs, judge_input)
 
 
 # The checks of results, in the order in which they run.
-VALUE_CHECKS = (
+RESULT_CHECKS = (
     AuditCheck("numbers", _check_numbers, judges_numbers=True),
-    AuditCheck("relations", _check_relations, frozenset(_INPUT_CHANGES_BY_KIND), needs_right_numbers=True),
-    AuditCheck("memory", _check_memory),
-    AuditCheck("backward", _check_backward, frozenset({AuditKind.LINEAR}), needs_right_numbers=True),
+    AuditCheck("relations", _check_operand_changes, frozenset(_INPUT_CHANGES_BY_KIND), needs_correct_numbers=True),
+    AuditCheck("memory", _check_memory_reuse),
+    AuditCheck("backward", _check_backward, frozenset({AuditedCallableKind.LINEAR}), needs_correct_numbers=True),
     AuditCheck("special values", _check_special_values),
-    AuditCheck("odd shapes", _check_odd_shapes, needs_right_numbers=True),
-    AuditCheck("strides", _check_strides, needs_right_numbers=True),
-    AuditCheck("sizes", _check_sizes, needs_right_numbers=True),
-    AuditCheck("extremes", _check_extremes, needs_right_numbers=True),
+    AuditCheck("odd shapes", _check_odd_shapes, needs_correct_numbers=True),
+    AuditCheck("strides", _check_strides, needs_correct_numbers=True),
+    AuditCheck("sizes", _check_sizes, needs_correct_numbers=True),
+    AuditCheck("extremes", _check_extreme_values, needs_correct_numbers=True),
 )

@@ -18,14 +18,14 @@ import torch
 
 from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, to_original_error
-from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, Auditor, Shape, run_checks
+from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, AuditSession, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, unpack_results
-from fp8bench.features.audit.operands import HALF_ZEROS_DATA, TIMED_DATA
-from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.values import Audit, AuditFinding, make_failure, make_remark
+from fp8bench.features.audit.operands import HALF_ZEROS_DATA, TIMED_DATA_KINDS
+from fp8bench.features.audit.results import RESULT_CHECKS
+from fp8bench.features.audit.values import AuditFinding, AuditReport, make_failure, make_remark
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit
-from fp8bench.model.promises import AuditKind, Signature
+from fp8bench.model.promises import AuditedCallableKind, CallablePromise
 from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
@@ -35,7 +35,7 @@ from fp8bench.worker.switches import restore_switches
 _WARMUP_CALLS = 3
 
 
-def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_repeated_work(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Checks that a call with arguments from an earlier call does as much work as a call with new arguments. Only
     torch operators are counted, because work inside a kernel is invisible.
     """
@@ -45,16 +45,18 @@ def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
     # Warm up first, because one-time work for a new shape is not a cached result.
     auditor.send_arguments(arguments)
     subject.host.repeat_calls([0], _WARMUP_CALLS, _TIMING_SECONDS)
-    repeated_work = subject.host.count_work(0)
+    work_of_repeated_input = subject.host.count_slot_operators(0)
     auditor.send_arguments(arguments, slot=1)
-    fresh_work = subject.host.count_work(1)
-    lost_work_texts = [
-        f"{name}: {repeated_work[name]} of {count}" for name, count in fresh_work.items() if repeated_work[name] < count
+    work_of_new_input = subject.host.count_slot_operators(1)
+    skipped_work_texts = [
+        f"{name}: {work_of_repeated_input[name]} of {count}"
+        for name, count in work_of_new_input.items()
+        if work_of_repeated_input[name] < count
     ]
-    if lost_work_texts:
+    if skipped_work_texts:
         yield make_failure(
             "remembered-work",
-            f"with arguments of an earlier call it does less work than with new ones ({'; '.join(lost_work_texts)})",
+            f"with arguments of an earlier call it does less work than with new ones ({'; '.join(skipped_work_texts)})",
         )
 
 
@@ -70,15 +72,15 @@ _GPU_CEILING_MARGIN = 1.25
 def measure_fastest(call: Callable[[], object], device: str) -> float:
     """Returns the shortest time of several torch calls in this process, in seconds."""
     call()
-    measured_seconds: list[float] = []
+    call_seconds: list[float] = []
     end = time.perf_counter() + _TIMING_SECONDS
-    while len(measured_seconds) < _MAX_ROUNDS and (not measured_seconds or time.perf_counter() < end):
+    while len(call_seconds) < _MAX_ROUNDS and (not call_seconds or time.perf_counter() < end):
         _synchronize(device)
         start = time.perf_counter()
         call()
         _synchronize(device)
-        measured_seconds.append(time.perf_counter() - start)
-    return max(min(measured_seconds), 1e-9)
+        call_seconds.append(time.perf_counter() - start)
+    return max(min(call_seconds), 1e-9)
 
 
 def _synchronize(device: str) -> None:
@@ -102,7 +104,7 @@ def iterate_shortest_times(
     )
     for count, operation, measure_here, limits in comparisons:
         ceiling_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
-        speed_margin = (
+        reference_speed_margin = (
             _TORCH_MARGIN if not ceiling_rates else _CEILING_MARGIN if device.startswith("cpu") else _GPU_CEILING_MARGIN
         )
         reference = (
@@ -111,8 +113,8 @@ def iterate_shortest_times(
             else f"torch's {operation} on this device"
         )
         yield (
-            count / (speed_margin * max([measure_here(), *ceiling_rates])),
-            f"{speed_margin:g} times the speed of {reference}",
+            count / (reference_speed_margin * max([measure_here(), *ceiling_rates])),
+            f"{reference_speed_margin:g} times the speed of {reference}",
         )
 
 
@@ -136,7 +138,7 @@ _MIN_CALL_SECONDS, _LARGEST_SIDE = 2e-3, 1024
 # A call that does _WORK_FACTOR times the work must take at least _TIME_FACTOR times as long, even on a busy device.
 _WORK_FACTOR, _TIME_FACTOR = 4, 1.3
 # How many times in a row a suspicion must be confirmed: on a busy machine, a single comparison may be wrong.
-_CONFIRMING_REPETITIONS = 4
+_SUSPICION_CONFIRMATIONS = 4
 # A call fails if it is this many times faster on some data. An honest call on zeros may take 80% of the usual time
 # (torch's scaled product on a CPU). A kernel that skips the product takes a twentieth.
 _SHORTCUT_SPEEDUP = 4.0
@@ -148,24 +150,24 @@ _HALF_ZEROS_TIME_SHARE = 0.8
 # the clock of the kernel's process is wrong.
 _REPORTED_SHARE, _ROUND_TRIP_SECONDS = 0.6, 5e-3
 # How many timed calls are judged for each kind of data.
-_JUDGED_CALLS = 2
+_JUDGED_CALLS_PER_DATA_KIND = 2
 
 
 @dataclass(frozen=True)
 class TimedCalls:
     """The shortest time of a call for each kind of data, in `seconds` of the wall clock. On a CPU, `comparable_seconds`
-    are seconds of the kernel's process, because other processes disturb the wall clock. `wrong_clock` describes a clock
-    that reports too little. `wrong` is a failure of the results.
+    are seconds of the kernel's process, because other processes disturb the wall clock. `clock_fault_text` describes a
+    clock that reports too little. `wrong` is a failure of the results.
     """
 
     seconds: Mapping[str, float]
     comparable_seconds: Mapping[str, float]
-    wrong_clock: str
+    clock_fault_text: str
     wrong: AuditFinding | None
 
 
 def _time_calls(
-    auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL_DATA,), judged_calls: int = 1
+    auditor: AuditSession, shape: Shape, kinds: tuple[str, ...] = (NORMAL_DATA,), judged_calls: int = 1
 ) -> TimedCalls:
     """Times calls on each kind of data in turn. Every call has new numbers, and mostly new addresses. Afterwards,
     judges the results of some calls for each kind of data, chosen at random.
@@ -174,14 +176,14 @@ def _time_calls(
     rng = Random(auditor.seed)
     # 1. Call the kernel on each kind of data in turn, with the rows in a new order each time.
     kernel_host.free_memory()
-    base_matrices = {kind: auditor.draw_matrices(AuditInput(kind, shape)) for kind in kinds}
+    matrices_by_data_kind = {kind: auditor.draw_matrices(AuditInput(kind, shape)) for kind in kinds}
     inputs = []
     rounds: list[tuple[list[tuple[float, float]], float]] = []
     end = time.perf_counter() + _TIMING_SECONDS * len(kinds)
     while len(rounds) <= _MAX_ROUNDS and (len(rounds) < _MIN_ROUNDS or time.perf_counter() < end):
         sent_arguments = []
         for slot, kind in enumerate(kinds):
-            inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base_matrices[kind]))
+            inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in matrices_by_data_kind[kind]))
             sent_arguments.append(
                 auditor.send_arguments(
                     auditor.subject.make_arguments(inputs[-1]), slot, at_new_address=len(rounds) % 3 != 1
@@ -209,26 +211,28 @@ def _time_calls(
         (math.fsum(seconds for seconds, _ in reported_seconds), passed)
         for reported_seconds, passed in rounds_after_first
     ]
-    wrong_clock = ""
+    clock_fault_text = ""
     if all(
         reported_seconds < _REPORTED_SHARE * passed - _ROUND_TRIP_SECONDS for reported_seconds, passed in round_seconds
     ):
         reported_least, waited = min(round_seconds, key=lambda pair: pair[1])
-        wrong_clock = f"its process reports {units.seconds(reported_least)}, but {units.seconds(waited)} passed"
+        clock_fault_text = f"its process reports {units.seconds(reported_least)}, but {units.seconds(waited)} passed"
     # 5. Judge the results of some timed calls.
     failure = None
     if auditor.has_right_numbers:
-        for kind, call_index in _choose_calls(kinds, len(rounds), judged_calls, rng):
+        for kind, call_index in _choose_judged_calls(kinds, len(rounds), judged_calls, rng):
             results = unpack_results(kernel_host.read_timed_results(call_index))
             if bad := auditor.find_failure(inputs[call_index], results, rng):
                 reason = f"timed call {call_index // len(kinds) + 1}: {bad.why}"
-                failure = auditor.add_input(AuditInput(kind, shape), make_failure("timed-wrong", reason))
+                failure = auditor.add_input_to_finding(AuditInput(kind, shape), make_failure("timed-wrong", reason))
                 break
     is_cpu = auditor.subject.device.startswith("cpu")
-    return TimedCalls(wall_seconds, process_seconds if is_cpu else wall_seconds, wrong_clock, failure)
+    return TimedCalls(wall_seconds, process_seconds if is_cpu else wall_seconds, clock_fault_text, failure)
 
 
-def _choose_calls(kinds: tuple[str, ...], rounds: int, judged_calls: int, rng: Random) -> Iterator[tuple[str, int]]:
+def _choose_judged_calls(
+    kinds: tuple[str, ...], rounds: int, judged_calls: int, rng: Random
+) -> Iterator[tuple[str, int]]:
     """Yields which timed calls to judge: their kind of data and their index. The choice is random, so that the kernel
     cannot predict it.
     """
@@ -237,17 +241,19 @@ def _choose_calls(kinds: tuple[str, ...], rounds: int, judged_calls: int, rng: R
             yield kind, which * len(kinds) + slot
 
 
-def _check_speed(auditor: Auditor) -> list[AuditFinding]:
+def _check_kernel_speed(auditor: AuditSession) -> list[AuditFinding]:
     """Checks the times of calls, with limits that tolerate a busy machine, and the results of the timed calls.
     Returns its findings together, because times mean nothing after a failed call."""
     findings = []
-    if replaced := ", ".join(auditor.subject.host.find_replaced()):
-        reason = f"it replaces {replaced} by functions of its own, which can falsify times. Remove the replacement."
+    if replaced_names := ", ".join(auditor.subject.host.list_replaced_functions()):
+        reason = (
+            f"it replaces {replaced_names} by functions of its own, which can falsify times. Remove the replacement."
+        )
         findings = [make_failure("replaced", reason)]
     return findings + _check_times(auditor)
 
 
-def _check_times(auditor: Auditor) -> list[AuditFinding]:
+def _check_times(auditor: AuditSession) -> list[AuditFinding]:
     # 1. Find a shape whose call takes long enough to compare.
     shape = auditor.round_up_shape(auditor.subject.timed_shape)
     timed_calls = _time_calls(auditor, shape)
@@ -263,62 +269,65 @@ def _check_times(auditor: Auditor) -> list[AuditFinding]:
     if timed_calls.wrong is not None:
         return [timed_calls.wrong]
     if reason := _confirm_by_repeating(
-        lambda: _time_calls(auditor, shape, judged_calls=0).wrong_clock, timed_calls.wrong_clock
+        lambda: _time_calls(auditor, shape, judged_calls=0).clock_fault_text, timed_calls.clock_fault_text
     ):
         return [make_failure("wrong-clock", reason)]
     # 3. Check whether the call is faster than the machine can be.
-    explain_too_fast = partial(_explain_too_fast, auditor, shape)
+    explain_too_fast_call = partial(_explain_implausible_speed, auditor, shape)
     if reason := _confirm_by_repeating(
-        lambda: explain_too_fast(_measure_seconds(auditor, shape)), explain_too_fast(timed_calls.seconds[NORMAL_DATA])
+        lambda: explain_too_fast_call(_measure_kernel_seconds(auditor, shape)),
+        explain_too_fast_call(timed_calls.seconds[NORMAL_DATA]),
     ):
         return [make_failure("too-fast", reason)]
     # 4. Check whether the call is faster on some data, or takes no longer for more work.
-    findings = list(_compare_data(auditor, shape))
+    findings = list(_compare_data_kinds(auditor, shape))
     for side in ("m", "k") if timed_calls.seconds[NORMAL_DATA] >= _MIN_CALL_SECONDS else ():
         larger_shape = shape._replace(**{side: _WORK_FACTOR * getattr(shape, side)})
         if finding := _check_growth(auditor, shape, larger_shape, side.upper()):
-            findings.append(auditor.add_input(audit_input._replace(shape=larger_shape), finding))
+            findings.append(auditor.add_input_to_finding(audit_input._replace(shape=larger_shape), finding))
     return findings
 
 
-def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str) -> AuditFinding | None:
+def _check_growth(auditor: AuditSession, shape: Shape, larger_shape: Shape, side: str) -> AuditFinding | None:
     """Returns a failure if a call with more work gives wrong results, or if it takes no longer than a call with less
     work. Otherwise returns None.
     """
     reason = ""
-    for _ in range(_CONFIRMING_REPETITIONS):
-        larger_calls = _time_calls(auditor, larger_shape)
-        if larger_calls.wrong is not None:
-            return larger_calls.wrong
-        seconds = _measure_seconds(auditor, shape)
-        larger_seconds = larger_calls.seconds[NORMAL_DATA]
-        if larger_seconds >= _TIME_FACTOR * seconds:
+    for _ in range(_SUSPICION_CONFIRMATIONS):
+        larger_shape_calls = _time_calls(auditor, larger_shape)
+        if larger_shape_calls.wrong is not None:
+            return larger_shape_calls.wrong
+        seconds = _measure_kernel_seconds(auditor, shape)
+        larger_shape_seconds = larger_shape_calls.seconds[NORMAL_DATA]
+        if larger_shape_seconds >= _TIME_FACTOR * seconds:
             return None
-        reason = f"{units.seconds(larger_seconds)}, compared with {units.seconds(seconds)}"
+        reason = f"{units.seconds(larger_shape_seconds)}, compared with {units.seconds(seconds)}"
     return make_failure("flat-time", f"a call with {_WORK_FACTOR} times the {side} takes hardly longer: {reason}")
 
 
-def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
+def _explain_implausible_speed(auditor: AuditSession, shape: Shape, seconds: float) -> str:
     subject = auditor.subject
     arguments = auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape)))
     moved_tensors = (*arguments, *auditor.call_kernel(arguments).values())
-    moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in moved_tensors)
+    moved_tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in moved_tensors)
     # Attention has a batch size of 2, and two products.
-    flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
+    flops = (8 * shape.m if subject.kind is AuditedCallableKind.ATTENTION else 2) * math.prod(shape)
     shortest, reference = max(
-        iterate_shortest_times(auditor.ceilings, subject.signature.precision, shape, flops, moved_bytes, subject.device)
+        iterate_shortest_times(
+            auditor.ceilings, subject.signature.precision, shape, flops, moved_tensor_bytes, subject.device
+        )
     )
     if seconds >= shortest:
         return ""
     return f"a call takes {units.seconds(seconds)}, but would take {units.seconds(shortest)} at {reference}"
 
 
-def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
+def _compare_data_kinds(auditor: AuditSession, shape: Shape) -> Iterator[AuditFinding]:
     """Times calls on zeros, ones, integers, uniform and normal numbers in turn. Repeats the comparison if one kind of
     data is much faster."""
     shortest_seconds_by_kind: dict[str, float] = {}
-    for _ in range(_CONFIRMING_REPETITIONS):
-        timed_calls = _time_calls(auditor, shape, tuple(TIMED_DATA), _JUDGED_CALLS)
+    for _ in range(_SUSPICION_CONFIRMATIONS):
+        timed_calls = _time_calls(auditor, shape, tuple(TIMED_DATA_KINDS), _JUDGED_CALLS_PER_DATA_KIND)
         if timed_calls.wrong is not None:
             yield timed_calls.wrong
             return
@@ -338,36 +347,36 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
         yield make_failure("data-shortcut", reason)
 
 
-def _saves_time_on_zeros(auditor: Auditor, shape: Shape) -> bool:
+def _saves_time_on_zeros(auditor: AuditSession, shape: Shape) -> bool:
     """Returns whether the kernel is faster on data in which some blocks are all zeros."""
     seconds = _time_calls(auditor, shape, (HALF_ZEROS_DATA, NORMAL_DATA), judged_calls=0).comparable_seconds
     return seconds[HALF_ZEROS_DATA] < _HALF_ZEROS_TIME_SHARE * seconds[NORMAL_DATA]
 
 
-def _measure_seconds(auditor: Auditor, shape: Shape) -> float:
+def _measure_kernel_seconds(auditor: AuditSession, shape: Shape) -> float:
     return _time_calls(auditor, shape, judged_calls=0).seconds[NORMAL_DATA]
 
 
 def _confirm_by_repeating(repeat_check: Callable[[], str], reason: str) -> str:
     """Repeats a check that failed for `reason`. Returns '' if a repetition passes, else the reason of the last one."""
-    for _ in range(_CONFIRMING_REPETITIONS - 1):
+    for _ in range(_SUSPICION_CONFIRMATIONS - 1):
         reason = reason and repeat_check()
     return reason
 
 
-def _check_values_later(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_values_later(auditor: AuditSession) -> Iterator[AuditFinding]:
     auditor.current = auditor.first_input
-    for name, verdict in auditor.find_problems(auditor.first_input).items():
+    for name, verdict in auditor.judge_kernel_on_input(auditor.first_input).items():
         if verdict.has_failed:
             yield make_failure("late", f"after the timed calls, {name} is wrong: {verdict.why}")
 
 
 # All checks, in the order in which they run.
 AUDIT_CHECKS = (
-    *VALUE_CHECKS,
-    AuditCheck("work", _check_work),
-    AuditCheck("speed", _check_speed),
-    AuditCheck("values later", _check_values_later, needs_right_numbers=True),
+    *RESULT_CHECKS,
+    AuditCheck("work", _check_repeated_work),
+    AuditCheck("speed", _check_kernel_speed),
+    AuditCheck("values later", _check_values_later, needs_correct_numbers=True),
 )
 
 
@@ -410,16 +419,18 @@ class AuditBench(Bench):
         self._kernel.close()
         super().close()
 
-    def read_signature(self, target: str) -> Signature | None:
+    def read_signature(self, target: str) -> CallablePromise | None:
         try:
-            return cast(Signature | None, self._kernel.ask(START_SECONDS, "read_signature", target))
+            return cast(CallablePromise | None, self._kernel.ask(START_SECONDS, "read_signature", target))
         except WorkerFault as fault:
             raise to_original_error(fault) from None
 
-    def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
+    def audit(
+        self, target: str, signature: CallablePromise, facts: DeviceFacts, ceilings: Ceilings | None = None
+    ) -> AuditReport:
         self._select_device(facts)
-        if signature.kind is AuditKind.MODEL:
-            return cast(Audit, self._kernel.ask(_MODEL_SECONDS, "audit_model", target, signature, facts))
+        if signature.kind is AuditedCallableKind.MODEL:
+            return cast(AuditReport, self._kernel.ask(_MODEL_SECONDS, "audit_model", target, signature, facts))
         self._kernel.ask(START_SECONDS, "load_kernel", target, signature, facts)
         with restore_switches():
             kernel_host = cast(KernelHost, RemoteKernel(self._kernel))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fp8bench.model.promises import Signature
+from fp8bench.model.promises import CallablePromise
 
 
 class AuditOutcome(StrEnum):
@@ -81,12 +81,12 @@ class AuditedLayer:
 
 
 @dataclass(frozen=True)
-class Audit:
+class AuditReport:
     """All findings on one callable and device. `tried` is the number of judged results. Only audits of models have
     `layers`. `not_run` names the checks that were skipped because an earlier check failed."""
 
     target: str
-    signature: Signature
+    signature: CallablePromise
     findings: tuple[AuditFinding, ...]
     tried: int = 0
     seconds: float = 0.0
@@ -94,7 +94,7 @@ class Audit:
     not_run: tuple[str, ...] = ()
 
     @property
-    def low_flops(self) -> int:
+    def low_precision_flops(self) -> int:
         return sum(layer.flops for layer in self.layers if layer.low)
 
     @property

@@ -18,12 +18,12 @@ from fp8bench.protocols import Setup
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 from fp8bench.worker.bits import digest
-from fp8bench.worker.step_guards import LeftRunning, StepPrinted, silent_step
+from fp8bench.worker.step_guards import LeftRunning, StepPrinted, require_silent_step
 from fp8bench.worker.switches import SwitchesChanged, restore_switches
-from fp8bench.workloads.model import is_exhausted
+from fp8bench.workloads.model import is_out_of_memory_error
 
 # A relative change of inputs that float64 can represent and float32 cannot.
-_FLOAT64_CHANGE = 2.0**-30
+_FLOAT64_ONLY_CHANGE = 2.0**-30
 # Rounding never causes a larger relative difference of a result than this.
 _MAX_ROUNDING_DIFFERENCE = 0.5
 # The error of a column with fewer rows may be due to chance.
@@ -34,18 +34,18 @@ class CallInputs(NamedTuple):
     """The arguments of a call: some by position, others by name."""
 
     positional_arguments: Sequence[Any]
-    by_name: Mapping[str, Any]
+    keyword_arguments: Mapping[str, Any]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return find_tensors((self.positional_arguments, self.by_name))
+        return list_leaf_tensors((self.positional_arguments, self.keyword_arguments))
 
     def transform(self, change: Callable[[Tensor], Tensor]) -> CallInputs:
         """Returns the inputs with `change` applied to each tensor."""
         return CallInputs(*tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tuple(self)))
 
 
-def find_tensors(value: object) -> list[Tensor]:
+def list_leaf_tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -61,19 +61,19 @@ def make_inputs(setup: Setup) -> CallInputs:
     if SHAPE in params:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
     source = str(params[INPUTS])
-    loaded_inputs = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
-    match loaded_inputs:
+    source_inputs = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
+    match source_inputs:
         case Tensor():
-            inputs = CallInputs((loaded_inputs,), {})
+            inputs = CallInputs((source_inputs,), {})
         case Mapping():
-            inputs = CallInputs((), loaded_inputs)
+            inputs = CallInputs((), source_inputs)
         case tuple() | list():
-            inputs = CallInputs(loaded_inputs, {})
+            inputs = CallInputs(source_inputs, {})
         case _:
             inputs = CallInputs((), {})
     if not inputs.tensors:
         raise UsageError(
-            f"{source} returns {type(loaded_inputs).__name__} without tensors; expected a tensor, a tuple or list of "
+            f"{source} returns {type(source_inputs).__name__} without tensors; expected a tensor, a tuple or list of "
             "arguments, or a dict of arguments by name."
         )
     return inputs.transform(lambda tensor: tensor.to(device))
@@ -107,7 +107,7 @@ def _make_inputs_by_function(source: str, setup: Setup) -> Any:
         with seed_generators(setup.seed, setup.facts):
             return function(setup.facts.key, setup.seed)
     except Exception as error:
-        if is_exhausted(error):
+        if is_out_of_memory_error(error):
             raise
         raise UsageError(f"{source}(device, seed), which returns the inputs, fails: {own_words(error)}.") from error
 
@@ -124,27 +124,29 @@ def run_callable(target: str, inputs: CallInputs) -> list[Tensor]:
             f"{target} is a class, and calling it only creates an object. Give a function, or a variable of the module "
             "that holds an instance."
         )
-    digests_before = list(map(digest, tensors))
+    tensor_digests_before = list(map(digest, tensors))
     try:
-        with silent_step(), restore_switches():
-            output = function(*inputs.positional_arguments, **inputs.by_name)
-        digests_after = list(map(digest, tensors))  # errors of asynchronous device work are raised here
+        with require_silent_step(), restore_switches():
+            output = function(*inputs.positional_arguments, **inputs.keyword_arguments)
+        tensor_digests_after = list(map(digest, tensors))  # errors of asynchronous device work are raised here
     except (StepPrinted, LeftRunning, SwitchesChanged) as error:
         raise UsageError(f"{target} cannot be measured: {error}") from error
     except Exception as error:
-        if is_exhausted(error):
+        if is_out_of_memory_error(error):
             raise
         raise UsageError(
             f"{target} cannot be measured with {describe_tensors(tensors)}: {own_words(error)}."
         ) from error
-    if digests_before != digests_after:
+    if tensor_digests_before != tensor_digests_after:
         raise UsageError(
             f"{target} changes its inputs, so the next call would get different ones. Let it change copies (.clone())."
         )
-    results = find_tensors(output)
+    results = list_leaf_tensors(output)
     if not results:
-        returned = "nothing" if output is None else f"{type(output).__name__} without a tensor"
-        raise UsageError(f"{target} returns {returned}, so its results cannot be compared. Return the tensor.")
+        returned_description = "nothing" if output is None else f"{type(output).__name__} without a tensor"
+        raise UsageError(
+            f"{target} returns {returned_description}, so its results cannot be compared. Return the tensor."
+        )
     return [result.detach().clone() for result in results]
 
 
@@ -160,7 +162,7 @@ def compute_exact_results(target: str, inputs: CallInputs, seed: int) -> list[Te
         if tensor.dtype is not torch.float64:
             return tensor
         random_factors = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
-        return tensor * (1 + _FLOAT64_CHANGE * random_factors)
+        return tensor * (1 + _FLOAT64_ONLY_CHANGE * random_factors)
 
     try:
         if not any(map(_needs_float64, run_callable(target, float64_inputs.transform(add_small_changes)))):
@@ -182,7 +184,7 @@ def measure_difference(results: Sequence[Tensor], expected_results: Sequence[Ten
     integers, this is the share of elements that differ. The difference is infinite if only one of the two results is
     finite, or if their infinities are at different places.
     """
-    return max(_measure_one_difference(*pair) for pair in zip(results, expected_results, strict=True))
+    return max(_measure_result_difference(*pair) for pair in zip(results, expected_results, strict=True))
 
 
 def exceeds_rounding(result: Tensor, expected_result: Tensor) -> bool:
@@ -191,9 +193,9 @@ def exceeds_rounding(result: Tensor, expected_result: Tensor) -> bool:
     """
     if not (result.is_floating_point() or result.is_complex()):
         return False
-    has_rows = result.dim() > 0 and result.numel() >= _MIN_COLUMN_ROWS * result.shape[-1]
-    exceeds_limit = _measure_one_difference(result, expected_result) > _MAX_ROUNDING_DIFFERENCE
-    return exceeds_limit or (has_rows and find_wrong_column(result, expected_result) is not None)
+    has_enough_rows = result.dim() > 0 and result.numel() >= _MIN_COLUMN_ROWS * result.shape[-1]
+    exceeds_limit = _measure_result_difference(result, expected_result) > _MAX_ROUNDING_DIFFERENCE
+    return exceeds_limit or (has_enough_rows and find_wrong_column(result, expected_result) is not None)
 
 
 def find_magnified_rounding(target: str, inputs: CallInputs, expected_results: Sequence[Tensor]) -> list[bool]:
@@ -201,9 +203,9 @@ def find_magnified_rounding(target: str, inputs: CallInputs, expected_results: S
     than rounding can. Such a callable magnifies rounding, for example because it subtracts nearly equal numbers. So
     rounding may explain any difference of this result. Returns False for every result if the callable refuses bfloat16.
     """
-    low_inputs = inputs.transform(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
+    bfloat16_inputs = inputs.transform(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
     try:
-        return list(map(exceeds_rounding, run_callable(target, low_inputs), expected_results))
+        return list(map(exceeds_rounding, run_callable(target, bfloat16_inputs), expected_results))
     except UsageError:
         return [False] * len(expected_results)
 
@@ -220,11 +222,11 @@ def find_wrong_column(result: Tensor, expected_result: Tensor) -> tuple[int, flo
     )
     column = int(squared_difference_sums.argmax())
     size = max(float(sizes[column]), float(sizes.mean()))
-    is_wrong = float(squared_difference_sums[column]) > _MAX_ROUNDING_DIFFERENCE**2 * size
-    return (column, float(squared_difference_sums[column] / squared_difference_sums.sum())) if is_wrong else None
+    is_column_wrong = float(squared_difference_sums[column]) > _MAX_ROUNDING_DIFFERENCE**2 * size
+    return (column, float(squared_difference_sums[column] / squared_difference_sums.sum())) if is_column_wrong else None
 
 
-def _measure_one_difference(result: Tensor, expected_result: Tensor) -> float:
+def _measure_result_difference(result: Tensor, expected_result: Tensor) -> float:
     if result.is_complex() or expected_result.is_complex():
         result, expected_result = (
             torch.view_as_real(tensor.to(torch.complex128)) for tensor in (result, expected_result)
@@ -235,8 +237,8 @@ def _measure_one_difference(result: Tensor, expected_result: Tensor) -> float:
     expected_result = _widen_bytes(expected_result)
     is_nonfinite = ~(result.isfinite() & expected_result.isfinite())
     if is_nonfinite.any():
-        is_equal = (result.double() == expected_result.double()) | (result.isnan() & expected_result.isnan())
-        if not is_equal[is_nonfinite].all():
+        are_elements_equal = (result.double() == expected_result.double()) | (result.isnan() & expected_result.isnan())
+        if not are_elements_equal[is_nonfinite].all():
             return math.inf
         result = result.masked_fill(is_nonfinite, 0)
         expected_result = expected_result.masked_fill(is_nonfinite, 0)

@@ -25,13 +25,13 @@ from fp8bench.features.bench.calls import (
 from fp8bench.features.bench.values import DTYPE, INPUTS, SHAPE, format_shapes, parse_shapes
 from fp8bench.protocols import Setup
 from fp8bench.worker.bits import replace_numbers
-from fp8bench.worker.state_tensors import get_address, is_foreign
+from fp8bench.worker.state_tensors import get_address, is_foreign_tensor
 
 # Results that differ by more than this share have different inputs. For equal inputs at other addresses, another order
 # of summation changes results by less.
-_STALE_DIFFERENCE = 0.01
+_MIN_STALE_DIFFERENCE = 0.01
 # A column is reported if it has more than this share of the squared difference.
-_MAIN_COLUMN_SHARE = 0.9
+_MIN_REPORTED_COLUMN_SHARE = 0.9
 # The error at another shape may be at most _ERROR_LIMIT, or _ERROR_FACTOR times the error at the first shape if that is
 # larger.
 _ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
@@ -41,7 +41,7 @@ def examine_callable(setup: Setup, target: str, against: str) -> list[str]:
     """Returns remarks on a callable for the report. Raises UsageError if it cannot be compared with the reference."""
     inputs = make_inputs(setup)
     if target == against:
-        if not _are_equal(inputs.tensors, make_inputs(setup).tensors):
+        if not _are_results_equal(inputs.tensors, make_inputs(setup).tensors):
             raise UsageError(
                 f"{setup.params[INPUTS]} returns other inputs when it is called again with the same seed, so the "
                 "callables would get different inputs. Draw them by torch, random or numpy.random, which are seeded."
@@ -53,8 +53,8 @@ def examine_callable(setup: Setup, target: str, against: str) -> list[str]:
     _refuse_caching(target, inputs, results, against, expected_results)
     return [
         *_remark_on_randomness(setup, target, results),
-        *_remark_on_wrong_column(target, results, expected_results),
-        *_remark_on_half_shapes(setup, target, against, measure_difference(results, expected_results)),
+        *_remark_on_error_in_one_column(target, results, expected_results),
+        *_remark_on_halved_inputs(setup, target, against, measure_difference(results, expected_results)),
         *_remark_on_hidden_nan(setup, target, against),
     ]
 
@@ -84,12 +84,12 @@ def _refuse_caching(
     numbers into the same memory without changing torch's version counters. Results that were stored by address or
     version are then wrong.
     """
-    tensor_by_address = {get_address(tensor): tensor for tensor in inputs.tensors if not is_foreign(tensor)}
+    tensor_by_address = {get_address(tensor): tensor for tensor in inputs.tensors if not is_foreign_tensor(tensor)}
     try:
         with ExitStack() as changed_memory:
             for seed, tensor in enumerate(tensor_by_address.values()):
                 changed_memory.enter_context(replace_numbers(tensor, seed))
-            in_place_results = run_callable(target, inputs)
+            overwritten_input_results = run_callable(target, inputs)
             copied_inputs = inputs.transform(lambda tensor: tensor.detach().clone())
             copy_results, repeated_results, expected_copy_results = (
                 run_callable(name, copied_inputs) for name in (target, target, against)
@@ -97,22 +97,28 @@ def _refuse_caching(
     except UsageError:  # a callable may refuse these inputs, as a matrix factorization does
         return
     shapes_and_dtypes = _list_shapes_and_dtypes(copy_results)
-    if not _list_shapes_and_dtypes(in_place_results) == shapes_and_dtypes == _list_shapes_and_dtypes(repeated_results):
+    if (
+        not _list_shapes_and_dtypes(overwritten_input_results)
+        == shapes_and_dtypes
+        == _list_shapes_and_dtypes(repeated_results)
+    ):
         return  # the shape of results depends on the values
     difference_by_chance = measure_difference(repeated_results, copy_results)
-    if measure_difference(in_place_results, copy_results) > max(_STALE_DIFFERENCE, 2 * difference_by_chance):
+    if measure_difference(overwritten_input_results, copy_results) > max(
+        _MIN_STALE_DIFFERENCE, 2 * difference_by_chance
+    ):
         raise UsageError(
             f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
             "so repeated calls would do less work. Remove its cache."
         )
-    if _are_equal(copy_results, results) and not _are_equal(expected_copy_results, expected_results):
+    if _are_results_equal(copy_results, results) and not _are_results_equal(expected_copy_results, expected_results):
         raise UsageError(
             f"{target} returns the same results for different inputs, but {against} does not. Let it compute them "
             "from its inputs."
         )
 
 
-def _are_equal(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> bool:
+def _are_results_equal(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> bool:
     return (
         _list_shapes_and_dtypes(results) == _list_shapes_and_dtypes(other_results)
         and measure_difference(results, other_results) == 0
@@ -121,14 +127,14 @@ def _are_equal(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> bo
 
 def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) -> Iterator[str]:
     repeated_results = run_callable(target, make_inputs(setup))
-    if not _are_equal(repeated_results, results):
+    if not _are_results_equal(repeated_results, results):
         difference_text = "in shape"
         if _list_shapes_and_dtypes(repeated_results) == _list_shapes_and_dtypes(results):
             difference_text = f"by {units.relative_error(measure_difference(repeated_results, results))}"
         yield f"{target} differs from itself {difference_text} when it is called again with equal inputs"
 
 
-def _remark_on_wrong_column(
+def _remark_on_error_in_one_column(
     target: str, results: Sequence[Tensor], expected_results: Sequence[Tensor]
 ) -> Iterator[str]:
     """Yields a remark for each result in which one column has nearly all of an error beyond rounding."""
@@ -136,33 +142,33 @@ def _remark_on_wrong_column(
         if not (result.dim() and exceeds_rounding(result, correct)):
             continue
         column, difference_share = find_wrong_column(result, correct) or (0, 0.0)
-        if difference_share > _MAIN_COLUMN_SHARE:
-            last_column_text = ", the last" if column == result.shape[-1] - 1 else ""
-            yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last_column_text})"
+        if difference_share > _MIN_REPORTED_COLUMN_SHARE:
+            last_column_note = ", the last" if column == result.shape[-1] - 1 else ""
+            yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last_column_note})"
 
 
-def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error: float) -> Iterator[str]:
+def _remark_on_halved_inputs(setup: Setup, target: str, against: str, usual_error: float) -> Iterator[str]:
     """Halves every even size of the inputs. Yields a remark if the callable then fails or is wrong, but the reference
     still works.
     """
     if SHAPE not in setup.params:
         return
-    half_shapes = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
-    inputs = draw_inputs(half_shapes, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
-    location = f"at {format_shapes(half_shapes)}"
+    halved_shapes = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
+    inputs = draw_inputs(halved_shapes, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
+    shape_text = f"at {format_shapes(halved_shapes)}"
     expected_results, results = _call_reference_and_target(inputs, against, target)
     if isinstance(results, str):
-        yield f"{location} {against} works, but {results}"
+        yield f"{shape_text} {against} works, but {results}"
     elif _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected_results):
         yield (
-            f"{location} {target} returns {describe_tensors(results)}, "
+            f"{shape_text} {target} returns {describe_tensors(results)}, "
             f"but {against} {describe_tensors(expected_results)}"
         )
     elif expected_results:
         error = measure_difference(results, expected_results)
         if error > max(_ERROR_LIMIT, _ERROR_FACTOR * usual_error):
             difference_text = units.relative_error(error)
-            yield f"{location} {target} is {difference_text} from {against}, so it is wrong at other shapes"
+            yield f"{shape_text} {target} is {difference_text} from {against}, so it is wrong at other shapes"
 
 
 def _halve_even_sides(shape: Sequence[int]) -> list[int]:

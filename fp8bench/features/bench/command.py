@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 
 from fp8bench.cli.commands.suite import measure_and_print
-from fp8bench.cli.options import add_common, make_request
+from fp8bench.cli.options import add_common_options, make_request
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.bench.job import WORKLOAD_MODULE, check_targets, choose_axes
+from fp8bench.features.bench.job import WORKLOAD_MODULE, check_callable_names, choose_axes
 from fp8bench.features.bench.values import DTYPES
 from fp8bench.model import Request, Run
 from fp8bench.model.run import BENCH
@@ -59,18 +59,18 @@ def add(parser: argparse.ArgumentParser) -> None:
             ".pth or .safetensors file of tensors; default the function `inputs` in the file of a callable"
         ),
     )
-    add_common(parser, "--devices")
+    add_common_options(parser, "--devices")
     help_text = f"state of the last-level cache when a call begins: {HOT} (default), {COLD} or {ROTATING} (over copies)"
     add("--cache", choices=(HOT, COLD, ROTATING), default=HOT, metavar="STATE", help=help_text)
     for option in ("--quick", "--budget", "--seed", "--threads", "--store", *_OUTPUT_OPTIONS):
-        add_common(parser, option)
+        add_common_options(parser, option)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from fp8bench.pipeline import execute
 
     check_outputs(arguments)
-    callables = check_targets(arguments.targets, arguments.against)
+    callables = check_callable_names(arguments.targets, arguments.against)
     axes = choose_axes(callables, arguments.shape, arguments.dtype, arguments.inputs, arguments.cache)
     option_values = {
         **vars(arguments),
@@ -87,5 +87,5 @@ def run(arguments: argparse.Namespace) -> int:
         return runs[0]
 
     exit_code = measure_and_print(request, arguments, execute_bench)
-    is_wrong = any(record.measurement(BEYOND_ROUNDING_ERROR) for run in runs for record in run.records)
-    return EXIT_REGRESSION if is_wrong and exit_code == EXIT_OK else exit_code
+    are_results_wrong = any(record.measurement(BEYOND_ROUNDING_ERROR) for run in runs for record in run.records)
+    return EXIT_REGRESSION if are_results_wrong and exit_code == EXIT_OK else exit_code

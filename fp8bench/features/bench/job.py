@@ -18,16 +18,16 @@ WORKLOAD_MODULE = "fp8bench.features.bench.workload"
 _INPUTS_DEFINITION = re.compile(rf"^def {INPUTS}\b".encode(), re.MULTILINE)
 
 
-def check_targets(targets: Sequence[str], against: str) -> tuple[str, ...]:
+def check_callable_names(targets: Sequence[str], against: str) -> tuple[str, ...]:
     """Returns the names of the callables, the reference first. Raises UsageError if a name is not that of a callable,
     or occurs twice.
     """
     callables = (against, *targets)
-    for number, target in enumerate(callables):
+    for target_number, target in enumerate(callables):
         _check_file_exists(target)
         if find_callable_precision(target) is None:
             raise UsageError(f"{target!r:.200} is not a callable. Give module:function, or file.py:function.")
-        if target in callables[:number]:
+        if target in callables[:target_number]:
             raise UsageError(
                 f"{target} is named twice. Name it once; the reference is measured twice in every round anyway."
             )
@@ -55,20 +55,22 @@ def choose_axes(
         raise UsageError(
             "--dtype is the dtype of random inputs, whose shapes are unknown. Add --shape, or omit --dtype."
         )
-    source = "" if shapes else _check_source(inputs) if inputs else _find_inputs_function(targets)
+    source = "" if shapes else _check_inputs_source(inputs) if inputs else _find_inputs_function(targets)
     input_axes = {SHAPE: tuple(shapes), DTYPE: (dtype or "fp32",)} if shapes else {INPUTS: (source,)}
     return tuple({**input_axes, AGAINST: (targets[0],), CACHE.name: (cache,)}.items())
 
 
-def _check_source(inputs: str) -> str:
+def _check_inputs_source(inputs: str) -> str:
     if inputs.endswith(TENSOR_FILES):
         if not Path(inputs).is_file():
             raise UsageError(f"--inputs {inputs!r:.200}: this file does not exist. Give its path.")
     elif ":" in inputs:
         _check_file_exists(inputs)
     else:
-        endings = ", ".join(TENSOR_FILES)
-        raise UsageError(f"--inputs {inputs!r:.200} is neither file.py:function nor a file of tensors ({endings}).")
+        tensor_file_endings = ", ".join(TENSOR_FILES)
+        raise UsageError(
+            f"--inputs {inputs!r:.200} is neither file.py:function nor a file of tensors ({tensor_file_endings})."
+        )
     return inputs
 
 
@@ -77,11 +79,15 @@ def _find_inputs_function(targets: Sequence[str]) -> str:
     before the file of the reference.
     """
     reference_file, *candidate_files = (split_target(target)[0] for target in targets)
-    files = [file for file in (*candidate_files, reference_file) if file.endswith(".py")]
-    for file in files:
+    inputs_files = [file for file in (*candidate_files, reference_file) if file.endswith(".py")]
+    for file in inputs_files:
         if _INPUTS_DEFINITION.search(read_file(Path(file))):
             return f"{file}:{INPUTS}"
-    remedy = f"define inputs(device, seed) in {files[0]}" if files else "name a function of (device, seed) by --inputs"
+    remedy = (
+        f"define inputs(device, seed) in {inputs_files[0]}"
+        if inputs_files
+        else "name a function of (device, seed) by --inputs"
+    )
     raise UsageError(
         f"the inputs of {targets[1]} are unknown. Give a shape for each argument, as in "
         f"--shape 1024x4096,4096x1024, or {remedy}."

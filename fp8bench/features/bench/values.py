@@ -16,19 +16,19 @@ DTYPES = {
 }
 SHAPE, DTYPE, INPUTS, AGAINST = "shape", "dtype", "inputs", "against"
 TENSOR_FILES = (".pt", ".pth", ".safetensors")
-_MAX_ELEMENTS = 1 << 40
+_MAX_TENSOR_ELEMENTS = 1 << 40
 
 
 def parse_shapes(text: str) -> tuple[tuple[int, ...], ...]:
     """Parses the shapes of tensors, such as '1024x4096,4096x1024'. Raises ValueError for any other text."""
     shapes = []
     for part in text.split(","):
-        sides = part.strip().split("x")
-        if not all(side.isascii() and side.isdigit() for side in sides):
+        side_texts = part.strip().split("x")
+        if not all(side.isascii() and side.isdigit() for side in side_texts):
             raise ValueError(f"{part!r} is not a shape; expected sizes with x between, like 1024x4096")
-        shape = tuple(map(int, sides))
-        if not 0 < math.prod(shape) <= _MAX_ELEMENTS:
-            raise ValueError(f"{part!r} has {math.prod(shape):,} elements; expected from 1 to {_MAX_ELEMENTS:,}")
+        shape = tuple(map(int, side_texts))
+        if not 0 < math.prod(shape) <= _MAX_TENSOR_ELEMENTS:
+            raise ValueError(f"{part!r} has {math.prod(shape):,} elements; expected from 1 to {_MAX_TENSOR_ELEMENTS:,}")
         shapes.append(shape)
     return tuple(shapes)
 

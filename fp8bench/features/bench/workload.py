@@ -68,7 +68,7 @@ def _is_dotted(name: str) -> bool:
     return name.replace(".", "_").isidentifier()
 
 
-precisions.add_maker(find_callable_precision)
+precisions.add_precision_maker(find_callable_precision)
 
 
 @workloads.register(BENCH)
@@ -113,7 +113,7 @@ class Callables(Workload):
 
     def step(self, state: Any, phase: Phases) -> object:  # type: ignore[override]
         function, inputs = state
-        return function(*inputs.positional_arguments, **inputs.by_name)
+        return function(*inputs.positional_arguments, **inputs.keyword_arguments)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Measures how far the results are from the reference's results. If the reference can compute in float64, also
@@ -147,8 +147,10 @@ class Callables(Workload):
                 draws_random_numbers = any(
                     map(exceeds_rounding, [*results, *expected_results], [*repeated_results[0], *repeated_results[1]])
                 )
-                is_explained = find_magnified_rounding(against, make_inputs(setup), expected_results)
-                is_unexplained = [a and not b for a, b in zip(exceeds_rounding_by_result, is_explained, strict=True)]
-                if any(is_unexplained) and not draws_random_numbers:
+                magnified_rounding_by_result = find_magnified_rounding(against, make_inputs(setup), expected_results)
+                is_result_unexplained = [
+                    a and not b for a, b in zip(exceeds_rounding_by_result, magnified_rounding_by_result, strict=True)
+                ]
+                if any(is_result_unexplained) and not draws_random_numbers:
                     errors[BEYOND_ROUNDING_ERROR] = errors[DIFFERENCE_ERROR]
         return errors

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.main import build_parser, command_module, parse_words
-from fp8bench.cli.options import add_common, make_request
+from fp8bench.cli.main import build_parser, import_command_module, parse_command_words
+from fp8bench.cli.options import add_common_options, make_request
 from fp8bench.cli.outputs import CommandResult, check_outputs
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UnknownName, UsageError
-from fp8bench.features.claim.rows import ClaimsFile, load_catalogue, load_claims
-from fp8bench.features.claim.values import Answer, AnswerStanding, Claim, ClaimAnswer, ClaimKind
+from fp8bench.features.claim.rows import ClaimsFile, load_bundled_claims, load_claims_file
+from fp8bench.features.claim.values import AnswerCheckOutcome, Claim, ClaimAnswer, ClaimKind, ClaimOutcome
 from fp8bench.features.claim.view import (
-    render_answer,
     render_answers,
     render_catalogue,
-    render_check,
+    render_checked_answers,
+    render_claim_answer,
 )
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.jobs.observer import JobObserver
@@ -77,71 +77,73 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_const", const="cpu", dest="device", help="the same as --device cpu")
     help_text = "also write the claims, answers and runs to FOLDER, for `claim check`"
     parser.add_argument("--keep", type=types.path, metavar="FOLDER", help=help_text)
-    add_common(parser, "--store", help="the folder that runs are read from and written to, as in suite")
-    add_common(parser, "--json", help="print the answers as JSON instead")
-    add_common(parser, "--md")
+    add_common_options(parser, "--store", help="the folder that runs are read from and written to, as in suite")
+    add_common_options(parser, "--json", help="print the answers as JSON instead")
+    add_common_options(parser, "--md")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     with interrupt_only_once():
-        return answer(arguments, TERMINAL).print_result(arguments)
+        return answer(arguments, TERMINAL_JOB_OBSERVER).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     """Answers the claims that were named, checks a folder of answers, or lists the catalogue."""
     if arguments.what[:1] == ["check"]:
         return _check_stored_answers(arguments)
-    is_catalogue = arguments.all or arguments.published
-    if is_catalogue and arguments.what:
+    is_catalogue_requested = arguments.all or arguments.published
+    if is_catalogue_requested and arguments.what:
         raise UsageError("--all and --published choose claims of the catalogue. Omit the names, or the option.")
-    if not is_catalogue and not arguments.what:
-        claims = list(load_catalogue().claims.values())
+    if not is_catalogue_requested and not arguments.what:
+        claims = list(load_bundled_claims().claims.values())
         return CommandResult(claims, partial(render_catalogue, claims), partial(encode, claims))
     # 1. Choose the claims. Every row is checked before anything is measured.
     file, claims = _choose_claims(arguments)
-    answers = _answer_claims(file, claims, arguments, observer)
+    claim_answers = _answer_claims(file, claims, arguments, observer)
     # 2. Return the exit code of the worst answer. The whole catalogue always ends with 0, because many of its sentences
     # are wrong.
-    exit_code = EXIT_OK if is_catalogue else _exit_code(claim_answer.answer for claim_answer in answers)
-    values = [claim_answer.as_value() for claim_answer in answers]
-    page = partial(render_answer, answers[0])
-    if len(answers) > 1:
+    exit_code = EXIT_OK if is_catalogue_requested else _exit_code(claim_answer.answer for claim_answer in claim_answers)
+    values = [claim_answer.as_value() for claim_answer in claim_answers]
+    page = partial(render_claim_answer, claim_answers[0])
+    if len(claim_answers) > 1:
         file_name = arguments.what[0] if arguments.what and arguments.what[0].endswith(".toml") else ""
-        page = partial(render_answers, answers, file_name)
-    return CommandResult(answers, page, lambda: values, code=exit_code)
+        page = partial(render_answers, claim_answers, file_name)
+    return CommandResult(claim_answers, page, lambda: values, code=exit_code)
 
 
-def _exit_code(outcomes: Iterable[Answer | AnswerStanding]) -> int:
+def _exit_code(outcomes: Iterable[ClaimOutcome | AnswerCheckOutcome]) -> int:
     distinct_outcomes = set(outcomes)
-    if distinct_outcomes & {Answer.REFUTED, AnswerStanding.ANSWER_FAILS}:
+    if distinct_outcomes & {ClaimOutcome.REFUTED, AnswerCheckOutcome.ANSWER_FAILS}:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if distinct_outcomes & {Answer.CANNOT_TELL, AnswerStanding.CANNOT_JUDGE} else EXIT_OK
+    return EXIT_BASELINE if distinct_outcomes & {ClaimOutcome.CANNOT_TELL, AnswerCheckOutcome.CANNOT_JUDGE} else EXIT_OK
 
 
 def _answer_claims(
     file: ClaimsFile, claims: Sequence[Claim], arguments: argparse.Namespace, observer: JobObserver
 ) -> list[ClaimAnswer]:
-    from fp8bench.features.claim.decide import answer_claim
+    from fp8bench.features.claim.decide import decide_claim_answer
     from fp8bench.features.claim.folder import refuse_existing_answers, write_folder
-    from fp8bench.features.claim.runs import RunSource, iterate_measured_claims
+    from fp8bench.features.claim.runs import ClaimRunSource, iterate_measured_claims
 
     if arguments.keep is not None:
         refuse_existing_answers(arguments.keep)
-    questions = parse_run_texts(file)
-    source = RunSource(arguments.store, questions, arguments.device, observer, partial(_watch_training, observer))
+    run_requests = parse_claim_run_requests(file)
+    source = ClaimRunSource(
+        arguments.store, run_requests, arguments.device, observer, partial(_watch_training, observer)
+    )
     source.announce_measurements(iterate_measured_claims(claims, file.claims))
-    answers = [answer_claim(claim, file.claims, source) for claim in claims]
+    claim_answers = [decide_claim_answer(claim, file.claims, source) for claim in claims]
     if arguments.keep is not None:
-        write_folder(arguments.keep, file, answers, source.runs_by_claim)
+        write_folder(arguments.keep, file, claim_answers, source.runs_by_claim)
         observer.note(f"claims, answers and runs are in {arguments.keep}; `fp8bench claim check {arguments.keep}`")
-    return answers
+    return claim_answers
 
 
 def _watch_training(observer: JobObserver) -> AbstractContextManager[TrainingObserver]:
-    from fp8bench.features.train.progress import on_terminal
+    from fp8bench.features.train.progress import observe_on_terminal
 
-    return on_terminal() if observer is TERMINAL else nullcontext(TrainingObserver())
+    return observe_on_terminal() if observer is TERMINAL_JOB_OBSERVER else nullcontext(TrainingObserver())
 
 
 def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
@@ -150,11 +152,11 @@ def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
     if len(arguments.what) != 2 or arguments.all or arguments.published or arguments.keep:
         raise UsageError("claim check takes one folder that --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
-    checked_answers = check_folder(Path(folder), parse_run_texts)
+    checked_answers = check_folder(Path(folder), parse_claim_run_requests)
     exit_code = _exit_code(answer.standing for answer in checked_answers)
     return CommandResult(
         checked_answers,
-        partial(render_check, folder, checked_answers),
+        partial(render_checked_answers, folder, checked_answers),
         partial(encode, checked_answers),
         code=exit_code,
     )
@@ -163,12 +165,12 @@ def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
 def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Claim]]:
     """Returns a claims file, and the claims in it to answer. The file also has the claims that are parts of these."""
     names: list[str] = arguments.what
-    catalogue = load_catalogue()
+    catalogue = load_bundled_claims()
     if arguments.all or arguments.published:
         return catalogue, [row for row in catalogue.claims.values() if row.published == arguments.published]
     # 1. For a claims file, return all of its claims, or the named ones.
     if names[0].endswith(".toml"):
-        file = load_claims(Path(names[0]))
+        file = load_claims_file(Path(names[0]))
         for name in names[1:]:
             if name not in file.claims:
                 raise UnknownName(f"claim of {names[0]}", name, file.claims)
@@ -177,35 +179,39 @@ def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Clai
     sentences: dict[str, Claim] = {}
     for row in catalogue.claims.values():
         sentences |= dict.fromkeys(map(_normalize_words, (row.id, row.sentence, *row.also)), row)
-    return catalogue, [sentences.get(_normalize_words(name)) or _refuse_unknown(name, catalogue) for name in names]
+    return catalogue, [
+        sentences.get(_normalize_words(name)) or _refuse_unknown_claim(name, catalogue) for name in names
+    ]
 
 
 def _normalize_words(sentence: str) -> str:
     return " ".join(re.findall(r"[\w.%]+", sentence.lower())).rstrip(".")
 
 
-def _refuse_unknown(name: str, catalogue: ClaimsFile) -> Claim:
+def _refuse_unknown_claim(name: str, catalogue: ClaimsFile) -> Claim:
     """Raises an error for an id or sentence that the catalogue does not have. For a sentence, the message lists the
     most similar claims of the catalogue.
     """
-    requested_words = set(_normalize_words(name).split())
+    requested_name_words = set(_normalize_words(name).split())
 
     def count_shared_words(row: Claim) -> float:
-        return max(len(requested_words & set(_normalize_words(text).split())) for text in (row.sentence, *row.also))
+        return max(
+            len(requested_name_words & set(_normalize_words(text).split())) for text in (row.sentence, *row.also)
+        )
 
     if " " not in name.strip():
         raise UnknownName(
             "claim", name, catalogue.claims, "`fp8bench claim` lists all; the name of a file ends in .toml"
         )
-    nearest_claims = sorted(catalogue.claims.values(), key=count_shared_words, reverse=True)[:3]
-    lines = "".join(f"\n  {row.id}: {row.sentence}" for row in nearest_claims)
+    most_similar_claims = sorted(catalogue.claims.values(), key=count_shared_words, reverse=True)[:3]
+    lines = "".join(f"\n  {row.id}: {row.sentence}" for row in most_similar_claims)
     raise UsageError(
         f"the catalogue does not have the sentence {name!r:.120}. Write it as a row of a claims file (docs/claims.md "
         f"has one to copy), or ask for one of the nearest by its id:{lines}"
     )
 
 
-def parse_run_texts(file: ClaimsFile) -> dict[str, RunRequest]:
+def parse_claim_run_requests(file: ClaimsFile) -> dict[str, RunRequest]:
     """Returns the run request of every measured claim in a file, by the text of its `run` key. Raises UsageError for
     a run that this version cannot measure."""
     for row in file.claims.values():
@@ -233,9 +239,9 @@ def _parse_run_text(location: str, run_text: str) -> RunRequest:
                 "suites that come with fp8bench. Remove it."
             )
     try:
-        arguments = parse_words(build_parser([command_words[0]]), command_words)
+        arguments = parse_command_words(build_parser([command_words[0]]), command_words)
         if command_words[0] == "train":
-            return cast("RunRequest", command_module("train").request_from(arguments))
+            return cast("RunRequest", import_command_module("train").request_from(arguments))
         if arguments.suite is None:
             raise UsageError("the name of the suite is missing. Write `suite NAME`.")
         request = replace(make_request(arguments), devices=())

@@ -8,43 +8,45 @@ from dataclasses import replace
 from fp8bench.analysis.roofline import find_datasheet
 from fp8bench.errors import StoreError
 from fp8bench.features.claim.expressions import evaluate_expression
-from fp8bench.features.claim.readings import read_figure, suggest_more_rounds
+from fp8bench.features.claim.readings import read_claim_figure, suggest_more_rounds
 from fp8bench.features.claim.runs import StoredRun, get_run_id
-from fp8bench.features.claim.values import Answer, CannotDecide, Claim, ClaimAnswer, ClaimKind
+from fp8bench.features.claim.values import CannotDecide, Claim, ClaimAnswer, ClaimKind, ClaimOutcome
 from fp8bench.model import DeviceFacts, Environment, Run
-from fp8bench.model.specs import Better, spec_of
+from fp8bench.model.specs import Better, find_metric_spec
 from fp8bench.units import describe
 
 # A function that returns the run of a measured claim, or raises CannotDecide.
-GetRun = Callable[[Claim], StoredRun]
-_PUBLISHED_ANSWER_BY_SIDE = {0: Answer.WITHIN_RANGE, 1: Answer.ABOVE_RANGE, -1: Answer.BELOW_RANGE}
+GetClaimRun = Callable[[Claim], StoredRun]
+_PUBLISHED_ANSWER_BY_SIDE = {0: ClaimOutcome.WITHIN_RANGE, 1: ClaimOutcome.ABOVE_RANGE, -1: ClaimOutcome.BELOW_RANGE}
 
 # Power limits whose ratio differs from 1 by less than this count as equal.
 _POWER_RATIO_TOLERANCE = 0.02
 
 
-def answer_claim(claim: Claim, claims: Mapping[str, Claim], get_run: GetRun) -> ClaimAnswer:
+def decide_claim_answer(claim: Claim, claims: Mapping[str, Claim], get_run: GetClaimRun) -> ClaimAnswer:
     """Answers one claim. `claims` holds all claims of the file by id, because a claim may consist of others."""
     if claim.kind is ClaimKind.ALL_OF:
-        return _answer_composed_claim(claim, [answer_claim(claims[part], claims, get_run) for part in claim.parts])
+        return _answer_composed_claim(
+            claim, [decide_claim_answer(claims[part], claims, get_run) for part in claim.parts]
+        )
     if claim.kind is ClaimKind.ARITHMETIC:
-        return _answer_arithmetic(claim)
+        return _answer_arithmetic_claim(claim)
     # 1. A claimed rate above the device's peak, or a claimed time below the shortest possible one, is refuted without
     # a measurement.
-    if claim.limit and (refuted := _refute_by_limit(claim)):
+    if claim.limit and (refuted := _refute_claim_by_limit(claim)):
         return refuted
     # 2. Any other claim needs a run.
     try:
         run = get_run(claim)
     except CannotDecide as error:
-        return ClaimAnswer(claim, Answer.CANNOT_TELL, why=str(error), remedy=error.remedy)
-    return answer_from_run(claim, run)
+        return ClaimAnswer(claim, ClaimOutcome.CANNOT_TELL, why=str(error), remedy=error.remedy)
+    return answer_claim_from_run(claim, run)
 
 
-def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
+def _answer_arithmetic_claim(claim: Claim) -> ClaimAnswer:
     computed_figure = evaluate_expression(claim.figure)
     value = computed_figure.value
-    answer = Answer.REFUTED if claim.find_side(value) else Answer.CONFIRMED
+    answer = ClaimOutcome.REFUTED if claim.compare_with_bounds(value) else ClaimOutcome.CONFIRMED
     return ClaimAnswer(
         claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed_figure.citations))
     )
@@ -52,57 +54,59 @@ def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
 
 def _answer_composed_claim(claim: Claim, parts: list[ClaimAnswer]) -> ClaimAnswer:
     runs = tuple(dict.fromkeys(run for part in parts for run in part.runs))
-    for answer in (Answer.REFUTED, Answer.CANNOT_TELL):
+    for answer in (ClaimOutcome.REFUTED, ClaimOutcome.CANNOT_TELL):
         if deciding := [part for part in parts if part.answer is answer]:
             names = ", ".join(part.claim.id for part in deciding)
             remedy = deciding[0].remedy
             return ClaimAnswer(claim, answer, runs=runs, why=f"{names}: {answer.value}", remedy=remedy)
-    return ClaimAnswer(claim, Answer.CONFIRMED, runs=runs, why=f"all {len(parts)} parts are confirmed")
+    return ClaimAnswer(claim, ClaimOutcome.CONFIRMED, runs=runs, why=f"all {len(parts)} parts are confirmed")
 
 
-def _refute_by_limit(claim: Claim) -> ClaimAnswer | None:
+def _refute_claim_by_limit(claim: Claim) -> ClaimAnswer | None:
     computed_limit = evaluate_expression(claim.limit)
     low, high = claim.range
-    is_rate = spec_of(claim.figure).better is Better.HIGHER
-    if low <= computed_limit.value if is_rate else high >= computed_limit.value:
+    is_higher_better = find_metric_spec(claim.figure).better is Better.HIGHER
+    if low <= computed_limit.value if is_higher_better else high >= computed_limit.value:
         return None
-    limit_text = "the peak rate of the device" if is_rate else "the shortest possible time on the device"
+    limit_text = "the peak rate of the device" if is_higher_better else "the shortest possible time on the device"
     value = describe(computed_limit.value, claim.unit)
     return ClaimAnswer(
-        claim, Answer.REFUTED, why="; ".join((f"{limit_text} is {value} ({claim.limit})", *computed_limit.citations))
+        claim,
+        ClaimOutcome.REFUTED,
+        why="; ".join((f"{limit_text} is {value} ({claim.limit})", *computed_limit.citations)),
     )
 
 
-def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
+def answer_claim_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     """Answers a measured claim from a single run. It needs nothing else, so that a stored answer can be checked on
     another machine.
     """
     runs = (get_run_id(run),)
     try:
-        figure_reading = read_figure(claim, run)
+        figure_reading = read_claim_figure(claim, run)
     except CannotDecide as error:
-        return ClaimAnswer(claim, Answer.CANNOT_TELL, error.value, runs=runs, why=str(error), remedy=error.remedy)
+        return ClaimAnswer(claim, ClaimOutcome.CANNOT_TELL, error.value, runs=runs, why=str(error), remedy=error.remedy)
     confirmed_answer = ClaimAnswer(
-        claim, Answer.CONFIRMED, figure_reading.value, figure_reading.low, figure_reading.high, runs
+        claim, ClaimOutcome.CONFIRMED, figure_reading.value, figure_reading.low, figure_reading.high, runs
     )
     if claim.published:
-        return _compare_published(confirmed_answer, run)
-    bound_sides = {claim.find_side(figure_reading.low), claim.find_side(figure_reading.high)}
-    if len(bound_sides) > 1:
+        return _compare_published_figure(confirmed_answer, run)
+    interval_end_sides = {claim.compare_with_bounds(figure_reading.low), claim.compare_with_bounds(figure_reading.high)}
+    if len(interval_end_sides) > 1:
         why = "the sentence is true for some values of the interval and false for others"
-        return replace(confirmed_answer, answer=Answer.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))
-    return replace(confirmed_answer, answer=Answer.REFUTED) if bound_sides.pop() else confirmed_answer
+        return replace(confirmed_answer, answer=ClaimOutcome.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))
+    return replace(confirmed_answer, answer=ClaimOutcome.REFUTED) if interval_end_sides.pop() else confirmed_answer
 
 
-def _compare_published(measured_answer: ClaimAnswer, run: StoredRun) -> ClaimAnswer:
+def _compare_published_figure(measured_answer: ClaimAnswer, run: StoredRun) -> ClaimAnswer:
     """Compares a published figure with a measured one. A measured figure outside the published range contradicts it
     only if the card and its power limit are the same."""
     claim = measured_answer.claim
     assert measured_answer.value is not None
-    answer = _PUBLISHED_ANSWER_BY_SIDE[claim.find_side(measured_answer.value)]
+    answer = _PUBLISHED_ANSWER_BY_SIDE[claim.compare_with_bounds(measured_answer.value)]
     differences = list(_describe_differences(claim, run))
-    if differences and answer is not Answer.WITHIN_RANGE:
-        answer = Answer.OTHER_CONDITIONS
+    if differences and answer is not ClaimOutcome.WITHIN_RANGE:
+        answer = ClaimOutcome.OTHER_CONDITIONS
     return replace(measured_answer, answer=answer, why="; ".join((*differences, *_describe_conditions(claim, run))))
 
 
@@ -118,12 +122,14 @@ def _describe_differences(claim: Claim, run: StoredRun) -> Iterator[str]:
     elif not {*claim.card.lower().split()} <= {*card_name.lower().split()}:
         yield f"card {card_name}, published {claim.card}"
     power_cap = _get_environment(run).get(f"{device.key} power_cap")
-    power = power_cap if isinstance(power_cap, int | float) else None
+    power_cap_watts = power_cap if isinstance(power_cap, int | float) else None
     is_same_power = (
-        power is not None and claim.power is not None and abs(power / claim.power - 1) <= _POWER_RATIO_TOLERANCE
+        power_cap_watts is not None
+        and claim.power is not None
+        and abs(power_cap_watts / claim.power - 1) <= _POWER_RATIO_TOLERANCE
     )
     if device.accelerated and not is_same_power:
-        yield f"power limit {_format_watts(power)}, published {_format_watts(claim.power)}"
+        yield f"power limit {_format_watts(power_cap_watts)}, published {_format_watts(claim.power)}"
 
 
 def _format_watts(power: float | None) -> str:

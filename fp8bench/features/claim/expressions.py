@@ -13,17 +13,17 @@ from fp8bench.analysis.roofline import Datasheet, load_datasheets
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.formats.grids import FORMATS, Format
 
-_OPERATORS: Mapping[type, Callable[[float, float], float]] = {
+_ARITHMETIC_OPERATORS: Mapping[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.Pow: math.pow,
 }
-_FUNCTIONS: Mapping[str, Callable[[float], float]] = {"log2": math.log2, "sqrt": math.sqrt}
+_MATH_FUNCTIONS: Mapping[str, Callable[[float], float]] = {"log2": math.log2, "sqrt": math.sqrt}
 # The longest allowed expression, so that a reader can check it.
 _LONGEST_EXPRESSION = 200
-_SHORT_NAMES = {"e4m3": "e4m3fn"}
+_FORMAT_BY_SHORT_NAME = {"e4m3": "e4m3fn"}
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,16 @@ def evaluate_expression(text: str) -> ComputedFigure:
 def _evaluate_node(node: ast.expr, citations: dict[str, str]) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate_node(node.left, citations), _evaluate_node(node.right, citations))
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC_OPERATORS:
+        return _ARITHMETIC_OPERATORS[type(node.op)](
+            _evaluate_node(node.left, citations), _evaluate_node(node.right, citations)
+        )
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate_node(node.operand, citations)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
-        if node.func.id in _FUNCTIONS and not node.keywords:
-            return _FUNCTIONS[node.func.id](_evaluate_node(node.args[0], citations))
-        raise UnknownName("function", node.func.id, _FUNCTIONS)
+        if node.func.id in _MATH_FUNCTIONS and not node.keywords:
+            return _MATH_FUNCTIONS[node.func.id](_evaluate_node(node.args[0], citations))
+        raise UnknownName("function", node.func.id, _MATH_FUNCTIONS)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return _find_fact_value(node.value.id, node.attr, citations)
     node_text = ast.unparse(node)[:40]
@@ -73,7 +75,7 @@ def _evaluate_node(node: ast.expr, citations: dict[str, str]) -> float:
 
 
 def _find_fact_value(owner_name: str, name: str, citations: dict[str, str]) -> float:
-    owner_name = _SHORT_NAMES.get(owner_name, owner_name)
+    owner_name = _FORMAT_BY_SHORT_NAME.get(owner_name, owner_name)
     if owner_name in FORMATS:
         return _get_named_fact(owner_name, name, list_format_facts(FORMATS[owner_name]))
     datasheet_by_name = {make_device_name(datasheet): datasheet for datasheet in load_datasheets()}
@@ -82,7 +84,9 @@ def _find_fact_value(owner_name: str, name: str, citations: dict[str, str]) -> f
     datasheet = datasheet_by_name[owner_name]
     value = _get_named_fact(owner_name, name, list_device_facts(datasheet))
     field = "dense" if name in datasheet.dense else name
-    citations[f"{datasheet.name}: {datasheet.cite(field)}, {datasheet.date}, {datasheet.source}"] = datasheet.name
+    citations[f"{datasheet.name}: {datasheet.cite_figures(field)}, {datasheet.date}, {datasheet.source}"] = (
+        datasheet.name
+    )
     return value
 
 
@@ -107,5 +111,5 @@ def list_device_facts(sheet: Datasheet) -> dict[str, float]:
     without sparsity.
     """
     figures = {name: getattr(sheet, name) for name in ("bandwidth", "capacity", "link", "watts")}
-    sparse_peaks = {f"sparse_{kind}": peak for kind, peak in sheet.sparse.items()}
-    return {**sheet.dense, **sparse_peaks, **{name: value for name, value in figures.items() if value is not None}}
+    sparse_peak_rates = {f"sparse_{kind}": peak for kind, peak in sheet.sparse.items()}
+    return {**sheet.dense, **sparse_peak_rates, **{name: value for name, value in figures.items() if value is not None}}

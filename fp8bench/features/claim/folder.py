@@ -14,13 +14,20 @@ from typing import Any
 
 from fp8bench import __version__
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
-from fp8bench.features.claim.decide import answer_claim
-from fp8bench.features.claim.rows import ClaimsFile, load_claims
+from fp8bench.features.claim.decide import decide_claim_answer
+from fp8bench.features.claim.rows import ClaimsFile, load_claims_file
 from fp8bench.features.claim.runs import RunRequest, StoredRun, get_run_id, iterate_measured_claims, without_device
-from fp8bench.features.claim.values import Answer, AnswerStanding, CannotDecide, CheckedAnswer, Claim, ClaimAnswer
+from fp8bench.features.claim.values import (
+    AnswerCheckOutcome,
+    CannotDecide,
+    CheckedAnswer,
+    Claim,
+    ClaimAnswer,
+    ClaimOutcome,
+)
 from fp8bench.features.train.kind import load_training
 from fp8bench.files import (
-    Damaged,
+    DamagedFileError,
     add_checksum,
     convert_write_errors,
     parse_json,
@@ -59,7 +66,7 @@ def write_folder(
         content = {
             "schema": _SCHEMA_VERSION,
             "fp8bench": __version__,
-            "answers": [_encode_answer(answer, claims) for answer in answers],
+            "answers": [_encode_claim_answer(answer, claims) for answer in answers],
             "runs_by_claim": {claim: get_run_id(run) for claim, run in runs_by_claim.items()},
             "digests": digest_by_run,
         }
@@ -68,13 +75,13 @@ def write_folder(
 
 
 @dataclass(frozen=True)
-class StoredAnswer:
+class StoredClaimAnswer:
     """An answer read from answers.json, with the rows of its claim and of the claim's parts at the time of the
     answer.
     """
 
     row: Claim
-    answer: Answer
+    answer: ClaimOutcome
     value: float | None
     low: float | None
     high: float | None
@@ -83,18 +90,18 @@ class StoredAnswer:
 
 
 @dataclass(frozen=True)
-class StoredAnswers:
+class StoredClaimAnswers:
     """The content of answers.json: the answers to the claims of a folder, the id of the run for each claim, and the
     digest of each run's file by the id of the run.
     """
 
     schema: int
-    answers: tuple[StoredAnswer, ...]
+    answers: tuple[StoredClaimAnswer, ...]
     runs_by_claim: Mapping[str, str]
     digests: Mapping[str, str]
 
 
-def _encode_answer(answer: ClaimAnswer, claims: ClaimsFile) -> dict[str, Any]:
+def _encode_claim_answer(answer: ClaimAnswer, claims: ClaimsFile) -> dict[str, Any]:
     part_claims = [claims.claims[part] for part in answer.claim.parts]
     return {"row": encode(answer.claim), "part_rows": encode(part_claims), **answer.as_value()}
 
@@ -105,32 +112,32 @@ def check_folder(
     """Computes every stored answer of a folder again, from the row of its claim and from its runs. Compares each with
     the stored answer.
     """
-    claims = load_claims(folder / _CLAIMS_FILE)
+    claims = load_claims_file(folder / _CLAIMS_FILE)
     content = read_answers(folder)
     source = _StoredRuns(folder, content.runs_by_claim, content.digests, parse_questions(claims))
     checked_answers = []
     for stored in content.answers:
         try:
-            standing, why = _check_answer(stored, claims, source)
+            answer_standing, why = _check_stored_answer(stored, claims, source)
         except Fp8benchError as error:
-            standing = AnswerStanding.ANSWER_FAILS
+            answer_standing = AnswerCheckOutcome.ANSWER_FAILS
             why = str(error)
-        checked_answers.append(CheckedAnswer(stored.row.id, stored.row.sentence, standing, why))
+        checked_answers.append(CheckedAnswer(stored.row.id, stored.row.sentence, answer_standing, why))
     return checked_answers
 
 
-def read_answers(folder: Path) -> StoredAnswers:
+def read_answers(folder: Path) -> StoredClaimAnswers:
     """Reads answers.json. Raises StoreError if the file changed after it was written."""
     path = folder / _ANSWERS_FILE
     try:
         content = parse_json(read_file(path, _MAX_ANSWERS_BYTES))
         if content["schema"] != _SCHEMA_VERSION:
             raise StoreError(f"{path} was written by another version of fp8bench. Check it with that version.")
-        unsealed_content = remove_checksum(content)
-        if add_checksum(unsealed_content) == content:
-            return decode(StoredAnswers, unsealed_content)
+        content_without_checksum = remove_checksum(content)
+        if add_checksum(content_without_checksum) == content:
+            return decode(StoredClaimAnswers, content_without_checksum)
         reason = "its checksum is missing"
-    except Damaged as error:
+    except DamagedFileError as error:
         reason = str(error)
     except OSError as error:
         raise UsageError(
@@ -143,40 +150,51 @@ def read_answers(folder: Path) -> StoredAnswers:
     )
 
 
-def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns) -> tuple[AnswerStanding, str]:
+def _check_stored_answer(
+    stored: StoredClaimAnswer, claims: ClaimsFile, source: _StoredRuns
+) -> tuple[AnswerCheckOutcome, str]:
     # 1. The claim and its parts must be unchanged since the answer.
     for row in (stored.row, *stored.part_rows):
-        if difference := _describe_edit(row, claims.claims.get(row.id)):
-            part_prefix = f"its part {row.id}: " if row is not stored.row else ""
-            return AnswerStanding.ANSWER_FAILS, part_prefix + difference
+        if difference := _describe_claim_edit(row, claims.claims.get(row.id)):
+            part_claim_prefix = f"its part {row.id}: " if row is not stored.row else ""
+            return AnswerCheckOutcome.ANSWER_FAILS, part_claim_prefix + difference
     # 2. The runs of the answer must exist unchanged. A claim that needed a run, but was not measured, cannot be judged.
     for run in stored.runs:
-        if change := source.describe_change(run):
-            return AnswerStanding.ANSWER_FAILS, change
-        if not source.find_path(run).exists():
-            return AnswerStanding.CANNOT_JUDGE, f"the run {run} is not in the folder"
+        if change := source.describe_run_file_change(run):
+            return AnswerCheckOutcome.ANSWER_FAILS, change
+        if not source.find_run_path(run).exists():
+            return AnswerCheckOutcome.CANNOT_JUDGE, f"the run {run} is not in the folder"
     claim = claims.claims[stored.row.id]
-    if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(iterate_measured_claims([claim], claims.claims)):
-        return AnswerStanding.CANNOT_JUDGE, "the claim was not measured"
+    if (
+        stored.answer is ClaimOutcome.CANNOT_TELL
+        and not stored.runs
+        and any(iterate_measured_claims([claim], claims.claims))
+    ):
+        return AnswerCheckOutcome.CANNOT_JUDGE, "the claim was not measured"
     # 3. The answer must be the same when it is computed again from these runs.
-    recomputed_answer = answer_claim(claim, claims.claims, source)
+    recomputed_answer = decide_claim_answer(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
-        current = getattr(recomputed_answer, name)
+        current_value = getattr(recomputed_answer, name)
         stored_value = getattr(stored, name)
-        if current != stored_value:
-            return AnswerStanding.ANSWER_FAILS, f"{name} is {current} when computed again, but {stored_value} is stored"
-    return AnswerStanding.ANSWER_HOLDS, "computed again with the same result, bit for bit"
+        if current_value != stored_value:
+            return (
+                AnswerCheckOutcome.ANSWER_FAILS,
+                f"{name} is {current_value} when computed again, but {stored_value} is stored",
+            )
+    return AnswerCheckOutcome.ANSWER_HOLDS, "computed again with the same result, bit for bit"
 
 
-def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:
+def _describe_claim_edit(answered_row: Claim, current_row: Claim | None) -> str:
     """Returns how the row of a claim was edited after it was answered; '' if it is unchanged."""
     if current_row is None:
         return f"its row is missing in {_CLAIMS_FILE}"
     for claim_field in fields(Claim):
-        answered_value = encode(getattr(answered_row, claim_field.name))
+        value_when_answered = encode(getattr(answered_row, claim_field.name))
         current_value = encode(getattr(current_row, claim_field.name))
-        if answered_value != current_value:
-            return f"{claim_field.name} is {current_value} in {_CLAIMS_FILE}, but was {answered_value} when answered"
+        if value_when_answered != current_value:
+            return (
+                f"{claim_field.name} is {current_value} in {_CLAIMS_FILE}, but was {value_when_answered} when answered"
+            )
     return ""
 
 
@@ -190,7 +208,7 @@ class _StoredRuns:
     questions: Mapping[str, RunRequest]
     _loaded_runs: dict[str, StoredRun] = field(default_factory=dict)
 
-    def find_path(self, run: str) -> Path:
+    def find_run_path(self, run: str) -> Path:
         return self.folder / _RUNS_FOLDER / f"{Path(run).name}.jsonl"
 
     def __call__(self, claim: Claim) -> StoredRun:
@@ -200,17 +218,17 @@ class _StoredRuns:
             raise CannotDecide("the folder has no run of this claim")
         run_id = self.runs_by_claim[claim.id]
         if run_id not in self._loaded_runs:
-            self._loaded_runs[run_id] = load_stored_run(self.find_path(run_id))
+            self._loaded_runs[run_id] = load_stored_run(self.find_run_path(run_id))
         run = self._loaded_runs[run_id]
         if without_device(run.request) != self.questions[claim.run]:
             raise StoreError(f"the run {run_id} was not measured by `{claim.run}`.")
         return run
 
-    def describe_change(self, run: str) -> str:
+    def describe_run_file_change(self, run: str) -> str:
         """Returns how the file of a run changed after the answer was made. Returns '' if it did not change or does
         not exist.
         """
-        path = self.find_path(run)
+        path = self.find_run_path(run)
         try:
             if self.digests.get(run) == _compute_digest(path):
                 return ""

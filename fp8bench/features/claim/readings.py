@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from operator import mul, truediv
 
-from fp8bench.analysis.energy import Demand
+from fp8bench.analysis.energy import EnergyDemand
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metric import Metric, Reference
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import iterate_case_metrics
 from fp8bench.errors import UsageError
 from fp8bench.features.claim.rows import find_resolution
 from fp8bench.features.claim.values import SPEEDUPS, CannotDecide, Claim, FigureReading
-from fp8bench.features.train.values import KeptTraining
+from fp8bench.features.train.values import StoredTraining
 from fp8bench.features.train.verdicts.summary import JudgedTraining, list_figures
 from fp8bench.model import Finding, Level, Record, Run
-from fp8bench.model.specs import ENERGY, STEP, TIME, spec_of
+from fp8bench.model.specs import ENERGY, STEP, TIME, find_metric_spec
 from fp8bench.registry import precisions
 
 # Figures of an emulated case that would be the same on a device with the format. All other costs are those of the
@@ -33,39 +33,39 @@ _TOO_FEW_ROUNDS = "too few rounds for an interval"
 _ARM_COST_FIGURES = ("tokens_per_second", "peak_memory", "joules_per_step")
 
 
-def read_figure(claim: Claim, run: Run | KeptTraining) -> FigureReading:
+def read_claim_figure(claim: Claim, run: Run | StoredTraining) -> FigureReading:
     """Returns the claim's figure from a run. Raises CannotDecide if the run does not show it, and UsageError if the
     run has no case that matches the claim, or several.
     """
     if not isinstance(run, Run):
-        return _read_training(claim, run)
+        return _read_training_figure(claim, run)
     records = _find_cases(claim, run)
-    return _sum_cases(claim, run, records) if claim.sum else _read_case(claim, run, records[0])
+    return _sum_cases(claim, run, records) if claim.sum else _read_case_figure(claim, run, records[0])
 
 
 def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> FigureReading:
     """Returns the sum of a figure over several cases. The ends of the intervals are summed in the same way. For a
     ratio, returns the ratio of the two sums.
     """
-    readings = [_read_case(claim, run, record) for record in records]
+    case_readings = [_read_case_figure(claim, run, record) for record in records]
     # Weight each ratio by the reference's value, so that the result is the ratio of the sums.
-    weights = [_read_reference_value(claim, run, record) if claim.is_ratio else 1.0 for record in records]
+    case_weights = [_read_reference_value(claim, run, record) if claim.is_ratio else 1.0 for record in records]
 
     def sum_figures(figures: Iterable[float]) -> float:
-        apply_weight = truediv if claim.figure in SPEEDUPS else mul
-        total: float = sum(map(apply_weight, weights, figures))
+        divide_or_multiply_by_weight = truediv if claim.figure in SPEEDUPS else mul
+        total: float = sum(map(divide_or_multiply_by_weight, case_weights, figures))
         if claim.figure in SPEEDUPS:
-            return sum(weights) / total
-        return total / sum(weights) if claim.is_ratio else total
+            return sum(case_weights) / total
+        return total / sum(case_weights) if claim.is_ratio else total
 
     return FigureReading(
-        sum_figures(case_reading.value for case_reading in readings),
-        sum_figures(case_reading.low for case_reading in readings),
-        sum_figures(case_reading.high for case_reading in readings),
+        sum_figures(case_reading.value for case_reading in case_readings),
+        sum_figures(case_reading.low for case_reading in case_readings),
+        sum_figures(case_reading.high for case_reading in case_readings),
     )
 
 
-def _read_case(claim: Claim, run: Run, record: Record) -> FigureReading:
+def _read_case_figure(claim: Claim, run: Run, record: Record) -> FigureReading:
     # 1. Find the case, its reference and their metrics.
     mode = record.case.mode
     if not record.is_ok:
@@ -90,19 +90,19 @@ def _read_case(claim: Claim, run: Run, record: Record) -> FigureReading:
     if metric.cost or (
         record.support.is_emulated and not metric.spec.of_workload and name not in _FIGURES_SAME_UNDER_EMULATION
     ):
-        raise _refuse_emulation(claim, mode, metric.name)
+        raise _refuse_emulated_figure(claim, mode, metric.name)
     # 3. A throttled or shared device gives no time, rate or energy.
     if metric.noisy and finding is not None and finding.hard:
         why = f"the device could not be timed reliably ({', '.join(finding.hard)})"
         raise CannotDecide(why, suggest_more_rounds(claim))
     if claim.figure in SPEEDUPS:
-        return _read_speedup(claim, metric, finding)
+        return _read_claimed_speedup(claim, metric, finding)
     value = _get_typical_value(metric)
     if value is None:
         raise CannotDecide(metric.why or f"{name} was not measured")
     # 4. Return the figure, or its ratio to the reference. A noisy figure gets the distance of its quartiles as
     # interval.
-    relative_error = find_resolution(claim, spec_of(name))
+    relative_error = find_resolution(claim, find_metric_spec(name))
     if metric.noisy and finding is not None:
         relative_error = max(relative_error, finding.spread or 0.0)
     if claim.is_ratio:
@@ -122,7 +122,7 @@ def _suggest_native_device(claim: Claim) -> str:
     return f"`fp8bench {claim.run}` on a device that has the format"
 
 
-def _refuse_emulation(claim: Claim, name: str, figure: str) -> CannotDecide:
+def _refuse_emulated_figure(claim: Claim, name: str, figure: str) -> CannotDecide:
     why = f"{name} is emulated on this device, so its {figure} is that of the emulation, not of the precision"
     return CannotDecide(why, _suggest_native_device(claim))
 
@@ -161,17 +161,17 @@ def _read_ratio(
     """
     name = claim.metric
     reference = _find_reference(record, run)
-    is_cost = not metric.spec.of_workload and name not in _FIGURES_SAME_UNDER_EMULATION
-    if reference is not None and reference.support.is_emulated and is_cost:
-        raise _refuse_emulation(claim, f"the reference {reference.case.mode}", name)
+    depends_on_emulation = not metric.spec.of_workload and name not in _FIGURES_SAME_UNDER_EMULATION
+    if reference is not None and reference.support.is_emulated and depends_on_emulation:
+        raise _refuse_emulated_figure(claim, f"the reference {reference.case.mode}", name)
     if metric.interval is None:
         ratio = value / _read_reference_value(claim, run, record)
         return FigureReading(ratio, ratio * (1 - relative_error), ratio * (1 + relative_error))
     # A ratio of times is the inverse of the speed-up, with the same uncertainty. A ratio of energies has no interval,
     # only a range over all pairs of windows. It counts if the windows of the two cases clearly differ.
     interval = metric.interval
-    is_clear_difference = metric.verdict in (Demand.LESS, Demand.MORE) and name == str(ENERGY)
-    if interval.level == 0 and not is_clear_difference:
+    is_energy_difference_clear = metric.verdict in (EnergyDemand.LESS, EnergyDemand.MORE) and name == str(ENERGY)
+    if interval.level == 0 and not is_energy_difference_clear:
         raise CannotDecide(metric.why or _TOO_FEW_ROUNDS, suggest_more_rounds(claim))
     noise_floor = finding.floor if finding is not None and name == str(TIME) else None
     noise_factor = 1 + (noise_floor or 0.0)
@@ -199,21 +199,25 @@ def _find_cases(claim: Claim, run: Run) -> list[Record]:
 
 
 def _find_reference(record: Record, run: Run) -> Record | None:
-    references = (candidate for candidate in run.records if candidate.is_reference)
-    return next((reference for reference in references if reference.case.setting == record.case.setting), None)
+    reference_candidates = (candidate for candidate in run.records if candidate.is_reference)
+    return next(
+        (reference for reference in reference_candidates if reference.case.setting == record.case.setting), None
+    )
 
 
 def _list_step_metrics(record: Record, finding: Finding | None, run: Run) -> dict[str, Metric]:
     """Returns the metrics of whole steps (not of phases) by name. Omits all but the first metric of a name."""
     reference_record = _find_reference(record, run)
     metrics: dict[str, Metric] = {}
-    for metric in metrics_of(record, finding, Reference(reference_record) if reference_record is not None else None):
+    for metric in iterate_case_metrics(
+        record, finding, Reference(reference_record) if reference_record is not None else None
+    ):
         if metric.phase == STEP:
             metrics.setdefault(metric.name, metric)
     return metrics
 
 
-def _read_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> FigureReading:
+def _read_claimed_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> FigureReading:
     """Returns the speed-up with its interval. The interval is widened by the noise floor of the run, which is how much
     identical code differs.
     """
@@ -227,7 +231,7 @@ def _read_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> Figu
     return FigureReading(speedup.point, speedup.low / noise_factor, speedup.high * noise_factor)
 
 
-def _read_training(claim: Claim, run: KeptTraining) -> FigureReading:
+def _read_training_figure(claim: Claim, run: StoredTraining) -> FigureReading:
     judged_training = JudgedTraining(run)
     name = claim.metric
     arm_name = dict(claim.case).get("arm", "")
@@ -240,24 +244,24 @@ def _read_training(claim: Claim, run: KeptTraining) -> FigureReading:
     summary = summaries[arm_name]
     if summary.arm.skip:
         raise CannotDecide(f"{arm_name} was not trained: {summary.arm.skip}")
-    compared_summaries = [summary, judged_training.summaries[0]] if claim.is_ratio else [summary]
+    arm_summaries = [summary, judged_training.summaries[0]] if claim.is_ratio else [summary]
     values = []
-    for position, compared in enumerate(compared_summaries):
-        if name in _ARM_COST_FIGURES and not compared.arm.native:
-            raise _refuse_emulation(claim, compared.arm.name, name)
-        figures = list_figures(compared, judged_training.verdicts)
+    for position, compared_summary in enumerate(arm_summaries):
+        if name in _ARM_COST_FIGURES and not compared_summary.arm.native:
+            raise _refuse_emulated_figure(claim, compared_summary.arm.name, name)
+        figures = list_figures(compared_summary, judged_training.verdicts)
         if name in ("gap", "held_out_gap"):
-            return _read_gap(claim, figures)
+            return _read_loss_gap(claim, figures)
         value = figures.get(name)
         if value is None or (position == 1 and not value):
-            raise CannotDecide(f"{name} of {compared.arm.name} is unknown")
+            raise CannotDecide(f"{name} of {compared_summary.arm.name} is unknown")
         values.append(value)
     figure = values[0] / values[1] if claim.is_ratio else values[0]
     relative_error = find_resolution(claim, None)
     return FigureReading(figure, figure * (1 - relative_error), figure * (1 + relative_error))
 
 
-def _read_gap(claim: Claim, figures: Mapping[str, float | None]) -> FigureReading:
+def _read_loss_gap(claim: Claim, figures: Mapping[str, float | None]) -> FigureReading:
     """Returns a loss gap with its 99% interval. A training with too few seeds has no interval."""
     name = claim.metric
     value = figures[name]

@@ -14,8 +14,8 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.claim.expressions import evaluate_expression
 from fp8bench.features.claim.values import SPEEDUPS, Claim, ClaimKind, Source
 from fp8bench.files import read_file
-from fp8bench.model.codec import Malformed, decode
-from fp8bench.model.specs import METRICS, MetricSpec, spec_of
+from fp8bench.model.codec import MalformedValueError, decode
+from fp8bench.model.specs import METRICS, MetricSpec, find_metric_spec
 
 _BOUNDS_BY_RELATION = {"=": 1, "<": 1, "<=": 1, ">": 1, ">=": 1, "between": 2}
 _REQUIRED_KEYS = {
@@ -51,7 +51,7 @@ _CLAIM_WORDING_RULES = (
 # Units of metrics whose sum over cases has a meaning.
 _ADDITIVE_UNITS = ("s", "J", "B", "FLOP", "count")
 # Runs that train a model, as a sentence about training requires.
-_TRAINING_RUN = re.compile(r"train\b|suite (transformer|learning|vision|diffusion|moe|parallel)\b")
+_TRAINING_COMMAND_PATTERN = re.compile(r"train\b|suite (transformer|learning|vision|diffusion|moe|parallel)\b")
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class ClaimsFile:
     claims: Mapping[str, Claim]
 
 
-_LARGEST_BYTES = 4 << 20
+_MAX_CLAIMS_FILE_BYTES = 4 << 20
 
 
-def load_catalogue() -> ClaimsFile:
+def load_bundled_claims() -> ClaimsFile:
     """Returns the claims that come with fp8bench."""
     return parse_claims("the catalogue", read_file(Path(__file__).with_name("catalogue.toml")).decode())
 
 
-def load_claims(path: Path) -> ClaimsFile:
+def load_claims_file(path: Path) -> ClaimsFile:
     try:
-        return parse_claims(str(path), read_file(path, _LARGEST_BYTES).decode())
+        return parse_claims(str(path), read_file(path, _MAX_CLAIMS_FILE_BYTES).decode())
     except OSError as error:
         raise UsageError(f"the claims file {path} cannot be read ({error.strerror}). Give a .toml file.") from None
     except UnicodeDecodeError:
@@ -95,11 +95,11 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
             f"{name}: {misplaced_key!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
         )
     claims = {}
-    for number, row in enumerate(rows, 1):
+    for row_number, row in enumerate(rows, 1):
         try:
             claim = parse_row(row, sources)
         except UsageError as error:
-            raise UsageError(f"{name}, {row.get('id') or f'claim {number}'!s:.80}: {error}") from None
+            raise UsageError(f"{name}, {row.get('id') or f'claim {row_number}'!s:.80}: {error}") from None
         if claim.id in claims:
             raise UsageError(f"{name} has two claims with the id {claim.id}. Rename one.")
         claims[claim.id] = claim
@@ -117,26 +117,26 @@ def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
     for key in ("id", "sentence", "source", "kind"):
         if not row.get(key):
             raise UsageError(f"`{key}` is missing. Every claim has an id, a sentence, a source and a kind.")
-    source = _find_source(row["source"], sources)
+    source = _find_claim_source(row["source"], sources)
     if row["kind"] not in [*ClaimKind]:
         raise UsageError(f"kind {row['kind']!r:.40} is not one of {', '.join(ClaimKind)}. Give one of these.")
     try:
-        claim = decode(Claim, {**_normalize_row(row), "source": source})
-    except (Malformed, OverflowError) as error:
+        claim = decode(Claim, {**_normalize_claim_row(row), "source": source})
+    except (MalformedValueError, OverflowError) as error:
         raise UsageError(f"{error}. docs/claims.md lists the values of each key.") from None
     # 2. Check that the claim can be decided.
     _check_required_keys(claim)
     if claim.kind is not ClaimKind.ALL_OF:
-        _check_bound(claim)
+        _check_claimed_bound(claim)
     if claim.kind is ClaimKind.ARITHMETIC:
         _check_arithmetic(claim)
     elif claim.kind is ClaimKind.MEASURED_FIGURE:
-        _check_sentence_promises(claim)
-        _check_resolution(claim, _find_metric_spec(claim))
+        _check_claim_wording(claim)
+        _check_claim_resolution(claim, _find_spec_of_claim(claim))
     return claim
 
 
-def _find_source(source: object, sources: Mapping[str, Any]) -> dict[str, Any]:
+def _find_claim_source(source: object, sources: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the source of a claim. The row either contains it, or names a table of the file that does."""
     if isinstance(source, str):
         if source not in sources:
@@ -149,7 +149,7 @@ def _find_source(source: object, sources: Mapping[str, Any]) -> dict[str, Any]:
     return source
 
 
-def _normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_claim_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row of a claims file in uniform types: single values become lists, and `case` becomes a list of
     pairs of strings."""
     normalized_row = dict(row)
@@ -177,15 +177,15 @@ def _check_required_keys(claim: Claim) -> None:
         raise UsageError("`power` takes watts, and `seconds` the length of the run, both above 0. Correct them.")
 
 
-def _check_bound(claim: Claim) -> None:
+def _check_claimed_bound(claim: Claim) -> None:
     if claim.relation not in _BOUNDS_BY_RELATION:
         raise UsageError(
             f"relation {claim.relation!r:.20} is not one of {' '.join(_BOUNDS_BY_RELATION)}. Give one of these."
         )
     count = _BOUNDS_BY_RELATION[claim.relation]
     if len(claim.bound) != count or not all(map(math.isfinite, claim.bound)) or claim.bound[0] > claim.bound[-1]:
-        expected_form = "two numbers, the lower one first" if count == 2 else "one number"
-        raise UsageError(f"the relation {claim.relation} takes {expected_form} as its bound. Correct `bound`.")
+        expected_bound_form = "two numbers, the lower one first" if count == 2 else "one number"
+        raise UsageError(f"the relation {claim.relation} takes {expected_bound_form} as its bound. Correct `bound`.")
     if not 0 <= claim.tolerance < 1 or (claim.tolerance and claim.relation not in ("=", "between")):
         raise UsageError(
             "a tolerance is a share such as 0.01, and only = and between take one. For other relations, move the bound."
@@ -193,7 +193,7 @@ def _check_bound(claim: Claim) -> None:
 
 
 def _check_arithmetic(claim: Claim) -> None:
-    if time_word := _find_word(_TIME_WORD_PATTERN, claim.sentence):
+    if time_word := _find_first_match(_TIME_WORD_PATTERN, claim.sentence):
         raise UsageError(
             f"{time_word!r} is about times, but arithmetic cannot bound a ratio of two times. Measure it, or reword "
             "the sentence to be about peaks, as in 'peak speed'."
@@ -201,24 +201,24 @@ def _check_arithmetic(claim: Claim) -> None:
     evaluate_expression(claim.figure)
 
 
-def _find_word(word_pattern: str, sentence: str) -> str:
+def _find_first_match(word_pattern: str, sentence: str) -> str:
     """Returns the first match of `word_pattern`, a regular expression of whole words, in a sentence; '' without a
     match."""
     match = re.search(rf"\b(?:{word_pattern})\b", sentence, re.IGNORECASE)
     return match[0] if match else ""
 
 
-def _check_sentence_promises(claim: Claim) -> None:
+def _check_claim_wording(claim: Claim) -> None:
     """Raises UsageError if a sentence promises more than its figure measures."""
     for word_pattern, figures, remedy in _CLAIM_WORDING_RULES:
-        promised_word = _find_word(word_pattern, claim.sentence)
-        if promised_word and not re.search(figures, claim.figure):
+        overpromising_word = _find_first_match(word_pattern, claim.sentence)
+        if overpromising_word and not re.search(figures, claim.figure):
             raise UsageError(
-                f"{promised_word!r} promises more than {claim.figure} measures: {remedy}. Reword the sentence, or "
+                f"{overpromising_word!r} promises more than {claim.figure} measures: {remedy}. Reword the sentence, or "
                 "change the figure."
             )
-    training = _find_word(r"train\w*", claim.sentence)
-    if training and not _TRAINING_RUN.match(claim.run):
+    training = _find_first_match(r"train\w*", claim.sentence)
+    if training and not _TRAINING_COMMAND_PATTERN.match(claim.run):
         raise UsageError(
             f"{training!r} promises more than `{claim.run}` measures, which does not train. Reword the sentence, or "
             "run `train` or the suite transformer."
@@ -227,23 +227,23 @@ def _check_sentence_promises(claim: Claim) -> None:
         raise UsageError("a speed depends on the device, but device = \"any\" names none. Name cards, or 'cuda'.")
 
 
-def _check_resolution(claim: Claim, spec: MetricSpec | None) -> None:
+def _check_claim_resolution(claim: Claim, spec: MetricSpec | None) -> None:
     """Raises UsageError if the figure is not precise enough for the claim's bound, if `sum` adds a figure that cannot
     be added, or if `limit` does not suit the figure or the device.
     """
-    resolution = find_resolution(claim, spec)
-    message_start = f"{claim.figure} has a resolution of {100 * resolution:g}%, which cannot"
-    if claim.relation == "=" and claim.tolerance < resolution:
+    figure_resolution = find_resolution(claim, spec)
+    message_start = f"{claim.figure} has a resolution of {100 * figure_resolution:g}%, which cannot"
+    if claim.relation == "=" and claim.tolerance < figure_resolution:
         raise UsageError(f"{message_start} decide a tolerance of {100 * claim.tolerance:g}%. Widen the tolerance.")
-    if claim.is_ratio and any(0 < abs(bound - 1) < resolution for bound in claim.bound):
+    if claim.is_ratio and any(0 < abs(bound - 1) < figure_resolution for bound in claim.bound):
         raise UsageError(f"{message_start} distinguish {claim.bound[0]:g} from 1. Choose a bound further from 1.")
     if claim.sum and (spec is None or spec.unit not in _ADDITIVE_UNITS):
         raise UsageError(f"a sum of {claim.metric} over cases has no meaning. Remove `sum`, and name one case.")
     if claim.limit:
-        _check_limit(claim, spec)
+        _check_claim_limit(claim, spec)
 
 
-def _check_limit(claim: Claim, spec: MetricSpec | None) -> None:
+def _check_claim_limit(claim: Claim, spec: MetricSpec | None) -> None:
     if claim.is_ratio:
         raise UsageError(
             f"two lower bounds on time bound no ratio of times, so {claim.figure} has no limit. Remove `limit`."
@@ -258,7 +258,7 @@ def _check_limit(claim: Claim, spec: MetricSpec | None) -> None:
         )
 
 
-def _find_metric_spec(claim: Claim) -> MetricSpec | None:
+def _find_spec_of_claim(claim: Claim) -> MetricSpec | None:
     """Returns the specification of the metric from which the figure is computed. Returns None for a figure of a
     training.
     """
@@ -271,8 +271,8 @@ def _find_metric_spec(claim: Claim) -> MetricSpec | None:
                 f"{name} is already relative to the loss of the reference, so it has no ratio. Remove ` ratio`."
             )
         return None
-    # A suite may define metrics that METRICS lacks. `spec_of` describes those whose names end in known words.
-    spec = spec_of(name)
+    # A suite may define metrics that METRICS lacks. `find_metric_spec` describes those whose names end in known words.
+    spec = find_metric_spec(name)
     if name not in METRICS and not spec.description:
         names = [metric for metric in METRICS if "*" not in metric]
         raise UnknownName("figure of a run", name, names, "speedup, sustained_speedup, the metrics of show --csv -")

@@ -20,10 +20,10 @@ from fp8bench.features.train.kind import load_training_header as load_training_h
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.run import resume as resume_training
 from fp8bench.features.train.run import train
-from fp8bench.features.train.values import KeptTraining, Training, TrainingObserver
+from fp8bench.features.train.values import StoredTraining, Training, TrainingObserver
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
-from fp8bench.measure.handle import ProcessWorker, claim_process
+from fp8bench.measure.handle import ProcessWorker, register_process_run
 from fp8bench.model import DeviceFacts, Environment, Request, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import BUDGET_SECONDS
@@ -36,12 +36,12 @@ _MAX_RUN_AGE = timedelta(days=7)
 # The workers of a run start within this time.
 _WORKER_START_SECONDS = 10.0
 RunRequest = Request | TrainingRequest
-StoredRun = Run | KeptTraining
-RUN_ORIGIN = "claim"
+StoredRun = Run | StoredTraining
+CLAIM_RUN_ORIGIN = "claim"
 
 
 @dataclass
-class RunSource:
+class ClaimRunSource:
     """Finds or measures the run of each claim. A run that several claims need is only measured once. `questions` maps
     the text of each claim's `run` key to its request. `device` is the device that the user chose, or ''.
     """
@@ -58,7 +58,7 @@ class RunSource:
         """Returns a run that decides a measured claim: a valid one from the store, or a new one. Raises
         CannotDecide.
         """
-        request = self._make_request(claim)
+        request = self._make_run_request(claim)
         if request not in self._run_by_request:
             finished_run, unfinished_path = find_stored_run(request, self.store)
             self._run_by_request[request] = finished_run or self._measure_run(request, unfinished_path)
@@ -71,7 +71,7 @@ class RunSource:
         reused_runs = set()
         for claim in claims:
             with suppress(CannotDecide):
-                request = self._make_request(claim)
+                request = self._make_run_request(claim)
                 if find_stored_run(request, self.store)[0] is not None:
                     reused_runs.add(request)
                 else:
@@ -80,15 +80,15 @@ class RunSource:
             limit_seconds = [
                 seconds or self._estimate_longest_seconds(request) for request, seconds in seconds_by_request.items()
             ]
-            estimate_word = "about" if all(seconds_by_request.values()) else "up to"
-            duration_text = (
-                f"{estimate_word} {clock(sum(limit_seconds))} on an idle machine"
+            duration_qualifier = "about" if all(seconds_by_request.values()) else "up to"
+            measuring_time_text = (
+                f"{duration_qualifier} {clock(sum(limit_seconds))} on an idle machine"
                 if all(limit_seconds)
                 else "for an unknown time"
             )
             run_count = "1 run" if len(seconds_by_request) == 1 else f"{len(seconds_by_request)} runs"
             self.observer.note(
-                f"measures {run_count}, {duration_text}, and reuses {len(reused_runs)} of the last 7 days. "
+                f"measures {run_count}, {measuring_time_text}, and reuses {len(reused_runs)} of the last 7 days. "
                 "Ctrl-C keeps "
                 "finished runs, and the same command continues."
             )
@@ -100,7 +100,7 @@ class RunSource:
         plan, _ = plan_only(request, self.store)
         return _WORKER_START_SECONDS + 2 * BUDGET_SECONDS * len(plan.groups)
 
-    def _make_request(self, claim: Claim) -> RunRequest:
+    def _make_run_request(self, claim: Claim) -> RunRequest:
         device = self._choose_device(claim)
         request = self.questions[claim.run]
         if isinstance(request, Request):
@@ -117,14 +117,18 @@ class RunSource:
         if self.device == "cpu":
             raise CannotDecide(f"it must be measured on {device_text}, but only the CPU may be used", remedy)
         for facts in self._device_facts:
-            if facts.accelerated and self.device in ("", facts.kind, facts.key) and fits_device(claim, facts.name):
+            if (
+                facts.accelerated
+                and self.device in ("", facts.kind, facts.key)
+                and is_claim_for_device(claim, facts.name)
+            ):
                 return facts.key
         names = ", ".join(facts.name for facts in self._device_facts)
         raise CannotDecide(f"it must be measured on {device_text}, but this machine has {names}", remedy)
 
     @cached_property
     def _device_facts(self) -> tuple[DeviceFacts, ...]:
-        with claim_process(True), ProcessWorker(Settings(1)) as worker:
+        with register_process_run(True), ProcessWorker(Settings(1)) as worker:
             return worker.probe()
 
     def _measure_run(self, request: RunRequest, unfinished: Path | None) -> StoredRun:
@@ -135,7 +139,7 @@ class RunSource:
         if isinstance(request, Request):
             with self.observer.measuring() as observer:
                 if unfinished is None:
-                    run = execute(request, store, observer, command, origin=RUN_ORIGIN)
+                    run = execute(request, store, observer, command, origin=CLAIM_RUN_ORIGIN)
                 else:
                     run = resume(unfinished, store, observer, command)[1]
         else:
@@ -157,13 +161,15 @@ def without_device(request: RunRequest) -> RunRequest:
     return replace(request, devices=()) if isinstance(request, Request) else replace(request, device=None)
 
 
-def fits_device(claim: Claim, name: str) -> bool:
+def is_claim_for_device(claim: Claim, name: str) -> bool:
     """Returns whether a claim is about the device of this name. `cuda` fits every GPU, and `H200` every card whose
     name contains that word.
     """
     datasheet = find_datasheet(name)
-    device_words = set(f"{name} {datasheet.name if datasheet else ''}".lower().replace(",", " ").split())
-    return "cuda" in claim.device or any({*card_name.lower().split()} <= device_words for card_name in claim.device)
+    device_name_words = set(f"{name} {datasheet.name if datasheet else ''}".lower().replace(",", " ").split())
+    return "cuda" in claim.device or any(
+        {*card_name.lower().split()} <= device_name_words for card_name in claim.device
+    )
 
 
 def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None, Path | None]:
@@ -175,7 +181,7 @@ def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None,
     for path in run_files(store) if is_suite_run else KIND.files(store):
         with suppress(StoreError):
             run_header: Run | Training = load_header(path) if is_suite_run else load_training_head(path)
-            if run_header.request != request or not is_reusable(run_header.environment, run_header.started):
+            if run_header.request != request or not is_run_reusable(run_header.environment, run_header.started):
                 continue
             run: StoredRun = load_run(path) if is_suite_run else load_training(path)
             if run.finished and not run.troubles:
@@ -185,13 +191,17 @@ def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None,
     return None, unfinished_path
 
 
-def is_reusable(environment: Environment, start_time: str) -> bool:
+def is_run_reusable(environment: Environment, start_time: str) -> bool:
     """Returns whether a run was measured on this machine within the last week, with these versions of torch and
     fp8bench.
     """
-    current_facts = {"machine": platform.node() or "unknown", "fp8bench": __version__, "torch": version("torch")}
-    is_same = all(environment.get(name) == value for name, value in current_facts.items())
-    return is_same and datetime.now(UTC) - datetime.fromisoformat(start_time) < _MAX_RUN_AGE
+    current_environment_facts = {
+        "machine": platform.node() or "unknown",
+        "fp8bench": __version__,
+        "torch": version("torch"),
+    }
+    is_same_environment = all(environment.get(name) == value for name, value in current_environment_facts.items())
+    return is_same_environment and datetime.now(UTC) - datetime.fromisoformat(start_time) < _MAX_RUN_AGE
 
 
 def iterate_measured_claims(claims: Iterable[Claim], all_claims: Mapping[str, Claim]) -> Iterator[Claim]:

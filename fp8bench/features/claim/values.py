@@ -21,7 +21,7 @@ class ClaimKind(StrEnum):
     ALL_OF = "all of"
 
 
-class Answer(StrEnum):
+class ClaimOutcome(StrEnum):
     """The answer to a claim. The last four members compare a published figure with a measured one."""
 
     CONFIRMED = "confirmed"
@@ -91,7 +91,7 @@ class Claim:
         high = self.bound[-1]
         return low - self.tolerance * abs(low), high + self.tolerance * abs(high)
 
-    def find_side(self, value: float) -> int:
+    def compare_with_bounds(self, value: float) -> int:
         """Returns 0 if the claim's sentence is true for this value, -1 if the value is too low, 1 if it is too high."""
         low, high = self.range
         if value < low or (self.relation == ">" and value == low):
@@ -135,7 +135,7 @@ class ClaimAnswer:
     """
 
     claim: Claim
-    answer: Answer
+    answer: ClaimOutcome
     value: float | None = None
     low: float | None = None
     high: float | None = None
@@ -150,7 +150,7 @@ class ClaimAnswer:
         return {**{name: row[name] for name in ("id", "sentence", "unit")}, **values}
 
 
-class AnswerStanding(StrEnum):
+class AnswerCheckOutcome(StrEnum):
     """Whether a stored answer is the same if it is computed again from its claim and its runs."""
 
     ANSWER_HOLDS = "holds"
@@ -164,5 +164,5 @@ class CheckedAnswer:
 
     id: str
     sentence: str
-    standing: AnswerStanding
+    standing: AnswerCheckOutcome
     why: str

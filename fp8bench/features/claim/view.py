@@ -7,21 +7,28 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fp8bench import units
-from fp8bench.features.claim.values import Answer, AnswerStanding, CheckedAnswer, Claim, ClaimAnswer, ClaimKind
+from fp8bench.features.claim.values import (
+    AnswerCheckOutcome,
+    CheckedAnswer,
+    Claim,
+    ClaimAnswer,
+    ClaimKind,
+    ClaimOutcome,
+)
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Facts, Field, Page, Part, Text, Tone
+from fp8bench.report.elements import Field, NameValuePairs, Page, Part, Text, Tone
 
-_ANSWER_TONES = {
-    Answer.CONFIRMED: Tone.GOOD,
-    Answer.WITHIN_RANGE: Tone.GOOD,
-    Answer.REFUTED: Tone.BAD,
-    Answer.CANNOT_TELL: Tone.DOUBT,
-    Answer.OTHER_CONDITIONS: Tone.DOUBT,
+_CLAIM_ANSWER_TONES = {
+    ClaimOutcome.CONFIRMED: Tone.GOOD,
+    ClaimOutcome.WITHIN_RANGE: Tone.GOOD,
+    ClaimOutcome.REFUTED: Tone.BAD,
+    ClaimOutcome.CANNOT_TELL: Tone.DOUBT,
+    ClaimOutcome.OTHER_CONDITIONS: Tone.DOUBT,
 }
 _STANDING_TONES = {
-    AnswerStanding.ANSWER_HOLDS: Tone.GOOD,
-    AnswerStanding.ANSWER_FAILS: Tone.BAD,
-    AnswerStanding.CANNOT_JUDGE: Tone.DOUBT,
+    AnswerCheckOutcome.ANSWER_HOLDS: Tone.GOOD,
+    AnswerCheckOutcome.ANSWER_FAILS: Tone.BAD,
+    AnswerCheckOutcome.CANNOT_JUDGE: Tone.DOUBT,
 }
 # Units that are shown with a prefix, such as TFLOP/s.
 _PREFIXED_UNITS = ("FLOP/s", "B", "B/s", "s", "J", "tok/s")
@@ -34,16 +41,16 @@ def format_figure(value: float, unit: str) -> str:
         return f"{100 * value:.3g}%"
     if unit in _PREFIXED_UNITS:
         return units.describe(value, unit)
-    number = f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
-    return f"{number} {unit}".rstrip()
+    number_text = f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
+    return f"{number_text} {unit}".rstrip()
 
 
-def describe_claimed(claim: Claim) -> str:
+def describe_claimed_values(claim: Claim) -> str:
     """Describes the values that a sentence claims, such as 'at least 2 x', or 'about 2 x: 1.8 x to 2.2 x'."""
     bounds_text = " to ".join(format_figure(bound, claim.unit) for bound in claim.bound)
     if claim.tolerance:
-        accepted_range = " to ".join(format_figure(end, claim.unit) for end in claim.range)
-        return f"about {bounds_text}: {accepted_range}"
+        accepted_range_text = " to ".join(format_figure(end, claim.unit) for end in claim.range)
+        return f"about {bounds_text}: {accepted_range_text}"
     return f"{_TEXT_BY_RELATION.get(claim.relation, '')}{bounds_text}"
 
 
@@ -58,14 +65,14 @@ def format_answer_figure(answer: ClaimAnswer) -> str:
     return f"{value_text} ({format_figure(answer.low, unit)} to {format_figure(answer.high, unit)})"
 
 
-def render_answer(answer: ClaimAnswer) -> Page:
+def render_claim_answer(answer: ClaimAnswer) -> Page:
     claim = answer.claim
     source = answer.claim.source
-    named_texts = [("answer", answer.answer.value)]
+    name_text_pairs = [("answer", answer.answer.value)]
     if claim.kind is not ClaimKind.ALL_OF:
         figure_text = format_answer_figure(answer) if answer.value is not None else ""
-        named_texts += [("figure", figure_text), ("claimed", describe_claimed(claim))]
-    named_texts += [
+        name_text_pairs += [("figure", figure_text), ("claimed", describe_claimed_values(claim))]
+    name_text_pairs += [
         ("why", answer.why),
         ("to decide it", answer.remedy),
         ("note", claim.note),
@@ -73,7 +80,7 @@ def render_answer(answer: ClaimAnswer) -> Page:
         ("runs", ", ".join(answer.runs)),
         ("source", f"{source.title}, {source.publisher} {source.year}, {source.address}"),
     ]
-    facts = Facts(tuple((name, words) for name, words in named_texts if words))
+    facts = NameValuePairs(tuple((name, words) for name, words in name_text_pairs if words))
     return Page(claim.sentence, "", (Part("answer", "", (facts,)),))
 
 
@@ -87,17 +94,17 @@ def render_answers(answers: Sequence[ClaimAnswer], file: str = "") -> Page:
     return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, hint)),))
 
 
-def _explain_answer(answer: ClaimAnswer) -> str:
+def _explain_claim_answer(answer: ClaimAnswer) -> str:
     """Returns the figure of an answer, or why it is missing. If the claim has a published figure, also returns the
     conditions of both measurements.
     """
     if answer.value is None:
         return answer.why
     figure_text = format_answer_figure(answer)
-    if answer.answer is Answer.CANNOT_TELL:
+    if answer.answer is ClaimOutcome.CANNOT_TELL:
         return f"{figure_text}; {answer.why}"
     return (
-        f"{figure_text}; published {describe_claimed(answer.claim)}; {answer.why}"
+        f"{figure_text}; published {describe_claimed_values(answer.claim)}; {answer.why}"
         if answer.claim.published
         else figure_text
     )
@@ -105,8 +112,8 @@ def _explain_answer(answer: ClaimAnswer) -> str:
 
 _ANSWER_COLUMNS: tuple[Col[ClaimAnswer], ...] = (
     Col("sentence", lambda answer: answer.claim.sentence),
-    Col("answer", lambda answer: Field(answer.answer.value, tone=_ANSWER_TONES.get(answer.answer, Tone.PLAIN))),
-    Col("claim", lambda answer: f"{answer.claim.id}: {_explain_answer(answer)}", below=True),
+    Col("answer", lambda answer: Field(answer.answer.value, tone=_CLAIM_ANSWER_TONES.get(answer.answer, Tone.PLAIN))),
+    Col("claim", lambda answer: f"{answer.claim.id}: {_explain_claim_answer(answer)}", below=True),
 )
 
 
@@ -117,18 +124,18 @@ def render_catalogue(claims: Iterable[Claim]) -> Page:
     return Page("Claims that fp8bench can decide", "", (Part("catalogue", "", (rows, Text(hint))),))
 
 
-def render_check(folder: str, checked_answers: Sequence[CheckedAnswer]) -> Page:
+def render_checked_answers(folder: str, checked_answers: Sequence[CheckedAnswer]) -> Page:
     """Lists the stored answers that do not hold or cannot be judged. The title counts those that hold."""
     columns: tuple[Col[CheckedAnswer], ...] = (
         Col("claim", lambda answer: answer.id),
         Col("stored answer", lambda answer: Field(answer.standing.value, tone=_STANDING_TONES[answer.standing])),
         Col("why", lambda answer: answer.why),
     )
-    failed_answers = [answer for answer in checked_answers if answer.standing is not AnswerStanding.ANSWER_HOLDS]
+    failed_answers = [answer for answer in checked_answers if answer.standing is not AnswerCheckOutcome.ANSWER_HOLDS]
     rows = (table("checked", "", columns, failed_answers),) if failed_answers else ()
     title = f"{folder}: {len(checked_answers) - len(failed_answers)} of {len(checked_answers)} stored answers hold"
-    limits_text = (
+    claim_limits_text = (
         "This check finds accidents: flipped bytes, dropped rows, edited bounds, exchanged runs. It does not find "
         "a forgery with new digests."
     )
-    return Page(title, "", (Part("checked", "", (*rows, Text(limits_text))),))
+    return Page(title, "", (Part("checked", "", (*rows, Text(claim_limits_text))),))

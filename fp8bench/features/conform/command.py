@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import check_outputs, tell
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, UsageError, WorkerError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
@@ -21,7 +21,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.plan.make import find_device
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Items, Page, Part, Text, Tone
+from fp8bench.report.elements import Page, Part, Text, TextList, Tone
 from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
@@ -46,18 +46,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 all are equal, up to the order of sums; 1 something differs; 2 wrong usage; 3 the "
         "device supports none of the precisions."
     )
-    add_common(parser, "--dtypes", help="the precisions to compare; default all that the device supports")
+    add_common_options(parser, "--dtypes", help="the precisions to compare; default all that the device supports")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    add_common(parser, "--seed", help="the seed of the random operands; default 0")
-    add_common(parser, "--import", help="as in suite")
-    add_common(parser, "--all", "--explain")
-    add_common(parser, "--json", help="print all results as JSON instead of tables")
+    add_common_options(parser, "--seed", help="the seed of the random operands; default 0")
+    add_common_options(parser, "--import", help="as in suite")
+    add_common_options(parser, "--all", "--explain")
+    add_common_options(parser, "--json", help="print all results as JSON instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     facts, modes = compare_precisions(
-        arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL
+        arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL_JOB_OBSERVER
     )
     all_conform = all(mode.conforms for mode in modes)
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
@@ -75,33 +75,35 @@ def compare_precisions(
     """Compares native and emulated results of each precision on the device. By default, these are all precisions that
     the device supports, including those that it emulates.
     """
-    requested_names = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
+    requested_names = list(dict.fromkeys(precisions.find_canonical_name(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         facts = find_device(device or "", worker.probe())
-        support_by_name = {name: precisions.get(name).support(facts) for name in requested_names or precisions.names()}
-        # 1. Find the precisions that the device supports.
-        supported_by_name = {
-            name: support for name, support in support_by_name.items() if support.level is not Level.REFUSED
+        support_by_precision = {
+            name: precisions.get(name).support(facts) for name in requested_names or precisions.names()
         }
-        if not supported_by_name:
-            reasons = "; ".join(f"{name}: {support.reason}" for name, support in support_by_name.items())
+        # 1. Find the precisions that the device supports.
+        supported_precisions = {
+            name: support for name, support in support_by_precision.items() if support.level is not Level.REFUSED
+        }
+        if not supported_precisions:
+            reasons = "; ".join(f"{name}: {support.reason}" for name, support in support_by_precision.items())
             raise UsageError(
                 f"{facts.key} supports none of these ({reasons}). Give other --dtypes, or another --device."
             )
-        conformities: list[ModeConformity] = []
+        mode_conformities: list[ModeConformity] = []
         # 2. Compare each precision separately, with a time limit that includes compiling.
         with observer.counting() as tell:
-            for name, support in supported_by_name.items():
-                tell(len(conformities), len(supported_by_name), "precisions", name)
+            for name, support in supported_precisions.items():
+                tell(len(mode_conformities), len(supported_precisions), "precisions", name)
                 mode = precisions.get(name).mode
                 try:
-                    mode_results = worker.within(COMPILE_SECONDS).conform(name, facts)
+                    mode_results = worker.with_time_limit(COMPILE_SECONDS).conform(name, facts)
                 except WorkerError as error:  # other precisions may still work
                     mode_results = (Conformity(mode, "all of it", "", why=str(error)),)
                     # A failed kernel may have broken the device for this process.
                     worker.restart()
-                conformities.append(ModeConformity(mode, support, mode_results))
-    return facts, conformities
+                mode_conformities.append(ModeConformity(mode, support, mode_results))
+    return facts, mode_conformities
 
 
 def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], everything: bool = False) -> Page:
@@ -122,17 +124,17 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
         text = f"emulated on this device, with the same results as torch's kernels: {names}"
         parts.append(Part("emulated", "", (Text(text),)))
     # By default, only faults are shown: another order of summation is not a fault.
-    listed_differences = (
-        [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULTY_DIFFERENCES
+    shown_difference_kinds = (
+        [kind for kind in Difference if kind is not Difference.NONE] if everything else _NONCONFORMING_DIFFERENCES
     )
     shown_cases: list[Conformity] = []
     for mode in conformities:
-        shown_cases += [case for case in mode.found if case.difference in listed_differences]
+        shown_cases += [case for case in mode.found if case.difference in shown_difference_kinds]
     if shown_cases:
         caption = "results that differ in some bits"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCE_COLUMNS, shown_cases),)))
     if skipped := list(_list_skip_reasons(conformities)):
-        parts.append(Part("undone", "not compared on this device", (Items(tuple(map(Text, skipped))),)))
+        parts.append(Part("undone", "not compared on this device", (TextList(tuple(map(Text, skipped))),)))
     title = f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})"
     return Page(title, "", tuple(parts), _LEGEND)
 
@@ -161,7 +163,7 @@ def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> st
     return str(count) if count else units.NONE
 
 
-_FAULTY_DIFFERENCES = [kind for kind in Difference if not kind.conforms]
+_NONCONFORMING_DIFFERENCES = [kind for kind in Difference if not kind.conforms]
 _HARDWARE_UNIT_DIFFERENCES = [Difference.UNITS, Difference.SHORT_SUMS]
 _MODE_COLUMNS: tuple[Col[ModeConformity], ...] = (
     Col("precision", "mode"),
@@ -171,7 +173,10 @@ _MODE_COLUMNS: tuple[Col[ModeConformity], ...] = (
     Col("order", partial(_count_cases, [Difference.ORDER]), number=True),
     Col("units", partial(_count_cases, _HARDWARE_UNIT_DIFFERENCES), number=True),
     Col(
-        "wrong", partial(_count_cases, _FAULTY_DIFFERENCES), number=True, tone=lambda mode: _choose_tone(mode.conforms)
+        "wrong",
+        partial(_count_cases, _NONCONFORMING_DIFFERENCES),
+        number=True,
+        tone=lambda mode: _choose_tone(mode.conforms),
     ),
     Col("not done", partial(_count_cases, [None]), number=True),
 )
@@ -190,10 +195,10 @@ _DIFFERENCE_COLUMNS: tuple[Col[Conformity], ...] = (
     Col(
         "difference",
         lambda row: str(row.difference),
-        tone=lambda row: _choose_tone(row.difference not in _FAULTY_DIFFERENCES),
+        tone=lambda row: _choose_tone(row.difference not in _NONCONFORMING_DIFFERENCES),
     ),
     Col("differ", lambda row: f"{units.whole(row.count)} of {units.whole(row.total)}", number=True),
-    Col("at most", lambda row: units.significant(row.largest), number=True),
+    Col("at most", lambda row: units.format_significant_digits(row.largest), number=True),
     Col("first", _format_first_difference),
     Col("why", "why", below=True),
 )

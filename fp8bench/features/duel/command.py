@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common, make_request
+from fp8bench.cli.options import add_common_options, make_request
 from fp8bench.cli.outputs import CommandResult, check_outputs, tell
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.sides import DuelQuestion
@@ -56,8 +56,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="REV",
         help="side A runs the workers of this commit of fp8bench; fp8bench must run from a checkout of its repository",
     )
-    measure_options = parser.add_argument_group("what to measure, as in suite")
-    add_common(measure_options, "--dtypes", "--devices", "--set", "--data", "--import")
+    subject_argument_group = parser.add_argument_group("what to measure, as in suite")
+    add_common_options(subject_argument_group, "--dtypes", "--devices", "--set", "--data", "--import")
     session_options = parser.add_argument_group("how, as in suite")
     session_options.add_argument(
         "--sessions",
@@ -65,25 +65,25 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sessions of every case, each with new processes; default 4; an interval needs at least 3",
     )
-    add_common(session_options, "--quick", help="quick test: one session of a few rounds")
-    add_common(session_options, "--budget", help="time for the whole duel; default about 6 s a case")
-    add_common(session_options, "--rounds", help="number of rounds per session")
-    add_common(session_options, "--seed")
-    add_common(session_options, "--threads", help="CPU threads of torch in each worker; default 1")
-    add_common(session_options, "--case-timeout")
-    add_common(session_options, "--store", help="the folder for duels, below duels/; default .fp8bench")
-    add_common(session_options, "--explain")
-    add_common(
+    add_common_options(session_options, "--quick", help="quick test: one session of a few rounds")
+    add_common_options(session_options, "--budget", help="time for the whole duel; default about 6 s a case")
+    add_common_options(session_options, "--rounds", help="number of rounds per session")
+    add_common_options(session_options, "--seed")
+    add_common_options(session_options, "--threads", help="CPU threads of torch in each worker; default 1")
+    add_common_options(session_options, "--case-timeout")
+    add_common_options(session_options, "--store", help="the folder for duels, below duels/; default .fp8bench")
+    add_common_options(session_options, "--explain")
+    add_common_options(
         session_options, "--json", help="print the duel as JSON, with all samples and comparisons, instead of tables"
     )
-    add_common(session_options, "--md")
+    add_common_options(session_options, "--md")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     with interrupt_only_once():
         try:
-            result = answer(arguments, TERMINAL)
+            result = answer(arguments, TERMINAL_JOB_OBSERVER)
         except DuelCutOff as cut_off:
             tell(argparse.Namespace(), *DuelKind().view(cut_off.duel))
             raise

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-from fp8bench.features.duel.values import CaseResult, Duel, Session
+from fp8bench.features.duel.values import CaseResult, CaseSession, Duel
 from fp8bench.files import LineWriter
-from fp8bench.jobs.kinds import Kind, View
-from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
+from fp8bench.jobs.kinds import ResultKind, ResultView
+from fp8bench.model.codec import SCHEMA, MalformedValueError, decode, encode
 from fp8bench.model.file_names import format_start_time
-from fp8bench.store.kept_lines import LineContent, UnknownKind, process_lines, read_file_lines, read_header
+from fp8bench.store.kept_lines import LineContent, UnknownKind, process_line_contents, read_file_lines, read_header
 from fp8bench.store.runs.run_file import explain_invalid_record
 
 _FIELDS_NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
@@ -31,7 +31,7 @@ class DuelWriter(LineWriter):
     def write_result(self, result: CaseResult) -> None:
         self._append_numbered_lines([{"result": encode(result)}])
 
-    def write_session(self, case: str, session: Session) -> None:
+    def write_session(self, case: str, session: CaseSession) -> None:
         self._append_numbered_lines([{"case": case, "session": encode(session)}])
 
 
@@ -48,21 +48,21 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
 def _require_valid_result(result: CaseResult) -> CaseResult:
     # Both sides must describe the same case, otherwise their times cannot be compared.
     is_same_case = result.before.case.id == result.after.case.id
-    problems = [
+    result_problems = [
         "" if is_same_case else "its sides have different cases",
         explain_invalid_record(result.before),
         explain_invalid_record(result.after),
     ]
     for session in result.sessions:
         for record, timings in ((result.before, session.before), (result.after, session.after)):
-            problems += [] if timings else ["a session lacks the times of one side"]
-            problems += [explain_invalid_record(replace(record, timing=timing)) for timing in timings]
-    for problem in filter(None, problems):
-        raise Malformed(problem)
+            result_problems += [] if timings else ["a session lacks the times of one side"]
+            result_problems += [explain_invalid_record(replace(record, timing=timing)) for timing in timings]
+    for problem in filter(None, result_problems):
+        raise MalformedValueError(problem)
     return result
 
 
-class DuelKind(Kind[Duel]):
+class DuelKind(ResultKind[Duel]):
     """Reads and shows stored duels. Duels cannot be exported as CSV, and have no history."""
 
     name = "duel"
@@ -71,11 +71,11 @@ class DuelKind(Kind[Duel]):
     refused = ("csv", "log")
 
     def load(self, path: Path) -> Duel:
-        duel_lines = read_file_lines(path, "the duel's file")
-        duel: Duel = read_header(duel_lines, path, "duel", lambda plain: decode(Duel, plain))
+        duel_file_lines = read_file_lines(path, "the duel's file")
+        duel: Duel = read_header(duel_file_lines, path, "duel", lambda plain: decode(Duel, plain))
         results = {}
         notes = []
-        end_lines = []
+        end_line_contents = []
 
         # Lines are read one by one, so a truncated file lacks only its last line.
         def parse_line(content: LineContent) -> None:
@@ -85,32 +85,32 @@ class DuelKind(Kind[Duel]):
             # A session is appended when it has been measured.
             elif "session" in content:
                 result = results[content["case"]]
-                sessions = (*result.sessions, decode(Session, content["session"]))
+                sessions = (*result.sessions, decode(CaseSession, content["session"]))
                 results[content["case"]] = _require_valid_result(replace(result, sessions=sessions))
             elif "note" in content:
                 notes.append(decode(str, content["note"]))
             elif "end" in content:
-                end_lines.append(content["end"])
+                end_line_contents.append(content["end"])
             else:
                 raise UnknownKind
 
-        troubles = process_lines(duel_lines, parse_line, except_line=1)
+        troubles = process_line_contents(duel_file_lines, parse_line, except_line=1)
         return replace(
             duel,
             results=tuple(results.values()),
             notes=tuple(notes),
             troubles=tuple(troubles),
             # Only the last line can mark a file as complete.
-            finished=end_lines[-1:] == ["finished"],
+            finished=end_line_contents[-1:] == ["finished"],
             path=str(path),
         )
 
-    def view(self, kept: Duel) -> View:
+    def view(self, kept: Duel) -> ResultView:
         from fp8bench.features.duel.view import encode_duel, render_page
 
-        return View(partial(render_page, kept), partial(encode_duel, kept))
+        return ResultView(partial(render_page, kept), partial(encode_duel, kept))
 
-    def report(self, duel: Duel) -> View:
+    def report(self, duel: Duel) -> ResultView:
         return self.view(duel)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.errors import UsageError, WorkerFault, WorkerLost
-from fp8bench.measure.arm import Quantisers
+from fp8bench.measure.arm import QuantiserCompilation
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.measure.interrupts import ignore_interrupts
 from fp8bench.measure.limits import HANG_SECONDS
@@ -23,12 +23,12 @@ from fp8bench.model import DeviceFacts, PlannedCase, Request, Scalar
 from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.plan.make import make_plan
 
-Handshake = dict[str, Scalar | None]
+HandshakeFacts = dict[str, Scalar | None]
 # These variables point to the library of the current interpreter. A different interpreter must not get them.
-_PYTHON_VARIABLES = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
+_PYTHON_ENV_VARIABLES = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
 # glibc returns memory to the system at random times, and a process that does so in every step may take 50% longer. With
 # these settings, both sides keep their memory. Settings of the user take precedence.
-_STEADY_MALLOC = {
+_STEADY_MALLOC_VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(1 << 28),
@@ -55,26 +55,26 @@ class WorkerStart:
         return f"side {self.name} ({self.python})"
 
 
-class PartnerWorker(ProcessWorker):
+class HandshakeWorker(ProcessWorker):
     """A worker that starts with a handshake. Raises UsageError if it uses another protocol or has no torch."""
 
     def __init__(self, settings: Settings, start: WorkerStart) -> None:
         super().__init__(settings, start.python)
         self._start = start
-        self.handshake: Handshake = {}
+        self.handshake: HandshakeFacts = {}
 
     def start(self) -> None:
         self.ask(START_SECONDS, "quantisers")
 
     def _environment(self) -> dict[str, str]:
-        variables = {name: value for name, value in super()._environment().items() if name not in _PYTHON_VARIABLES}
-        return {**_STEADY_MALLOC, **variables, "PYTHONPATH": os.pathsep.join(self._start.paths)}
+        variables = {name: value for name, value in super()._environment().items() if name not in _PYTHON_ENV_VARIABLES}
+        return {**_STEADY_MALLOC_VARIABLES, **variables, "PYTHONPATH": os.pathsep.join(self._start.paths)}
 
     def _open_bench(self, process: WorkerProcess) -> None:
         side = self._start.side
         try:
-            self.handshake = cast(Handshake, self._exchange_request(process, START_SECONDS, "greet"))
-            reason = explain_refusal(self.handshake, self._start)
+            self.handshake = cast(HandshakeFacts, self._exchange_request(process, START_SECONDS, "greet"))
+            reason = explain_handshake_refusal(self.handshake, self._start)
         except WorkerFault:
             reason = (
                 f"{side} has a worker without a handshake: its fp8bench is too old for duels. This one uses protocol "
@@ -92,7 +92,7 @@ class PartnerWorker(ProcessWorker):
             raise UsageError(reason)
 
 
-def explain_refusal(handshake: Handshake, start: WorkerStart) -> str:
+def explain_handshake_refusal(handshake: HandshakeFacts, start: WorkerStart) -> str:
     side = start.side
     if handshake.get("protocol") != PROTOCOL:
         return (
@@ -113,12 +113,12 @@ PROCESSES_PER_SIDE = 2
 
 
 @dataclass
-class SideWorkers:
+class DuelSideWorkers:
     """The workers of one side. All of them measure times, but only the first one measures errors and memory."""
 
     start: WorkerStart
-    workers: Sequence[PartnerWorker]
-    quantisers: Quantisers
+    workers: Sequence[HandshakeWorker]
+    quantisers: QuantiserCompilation
     devices: tuple[DeviceFacts, ...] = ()
     cases: dict[str, PlannedCase] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class SideWorkers:
 
     def plan_cases(self, request: Request, suites: Sequence[str], corpus: str | None) -> None:
         self.devices = self.workers[0].probe()
-        self.versions = self.workers[0].within(HANG_SECONDS).versions(tuple(suites))
+        self.versions = self.workers[0].with_time_limit(HANG_SECONDS).versions(tuple(suites))
         try:
             plan = make_plan(request, self.devices, corpus, compares=False)
         except UsageError as error:
@@ -147,7 +147,7 @@ class SideWorkers:
                 worker.close()
 
 
-def restart_workers(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
+def restart_workers(pair: Sequence[DuelSideWorkers], seed: int, number: int) -> None:
     """Starts new processes for a session, in random order. A process stays fast or slow until it ends, so each
     session needs new ones. The first session uses the processes that are already running.
     """

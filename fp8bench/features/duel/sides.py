@@ -21,7 +21,7 @@ from pathlib import Path
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.duel.partners import WorkerStart
 from fp8bench.features.duel.values import AFTER, BEFORE
-from fp8bench.files import PARTIAL_SUFFIX, is_locked, lock
+from fp8bench.files import PARTIAL_FILE_SUFFIX, is_locked, lock
 from fp8bench.measure.interrupts import ignore_interrupts
 from fp8bench.store.commit_runs import find_commit
 
@@ -29,7 +29,7 @@ FOLDER_PREFIX = "fp8bench-duel-"
 _LOCK_FILE = "owner.lock"
 # A folder without a lock file is removed only if it is older than this. A younger one may still be under construction
 # by a process that waits for a core.
-_CREATION_SECONDS = 600.0
+_MIN_ABANDONED_SECONDS = 600.0
 # A shell script that waits until this process ends, makes git forget the working tree, and removes the folder. It
 # retries, because a terminating worker may still write into the folder.
 _CLEANUP_SCRIPT = """cat; git -C "$1/tree" worktree remove --force "$1/tree"
@@ -44,15 +44,17 @@ def scratch_folder() -> Iterator[Path]:
     remove_stale_folders()
     try:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)).resolve()
-        lock_file = (folder / PARTIAL_SUFFIX).open("w")
+        lock_file = (folder / PARTIAL_FILE_SUFFIX).open("w")
         lock(lock_file, 0)
-        (folder / PARTIAL_SUFFIX).rename(folder / _LOCK_FILE)  # the lock file gets its name when it is already locked
+        (folder / PARTIAL_FILE_SUFFIX).rename(
+            folder / _LOCK_FILE
+        )  # the lock file gets its name when it is already locked
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be created ({error.strerror}). Free disk space, or set TMPDIR to "
             "a different folder."
         ) from None
-    cleanup_process = subprocess.Popen(
+    folder_cleanup_process = subprocess.Popen(
         ["sh", "-c", _CLEANUP_SCRIPT, "sh", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -66,7 +68,7 @@ def scratch_folder() -> Iterator[Path]:
     finally:
         with ignore_interrupts():
             shutil.rmtree(folder, ignore_errors=True)
-            cleanup_process.communicate()
+            folder_cleanup_process.communicate()
 
 
 def remove_stale_folders() -> None:
@@ -76,7 +78,7 @@ def remove_stale_folders() -> None:
                 try:
                     is_abandoned = not is_locked(folder / _LOCK_FILE)
                 except FileNotFoundError:
-                    is_abandoned = time.time() - folder.stat().st_mtime > _CREATION_SECONDS
+                    is_abandoned = time.time() - folder.stat().st_mtime > _MIN_ABANDONED_SECONDS
                 if is_abandoned:
                     shutil.rmtree(folder, ignore_errors=True)
 
@@ -97,13 +99,13 @@ def find_repository(folder: Path, option: str) -> Path:
     result = _run_git(folder, "rev-parse", "--show-toplevel")
     if result.returncode:
         raise UsageError(
-            f"{option} needs a git repository, but {folder} is not in one: {_read_git_error(result)}. "
+            f"{option} needs a git repository, but {folder} is not in one: {_read_git_stderr(result)}. "
             "Run it in a working tree."
         )
     return Path(result.stdout.rstrip("\n")).resolve()
 
 
-def is_dirty(repository: Path) -> bool:
+def has_uncommitted_changes(repository: Path) -> bool:
     return bool(_run_git(repository, "status", "--porcelain", "--untracked-files=no").stdout.strip())
 
 
@@ -126,21 +128,28 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
         path = Path(line.removeprefix("worktree "))
         if line.startswith("worktree ") and path.parent.name.startswith(FOLDER_PREFIX) and not path.exists():
             _run_git(repository, "worktree", "remove", "--force", str(path))
-    tree_folder = folder / "tree"
+    worktree_folder = folder / "tree"
     try:
         result = _run_git(
-            repository, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree_folder), commit
+            repository,
+            "-c",
+            f"core.hooksPath={os.devnull}",
+            "worktree",
+            "add",
+            "--detach",
+            str(worktree_folder),
+            commit,
         )
         if result.returncode:
             raise UsageError(
                 f"{option}: no working tree of {commit[:8]} could be created: "
-                f"{_read_git_error(result)}. Free disk space, or see "
+                f"{_read_git_stderr(result)}. Free disk space, or see "
                 "`git worktree list`."
             )
-        yield tree_folder
+        yield worktree_folder
     finally:
         with ignore_interrupts():
-            _run_git(repository, "worktree", "remove", "--force", str(tree_folder))
+            _run_git(repository, "worktree", "remove", "--force", str(worktree_folder))
 
 
 def _environment() -> dict[str, str]:
@@ -167,7 +176,7 @@ def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 124, "", f"git did not answer within {_GIT_LIMIT_SECONDS:g} s")
 
 
-def _read_git_error(result: subprocess.CompletedProcess[str]) -> str:
+def _read_git_stderr(result: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     error_line = next(
         (line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1] if lines else "no reason"
@@ -193,7 +202,7 @@ def find_interpreter(python: str, option: str) -> str:
 PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
 # The title of a side starts with this if the side is a revision of fp8bench.
 FP8BENCH_TITLE = "fp8bench at "
-EQUAL_SIDES = "both sides are equal, so any difference is noise"
+EQUAL_SIDES_NOTE = "both sides are equal, so any difference is noise"
 _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
@@ -208,11 +217,11 @@ class DuelQuestion:
     sessions: int | None = None
 
 
-OpenSides = tuple[WorkerStart, WorkerStart, tuple[str, ...]]
+DuelSideStarts = tuple[WorkerStart, WorkerStart, tuple[str, ...]]
 
 
 @contextmanager
-def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[OpenSides]:
+def open_duel_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[DuelSideStarts]:
     # 1. Allow only one difference between the sides.
     if question.against is not None and question.against_self is not None:
         raise UsageError(
@@ -226,21 +235,21 @@ def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Ope
     # 3. Let both sides import from folders that only contain fp8bench, so that other installed packages are invisible.
     with scratch_folder() as folder:
         if question.against is not None or question.against_self is not None:
-            with _open_revision(question, python_paths, imports, folder) as sides:
+            with _open_revision_sides(question, python_paths, imports, folder) as sides:
                 yield sides
             return
-        paths = (str(link_package(folder / "package", PACKAGE_FOLDER)), *_find_user_paths(imports))
+        paths = (str(link_package(folder / "package", PACKAGE_FOLDER)), *_find_user_code_folders(imports))
         side_a, side_b = (
             WorkerStart(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
             for name, python in zip((BEFORE, AFTER), python_paths, strict=True)
         )
-        yield side_a, side_b, () if any((question.python_a, question.python_b)) else (EQUAL_SIDES,)
+        yield side_a, side_b, () if any((question.python_a, question.python_b)) else (EQUAL_SIDES_NOTE,)
 
 
 @contextmanager
-def _open_revision(
+def _open_revision_sides(
     question: DuelQuestion, python_paths: Sequence[str], imports: tuple[str, ...], folder: Path
-) -> Iterator[OpenSides]:
+) -> Iterator[DuelSideStarts]:
     # 1. Choose the repository: of fp8bench, or of the measured code.
     is_fp8bench = question.against is None
     option, revision = ("--against-self", question.against_self) if is_fp8bench else ("--against", question.against)
@@ -256,29 +265,35 @@ def _open_revision(
     # 2. Name the compared commits in the titles, and whether this tree has uncommitted changes.
     commit = find_revision(repository, revision, option)
     current_commit = find_commit("HEAD", repository) or ""
-    change_note = " with uncommitted changes" if is_dirty(repository) else ""
+    change_note = " with uncommitted changes" if has_uncommitted_changes(repository) else ""
     title = commit[:8] if commit.startswith(revision) else f"{revision} ({commit[:8]})"
     current_tree_title = f"this tree ({current_commit[:8]}{change_note})"
     is_same_code = commit == current_commit and not change_note and python_paths[0] == python_paths[1]
-    notes = (EQUAL_SIDES,) if is_same_code else ()
-    paths = _find_user_paths(imports)
+    notes = (EQUAL_SIDES_NOTE,) if is_same_code else ()
+    paths = _find_user_code_folders(imports)
     # 3. Check out the old commit in a separate tree. The current checkout stays unchanged.
     with worktree(repository, commit, folder, option) as working_tree:
         if not is_fp8bench:
             # The same fp8bench measures both sides: only the user's paths move into the old tree.
             package = str(link_package(folder / "package", PACKAGE_FOLDER))
-            resolved_paths = {path: Path(path).resolve() for path in (*_find_paths_below(repository), *paths)}
-            paths = list(resolved_paths)
+            resolved_path_by_path = {path: Path(path).resolve() for path in (*_find_paths_below(repository), *paths)}
+            paths = list(resolved_path_by_path)
             paths_in_old_tree = list(
                 dict.fromkeys(
                     str(working_tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
-                    for path, real in resolved_paths.items()
+                    for path, real in resolved_path_by_path.items()
                 )
             )
-            moved_imports, move_notes = _move_imports(imports, repository, working_tree, revision)
+            imports_of_old_side, move_notes = _move_imports(imports, repository, working_tree, revision)
             yield (
                 WorkerStart(
-                    BEFORE, python_paths[0], (package, *paths_in_old_tree), title, moved_imports, commit, working_tree
+                    BEFORE,
+                    python_paths[0],
+                    (package, *paths_in_old_tree),
+                    title,
+                    imports_of_old_side,
+                    commit,
+                    working_tree,
                 ),
                 WorkerStart(
                     AFTER, python_paths[1], (package, *paths), current_tree_title, imports, current_commit, repository
@@ -301,7 +316,7 @@ def _open_revision(
         )
 
 
-def _find_user_paths(imports: tuple[str, ...]) -> list[str]:
+def _find_user_code_folders(imports: tuple[str, ...]) -> list[str]:
     """Returns the folders with the user's code, for both sides: PYTHONPATH, and the working directory if there are
     imports. Folders of installed packages are left out, because they belong to this interpreter.
     """
@@ -316,8 +331,10 @@ def _find_paths_below(top: Path) -> list[str]:
     environment = Path(sys.prefix).resolve()
     folders = [Path.cwd()]
     for path in map(Path, sys.path):
-        is_below = path.resolve().is_relative_to(top) and path.is_dir() and not _PACKAGE_FOLDERS & {*path.parts}
-        if is_below and not (environment != top and path.resolve().is_relative_to(environment)):
+        is_importable_subfolder = (
+            path.resolve().is_relative_to(top) and path.is_dir() and not _PACKAGE_FOLDERS & {*path.parts}
+        )
+        if is_importable_subfolder and not (environment != top and path.resolve().is_relative_to(environment)):
             folders.append(path.resolve())
     return list(dict.fromkeys(map(str, folders)))
 
@@ -325,15 +342,17 @@ def _find_paths_below(top: Path) -> list[str]:
 def _move_imports(
     imports: tuple[str, ...], top: Path, working_tree: Path, revision: str
 ) -> tuple[tuple[str, ...], list[str]]:
-    moved_imports = []
+    imports_of_old_side = []
     notes = []
     for name in imports:
         path = Path(name).resolve()
-        moved_path = working_tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
-        if moved_path is not None and not moved_path.is_file():
+        moved_import_path = (
+            working_tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
+        )
+        if moved_import_path is not None and not moved_import_path.is_file():
             notes.append(
                 f"{name} is not in {revision}: both sides run this tree's file, each with its revision of other modules"
             )
-            moved_path = None
-        moved_imports.append(name if moved_path is None else str(moved_path))
-    return tuple(moved_imports), notes
+            moved_import_path = None
+        imports_of_old_side.append(name if moved_import_path is None else str(moved_import_path))
+    return tuple(imports_of_old_side), notes

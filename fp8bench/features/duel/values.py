@@ -25,7 +25,7 @@ class DuelSide:
 
 
 @dataclass(frozen=True)
-class Session:
+class CaseSession:
     """The samples of one case in one session. They come from several processes per side, all measured in the same
     rounds.
     """
@@ -41,7 +41,7 @@ class CaseResult:
 
     before: Record
     after: Record
-    sessions: tuple[Session, ...] = ()
+    sessions: tuple[CaseSession, ...] = ()
 
     @property
     def has_failed(self) -> bool:
@@ -84,7 +84,7 @@ class Duel:
         )
 
 
-class NothingInCommon(UsageError):
+class NoCommonCases(UsageError):
     """Raised if the sides have no case in common."""
 
 

@@ -34,8 +34,8 @@ from fp8bench.analysis.compare.interval import compare_exact_values
 from fp8bench.analysis.compare.interval import p_value as compute_student_p
 from fp8bench.analysis.doubts import find_position_effect
 from fp8bench.analysis.labels import collect_labels
-from fp8bench.analysis.verdicts import VERDICT_BAND, best_phases, decide_verdict
-from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, Session
+from fp8bench.analysis.verdicts import VERDICT_BAND, compute_best_phase_seconds, decide_verdict
+from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, CaseSession, Duel
 from fp8bench.model import (
     Comparison,
     Direction,
@@ -48,13 +48,13 @@ from fp8bench.model import (
     Timing,
     Verdict,
 )
-from fp8bench.model.specs import MEAN_TIME, TIME, Better, spec_of
+from fp8bench.model.specs import MEAN_TIME, TIME, Better, find_metric_spec
 
 MIN_ROUNDS = 5
 # With too few processes for an interval, a verdict requires that the nearest processes of both sides differ by more
 # than this share.
 CLEAR_DIFFERENCE = 0.10
-_MAX_ASSIGNMENTS = 4096
+_MAX_NAME_ASSIGNMENTS = 4096
 _BISECTION_STEPS = 12
 # Smaller offsets of log ratios count as zero.
 _NEGLIGIBLE_SHIFT = 1e-9
@@ -99,44 +99,44 @@ class DuelVerdict:
         return self.is_resolved and self.rounds >= MIN_ROUNDS
 
     @property
-    def is_uneven(self) -> bool:
+    def does_mean_contradict_fastest(self) -> bool:
         return self.is_resolved and verdicts.is_uneven(self.ratio, self.mean_ratio)
 
 
-def judge_sessions(
-    sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME_BAND
+def judge_duel_sessions(
+    sessions: Sequence[CaseSession], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME_BAND
 ) -> DuelVerdict | None:
     """Judges all sessions of a case. Returns None if no round of any session has all processes."""
     shared_sessions = [session for session in sessions if _list_common_rounds(session)]
     if not shared_sessions:
         return None
     # Compare complete steps if parts of a step compensate for each other by more than processes differ.
-    uses_whole_steps = 2 * sum(map(_do_parts_compensate, shared_sessions)) >= len(shared_sessions)
+    uses_whole_steps = 2 * sum(map(_do_step_parts_compensate, shared_sessions)) >= len(shared_sessions)
     # 1. For each process, compute the logarithms of its fastest time and of its mean time.
-    session_logs = [_compute_log_seconds(session, uses_whole_steps) for session in shared_sessions]
-    logs, mean_logs = np.concatenate(session_logs, axis=1)
+    log_seconds_by_session = [_compute_log_seconds(session, uses_whole_steps) for session in shared_sessions]
+    logs, mean_logs = np.concatenate(log_seconds_by_session, axis=1)
     sizes = [(len(session.before), len(session.after)) for session in shared_sessions]
-    is_process_after = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
+    after_process_mask = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
     # 2. Run a permutation test: assign processes to sides at random, and count how often the sides differ as much.
-    assignments = _NameAssignments(logs, is_process_after, sizes)
+    assignments = _NameAssignments(logs, after_process_mask, sizes)
     rounds = min(len(_list_common_rounds(session)) for session in shared_sessions)
-    logs_a = logs[~is_process_after]
-    logs_b = logs[is_process_after]
+    log_seconds_a = logs[~after_process_mask]
+    log_seconds_b = logs[after_process_mask]
     ratio = assignments.interval(level)
-    mean_ratio = _NameAssignments(mean_logs, is_process_after, sizes).interval(level)
+    mean_ratio = _NameAssignments(mean_logs, after_process_mask, sizes).interval(level)
     # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
-    is_resolved = assignments.smallest_p_value <= 1 - level
+    has_enough_processes = assignments.smallest_p_value <= 1 - level
     verdict = (
         verdicts.decide_verdict(ratio, verdicts.VERDICT_BAND, same_band)
-        if is_resolved
-        else _judge_without_interval(logs_a, logs_b)
+        if has_enough_processes
+        else _judge_without_interval(log_seconds_a, log_seconds_b)
     )
     # 4. Without enough rounds, or if the means over all calls contradict the fastest calls, the verdict is UNSURE.
-    if rounds < MIN_ROUNDS or not verdicts.mean_agrees(verdict, ratio, mean_ratio):
+    if rounds < MIN_ROUNDS or not verdicts.mean_agrees_with_verdict(verdict, ratio, mean_ratio):
         verdict = Verdict.UNSURE
     # 5. Compute both sides' seconds from their ratio and geometric mean.
-    common_log_seconds = (_mean_of_fastest(logs_a) + _mean_of_fastest(logs_b)) / 2
-    process_spread = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
+    common_log_seconds = (_mean_of_fastest(log_seconds_a) + _mean_of_fastest(log_seconds_b)) / 2
+    process_spread = math.expm1(max(float(np.ptp(log_seconds_a)), float(np.ptp(log_seconds_b))))
     return DuelVerdict(
         verdict,
         ratio,
@@ -146,16 +146,16 @@ def judge_sessions(
         assignments.compute_p_value(0.0),
         assignments.smallest_p_value,
         assignments.standardized_distance,
-        max(1, len(logs) - 1 - len(session_logs)),
+        max(1, len(logs) - 1 - len(log_seconds_by_session)),
         rounds,
-        len(session_logs),
+        len(log_seconds_by_session),
         mean_ratio,
         assignments.error,
         uses_whole_steps,
     )
 
 
-def explain_unsure(times: DuelVerdict) -> str:
+def explain_unsure_verdict(times: DuelVerdict) -> str:
     # The causes are in the order in which a user can remove them.
     if times.rounds < MIN_ROUNDS:
         rounds = "1 round per session is" if times.rounds == 1 else f"{times.rounds} rounds per session are"
@@ -165,34 +165,39 @@ def explain_unsure(times: DuelVerdict) -> str:
             f"{times.sessions} session{'s' * (times.sessions != 1)} cannot show how much two equal processes differ; "
             "use more (--sessions)"
         )
-    if times.is_uneven or verdicts.decide_verdict(times.ratio, verdicts.VERDICT_BAND) is not Verdict.UNSURE:
+    if (
+        times.does_mean_contradict_fastest
+        or verdicts.decide_verdict(times.ratio, verdicts.VERDICT_BAND) is not Verdict.UNSURE
+    ):
         return "the mean over all calls contradicts the fastest calls"
     return "processes of one side differ too much; use more of them (--sessions), or a quieter machine"
 
 
-def _list_common_rounds(session: Session) -> list[int]:
+def _list_common_rounds(session: CaseSession) -> list[int]:
     return verdicts.find_common_rounds([*session.before, *session.after]) if session.before and session.after else []
 
 
-def _compute_log_seconds(session: Session, whole_steps: bool) -> NDArray[np.float64]:
+def _compute_log_seconds(session: CaseSession, whole_steps: bool) -> NDArray[np.float64]:
     timings = [*session.before, *session.after]
     rounds = _list_common_rounds(session)
     mean_seconds = [float(verdicts.mean_seconds(timing, rounds).mean()) for timing in timings]
-    return np.log([_list_best_seconds(timings, rounds, whole_steps), mean_seconds])
+    return np.log([_list_best_step_seconds(timings, rounds, whole_steps), mean_seconds])
 
 
-def _list_best_seconds(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -> list[float]:
+def _list_best_step_seconds(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -> list[float]:
     return [
-        float(stats.best_by_segment(timing).sum()) for timing in verdicts.to_comparable(timings, rounds, whole_steps)
+        float(stats.find_best_by_segment(timing).sum())
+        for timing in verdicts.select_comparable_times(timings, rounds, whole_steps)
     ]
 
 
-def _do_parts_compensate(session: Session) -> bool:
+def _do_step_parts_compensate(session: CaseSession) -> bool:
     rounds = _list_common_rounds(session)
 
     def measure_spread(whole_steps: bool) -> float:
         return max(
-            _measure_spread(_list_best_seconds(side, rounds, whole_steps)) for side in (session.before, session.after)
+            _measure_spread(_list_best_step_seconds(side, rounds, whole_steps))
+            for side in (session.before, session.after)
         )
 
     # Take the smaller of two spreads: of the sums of parts, and of complete steps. Parts that compensate for each other
@@ -236,22 +241,22 @@ class _NameAssignments:
         self._is_after = is_after
         session_end_indices = np.cumsum([count_a + count_b for count_a, count_b in sizes])
         self._sessions = np.split(np.arange(len(logs)), session_end_indices[:-1])
-        assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
-        if assignment_count <= _MAX_ASSIGNMENTS:
+        side_assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
+        if side_assignment_count <= _MAX_NAME_ASSIGNMENTS:
             b_index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
-            b_process_masks = _mark_processes_named_b(sizes, list(itertools.product(*b_index_choices)))
+            b_process_masks = _make_b_process_masks(sizes, list(itertools.product(*b_index_choices)))
         else:
             # Use the actual assignment and a seeded sample, so that the same samples always give the same verdict.
             rng = np.random.default_rng(0)
             sampled_assignments = []
-            for _ in range(_MAX_ASSIGNMENTS - 1):
+            for _ in range(_MAX_NAME_ASSIGNMENTS - 1):
                 sampled_assignment = [
                     rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes
                 ]
                 sampled_assignments.append(sampled_assignment)
-            b_process_masks = np.concatenate([[is_after], _mark_processes_named_b(sizes, sampled_assignments)])
+            b_process_masks = np.concatenate([[is_after], _make_b_process_masks(sizes, sampled_assignments)])
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
-        self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(b_process_masks))
+        self.smallest_p_value = max((1 + has_mirror_images) / side_assignment_count, 1 / len(b_process_masks))
         # Store the indices of the processes on side B and side A. Every assignment has equally many on each side.
         self._after_indices, self._before_indices = (
             np.nonzero(names)[1].reshape(len(b_process_masks), -1) for names in (b_process_masks, ~b_process_masks)
@@ -270,32 +275,32 @@ class _NameAssignments:
         low = -math.inf
         high = math.inf
         if self.smallest_p_value <= 1 - level:
-            largest_log_offset = 2 * float(np.ptp(self._logs)) + abs(log_ratio) + _NEGLIGIBLE_SHIFT
+            largest_log_ratio_offset = 2 * float(np.ptp(self._logs)) + abs(log_ratio) + _NEGLIGIBLE_SHIFT
             low, high = (
-                self._find_bound(log_ratio, outer_offset, 1 - level)
-                for outer_offset in (-largest_log_offset, largest_log_offset)
+                self._find_interval_bound(log_ratio, outer_offset, 1 - level)
+                for outer_offset in (-largest_log_ratio_offset, largest_log_ratio_offset)
             )
         return Interval(math.exp(log_ratio), math.exp(low), math.exp(high), level)
 
     def compute_p_value(self, log_shift: float) -> float:
         # Allow for rounding: the actual assignment must count, but is summed in a different order.
-        distances, observed_distance = self._measure_side_distances(log_shift)
-        return float((np.abs(distances) >= abs(observed_distance) - 1e-12).mean())
+        distances, observed_log_distance = self._measure_side_distances(log_shift)
+        return float((np.abs(distances) >= abs(observed_log_distance) - 1e-12).mean())
 
-    def _find_bound(self, log_ratio: float, outer_offset: float, p_limit: float) -> float:
+    def _find_interval_bound(self, log_ratio: float, outer_offset: float, p_limit: float) -> float:
         # If chance explains even the largest offset, no bound exists.
         if self.compute_p_value(log_ratio + outer_offset) > p_limit:
             return math.copysign(math.inf, outer_offset)
         # Halve the offset until chance explains it, then bisect between the last two offsets.
         while self.compute_p_value(log_ratio + outer_offset / 2) <= p_limit and abs(outer_offset) > _NEGLIGIBLE_SHIFT:
             outer_offset /= 2
-        explained_offset = outer_offset / 2
+        explained_log_offset = outer_offset / 2
         for _ in range(_BISECTION_STEPS):
-            middle_offset = (explained_offset + outer_offset) / 2
-            if self.compute_p_value(log_ratio + middle_offset) > p_limit:
-                explained_offset = middle_offset
+            bisected_log_offset = (explained_log_offset + outer_offset) / 2
+            if self.compute_p_value(log_ratio + bisected_log_offset) > p_limit:
+                explained_log_offset = bisected_log_offset
             else:
-                outer_offset = middle_offset
+                outer_offset = bisected_log_offset
         return log_ratio + outer_offset
 
     @cached_property
@@ -304,20 +309,24 @@ class _NameAssignments:
 
     @property
     def standardized_distance(self) -> float:
-        log_size = abs(self.log_ratio)
-        return log_size / self.error if self.error else math.inf if log_size else 0.0
+        log_ratio_size = abs(self.log_ratio)
+        return log_ratio_size / self.error if self.error else math.inf if log_ratio_size else 0.0
 
     def _measure_side_distances(self, log_shift: float) -> tuple[NDArray[np.float64], float]:
-        logs = self._logs - log_shift * self._is_after
+        centred_logs = self._logs - log_shift * self._is_after
         # the median of a session does not depend on the assignment of processes to sides
         for process_indices in self._sessions:
-            logs[process_indices] -= np.median(logs[process_indices])
-        assigned_distances = _mean_of_fastest(logs[self._after_indices]) - _mean_of_fastest(logs[self._before_indices])
-        observed_distance = _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
-        return assigned_distances, float(observed_distance)
+            centred_logs[process_indices] -= np.median(centred_logs[process_indices])
+        assigned_distances = _mean_of_fastest(centred_logs[self._after_indices]) - _mean_of_fastest(
+            centred_logs[self._before_indices]
+        )
+        observed_log_distance = _mean_of_fastest(centred_logs[self._is_after]) - _mean_of_fastest(
+            centred_logs[~self._is_after]
+        )
+        return assigned_distances, float(observed_log_distance)
 
 
-def _mark_processes_named_b(
+def _make_b_process_masks(
     sizes: Sequence[tuple[int, int]], assignments: Sequence[Sequence[Sequence[int]]]
 ) -> NDArray[np.bool_]:
     """Returns one row of booleans per assignment of the names A and B to processes: True for each process named B.
@@ -333,7 +342,7 @@ def _mark_processes_named_b(
 
 # These labels are ignored: they are about rounds, which a duel's verdict does not use, or about noise, which its
 # interval includes.
-_IGNORED_LABELS = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
+_LABELS_IGNORED_IN_DUELS = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTION_BY_VERDICT = {
     Verdict.FASTER: Direction.BETTER,
     Verdict.SLOWER: Direction.WORSE,
@@ -343,40 +352,45 @@ _DIRECTION_BY_VERDICT = {
 
 
 def judge_case(result: CaseResult) -> DuelVerdict | None:
-    return judge_sessions(result.sessions) if result.is_measured else None
+    return judge_duel_sessions(result.sessions) if result.is_measured else None
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
-    return tuple(itertools.chain.from_iterable(map(compare_case, duel.results)))
+    return tuple(itertools.chain.from_iterable(map(compare_case_sides, duel.results)))
 
 
 def compare_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
-        times = judge_case(result)
-        if times is not None and times.is_resolved:
-            direction = _DIRECTION_BY_VERDICT[decide_verdict(times.mean_ratio, VERDICT_BAND)]
+        time_verdict = judge_case(result)
+        if time_verdict is not None and time_verdict.is_resolved:
+            direction = _DIRECTION_BY_VERDICT[decide_verdict(time_verdict.mean_ratio, VERDICT_BAND)]
             yield replace(
                 _make_empty_comparison(result, MEAN_TIME, "s"),
                 direction=direction,
-                ratio=times.mean_ratio,
-                labels=_choose_labels(result, times),
+                ratio=time_verdict.mean_ratio,
+                labels=_choose_duel_labels(result, time_verdict),
             )
 
 
-def compare_case(result: CaseResult) -> Iterator[Comparison]:
-    yield _compare_times(result)
+def compare_case_sides(result: CaseResult) -> Iterator[Comparison]:
+    yield _compare_case_times(result)
     measurements = (*result.before.measurements, *result.after.measurements)
     for name in dict.fromkeys(measurement.metric for measurement in measurements):
-        if spec_of(name).better is Better.LOWER:
+        if find_metric_spec(name).better is Better.LOWER:
             yield _compare_values(result, name)
 
 
-def _compare_times(result: CaseResult) -> Comparison:
-    times = judge_case(result)
+def _compare_case_times(result: CaseResult) -> Comparison:
+    time_verdict = judge_case(result)
     comparison = _make_empty_comparison(result, TIME, "s")
-    if times is None:
-        return replace(comparison, why=_explain_missing(result))
-    comparison = replace(comparison, before=times.before, after=times.after, labels=_choose_labels(result, times))
+    if time_verdict is None:
+        return replace(comparison, why=_explain_missing_times(result))
+    comparison = replace(
+        comparison,
+        before=time_verdict.before,
+        after=time_verdict.after,
+        labels=_choose_duel_labels(result, time_verdict),
+    )
     support_level_a = result.before.support.level
     support_level_b = result.after.support.level
     if support_level_a is not support_level_b:
@@ -386,11 +400,11 @@ def _compare_times(result: CaseResult) -> Comparison:
         return replace(comparison, why=reason)
     return replace(
         comparison,
-        direction=_DIRECTION_BY_VERDICT[times.verdict],
-        ratio=times.ratio,
-        p_value=compute_p_value(times),
-        why=explain_unsure(times) if times.verdict is Verdict.UNSURE else "",
-        noise=Noise(times.error, times.freedom) if times.can_judge else None,
+        direction=_DIRECTION_BY_VERDICT[time_verdict.verdict],
+        ratio=time_verdict.ratio,
+        p_value=compute_p_value(time_verdict),
+        why=explain_unsure_verdict(time_verdict) if time_verdict.verdict is Verdict.UNSURE else "",
+        noise=Noise(time_verdict.error, time_verdict.freedom) if time_verdict.can_judge else None,
     )
 
 
@@ -405,31 +419,33 @@ def compute_p_value(times: DuelVerdict) -> float | None:
     return min(times.permutation_p_value, compute_student_p(times.standardized_distance, times.freedom))
 
 
-def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
-    process_timings = []
-    large_effect_count = 0
+def _choose_duel_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
+    sides_with_timings = []
+    large_position_effect_count = 0
     for session in result.sessions:
-        process_timings += [(result.before, timing) for timing in session.before]
-        process_timings += [(result.after, timing) for timing in session.after]
-        effect = find_position_effect([*session.before, *session.after])
-        large_effect_count += effect is not None and abs(effect.ratio.point - 1) > max(
+        sides_with_timings += [(result.before, timing) for timing in session.before]
+        sides_with_timings += [(result.after, timing) for timing in session.after]
+        position_effect = find_position_effect([*session.before, *session.after])
+        large_position_effect_count += position_effect is not None and abs(position_effect.ratio.point - 1) > max(
             VERDICT_BAND, times.process_spread
         )
     labels: Counter[Label] = Counter()
-    for record, timing in process_timings:
-        finding = Finding(record.case, times.verdict, phases=best_phases(timing))
+    for record, timing in sides_with_timings:
+        finding = Finding(record.case, times.verdict, phases=compute_best_phase_seconds(timing))
         labels.update(entry.label for entry in collect_labels(replace(record, timing=timing), finding, None, None))
-    chosen_labels = {label for label, count in labels.items() if 2 * count >= len(process_timings)} - _IGNORED_LABELS
-    if times.is_uneven:
+    chosen_labels = {
+        label for label, count in labels.items() if 2 * count >= len(sides_with_timings)
+    } - _LABELS_IGNORED_IN_DUELS
+    if times.does_mean_contradict_fastest:
         chosen_labels.add(Label.UNEVEN)
     if times.uses_whole_steps:
         chosen_labels.add(Label.WHOLE_STEPS)
-    if 2 * large_effect_count >= len(result.sessions):
+    if 2 * large_position_effect_count >= len(result.sessions):
         chosen_labels.add(Label.POSITION)
     return tuple(label for label in Label if label in chosen_labels)
 
 
-def _explain_missing(result: CaseResult) -> str:
+def _explain_missing_times(result: CaseResult) -> str:
     for side, record in ((BEFORE, result.before), (AFTER, result.after)):
         if record.status is Status.FAILED:
             return f"it failed on side {side}: {record.reason}"
@@ -437,17 +453,17 @@ def _explain_missing(result: CaseResult) -> str:
 
 
 def _compare_values(result: CaseResult, metric: str) -> Comparison:
-    measurements = [record.measurement(metric) for record in (result.before, result.after)]
-    unit, *other_units = dict.fromkeys(measurement.unit for measurement in measurements if measurement is not None)
+    side_measurements = [record.measurement(metric) for record in (result.before, result.after)]
+    unit, *other_units = dict.fromkeys(measurement.unit for measurement in side_measurements if measurement is not None)
     comparison = _make_empty_comparison(result, metric, unit)
     if other_units:
         return replace(comparison, why=f"its unit was {unit or 'none'} and is now {other_units[0] or 'none'}")
-    samples = [measurement.samples if measurement is not None else () for measurement in measurements]
+    samples = [measurement.samples if measurement is not None else () for measurement in side_measurements]
     value_a, value_b = (statistics.median(values) if values else None for values in samples)
     comparison = replace(comparison, before=value_a, after=value_b)
     if value_a is None or value_b is None:
         reason = f"only side {AFTER if value_a is None else BEFORE} has it"
-        return replace(comparison, why=_explain_missing(result) if result.has_failed else reason)
+        return replace(comparison, why=_explain_missing_times(result) if result.has_failed else reason)
     return replace(comparison, **compare_exact_values(*samples)._asdict())
 
 

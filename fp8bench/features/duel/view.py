@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fp8bench import units
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME_BAND, VERDICT_BAND
 from fp8bench.features.duel.values import CaseResult, Duel
-from fp8bench.features.duel.verdicts import CLEAR_DIFFERENCE, compare_case, judge_case
+from fp8bench.features.duel.verdicts import CLEAR_DIFFERENCE, compare_case_sides, judge_case
 from fp8bench.features.duel.verdicts import comparisons as comparisons_of
 from fp8bench.model import Comparison, Direction, Status
 from fp8bench.model.codec import SCHEMA, encode
@@ -15,14 +15,14 @@ from fp8bench.model.specs import TIME
 from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import (
     DIRECTION_TONES,
-    count_directions,
     describe_direction,
+    describe_direction_counts,
     explain_labels,
     show_change,
     value,
 )
 from fp8bench.report.elements import Element, Field, Page, Part, Text, Tone
-from fp8bench.report.panels import show_params, together
+from fp8bench.report.panels import format_case_params, together
 from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import join_words, many
 
@@ -31,7 +31,7 @@ _CHANGE_LEGEND = (
     "is faster. A side is the mean of the faster three fifths of its processes, each by its best case"
 )
 _TIME_LEGEND = "A, B: the time of a step, without slow-downs that a session had on both sides"
-_APART_LEGEND = (
+_PROCESS_SPREAD_LEGEND = (
     "apart: how much slower the slowest process of a side was than its fastest, with the same code; the interval "
     "includes this"
 )
@@ -47,33 +47,35 @@ _CaseComparison = tuple[CaseResult, Comparison]
 
 
 def render_page(duel: Duel) -> Page:
-    compared_figures = []
+    result_comparisons = []
     for result in duel.results:
-        compared_figures += [(result, comparison) for comparison in compare_case(result)]
-    time_figures = [figure for figure in compared_figures if figure[1].metric == TIME]
-    shown: Element = table("times", "", _TIME_COLUMNS, time_figures) if time_figures else Text("Nothing was measured.")
-    parts = [Part("times", "", (shown,)), Part("values", "", tuple(_list_values(compared_figures)))]
-    parts += make_list_part("notes", "notes", _collect_notes(duel, compared_figures))
+        result_comparisons += [(result, comparison) for comparison in compare_case_sides(result)]
+    time_figures = [figure for figure in result_comparisons if figure[1].metric == TIME]
+    times_element: Element = (
+        table("times", "", _DUEL_TIME_COLUMNS, time_figures) if time_figures else Text("Nothing was measured.")
+    )
+    parts = [Part("times", "", (times_element,)), Part("values", "", tuple(_list_values(result_comparisons)))]
+    parts += make_list_part("notes", "notes", _collect_notes(duel, result_comparisons))
     legend = (
         _TIME_LEGEND,
         _CHANGE_LEGEND,
-        _APART_LEGEND,
+        _PROCESS_SPREAD_LEGEND,
         _VERDICT_LEGEND,
-        *explain_labels(comparison for _, comparison in compared_figures),
+        *explain_labels(comparison for _, comparison in result_comparisons),
     )
     title = f"duel {duel.request.suite}: B against A, {many(duel.sessions, 'session')} of two processes a side"
     facts = []
     for side in (duel.before, duel.after):  # for example 'v1 (3fa9c2d1), Python 3.11.7, torch 2.13.0, /usr/bin/python'
         environment = side.environment.facts
-        software = (
+        software_text = (
             f"Python {environment.get('python')}, torch {environment.get('torch')}, fp8bench "
             f"{environment.get('fp8bench')}"
         )
-        facts.append((side.name, f"{side.title}, {software}, {side.python}"))
+        facts.append((side.name, f"{side.title}, {software_text}, {side.python}"))
     return Page(
         title,
         "",
-        (*parts, Part("summary", "", tuple(_describe_ending(duel)))),
+        (*parts, Part("summary", "", tuple(_describe_duel_ending(duel)))),
         legend if time_figures else (),
         tuple(facts),
     )
@@ -81,7 +83,7 @@ def render_page(duel: Duel) -> Page:
 
 def _format_setting(figure: _CaseComparison) -> str:
     case = figure[0].after.case
-    return " ".join(text for text in (case.workload, show_params(case.params), "on", case.device) if text)
+    return " ".join(text for text in (case.workload, format_case_params(case.params), "on", case.device) if text)
 
 
 def _format_mode(figure: _CaseComparison) -> str:
@@ -112,7 +114,7 @@ _SIDE_COLUMNS: tuple[Col[_CaseComparison], ...] = (
     Col("A", lambda figure: value(figure[1], figure[1].before), number=True),
     Col("B", lambda figure: value(figure[1], figure[1].after), number=True),
 )
-_TIME_COLUMNS: tuple[Col[_CaseComparison], ...] = (
+_DUEL_TIME_COLUMNS: tuple[Col[_CaseComparison], ...] = (
     Col("setting", _format_setting, shared=True),
     Col("case", _format_mode),
     *_SIDE_COLUMNS,
@@ -121,7 +123,7 @@ _TIME_COLUMNS: tuple[Col[_CaseComparison], ...] = (
     Col("apart", _format_spread, number=True),
     Col("labels", lambda figure: ", ".join(figure[1].labels)),
 )
-_VALUE_COLUMNS: tuple[Col[_CaseComparison], ...] = (
+_FIGURE_VALUE_COLUMNS: tuple[Col[_CaseComparison], ...] = (
     Col("case", _format_mode),
     Col("figure", lambda figure: figure[1].metric),
     *_SIDE_COLUMNS,
@@ -132,12 +134,12 @@ _VALUE_COLUMNS: tuple[Col[_CaseComparison], ...] = (
 def _list_values(figures: Sequence[_CaseComparison]) -> Iterator[Element]:
     values = [figure for figure in figures if figure[1].metric != TIME]
     # Hundreds of equal values would hide the few different ones, so equal values are only counted.
-    differing = [
+    differing_figures = [
         figure for figure in values if figure[1].direction is not Direction.SAME and figure[1].ratio is not None
     ]
     if values:
-        title = f"values (errors, memory): {count_directions(comparison for _, comparison in values)}"
-        yield table("values", title, _VALUE_COLUMNS, differing) if differing else Text(title)
+        title = f"values (errors, memory): {describe_direction_counts(comparison for _, comparison in values)}"
+        yield table("values", title, _FIGURE_VALUE_COLUMNS, differing_figures) if differing_figures else Text(title)
 
 
 def _collect_notes(duel: Duel, figures: Sequence[_CaseComparison]) -> list[str]:
@@ -153,15 +155,17 @@ def _collect_notes(duel: Duel, figures: Sequence[_CaseComparison]) -> list[str]:
     return [f"{join_words(about, 3)}: {reason}" for reason, about in together(reasons).items()]
 
 
-def _describe_ending(duel: Duel) -> Iterator[Text]:
+def _describe_duel_ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"note: {note}") for note in duel.notes)
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
     if unmeasured_case_count := len(duel.cases) - len(duel.results):
         yield Text(f"{unmeasured_case_count} of {len(duel.cases)} cases were not measured")
     # Fewer sessions make wider intervals, which a reader should not mistake for noise.
-    shortened_count = sum(0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results)
-    if shortened_count:
-        yield Text(f"{shortened_count} of {len(duel.cases)} cases have fewer sessions than planned")
+    shortened_case_count = sum(
+        0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results
+    )
+    if shortened_case_count:
+        yield Text(f"{shortened_case_count} of {len(duel.cases)} cases have fewer sessions than planned")
     yield Text(f"stored in {duel.path}" if duel.path else "this duel was not stored")
 
 

@@ -9,14 +9,14 @@ from functools import partial
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.options import add_common, subcommands
+from fp8bench.cli.options import add_common_options, subcommands
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
-from fp8bench.cli.streams import complain, say
+from fp8bench.cli.streams import say, write_sentence_to_stderr
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.fleet import view
 from fp8bench.features.fleet.engines import (
-    STARTER_BY_ENGINE,
-    WorkerOrder,
+    WORKER_STARTER_BY_ENGINE,
+    WorkerStartOrder,
     measure_waiting_cells,
     run_local_workers,
     start_workers,
@@ -26,7 +26,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.page.html import render
-from fp8bench.store.fleet_plans import check_cell, compute_cell_states, read_plan, should_run
+from fp8bench.store.fleet_plans import check_cell, compute_cell_states, read_fleet_plan, should_run_cell
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
             metavar="PLAN",
             help="a file that fp8bench suite NAME --dry-run --write-plan FILE wrote",
         )
-        add_common(
+        add_common_options(
             subparser,
             "--store",
             help="the folder for the runs of its cells, shared by all machines or one for each; default "
@@ -49,50 +49,54 @@ def add(parser: argparse.ArgumentParser) -> None:
         )
         return subparser
 
-    work_parser = command("work", "measure the waiting cells, one after the other")
-    work_parser.add_argument(
+    work_command_parser = command("work", "measure the waiting cells, one after the other")
+    work_command_parser.add_argument(
         "--workers",
         type=types.whole(whole_number(1, 256)),
         default=1,
         metavar="N",
         help="how many processes measure at a time on this machine (they disturb each other); default 1",
     )
-    work_parser.add_argument(
+    work_command_parser.add_argument(
         "--cell",
         type=types.whole(whole_number(0)),
         metavar="N",
         help="only this cell, counted from 0; default all waiting cells",
     )
-    work_parser.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
-    add_common(work_parser, "--explain")
+    work_command_parser.add_argument(
+        "--retry", action="store_true", help="also measure cells whose last attempt failed"
+    )
+    add_common_options(work_command_parser, "--explain")
     submit_exit_codes = exit_codes.replace("0 every", "0 workers are submitted, or with --wait every")
-    submit_parser = command("submit", "start workers in Slurm or in a Ray cluster", submit_exit_codes)
-    _add_submit(submit_parser)
+    submit_command_parser = command("submit", "start workers in Slurm or in a Ray cluster", submit_exit_codes)
+    _add_submit_options(submit_command_parser)
     status = command("status", "list the cells that are done, running, failed (with the reason) or waiting")
-    add_common(status, "--explain")
-    add_common(status, "--json", help="print the states as JSON instead")
-    _add_report(add_command)
-    collect_parser = add_command(
+    add_common_options(status, "--explain")
+    add_common_options(status, "--json", help="print the states as JSON instead")
+    _add_report_command(add_command)
+    collect_command_parser = add_command(
         "collect",
         "copy the runs of several machines' stores into one, by machine and month",
         "Exit codes: 0 all copied, 2 wrong usage, 3 a file is damaged or could not be copied, 130 interrupted.",
     )
-    collect_parser.add_argument(
+    collect_command_parser.add_argument(
         "plan",
         type=types.parse_plan_or_all,
         metavar="PLAN",
         help="copy the runs of this plan's cells; '-' copies all runs",
     )
-    collect_parser.add_argument(
+    collect_command_parser.add_argument(
         "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
     )
-    add_common(collect_parser, "--store", help=f"where the copies go; existing files stay; default {DEFAULT_STORE}")
+    add_common_options(
+        collect_command_parser, "--store", help=f"where the copies go; existing files stay; default {DEFAULT_STORE}"
+    )
 
 
-def _add_submit(parser: argparse.ArgumentParser) -> None:
+def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on",
-        choices=[*STARTER_BY_ENGINE],
+        choices=[*WORKER_STARTER_BY_ENGINE],
         required=True,
         help=(
             "what starts the workers. ray: a running Ray cluster, one cell for each node with the plan's kind of "
@@ -116,10 +120,10 @@ def _add_submit(parser: argparse.ArgumentParser) -> None:
         "options of sbatch, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'",
     )
     parser.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
-    add_common(parser, "--explain")
+    add_common_options(parser, "--explain")
 
 
-def _add_report(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_report_command(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     exit_codes = "Exit codes: 0 no machine stands out, 2 wrong usage, 3 a machine stands out, 130 interrupted."
     report = add_command(
         "report", "compare the machines of a fleet, and name those that are slow or sent nothing", exit_codes
@@ -130,7 +134,7 @@ def _add_report(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="PLAN|STORE",
         help="a plan, whose runs are in --store; or a store, such as the one that fleet collect made",
     )
-    add_common(report, "--store", help=f"where the runs of the plan's cells are; default {DEFAULT_STORE}")
+    add_common_options(report, "--store", help=f"where the runs of the plan's cells are; default {DEFAULT_STORE}")
     report.add_argument(
         "--machines",
         type=types.words,
@@ -138,15 +142,15 @@ def _add_report(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="NAMES",
         help="machines that you expect, as A,B,C; the report names those that sent nothing",
     )
-    add_common(report, "--explain")
-    add_common(report, "--json", help="print everything as JSON instead")
-    add_common(
+    add_common_options(report, "--explain")
+    add_common_options(report, "--json", help="print everything as JSON instead")
+    add_common_options(
         report,
         "--csv",
         help="also write a CSV row for each case on each machine to this file; '-' prints the rows instead",
     )
-    add_common(report, "--html", help="also write a page for a browser to this file")
-    add_common(report, "--md")
+    add_common_options(report, "--html", help="also write a page for a browser to this file")
+    add_common_options(report, "--md")
 
 
 def parse_option(text: str) -> tuple[str, str]:
@@ -163,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.subcommand in commands:
         return commands[arguments.subcommand](arguments)
     plan_commands = {"work": _run_worker, "submit": _submit_workers, "status": _show_status}
-    return plan_commands[arguments.subcommand](read_plan(arguments.plan), arguments)
+    return plan_commands[arguments.subcommand](read_fleet_plan(arguments.plan), arguments)
 
 
 def _show_status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
@@ -184,43 +188,48 @@ def _run_worker(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     if arguments.workers > 1:
         if only_cell is not None:
             raise UsageError("--cell is for one worker. Leave --workers out.")
-        run_local_workers(WorkerOrder(plan, file, store, arguments.workers, arguments.retry))
+        run_local_workers(WorkerStartOrder(plan, file, store, arguments.workers, arguments.retry))
         return _show_status(plan, arguments)
     if only_cell is not None:
         check_cell(plan, only_cell)
 
     def report_begin(state: CellState) -> None:
-        complain(f"cell {plan.name_of(state.number)} starts: {state.cell.setting}")
+        write_sentence_to_stderr(f"cell {plan.format_cell_id(state.number)} starts: {state.cell.setting}")
 
     # 2. Measure the cells that no other worker measures.
     exit_code_by_cell, refusal_by_cell = measure_waiting_cells(
         plan, file, store, arguments.retry, report_begin, only_cell
     )
     # 3. Report failed, damaged and refused cells. The counts come last, because users look at the last line first.
-    states = compute_cell_states(plan, store)
-    for state in states:
+    cell_states = compute_cell_states(plan, store)
+    for state in cell_states:
         if state.number in exit_code_by_cell and state.why:
-            complain(f"cell {state.number} {state.status}: {state.why}")
+            write_sentence_to_stderr(f"cell {state.number} {state.status}: {state.why}")
         for sentence in state.damage:
-            complain(f"cell {state.number} is damaged: {sentence}")
-        if state.number in refusal_by_cell and should_run(state, arguments.retry):
-            complain(refusal_by_cell[state.number])
-    complain(
-        f"plan {plan.id}: {len(exit_code_by_cell)} of {len(states)} cells measured here; {view.describe_counts(states)}"
+            write_sentence_to_stderr(f"cell {state.number} is damaged: {sentence}")
+        if state.number in refusal_by_cell and should_run_cell(state, arguments.retry):
+            write_sentence_to_stderr(refusal_by_cell[state.number])
+    status_counts = view.describe_status_counts(cell_states)
+    write_sentence_to_stderr(
+        f"plan {plan.id}: {len(exit_code_by_cell)} of {len(cell_states)} cells measured here; {status_counts}"
     )
-    return _choose_exit_code(states if only_cell is None else states[only_cell : only_cell + 1])
+    return _choose_exit_code(cell_states if only_cell is None else cell_states[only_cell : only_cell + 1])
 
 
 def _submit_workers(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     options, store = dict(arguments.option), arguments.store
-    order = WorkerOrder(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
+    worker_order = WorkerStartOrder(
+        plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options
+    )
 
     def report_jobs(jobs: Sequence[str]) -> None:
-        complain(f"jobs {', '.join(jobs)} on {arguments.on}; their output is in {order.log_folder}")
-        complain(f"See their states: fp8bench fleet status {arguments.plan} --store {store}")
+        write_sentence_to_stderr(
+            f"jobs {', '.join(jobs)} on {arguments.on}; their output is in {worker_order.log_folder}"
+        )
+        write_sentence_to_stderr(f"See their states: fp8bench fleet status {arguments.plan} --store {store}")
 
-    for trouble in start_workers(arguments.on, order, report_jobs):
-        complain(trouble)
+    for trouble in start_workers(arguments.on, worker_order, report_jobs):
+        write_sentence_to_stderr(trouble)
     return _show_status(plan, arguments) if arguments.wait else EXIT_OK
 
 
@@ -232,19 +241,25 @@ def _collect_runs(arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet.collect import collect_runs  # this import is slow
 
     out = arguments.store
-    collection_counts = collect_runs(
-        read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out
+    collected_run_counts = collect_runs(
+        read_fleet_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out
     )
-    for sentence in collection_counts.failures:
-        complain(sentence)
+    for sentence in collected_run_counts.failures:
+        write_sentence_to_stderr(sentence)
     copied_counts_text = ", ".join(
-        f"{count} of {name}" for name, count in sorted(collection_counts.taken_by_machine.items())
+        f"{count} of {name}" for name, count in sorted(collected_run_counts.taken_count_by_machine.items())
     )
-    lines = [f"taken: {copied_counts_text or 'nothing new'}", f"copied before: {collection_counts.same_count}"]
-    lines += [f"left out: {count} {reason}" for reason, count in sorted((+collection_counts.left_by_reason).items())]
-    lines += [f"refused: {len(collection_counts.failures)}"] if collection_counts.failures else []
+    lines = [
+        f"taken: {copied_counts_text or 'nothing new'}",
+        f"copied before: {collected_run_counts.unchanged_file_count}",
+    ]
+    lines += [
+        f"left out: {count} {reason}"
+        for reason, count in sorted((+collected_run_counts.excluded_count_by_reason).items())
+    ]
+    lines += [f"refused: {len(collected_run_counts.failures)}"] if collected_run_counts.failures else []
     say("\n".join([*lines, f"in {out}", ""]))
-    return EXIT_FAILED if collection_counts.failures else EXIT_OK
+    return EXIT_FAILED if collected_run_counts.failures else EXIT_OK
 
 
 def _show_report(arguments: argparse.Namespace) -> int:
@@ -253,7 +268,7 @@ def _show_report(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         html = render(page())
     with write_outputs({"--html": (arguments.html, html)}):
-        tell(arguments, page, partial(encode, report), partial(view.report_rows, report))
+        tell(arguments, page, partial(encode, report), partial(view.list_fleet_rows, report))
     if arguments.html is not None:
-        complain(f"the page is {arguments.html}")
+        write_sentence_to_stderr(f"the page is {arguments.html}")
     return EXIT_FAILED if report.alarms else EXIT_OK

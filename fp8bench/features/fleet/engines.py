@@ -17,13 +17,13 @@ from typing import IO, Any
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import convert_write_errors, open_file
-from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
-from fp8bench.store.fleet_plans import OUTPUT_FILE, add_attempt, cell_folder, compute_cell_states, should_run
+from fp8bench.model.run import CellAttempt, CellState, CellStatus, FleetPlan
+from fp8bench.store.fleet_plans import OUTPUT_FILE, add_attempt, compute_cell_states, get_cell_folder, should_run_cell
 from fp8bench.store.runs.run_file import check_store
 
 # A program that asks the kernel for SIGTERM when its parent dies, and then executes fp8bench. Popen's preexec_fn
 # would be unsafe, because Ray has threads.
-_DIE_WITH_PARENT = """
+_DIE_WITH_PARENT_SCRIPT = """
 import ctypes, os, signal, sys
 set_parent_death_signal = 1
 ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
@@ -44,7 +44,7 @@ def start_fp8bench(
     """
     command = [sys.executable, "-m", "fp8bench", *arguments]
     if sys.platform == "linux":
-        command = [sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()), *command]
+        command = [sys.executable, "-ISc", _DIE_WITH_PARENT_SCRIPT, str(os.getpid()), *command]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ def wait_for_all(*processes: subprocess.Popen[bytes]) -> int:
 
 
 # The file that a worker locks while it measures a cell. The cell's process locks a different file.
-_CLAIM_FILE = "claim"
+_CELL_CLAIM_FILE = "claim"
 
 
 def measure_waiting_cells(
@@ -101,19 +101,21 @@ def measure_waiting_cells(
         # cells.
         cell_states = compute_cell_states(plan, store, finished_cells)
         finished_cells.update(state.number for state in cell_states if state.status is CellStatus.DONE)
-        waiting_states = [
+        waiting_cell_states = [
             state
             for state in cell_states
             if only_cell in (None, state.number)
             and state.number not in exit_codes | refusal_by_cell
-            and should_run(state, retry)
+            and should_run_cell(state, retry)
         ]
-        if not waiting_states:
+        if not waiting_cell_states:
             return exit_codes, refusal_by_cell
         # 2. Measure the first waiting cell, unless another worker has claimed it.
-        state, number = waiting_states[0], waiting_states[0].number
+        state, number = waiting_cell_states[0], waiting_cell_states[0].number
         try:
-            with exclusive_lock(cell_folder(plan, number, store) / _CLAIM_FILE, f"cell {plan.name_of(number)}"):
+            with exclusive_lock(
+                get_cell_folder(plan, number, store) / _CELL_CLAIM_FILE, f"cell {plan.format_cell_id(number)}"
+            ):
                 report_begin(state)
                 exit_codes[number] = _measure_cell(plan, file, number, store)
         except (UsageError, StoreError) as error:
@@ -126,7 +128,7 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     """
     from fp8bench.pipeline import now  # this import is slow
 
-    folder, start_time = cell_folder(plan, number, store), now()
+    folder, start_time = get_cell_folder(plan, number, store), now()
     arguments = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
     start = time.monotonic()
     # The environment variable COLUMNS would wrap messages, so a report would quote them incompletely.
@@ -136,13 +138,13 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
         open_file(folder / OUTPUT_FILE, "ab", most=None) as output,
     ):
         exit_code = wait_for_all(start_fp8bench(arguments, output, environment))
-    attempt = Attempt(socket.gethostname(), os.getpid(), start_time, time.monotonic() - start, exit_code)
+    attempt = CellAttempt(socket.gethostname(), os.getpid(), start_time, time.monotonic() - start, exit_code)
     add_attempt(plan, number, store, attempt)
     return exit_code
 
 
 @dataclass(frozen=True)
-class WorkerOrder:
+class WorkerStartOrder:
     """An order to start processes that measure the cells (parts) of a plan.
 
     `workers` is the number of processes; None for the engine's default. `file` is the path of the plan, and `options`
@@ -168,7 +170,7 @@ class WorkerOrder:
         return [*arguments, "--retry"] if self.retry else arguments
 
 
-def run_local_workers(order: WorkerOrder) -> None:
+def run_local_workers(order: WorkerStartOrder) -> None:
     """Runs workers on this machine until all end. An interrupt of this process ends them. Raises StoreError if the
     store is not writable.
     """
@@ -177,17 +179,17 @@ def run_local_workers(order: WorkerOrder) -> None:
 
 
 # Called with the names of the jobs that an engine started.
-JobsCallback = Callable[[Sequence[str]], None]
+JobNamesCallback = Callable[[Sequence[str]], None]
 
 
-def start_workers(engine: str, order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
+def start_workers(engine: str, order: WorkerStartOrder, report_jobs: JobNamesCallback) -> Sequence[str]:
     """Starts workers, and returns the problems of their jobs. If the order `waits_for_workers`, waits for them, and an
     interrupt of this process ends them. Raises UsageError if the engine cannot start, and StoreError if the store is
     not writable.
     """
     check_store(order.store)
     order.log_folder.mkdir(parents=True, exist_ok=True)
-    return STARTER_BY_ENGINE[engine](order, report_jobs)
+    return WORKER_STARTER_BY_ENGINE[engine](order, report_jobs)
 
 
 _TIME_LIMIT_MINUTES = 24 * 60
@@ -196,7 +198,7 @@ _SBATCH_OPTIONS: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": Tr
 _POLL_SECONDS = 1.0
 
 
-def _run_in_slurm(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
+def _run_in_slurm(order: WorkerStartOrder, report_jobs: JobNamesCallback) -> Sequence[str]:
     # 1. Check for submitit and Slurm before any job starts, so that not only a part of the workers starts.
     try:
         import submitit
@@ -210,10 +212,10 @@ def _run_in_slurm(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str
         raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or use fleet work.") from None
     # 2. The value "no" disables a default option, such as `exclusive`.
     options = {**_SBATCH_OPTIONS, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
-    parameters = {name: value for name, value in options.items() if value != "no"}
-    slurm_executor.update_parameters(time=_TIME_LIMIT_MINUTES, additional_parameters=parameters)
+    option_values = {name: value for name, value in options.items() if value != "no"}
+    slurm_executor.update_parameters(time=_TIME_LIMIT_MINUTES, additional_parameters=option_values)
     try:
-        slurm_jobs = [slurm_executor.submit(run_worker, order.arguments) for _ in range(order.workers or 1)]
+        slurm_jobs = [slurm_executor.submit(run_fleet_worker, order.arguments) for _ in range(order.workers or 1)]
     except submitit.core.utils.FailedJobError as error:
         reason = str(error).strip().rstrip(".")
         raise UsageError(f"Slurm accepted no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
@@ -249,39 +251,43 @@ _CANCEL_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0
 
 
-def _run_on_ray(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
+def _run_on_ray(order: WorkerStartOrder, report_jobs: JobNamesCallback) -> Sequence[str]:
     """Sends each cell once to a node that offers the cell's kind of device as a Ray resource, and waits for all of
     them. Raises UsageError if the order does not wait.
     """
     # 1. Reject wrong usage that can be detected without a cluster.
-    plan = order.plan
+    fleet_plan = order.plan
     if not order.waits_for_workers:
         raise UsageError("Ray ends its tasks when this process ends. Add --wait.")
     if unknown_options := sorted(set(order.options) - {_ADDRESS_OPTION}):
         raise UsageError(f"--on ray takes the option {_ADDRESS_OPTION} alone, not {', '.join(unknown_options)}.")
-    waiting_cells = [state.number for state in compute_cell_states(plan, order.store) if should_run(state, order.retry)]
-    if any(not plan.cells[number].kind for number in waiting_cells):
-        raise UsageError(f"the plan {plan.id} does not name its devices: write it again with this version.")
+    waiting_cell_numbers = [
+        state.number for state in compute_cell_states(fleet_plan, order.store) if should_run_cell(state, order.retry)
+    ]
+    if any(not fleet_plan.cells[cell_number].kind for cell_number in waiting_cell_numbers):
+        raise UsageError(f"the plan {fleet_plan.id} does not name its devices: write it again with this version.")
     # 2. Connect to the cluster if any cell is waiting.
     ray: Any = (
-        _connect_ray(order, sorted({plan.cells[number].kind for number in waiting_cells})) if waiting_cells else None
+        _connect_ray(order, sorted({fleet_plan.cells[cell_number].kind for cell_number in waiting_cell_numbers}))
+        if waiting_cell_numbers
+        else None
     )
-    report_jobs([plan.name_of(number) for number in waiting_cells])
+    report_jobs([fleet_plan.format_cell_id(cell_number) for cell_number in waiting_cell_numbers])
     # 3. Run one cell per device at a time, because two would disturb each other.
     cell_by_task: dict[Any, int] = {}
     troubles = []
-    max_running_tasks = order.workers or len(waiting_cells)
+    max_running_tasks = order.workers or len(waiting_cell_numbers)
     try:
-        while waiting_cells or cell_by_task:
-            while waiting_cells and len(cell_by_task) < max_running_tasks:
-                number = waiting_cells.pop(0)
-                cell_by_task[_start_task(ray, order, number)] = number
+        while waiting_cell_numbers or cell_by_task:
+            while waiting_cell_numbers and len(cell_by_task) < max_running_tasks:
+                cell_number = waiting_cell_numbers.pop(0)
+                cell_by_task[_start_task(ray, order, cell_number)] = cell_number
             for task in ray.wait(list(cell_by_task))[0]:
-                number = cell_by_task.pop(task)
+                cell_number = cell_by_task.pop(task)
                 try:
                     ray.get(task)
                 except ray.exceptions.RayError as error:
-                    troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
+                    troubles.append(f"cell {cell_number}: {type(error).__name__}: {str(error).strip():.300}")
     # Ray's tasks end together with this process, so they must store their runs first.
     except BaseException:
         for task in cell_by_task:
@@ -294,7 +300,7 @@ def _run_on_ray(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
     return troubles
 
 
-def _connect_ray(order: WorkerOrder, kinds: Sequence[str]) -> Any:
+def _connect_ray(order: WorkerStartOrder, kinds: Sequence[str]) -> Any:
     """Connects to a Ray cluster, which must have a node for every kind of device. Returns the module `ray`."""
     try:
         ray: Any = importlib.import_module("ray")
@@ -310,9 +316,9 @@ def _connect_ray(order: WorkerOrder, kinds: Sequence[str]) -> Any:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip()
-        raise UsageError(f"no Ray cluster answers: {reason:.300}. {advice % _resource_name('cpu')}") from None
+        raise UsageError(f"no Ray cluster answers: {reason:.300}. {advice % _make_resource_name('cpu')}") from None
     cluster_resources = ray.cluster_resources()
-    for resource in map(_resource_name, kinds):
+    for resource in map(_make_resource_name, kinds):
         if cluster_resources.get(resource, 0.0) < 1:
             ray.shutdown()
             raise UsageError(f"no node of this Ray cluster offers {resource}. {advice % resource}")
@@ -334,18 +340,18 @@ def check_is_reachable(address: str) -> None:
         ) from None
 
 
-def _resource_name(kind: str) -> str:
+def _make_resource_name(kind: str) -> str:
     """Returns the name of the Ray resource that nodes with this kind of device offer."""
     return f"fp8bench:{kind}"
 
 
-def _start_task(ray: Any, order: WorkerOrder, number: int) -> Any:
+def _start_task(ray: Any, order: WorkerStartOrder, number: int) -> Any:
     cell = order.plan.cells[number]
     task = ray.remote(run_on_node).options(
-        name=f"fp8bench {order.plan.name_of(number)}",
+        name=f"fp8bench {order.plan.format_cell_id(number)}",
         num_cpus=0,
         num_gpus=cell.gpus,
-        resources={_resource_name(cell.kind): 1},
+        resources={_make_resource_name(cell.kind): 1},
         max_retries=0,
         retry_exceptions=False,
     )
@@ -354,7 +360,7 @@ def _start_task(ray: Any, order: WorkerOrder, number: int) -> Any:
     return task.remote(arguments, str(log_file), str(Path.cwd()), os.environ.get(_THREADS_VARIABLE))
 
 
-def run_worker(arguments: list[str]) -> int:
+def run_fleet_worker(arguments: list[str]) -> int:
     """Runs in a process of submitit: starts a worker that ends with this process, and returns its exit code."""
     return wait_for_all(start_fp8bench(arguments))
 
@@ -364,12 +370,12 @@ def run_on_node(arguments: list[str], log: str, folder: str, threads: str | None
     environment = {name: value for name, value in os.environ.items() if name != _THREADS_VARIABLE}
     if threads is not None:
         environment[_THREADS_VARIABLE] = threads
-    existing_folder = Path(folder) if Path(folder).is_dir() else None
+    working_folder = Path(folder) if Path(folder).is_dir() else None
     with open_file(Path(log), "ab", most=None) as output:
-        return wait_for_all(start_fp8bench(arguments, output, environment, existing_folder))
+        return wait_for_all(start_fp8bench(arguments, output, environment, working_folder))
 
 
-STARTER_BY_ENGINE: Mapping[str, Callable[[WorkerOrder, JobsCallback], Sequence[str]]] = {
+WORKER_STARTER_BY_ENGINE: Mapping[str, Callable[[WorkerStartOrder, JobNamesCallback], Sequence[str]]] = {
     "ray": _run_on_ray,
     "slurm": _run_in_slurm,
 }

@@ -16,7 +16,7 @@ from fp8bench.model import DeviceFacts, Record, Run, Status, Timing
 EnvironmentFields = tuple[tuple[str, str], ...]
 
 
-class Oddity(StrEnum):
+class MachineOddity(StrEnum):
     """Why a machine is reported as odd."""
 
     TOO_SLOW = "slow"
@@ -32,12 +32,12 @@ class MachineAlarm:
     """A machine that is reported as odd, and why."""
 
     machine: str
-    what: Oddity
+    what: MachineOddity
     words: str
 
 
 @dataclass(frozen=True)
-class Deviation:
+class MachineDeviation:
     """How far a machine is from other machines of its kind.
 
     In each case, the machine's time is divided by the median time of its kind. `ratio` is the median of these
@@ -62,13 +62,13 @@ class MachineKind:
     hardware: EnvironmentFields
     software: EnvironmentFields
     differs: tuple[str, ...] = ()
-    deviations: Mapping[str, Deviation] = field(default_factory=dict)
+    deviations: Mapping[str, MachineDeviation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: its kinds, the number of its completely measured settings (`whole`) and failed cases, and its latest
-    deviation from its kind.
+    """One machine: its kinds, the number of its completely measured settings (`whole`) and failed
+    cases, and its latest deviation from its kind.
     """
 
     name: str
@@ -97,9 +97,9 @@ class FleetFigure:
 class FleetReport:
     """A comparison of the machines of a fleet.
 
-    `settings` is the number of all settings, and `lacking` are the settings that no machine measured completely.
-    `excluded` explains which runs do not count. `why_not` maps a kind of machine to the reason why its times are not
-    compared with those of the first kind.
+    `settings` is the number of all settings, and `lacking` are the settings that no machine measured
+    completely. `excluded` explains which runs do not count. `why_not` maps a kind of machine to the reason why its
+    times are not compared with those of the first kind.
     """
 
     machines: tuple[Machine, ...]
@@ -112,7 +112,7 @@ class FleetReport:
     why_not: Mapping[str, str]
 
 
-def describe_differences(fields: EnvironmentFields, reference: EnvironmentFields) -> Iterator[str]:
+def describe_field_differences(fields: EnvironmentFields, reference: EnvironmentFields) -> Iterator[str]:
     """Yields a text for each field that differs from the reference, such as 'torch 2.12.0, not 2.13.0'."""
     values, expected_values = dict(fields), dict(reference)
     for name in values | expected_values:
@@ -121,9 +121,9 @@ def describe_differences(fields: EnvironmentFields, reference: EnvironmentFields
 
 
 # Facts that identify a machine's hardware, besides the names and memory sizes of its devices.
-_HARDWARE_FACTS = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
+_HARDWARE_FACT_NAMES = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
 # Facts that identify a machine's software, besides environment variables and settings of devices.
-_SOFTWARE_FACTS = (
+_SOFTWARE_FACT_NAMES = (
     "fp8bench",
     "python",
     "torch",
@@ -139,7 +139,7 @@ _SOFTWARE_FACTS = (
     "imports_sha256",
 )
 _DEVICE_SETTING_NAMES = ("driver", "power_cap", "ecc", "mig", "clock_limit")
-_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data", "ranks", "sustained")
+_MACHINE_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data", "ranks", "sustained")
 _CAPABILITY_PREFIX = "CPU capability usage: "
 
 
@@ -147,15 +147,15 @@ _CAPABILITY_PREFIX = "CPU capability usage: "
 class MachineRun:
     """The facts of one run that a fleet report needs.
 
-    `complete_settings` are the settings of groups that were measured completely, and `incomplete_settings` are those of
-    the remaining groups. `times` are seconds by case, and `failure_reasons` are reasons by case.
+    `complete_group_settings` are the settings of groups that were measured completely, and `incomplete_settings` are
+    those of the remaining groups. `times` are seconds by case, and `failure_reasons` are reasons by case.
     """
 
     run: str
     machine: str
     hardware: EnvironmentFields
     software: EnvironmentFields
-    complete_settings: tuple[str, ...]
+    complete_group_settings: tuple[str, ...]
     incomplete_settings: tuple[str, ...]
     times: Mapping[str, float]
     failure_reasons: Mapping[str, str]
@@ -163,28 +163,28 @@ class MachineRun:
 
 def summarize_run(run: Run) -> MachineRun:
     # A setting is complete if each of its cases has a record, with any outcome.
-    measured_cases = {record.case.id for record in run.records}
-    complete_settings: list[str] = []
+    ids_of_recorded_cases = {record.case.id for record in run.records}
+    complete_group_settings: list[str] = []
     incomplete_settings: list[str] = []
     for group in run.plan:
-        is_complete = all(planned.case.id in measured_cases for planned in group.cases)
-        (complete_settings if is_complete else incomplete_settings).append(group.setting)
+        is_complete = all(planned.case.id in ids_of_recorded_cases for planned in group.cases)
+        (complete_group_settings if is_complete else incomplete_settings).append(group.setting)
     # Store only the median call of each case, because memory may not hold all calls of a fleet.
-    times: dict[str, float] = {}
+    time_by_case: dict[str, float] = {}
     failure_reasons: dict[str, str] = {}
     for record in run.records:
         if record.is_ok and record.timing:
-            times[_name_case_with_version(record)] = _compute_median_call_seconds(record.timing)
+            time_by_case[_name_case_with_version(record)] = _compute_median_call_seconds(record.timing)
         if record.status is Status.FAILED:
             failure_reasons[_name_case_with_version(record)] = record.reason
     return MachineRun(
         run=run.id,
         machine=str(run.environment.get("machine") or "unknown"),
         hardware=tuple(_hardware_fields(run)),
-        software=tuple(_software_fields(run)),
-        complete_settings=tuple(complete_settings),
+        software=tuple(_iterate_software_facts(run)),
+        complete_group_settings=tuple(complete_group_settings),
         incomplete_settings=tuple(incomplete_settings),
-        times=times,
+        times=time_by_case,
         failure_reasons=failure_reasons,
     )
 
@@ -204,26 +204,26 @@ def _name_case_with_version(record: Record) -> str:
 
 
 def _hardware_fields(run: Run) -> Iterator[tuple[str, str]]:
-    for name in _HARDWARE_FACTS:
+    for name in _HARDWARE_FACT_NAMES:
         yield name, _describe_value(run.environment.get(name))
     torch_config = str(run.environment.get("torch_config") or "")
     yield "instructions of the processor", torch_config.partition(_CAPABILITY_PREFIX)[2].partition("\n")[0] or "unknown"
     for device in _find_devices(run):
-        memory_text = f", {device.memory_bytes >> 30} GiB" if device.accelerated else ""
-        yield f"device {device.key}", f"{device.name}{memory_text}"
+        device_memory_text = f", {device.memory_bytes >> 30} GiB" if device.accelerated else ""
+        yield f"device {device.key}", f"{device.name}{device_memory_text}"
 
 
-def _software_fields(run: Run) -> Iterator[tuple[str, str]]:
+def _iterate_software_facts(run: Run) -> Iterator[tuple[str, str]]:
     facts = run.environment.facts
     variable_names = sorted(name for name in facts if name.startswith("env_"))
-    for name in (*_SOFTWARE_FACTS, *variable_names):
+    for name in (*_SOFTWARE_FACT_NAMES, *variable_names):
         yield name, _describe_value(facts.get(name))
     for device in _find_devices(run):
         if device.accelerated:
             yield f"cuda of {device.key}", _describe_value(device.cuda or device.hip)
             for name in _DEVICE_SETTING_NAMES:
                 yield f"{name} of {device.key}", _describe_value(facts.get(f"{device.key} {name}"))
-    for name in _REQUEST_FIELDS:
+    for name in _MACHINE_REQUEST_FIELDS:
         yield f"asked: {name}", _describe_value(getattr(run.request, name))
 
 
@@ -248,7 +248,7 @@ OUTLIER_DEVIATIONS = 10.0
 MIN_OUTLIER_CHANGE = 0.05
 
 
-def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Deviation]:
+def find_machine_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, MachineDeviation]:
     """Returns how far each machine of one kind deviates from the others. `times` has the seconds of each case on each
     machine. Returns {} for too few machines.
 
@@ -269,16 +269,18 @@ def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Devia
     if len(ratio_by_machine) < MIN_MACHINES:
         return {}
     # 3. Express each machine's distance from the median ratio in median absolute deviations.
-    median_ratio = median(ratio_by_machine.values())
-    median_ratio_deviation = median(abs(ratio - median_ratio) for ratio in ratio_by_machine.values())
-    deviations = {}
+    median_machine_ratio = median(ratio_by_machine.values())
+    median_ratio_deviation = median(abs(ratio - median_machine_ratio) for ratio in ratio_by_machine.values())
+    deviation_by_machine = {}
     for machine, ratio in ratio_by_machine.items():
-        distance = ratio - median_ratio
+        ratio_distance = ratio - median_machine_ratio
         deviation_score = 0.0
-        if distance:
+        if ratio_distance:
             deviation_score = (
-                distance / median_ratio_deviation if median_ratio_deviation else math.copysign(math.inf, distance)
+                ratio_distance / median_ratio_deviation
+                if median_ratio_deviation
+                else math.copysign(math.inf, ratio_distance)
             )
-        is_outlier = abs(deviation_score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
-        deviations[machine] = Deviation(ratio, deviation_score, is_outlier)
-    return deviations
+        is_outlier = abs(deviation_score) > OUTLIER_DEVIATIONS and abs(ratio_distance) > MIN_OUTLIER_CHANGE
+        deviation_by_machine[machine] = MachineDeviation(ratio, deviation_score, is_outlier)
+    return deviation_by_machine

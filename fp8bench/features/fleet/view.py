@@ -18,8 +18,8 @@ from fp8bench.features.fleet.machines import (
 )
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.data.plain import PlainRows
+from fp8bench.report.elements import Element, Field, Page, Part, Table, Text, TextList, Tone
 from fp8bench.report.panels import together
 
 LEGEND = (
@@ -34,7 +34,7 @@ LEGEND = (
 )
 
 
-def _outliers_table(report: FleetReport) -> Table | Text:
+def _make_outliers_table(report: FleetReport) -> Table | Text:
     # If no times were compared, "No machine stands out" alone would be misleading.
     if not report.alarms and not any(kind.deviations for kind in report.kinds):
         return Text(f"No machine stands out; times were not compared: no kind has {MIN_MACHINES} machines with them.")
@@ -50,12 +50,16 @@ def _outliers_table(report: FleetReport) -> Table | Text:
 
 def _machines_table(report: FleetReport) -> Table:
     # Each machine has one row, even if it has several problems.
-    problems = _problems_by_machine(report)
+    problems_by_machine = _describe_machine_problems(report)
     cols: list[Col[Machine]] = [
         Col("machine", "name"),
         Col("kind", lambda machine: ", ".join(machine.kinds)),
         Col("runs", lambda machine: str(machine.runs), number=True),
-        Col("whole cells", lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole), number=True),
+        Col(
+            "whole cells",
+            lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole),
+            number=True,
+        ),
         Col("failed cases", lambda machine: str(machine.failed), number=True),
         Col("time", "ratio", show=units.ratio, hint="median case over its kind's"),
         Col(
@@ -66,14 +70,14 @@ def _machines_table(report: FleetReport) -> Table:
         ),
         Col(
             "problem",
-            lambda machine: problems.get(machine.name),
-            tone=lambda machine: Tone.BAD if machine.name in problems else Tone.PLAIN,
+            lambda machine: problems_by_machine.get(machine.name),
+            tone=lambda machine: Tone.BAD if machine.name in problems_by_machine else Tone.PLAIN,
         ),
     ]
     return table("machines", "", cols, report.machines)
 
 
-def _kinds_table(report: FleetReport) -> Table:
+def _make_machine_kinds_table(report: FleetReport) -> Table:
     cols: list[Col[MachineKind]] = [
         Col("kind", "name"),
         Col("machines", lambda kind: str(len(kind.machines)), number=True),
@@ -91,7 +95,7 @@ def _hardware_name(kind: MachineKind) -> str:
     return " + ".join(dict.fromkeys(devices)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
 
-def _cases_table(report: FleetReport) -> Table:
+def _make_fleet_cases_table(report: FleetReport) -> Table:
     figures = sorted(report.figures, key=lambda figure: figure.case)
     # Times of other kinds of machines are divided by those of the first kind, which has the most machines.
     figures_of_first_kind = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
@@ -117,11 +121,11 @@ def _cases_table(report: FleetReport) -> Table:
 def _yield_coverage_elements(report: FleetReport) -> Iterator[Element]:
     complete_cell_count = report.settings - len(report.lacking)
     yield Text(f"{complete_cell_count} of {report.settings} cells were measured completely by at least one machine.")
-    yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
-    yield Items(tuple(Text(sentence, Tone.DOUBT) for sentence in report.excluded))
+    yield TextList(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
+    yield TextList(tuple(Text(sentence, Tone.DOUBT) for sentence in report.excluded))
 
 
-_STATUS_TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD, CellStatus.DAMAGED: Tone.BAD}
+_TONE_BY_CELL_STATUS = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD, CellStatus.DAMAGED: Tone.BAD}
 _STATUS_LEGEND = (
     "begun: a run was interrupted; the next worker resumes it if machine and software are the same",
     "damaged: files of the cell changed after they were written; a worker measures it again and keeps the files",
@@ -129,11 +133,11 @@ _STATUS_LEGEND = (
 )
 
 
-def describe_problems(state: CellState) -> str:
+def describe_cell_problems(state: CellState) -> str:
     return "; ".join(filter(None, (state.why, *state.damage)))
 
 
-def describe_counts(states: Sequence[CellState]) -> str:
+def describe_status_counts(states: Sequence[CellState]) -> str:
     counts = Counter(state.status for state in states)
     # Use the order of the enum, so that the text does not depend on the order of cells.
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
@@ -143,14 +147,14 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     cols: list[Col[CellState]] = [
         Col("cell", lambda state: str(state.number), number=True),
         Col("setting", "cell.setting"),
-        Col("status", "status", tone=lambda state: _STATUS_TONES.get(state.status, Tone.PLAIN)),
+        Col("status", "status", tone=lambda state: _TONE_BY_CELL_STATUS.get(state.status, Tone.PLAIN)),
         Col("run", lambda state: state.run or None),
         Col("machine", lambda state: state.machine or None),
         Col("attempts", lambda state: str(len(state.attempts)), number=True),
         Col("took", lambda state: units.seconds(state.attempts[-1].seconds) if state.attempts else None, number=True),
-        Col("why", describe_problems, below=True),
+        Col("why", describe_cell_problems, below=True),
     ]
-    elements = table("cells", "", cols, states), Text(f"{describe_counts(states)}.")
+    elements = table("cells", "", cols, states), Text(f"{describe_status_counts(states)}.")
     return Page(
         f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells",
         "",
@@ -162,31 +166,40 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
 CASE_COLUMNS = ("kind", "machine", "case", "seconds", "ratio", "named_for")
 
 
-def report_rows(report: FleetReport) -> Rows:
+def list_fleet_rows(report: FleetReport) -> PlainRows:
     """Returns a row for each case on each machine."""
-    problems = _problems_by_machine(report)
+    problems_by_machine = _describe_machine_problems(report)
     rows = []
     for figure in report.figures:
         # Sort machines by name, so that rows do not depend on the order of runs.
         for machine, seconds in sorted(figure.seconds.items()):
-            relative_seconds = seconds / figure.median_seconds
-            rows.append((figure.kind, machine, figure.case, seconds, relative_seconds, problems.get(machine, "")))
+            ratio_to_median_seconds = seconds / figure.median_seconds
+            rows.append(
+                (
+                    figure.kind,
+                    machine,
+                    figure.case,
+                    seconds,
+                    ratio_to_median_seconds,
+                    problems_by_machine.get(machine, ""),
+                )
+            )
     return CASE_COLUMNS, rows
 
 
-def _problems_by_machine(report: FleetReport) -> dict[str, str]:
-    problems = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
+def _describe_machine_problems(report: FleetReport) -> dict[str, str]:
+    problems_by_machine = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
     # Several alarms of a machine may be about the same problem.
-    return {machine: ", ".join(dict.fromkeys(names)) for machine, names in problems.items()}
+    return {machine: ", ".join(dict.fromkeys(names)) for machine, names in problems_by_machine.items()}
 
 
 def report_page(report: FleetReport, name: str) -> Page:
     # Outliers come first, because most users need nothing else.
     parts = [
-        Part("named", "Machines that stand out", (_outliers_table(report),)),
+        Part("named", "Machines that stand out", (_make_outliers_table(report),)),
         Part("machines", "Machines", (_machines_table(report),)),
-        Part("kinds", "Kinds of machines", (_kinds_table(report),)),
-        Part("cases", "Cases side by side", (_cases_table(report),)),
+        Part("kinds", "Kinds of machines", (_make_machine_kinds_table(report),)),
+        Part("cases", "Cases side by side", (_make_fleet_cases_table(report),)),
         Part("coverage", "Coverage and exclusions", tuple(_yield_coverage_elements(report))),
     ]
     return Page(f"fleet report: {name}", "", tuple(parts), LEGEND)

@@ -22,14 +22,14 @@ from typing import Any
 from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands import suite
-from fp8bench.cli.config_file import read_config, read_mapping
-from fp8bench.cli.options import add_common, make_request
-from fp8bench.cli.outputs import CommandResult, check_files, stdout_format, write_outputs
-from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.streams import complain, say
+from fp8bench.cli.config_file import read_config, read_config_mapping
+from fp8bench.cli.options import add_common_options, make_request
+from fp8bench.cli.outputs import CommandResult, check_output_files, stdout_format, write_outputs
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
+from fp8bench.cli.streams import say, write_sentence_to_stderr
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.features.duel.sides import DuelQuestion
-from fp8bench.features.duel.values import NothingInCommon
+from fp8bench.features.duel.values import NoCommonCases
 from fp8bench.features.gate.thresholds import ThresholdRule, ThresholdRules, check_rules
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
@@ -76,8 +76,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     source_option_group.add_argument(
         "--history", action="store_true", help="judge the steps in the store's history that are not acknowledged"
     )
-    add_common(source_option_group, "--store", help="the store of runs and duels, as in `suite`")
-    add_common(source_option_group, "--import", help="module or .py file of your suites, for the history")
+    add_common_options(source_option_group, "--store", help="the store of runs and duels, as in `suite`")
+    add_common_options(source_option_group, "--import", help="module or .py file of your suites, for the history")
     judging_option_group = parser.add_argument_group("how")
     judging_option_group.add_argument(
         "--thresholds",
@@ -91,31 +91,31 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="measure nothing again: a suspected regression of 10%% or more fails without confirmation",
     )
-    output_group = parser.add_argument_group("where")
-    output_group.add_argument(
+    output_argument_group = parser.add_argument_group("where")
+    output_argument_group.add_argument(
         "--junit", type=types.path, metavar="PATH", help="also write the verdict to PATH as JUnit XML"
     )
-    add_common(output_group, "--md", help="also write the verdict to PATH as Markdown")
-    output_group.add_argument(
+    add_common_options(output_argument_group, "--md", help="also write the verdict to PATH as Markdown")
+    output_argument_group.add_argument(
         "--comment",
         type=types.path,
         metavar="PATH",
         help="duel: also write a comment for a pull request to PATH, 25 lines that begin with one of seven outcomes",
     )
-    add_common(output_group, "--explain")
+    add_common_options(output_argument_group, "--explain")
 
 
 def run(arguments: argparse.Namespace) -> int:
     _check_options(arguments)
     try:
         with interrupt_only_once():
-            result = answer(arguments, TERMINAL)
+            result = answer(arguments, TERMINAL_JOB_OBSERVER)
     # A pull request gets its comment even if the measurement failed.
     except Fp8benchError as error:
         if arguments.comment is not None:
             from fp8bench.features.gate.view import DuelReview, ReviewStatus, render_comment
 
-            is_mismatch = isinstance(error, NothingInCommon)
+            is_mismatch = isinstance(error, NoCommonCases)
             status = ReviewStatus.RECIPE_MISMATCH if is_mismatch else ReviewStatus.INFRASTRUCTURE_ERROR
             text = render_comment(DuelReview(status, (str(error),)), None, None, command_line())
             arguments.comment.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -127,18 +127,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.gate.history import compare_history
-    from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_comparisons, load_duel
+    from fp8bench.features.gate.stored_runs import compare_stored_sides, duel_revision, judge_comparisons, load_duel
     from fp8bench.features.gate.view import (
         CODE_AND_TEXT_BY_STATUS,
+        make_duel_review,
         render_comment,
         render_junit,
         render_page,
-        review_duel,
     )
 
     # 1. Read the thresholds before anything is measured.
     _check_options(arguments)
-    rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
+    rules = read_threshold_rules(arguments.thresholds) if arguments.thresholds is not None else ()
     # 2. Choose the measurements to judge.
     if arguments.against is not None:
         request, sessions = _read_request(arguments.asked)
@@ -150,7 +150,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         source = compare_history(arguments.store, observer)
     else:
         side_a, side_b = arguments.sides
-        source = compare_sides(side_a, side_b, arguments.store, observer)
+        source = compare_stored_sides(side_a, side_b, arguments.store, observer)
     # 3. Judge the figures. Suspected figures are measured again before the gate fails.
     for note in check_rules(rules, (*source.comparisons, *source.unchanged_figures), str(arguments.thresholds)):
         observer.note(note)
@@ -159,7 +159,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     exit_code = verdict.exit_code
     text = ""
     if arguments.comment is not None and source.duel is not None:
-        duel_review = review_duel(verdict, source.duel)
+        duel_review = make_duel_review(verdict, source.duel)
         exit_code = CODE_AND_TEXT_BY_STATUS[duel_review.status][0]
         text = render_comment(duel_review, verdict, source.duel, command_line())
         observer.note(f"{arguments.comment} says: {duel_review.headline} (exit code {exit_code})")
@@ -172,15 +172,15 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    is_source_given = {
+    is_given_by_source = {
         "A B": arguments.sides,
         "--duel": arguments.duel is not None,
         "--history": arguments.history,
         "--against": arguments.against is not None,
     }
     # Require exactly one set of measurements. With two, it would be unclear which one is judged.
-    option_names = " and ".join(name for name, is_given in is_source_given.items() if is_given)
-    if option_names not in is_source_given:
+    option_names = " and ".join(name for name, is_given in is_given_by_source.items() if is_given)
+    if option_names not in is_given_by_source:
         subject = f"{option_names} were" if option_names else "nothing was"
         raise UsageError(f"{subject} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
@@ -190,7 +190,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UsageError("--against REV and --config FILE only work together. Give both, or neither.")
     if arguments.comment is not None and arguments.against is None and arguments.duel is None:
         raise UsageError("--comment only works for duels. Give --against REV with --config FILE, or --duel DUEL.")
-    check_files({f"--{name}": getattr(arguments, name) for name in ("comment", "junit", "md")})
+    check_output_files({f"--{name}": getattr(arguments, name) for name in ("comment", "junit", "md")})
 
 
 # Options of `suite` that change nothing in a duel.
@@ -224,7 +224,7 @@ def _read_request(file: Path) -> tuple[Request, int | None]:
     import_user_modules(request.imports)
     # Name the options without effect, so that nobody expects a figure that a duel does not measure.
     for name in ignored_options:
-        complain(f"{file}: {name} has no effect on a duel")
+        write_sentence_to_stderr(f"{file}: {name} has no effect on a duel")
     return request, arguments.sessions.runs if "sessions" in values else None
 
 
@@ -232,20 +232,20 @@ _THRESHOLDS_SYNTAX = (
     "thresholds, in lines like `PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}`, or `FIGURE: ignore`"
 )
 _NUMBER_WITH_UNIT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
-_UNIT_FACTORS = units.list_typed_units()
+_UNIT_FACTORS = units.list_typable_units()
 _MAX_RELATIVE_THRESHOLD = 100.0
 
 
-def read_rules(file: Path) -> ThresholdRules:
+def read_threshold_rules(file: Path) -> ThresholdRules:
     """Returns the rules of a thresholds file, in the order of the file. The first rule that matches a figure applies to
     it.
     """
     rules = []
-    for case, figures in read_mapping("--thresholds", file, _THRESHOLDS_SYNTAX).items():
+    for case, figures in read_config_mapping("--thresholds", file, _THRESHOLDS_SYNTAX).items():
         if not case:
             raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
         for metric, raw_threshold in _require_mapping(file, case, figures).items():
-            rules.append(_parse_rule(file, case, metric, raw_threshold))
+            rules.append(_parse_threshold_rule(file, case, metric, raw_threshold))
     return tuple(rules)
 
 
@@ -255,23 +255,23 @@ def _require_mapping(file: Path, name: str, value: Any) -> dict[str, Any]:
     raise UsageError(f"{file}: {name}: expected {_THRESHOLDS_SYNTAX}, got {value!r:.80}.")
 
 
-def _parse_rule(file: Path, case: str, metric: str, rule_value: Any) -> ThresholdRule:
-    location = f"{file}: {case}: {metric}"
+def _parse_threshold_rule(file: Path, case: str, metric: str, rule_value: Any) -> ThresholdRule:
+    rule_location_text = f"{file}: {case}: {metric}"
     if not metric:
-        raise UsageError(f"{location}: an empty pattern fits nothing. Name a figure, or '*' for all.")
+        raise UsageError(f"{rule_location_text}: an empty pattern fits nothing. Name a figure, or '*' for all.")
     if rule_value == "ignore":
         return ThresholdRule(case, metric, ignored=True, place=str(file))
     relative_threshold: float | None = None
-    smallest_threshold: float | None = None
+    smallest_absolute_change: float | None = None
     unit = ""
     for name, value in _require_mapping(file, f"{case}: {metric}", rule_value).items():
         if name == "relative":
-            relative_threshold = _parse_relative_threshold(location, value)
+            relative_threshold = _parse_relative_threshold(rule_location_text, value)
         elif name == "smallest":
-            smallest_threshold, unit = _parse_smallest_change(location, value)
+            smallest_absolute_change, unit = _parse_smallest_change(rule_location_text, value)
         else:
-            raise UsageError(f"{location}: unknown key {name!r}. Known: relative, smallest.")
-    return ThresholdRule(case, metric, relative_threshold, smallest_threshold, unit, place=str(file))
+            raise UsageError(f"{rule_location_text}: unknown key {name!r}. Known: relative, smallest.")
+    return ThresholdRule(case, metric, relative_threshold, smallest_absolute_change, unit, place=str(file))
 
 
 def _parse_relative_threshold(location: str, value: Any) -> float:
@@ -295,8 +295,8 @@ def _parse_relative_threshold(location: str, value: Any) -> float:
 def _parse_smallest_change(location: str, value: Any) -> tuple[float, str]:
     number, unit = _parse_number(location, value, "a number, with a unit or in the unit of the figure")
     if unit not in _UNIT_FACTORS:
-        known_units = ", ".join(name for name in _UNIT_FACTORS if name)
-        raise UsageError(f"{location}: smallest: unknown unit {unit!r:.40}. Known: {known_units}, or none.")
+        accepted_unit_names = ", ".join(name for name in _UNIT_FACTORS if name)
+        raise UsageError(f"{location}: smallest: unknown unit {unit!r:.40}. Known: {accepted_unit_names}, or none.")
     factor, base = _UNIT_FACTORS[unit]
     return number * factor, base
 

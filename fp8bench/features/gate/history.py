@@ -16,15 +16,15 @@ from itertools import chain, groupby, islice
 from operator import attrgetter
 from pathlib import Path
 
-from fp8bench.analysis.metric import unit_of_series
+from fp8bench.analysis.metric import get_series_unit
 from fp8bench.analysis.steps.change_points import find_newest_levels
-from fp8bench.analysis.steps.changes import Change, ChangeState, FoundChanges, format_case
+from fp8bench.analysis.steps.changes import ChangeSearchResult, ChangeState, TrendChange, format_trend_case
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.gate.judging import FigureKey, SecondLook, case_and_metric, join_looks
+from fp8bench.features.gate.judging import FigureKey, SecondMeasurement, case_and_metric, join_second_looks
 from fp8bench.features.gate.power import SeriesState
 from fp8bench.features.gate.stored_runs import (
     GateSource,
-    Remeasurer,
+    SuspectRemeasurer,
     find_unmeasured_cases,
     make_failed_comparison,
 )
@@ -34,10 +34,10 @@ from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Ru
 from fp8bench.model.specs import COUNTS, RELATIVE_TIME, TIME_PER_WORK
 from fp8bench.pipeline import REMEASURED_ORIGIN
 from fp8bench.report.panels import together
-from fp8bench.store.asv.identity import parse_identity
+from fp8bench.store.asv.identity import parse_machine_identity
 from fp8bench.store.commit_runs import find_commit
 from fp8bench.store.figures.lines import History, Line
-from fp8bench.store.points import extract_points, find_cell
+from fp8bench.store.points import extract_history_points, find_grid_cell_of_case
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
@@ -71,53 +71,59 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         )
     # 2. Find change points in series, and cases that fail now but did not fail at the commit before.
     history = read_history(store, observer)
-    series_states = tuple(_yield_current_series_states(history, newest_run))
-    found_changes = find_all_changes(history, store, observer)
+    current_series_states = tuple(_yield_current_series_states(history, newest_run))
+    series_changes = find_all_changes(history, store, observer)
     current_runs, previous_runs = _load_two_newest_commits(newest_run, store)
     failures = (
         *_find_new_failures(current_runs, previous_runs),
         *find_unmeasured_cases(current_runs, Evidence.HISTORY),
     )
-    if not found_changes.searched_count and not failures and not any(change.alarms for change in found_changes.changes):
+    if (
+        not series_changes.searched_trend_count
+        and not failures
+        and not any(change.alarms for change in series_changes.changes)
+    ):
         reason = (
-            "; ".join(f"{count} series: {words}" for words, count in found_changes.skip_counts.items())
+            "; ".join(f"{count} series: {words}" for words, count in series_changes.skip_count_by_reason.items())
             or "the history has no series"
         )
         return GateSource(
             title,
             problem=f"there is nothing to compare with: {reason}.",
             code=EXIT_BASELINE,
-            series_states=series_states,
+            series_states=current_series_states,
         )
     # 3. Measure each suspected change a second time, to confirm it.
-    changes = _select_judged_changes(found_changes, newest_run, history)
-    remeasurer = Remeasurer(store, observer)
+    changes = _select_judged_changes(series_changes, newest_run, history)
+    suspect_remeasurer = SuspectRemeasurer(store, observer)
 
-    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+    def confirm(suspects: Sequence[Comparison]) -> SecondMeasurement:
         suspected_changes = [changes[case_and_metric(suspect)] for suspect in suspects]
-        return _remeasure_suspects(suspected_changes, current_runs, remeasurer)
+        return _remeasure_suspect_changes(suspected_changes, current_runs, suspect_remeasurer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     # 4. Mention acknowledged changes, and series that are too short to search for changes. The gate does not fail for
     # them.
     acknowledged_count = sum(
-        change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found_changes.changes
+        change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in series_changes.changes
     )
     notes = (
         [f"{acknowledged_count} acknowledged: `fp8bench history regressions --all` lists them"]
         if acknowledged_count
         else []
     )
-    notes += [f"{count} series not looked at: {reason}" for reason, count in found_changes.skip_counts.items()]
-    all_figures = tuple(_make_blank_comparison(line.trend) for line in history.lines)
+    notes += [
+        f"{count} series not looked at: {reason}" for reason, count in series_changes.skip_count_by_reason.items()
+    ]
+    blank_comparisons = tuple(_make_unchanged_comparison(line.trend) for line in history.lines)
     budget_seconds = newest_run.request.budget
     return GateSource(
         title,
         comparisons,
         confirm,
         tuple(notes),
-        series_states=series_states,
-        unchanged_figures=all_figures,
+        series_states=current_series_states,
+        unchanged_figures=blank_comparisons,
         budget=budget_seconds,
     )
 
@@ -136,25 +142,29 @@ def _load_two_newest_commits(newest_run: Run, store: Path) -> tuple[list[Run], l
     """Returns all runs of two commits, newest first: the commit of the newest run, and the commit before it. Each
     suite of a commit may have a separate run.
     """
-    newest_identity = parse_identity(newest_run.environment.facts)
+    newest_identity = parse_machine_identity(newest_run.environment.facts)
 
     def is_same_machine(run: Run) -> bool:
-        run_identity = parse_identity(run.environment.facts)
-        return newest_identity is None or (run_identity is not None and run_identity.home.is_same(newest_identity.home))
+        run_identity = parse_machine_identity(run.environment.facts)
+        return newest_identity is None or (
+            run_identity is not None and run_identity.home.is_same_interpreter(newest_identity.home)
+        )
 
     runs_by_commit = groupby(
         filter(is_same_machine, _load_newest_runs(store)), lambda run: run.environment.get("commit")
     )
-    (_, *same_commit), *earlier = (list(runs) for _, runs in islice(runs_by_commit, 2))
-    are_trees_clean = all(run.environment.get("dirty") is False for run in (newest_run, *same_commit))
-    return [newest_run, *(same_commit if are_trees_clean else ())], earlier[0] if earlier else []
+    (_, *same_commit), *earlier_commit_runs = (list(runs) for _, runs in islice(runs_by_commit, 2))
+    are_worktrees_clean = all(run.environment.get("dirty") is False for run in (newest_run, *same_commit))
+    return [newest_run, *(same_commit if are_worktrees_clean else ())], earlier_commit_runs[
+        0
+    ] if earlier_commit_runs else []
 
 
 def _find_new_failures(current_runs: Sequence[Run], previous_runs: Sequence[Run]) -> Iterator[Comparison]:
-    previous_records = _records_by_case(previous_runs)
+    previous_records_by_case = _records_by_case(previous_runs)
     for case, record in _records_by_case(current_runs).items():
         if record.status is Status.FAILED and not (
-            case in previous_records and previous_records[case].status is Status.FAILED
+            case in previous_records_by_case and previous_records_by_case[case].status is Status.FAILED
         ):
             yield make_failed_comparison(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
 
@@ -167,22 +177,24 @@ def _records_by_case(runs: Sequence[Run]) -> dict[str, Record]:
     return records
 
 
-def _select_judged_changes(found_steps: FoundChanges, newest_run: Run, history: History) -> dict[FigureKey, Change]:
+def _select_judged_changes(
+    found_steps: ChangeSearchResult, newest_run: Run, history: History
+) -> dict[FigureKey, TrendChange]:
     """Returns the unacknowledged changes on the newest run's machine, at most one for each series. If a series has
     several, a worsening takes precedence, then the larger change.
 
     A time is left out if the history also has its ratio to the reference, which depends less on how fast the machine
     was. A time per FLOP is left out because the time itself is judged.
     """
-    identity = parse_identity(newest_run.environment.facts)
+    newest_run_identity = parse_machine_identity(newest_run.environment.facts)
     open_changes = [
         change
         for change in found_steps.changes
         if change.state is ChangeState.OPEN
         and change.trend.series.metric not in _DERIVED_METRICS
-        and (identity is None or history.is_trend_of(change.trend, identity))
+        and (newest_run_identity is None or history.is_trend_of(change.trend, newest_run_identity))
     ]
-    series_with_ratio = _find_series_with_ratio(history)
+    series_with_ratio = _find_cases_with_time_ratio(history)
     judged_changes = (change for change in open_changes if not _is_judged_by_ratio(change.trend, series_with_ratio))
     return {
         case_and_metric(change.comparison): change
@@ -197,35 +209,39 @@ def _yield_current_series_states(history: History, newest_run: Run) -> Iterator[
     ]
     finite_series = [(trend, values[abs(values) < math.inf]) for trend, values in values_since_step]
     positive_series = [(trend, values) for trend, values in finite_series if len(values) and values.min() > 0]
-    series_with_ratio = _find_series_with_ratio(history)
+    series_with_ratio = _find_cases_with_time_ratio(history)
     judged_series = [pair for pair in positive_series if not _is_judged_by_ratio(pair[0], series_with_ratio)]
     for (trend, values), level in zip(
         judged_series, find_newest_levels([values for _, values in judged_series]), strict=True
     ):
         newest_mean_value = float(values[-level.length :].mean() if level is not None else values.mean())
         yield SeriesState(
-            replace(_make_blank_comparison(trend), before=newest_mean_value, after=newest_mean_value), level
+            replace(_make_unchanged_comparison(trend), before=newest_mean_value, after=newest_mean_value), level
         )
 
 
-def _make_blank_comparison(trend: Trend) -> Comparison:
-    series = trend.series
-    unit = unit_of_series(series)
-    return Comparison(format_case(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
+def _make_unchanged_comparison(trend: Trend) -> Comparison:
+    metric_series = trend.series
+    unit = get_series_unit(metric_series)
+    return Comparison(
+        format_trend_case(trend), metric_series.workload, metric_series.metric, unit, Direction.SAME, Evidence.HISTORY
+    )
 
 
 def _select_newest_series(history: History, newest_run: Run) -> list[Line]:
     """Returns the series to which the newest run added a value on its machine. If the run is not in the history,
     returns all series of the machine. Series of counts are left out, because any change of a count is detected.
     """
-    identity = parse_identity(newest_run.environment.facts)
+    newest_run_identity = parse_machine_identity(newest_run.environment.facts)
     commit = newest_run.environment.get("commit")
     is_same_machine = {}
     lines = []
     for line in history.lines:
         machine = (line.trend.machine.get("machine"), line.trend.python)
         if machine not in is_same_machine:
-            is_same_machine[machine] = identity is None or history.is_trend_of(line.trend, identity)
+            is_same_machine[machine] = newest_run_identity is None or history.is_trend_of(
+                line.trend, newest_run_identity
+            )
         if (
             is_same_machine[machine]
             and line.trend.series.metric not in _DERIVED_METRICS
@@ -243,19 +259,22 @@ def _make_case_key(trend: Trend) -> tuple[object, ...]:
     return trend.series.workload, trend.cell, trend.machine.get("machine"), trend.python
 
 
-def _find_series_with_ratio(history: History) -> set[tuple[object, ...]]:
+def _find_cases_with_time_ratio(history: History) -> set[tuple[object, ...]]:
     """Returns the keys of the cases whose time relative to the reference has a series in the history."""
     lines = [line for line in history.lines if line.trend.series.metric == RELATIVE_TIME]
     return {_make_case_key(line.trend) for line in lines if line.comparable}
 
 
-def _remeasure_suspects(suspects: Sequence[Change], current_runs: Sequence[Run], remeasurer: Remeasurer) -> SecondLook:
+def _remeasure_suspect_changes(
+    suspects: Sequence[TrendChange], current_runs: Sequence[Run], remeasurer: SuspectRemeasurer
+) -> SecondMeasurement:
     """Measures each suspected change again. The request is that of the newest run that contains the case."""
-    second_looks: list[SecondLook] = []
+    second_measurements: list[SecondMeasurement] = []
     remaining_suspects = list(suspects)
     for run in current_runs:
         case_by_cell = {
-            (record.case.workload, find_cell(record.case, run)): record.case.id for record in reversed(run.records)
+            (record.case.workload, find_grid_cell_of_case(record.case, run)): record.case.id
+            for record in reversed(run.records)
         }
         matched_suspects = []
         unmatched_suspects = []
@@ -265,16 +284,16 @@ def _remeasure_suspects(suspects: Sequence[Change], current_runs: Sequence[Run],
                 unmatched_suspects.append(suspect)
             else:
                 matched_suspects.append((suspect, case))
-        second_looks += _duel_or_remeasure(matched_suspects, run, remeasurer)
+        second_measurements += _duel_or_remeasure_suspects(matched_suspects, run, remeasurer)
         remaining_suspects = unmatched_suspects
     if remaining_suspects:
-        second_looks.append(SecondLook({}, refused=f"run {current_runs[0].id} does not have the case"))
-    return join_looks(second_looks)
+        second_measurements.append(SecondMeasurement({}, refused=f"run {current_runs[0].id} does not have the case"))
+    return join_second_looks(second_measurements)
 
 
-def _duel_or_remeasure(
-    suspects: Sequence[tuple[Change, str]], run: Run, remeasurer: Remeasurer
-) -> Iterator[SecondLook]:
+def _duel_or_remeasure_suspects(
+    suspects: Sequence[tuple[TrendChange, str]], run: Run, remeasurer: SuspectRemeasurer
+) -> Iterator[SecondMeasurement]:
     """Measures each suspected change in a duel with the last commit before the change. If no duel is possible,
     measures the case again. `suspects` are pairs of a change and the id of its case in the run.
     """
@@ -283,39 +302,41 @@ def _duel_or_remeasure(
     suspects_by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, group in suspects_by_commit.items():
         renamed_suspects = [replace(change.comparison, case=case) for change, case in group]
-        second_look = remeasurer.duel_with_commit(since, run.request, renamed_suspects)
-        if second_look is None or second_look.refused:
+        second_measurement = remeasurer.duel_with_commit(since, run.request, renamed_suspects)
+        if second_measurement is None or second_measurement.refused:
             suspects_without_duel += group
             continue
         figures = {}
         for change, case in group:
             step = change.comparison
-            figure = second_look.comparisons.get((case, step.metric))
+            figure = second_measurement.comparisons.get((case, step.metric))
             if figure is not None:
                 figures[case_and_metric(step)] = replace(figure, case=step.case)
-        yield replace(second_look, comparisons=figures)
+        yield replace(second_measurement, comparisons=figures)
     # 2. If a commit can no longer be built, measure its suspects again without a duel, and compare with stored values.
     if not suspects_without_duel:
         return
     rerun, refusal = remeasurer.measure_cases(run, {case for _, case in suspects_without_duel})
     if rerun is None:
-        yield SecondLook({}, refused=refusal)
+        yield SecondMeasurement({}, refused=refusal)
         return
     figures = {}
     for change, _ in suspects_without_duel:
-        figure = _compare_with_step(change, rerun)
+        figure = _compare_with_change(change, rerun)
         if figure is not None:
             figures[case_and_metric(change.comparison)] = figure
-    yield SecondLook(figures, f"measured again in run {rerun.id}")
+    yield SecondMeasurement(figures, f"measured again in run {rerun.id}")
 
 
-def _compare_with_step(change: Change, run: Run) -> Comparison | None:
+def _compare_with_change(change: TrendChange, run: Run) -> Comparison | None:
     trend = change.trend
     step = change.comparison
     # 1. Collect the new run's values of the series that changed.
     series_version = trend.series.name, trend.cell, change.version
     points = [
-        point for point in extract_points(run).points if (point.series, point.cell, point.version) == series_version
+        point
+        for point in extract_history_points(run).points
+        if (point.series, point.cell, point.version) == series_version
     ]
     values = list(chain.from_iterable(point.samples for point in points))
     if points and points[0].status is Status.FAILED:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench import units
-from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
+from fp8bench.analysis.compare.interval import MIN_DEGREES_OF_FREEDOM, MIN_VISIBLE_FEW_RUNS_CHANGE
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.gate.thresholds import Threshold, ThresholdRules, find_rule, find_threshold
+from fp8bench.features.gate.thresholds import FigureThreshold, ThresholdRules, find_threshold, find_threshold_rule
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import COUNTS, RELATIVE_TIME, TIME
@@ -45,15 +45,16 @@ _QUARTILE_BIAS = 0.888
 
 @dataclass(frozen=True)
 class CaseSpread:
-    """How times of unchanged cases move between two sets of runs, as logarithms of ratios. `shift` is the movement that
-    all cases have in common, and `deviation` the standard deviation of a single case around `shift`.
+    """How times of unchanged cases move between two sets of runs, as logarithms of ratios. `common_shift` is the
+    movement that all cases have in common, and `deviation` the standard deviation of a single case around
+    `common_shift`.
     """
 
-    shift: float
+    common_shift: float
     deviation: float
 
-    def compute_chance(self, log_ratio: float) -> float:
-        log_ratio_distance = abs(log_ratio - self.shift)
+    def compute_p_value(self, log_ratio: float) -> float:
+        log_ratio_distance = abs(log_ratio - self.common_shift)
         if not self.deviation:
             return 0.0 if log_ratio_distance else 1.0
         return math.erfc(log_ratio_distance / self.deviation / math.sqrt(2))
@@ -68,10 +69,10 @@ def estimate_spread(log_ratios: Sequence[float]) -> CaseSpread | None:
     if len(log_ratios) < MIN_CASES_FOR_SPREAD:
         return None
     low, median_log, high = statistics.quantiles(log_ratios, n=4)
-    common_log_shift = median_log if abs(median_log) < math.log1p(MIN_CHANGE_OF_FEW_RUNS) else 0.0
-    nearer_quartile_distance = min(max(common_log_shift - low, 0.0), max(high - common_log_shift, 0.0))
+    common_log_ratio = median_log if abs(median_log) < math.log1p(MIN_VISIBLE_FEW_RUNS_CHANGE) else 0.0
+    nearer_quartile_distance = min(max(common_log_ratio - low, 0.0), max(high - common_log_ratio, 0.0))
     return CaseSpread(
-        common_log_shift, nearer_quartile_distance / (_NORMAL_QUARTILE - _QUARTILE_BIAS / math.sqrt(len(log_ratios)))
+        common_log_ratio, nearer_quartile_distance / (_NORMAL_QUARTILE - _QUARTILE_BIAS / math.sqrt(len(log_ratios)))
     )
 
 
@@ -81,13 +82,13 @@ def select_discoveries(p_values: Sequence[float], false_share: float) -> list[bo
     with a probability of `false_share`.
     """
     indices_by_p_value = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    passing_ranks = [
+    significant_p_value_ranks = [
         rank
         for rank, index in enumerate(indices_by_p_value, 1)
         if p_values[index] <= false_share * rank / len(p_values)
     ]
-    chosen = set(indices_by_p_value[: max(passing_ranks, default=0)])
-    return [index in chosen for index in range(len(p_values))]
+    chosen_indices = set(indices_by_p_value[: max(significant_p_value_ranks, default=0)])
+    return [index in chosen_indices for index in range(len(p_values))]
 
 
 class GateOutcome(StrEnum):
@@ -105,7 +106,7 @@ class GateOutcome(StrEnum):
     NONE = "none"
 
 
-NOT_TESTED = (GateOutcome.IGNORED, GateOutcome.NONE, GateOutcome.FAILED)
+UNTESTED_OUTCOMES = (GateOutcome.IGNORED, GateOutcome.NONE, GateOutcome.FAILED)
 FigureKey = tuple[str, str]
 
 
@@ -117,7 +118,7 @@ class JudgedFigure:
     """
 
     comparison: Comparison
-    threshold: Threshold
+    threshold: FigureThreshold
     outcome: GateOutcome
     why: str = ""
     again: Comparison | None = None
@@ -129,27 +130,27 @@ class JudgedFigure:
 
 
 @dataclass(frozen=True)
-class SecondLook:
+class SecondMeasurement:
     """The results of measuring suspects (figures that seem worse) again: comparisons by case and metric, and `how`
-    they were measured. If they could not be measured, `refused` is the reason. If `adds_up` is true, later
+    they were measured. If they could not be measured, `refused` is the reason. If `pools_samples` is true, later
     measurements include the samples of this one, and so detect smaller changes.
     """
 
     comparisons: Mapping[FigureKey, Comparison]
     how: str = ""
     refused: str = ""
-    adds_up: bool = False
+    pools_samples: bool = False
 
 
-def join_looks(looks: Sequence[SecondLook]) -> SecondLook:
+def join_second_looks(looks: Sequence[SecondMeasurement]) -> SecondMeasurement:
     comparisons: dict[FigureKey, Comparison] = {}
     for look in looks:
         comparisons |= look.comparisons
-    return SecondLook(
+    return SecondMeasurement(
         comparisons,
         " and ".join(look.how for look in looks if look.how),
         "; ".join(look.refused for look in looks if look.refused),
-        any(look.adds_up for look in looks),
+        any(look.pools_samples for look in looks),
     )
 
 
@@ -163,11 +164,11 @@ def judge_first_look(comparisons: Sequence[Comparison], rules: ThresholdRules = 
         for comparison in comparisons
         if comparison.metric == RELATIVE_TIME and comparison.ratio is not None
     }
-    judged_figures = [_judge_figure(comparison, rules, cases_with_ratio) for comparison in comparisons]
-    tested_indices = [index for index, figure in enumerate(judged_figures) if figure.outcome not in NOT_TESTED]
+    judged_figures = [_judge_comparison(comparison, rules, cases_with_ratio) for comparison in comparisons]
+    tested_indices = [index for index, figure in enumerate(judged_figures) if figure.outcome not in UNTESTED_OUTCOMES]
     # If there are too few runs to estimate the noise of a case, use the spread of the other cases instead.
-    uncertain_indices = [index for index in tested_indices if is_from_few_runs(comparisons[index])]
-    for indices in together((comparisons[index].metric, index) for index in uncertain_indices).values():
+    few_run_figure_indices = [index for index in tested_indices if is_from_few_runs(comparisons[index])]
+    for indices in together((comparisons[index].metric, index) for index in few_run_figure_indices).values():
         case_spread = estimate_spread([_compute_log_ratio(judged_figures[index]) for index in indices])
         for index in indices:
             judged_figures[index] = replace(judged_figures[index], spread=case_spread)
@@ -192,8 +193,8 @@ def is_surely_beyond_threshold(figure: JudgedFigure) -> bool:
     suspected, however many other figures are judged.
     """
     ratio = figure.comparison.ratio
-    is_paired = figure.comparison.evidence is Evidence.PAIRED
-    return is_paired and ratio is not None and ratio.low > 1 + figure.threshold.relative
+    has_paired_evidence = figure.comparison.evidence is Evidence.PAIRED
+    return has_paired_evidence and ratio is not None and ratio.low > 1 + figure.threshold.relative
 
 
 def probability_by_chance(figure: JudgedFigure) -> float | None:
@@ -202,7 +203,7 @@ def probability_by_chance(figure: JudgedFigure) -> float | None:
     """
     if figure.comparison.p_value is not None or figure.spread is None:
         return figure.comparison.p_value
-    return figure.spread.compute_chance(_compute_log_ratio(figure))
+    return figure.spread.compute_p_value(_compute_log_ratio(figure))
 
 
 def _compute_log_ratio(figure: JudgedFigure) -> float:
@@ -211,41 +212,41 @@ def _compute_log_ratio(figure: JudgedFigure) -> float:
 
 
 def apply_second_look(
-    judged: Sequence[JudgedFigure], look: SecondLook, rules: ThresholdRules = ()
+    judged: Sequence[JudgedFigure], look: SecondMeasurement, rules: ThresholdRules = ()
 ) -> tuple[JudgedFigure, ...]:
     return tuple(
-        _judge_second_look(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure
+        _judge_remeasured_figure(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure
         for figure in judged
     )
 
 
-def _judge_figure(figure: Comparison, rules: ThresholdRules, cases_with_ratio: set[str]) -> JudgedFigure:
+def _judge_comparison(figure: Comparison, rules: ThresholdRules, cases_with_ratio: set[str]) -> JudgedFigure:
     threshold = find_threshold(figure, rules)
-    outcome = GateOutcome.WITHIN_THRESHOLD
+    gate_outcome = GateOutcome.WITHIN_THRESHOLD
     reason = figure.why
     if figure.failed:
-        outcome = GateOutcome.FAILED
+        gate_outcome = GateOutcome.FAILED
     elif threshold.ignored:
-        outcome = GateOutcome.IGNORED
+        gate_outcome = GateOutcome.IGNORED
         reason = "a rule requires it"
     elif figure.direction is Direction.NONE:
-        outcome = GateOutcome.NONE
+        gate_outcome = GateOutcome.NONE
     elif figure.direction is Direction.DIFFERS:
-        outcome = GateOutcome.IGNORED
-    elif figure.metric == TIME and figure.case in cases_with_ratio and find_rule(figure, rules) is None:
-        outcome = GateOutcome.IGNORED
+        gate_outcome = GateOutcome.IGNORED
+    elif figure.metric == TIME and figure.case in cases_with_ratio and find_threshold_rule(figure, rules) is None:
+        gate_outcome = GateOutcome.IGNORED
         reason = "the time over the reference's, which does not depend on the machine's speed, is judged instead"
     elif exceeds_threshold(figure, threshold):
         # Counts do not vary between runs, so they need no second measurement.
-        outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
+        gate_outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
     elif figure.direction is Direction.BETTER:
-        outcome = GateOutcome.BETTER
+        gate_outcome = GateOutcome.BETTER
     elif figure.direction is Direction.UNSURE:
-        outcome = GateOutcome.OPEN
-    return JudgedFigure(figure, threshold, outcome, reason)
+        gate_outcome = GateOutcome.OPEN
+    return JudgedFigure(figure, threshold, gate_outcome, reason)
 
 
-def exceeds_threshold(figure: Comparison, threshold: Threshold) -> bool:
+def exceeds_threshold(figure: Comparison, threshold: FigureThreshold) -> bool:
     if figure.direction is Direction.DIFFERS or figure.before is None or figure.after is None:
         return False
     if figure.after - figure.before <= threshold.smallest:
@@ -258,18 +259,18 @@ def exceeds_threshold(figure: Comparison, threshold: Threshold) -> bool:
 
 
 def can_fail_without_confirmation(figure: Comparison) -> bool:
-    if figure.evidence is Evidence.PAIRED or figure.ratio is None or is_exact(figure):
+    if figure.evidence is Evidence.PAIRED or figure.ratio is None or has_exact_ratio(figure):
         return True
-    return figure.direction is Direction.WORSE and figure.ratio.point >= 1 + MIN_CHANGE_OF_FEW_RUNS
+    return figure.direction is Direction.WORSE and figure.ratio.point >= 1 + MIN_VISIBLE_FEW_RUNS_CHANGE
 
 
-def is_exact(figure: Comparison) -> bool:
+def has_exact_ratio(figure: Comparison) -> bool:
     return figure.ratio is not None and figure.ratio.low == figure.ratio.high and figure.ratio.level == 1
 
 
 def is_from_few_runs(figure: Comparison) -> bool:
-    lacks_evidence = figure.evidence is not Evidence.PAIRED and figure.p_value is None
-    return lacks_evidence and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
+    lacks_test_evidence = figure.evidence is not Evidence.PAIRED and figure.p_value is None
+    return lacks_test_evidence and figure.ratio is not None and not has_exact_ratio(figure) and figure.ratio.level > 0
 
 
 def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: ThresholdRules) -> bool:
@@ -297,27 +298,29 @@ def suggest_decisive_runs(change: Comparison) -> str:
     return f"`fp8bench duel suite {change.suite} --against {change.since[:8] or 'COMMIT'}` decides"
 
 
-def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
+def _is_slow_down_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
     """Returns whether a second measurement (`second`) shows that the suspected slow-down is not real. A second
     measurement that could hide the slow-down does not show this.
     """
     if second.direction is Direction.DIFFERS:
         return False
-    if second.ratio is None or is_exact(second):
+    if second.ratio is None or has_exact_ratio(second):
         return True
     # A slow-down may be hidden if the machine was loaded while the first side ran. Between few runs, the spread of
     # runs may hide it.
     max_log_ratio = math.log1p(figure.threshold.relative) - math.log(second.others)
     if is_from_few_runs(second):
         max_log_ratio -= (
-            CONFIRMING_DEVIATIONS * figure.spread.deviation if figure.spread else math.log1p(MIN_CHANGE_OF_FEW_RUNS)
+            CONFIRMING_DEVIATIONS * figure.spread.deviation
+            if figure.spread
+            else math.log1p(MIN_VISIBLE_FEW_RUNS_CHANGE)
         )
     elif second.direction in (Direction.SAME, Direction.BETTER) and second.others == 1:
         return True
     return second.ratio.level > 0 and math.log(second.ratio.high) <= max_log_ratio
 
 
-def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) -> JudgedFigure:
+def _judge_remeasured_figure(figure: JudgedFigure, look: SecondMeasurement, rules: ThresholdRules) -> JudgedFigure:
     # 1. A figure that was not measured again fails only if the first measurement suffices.
     first = figure.comparison
     failed_comparisons = (second for second in look.comparisons.values() if second.failed and second.case == first.case)
@@ -335,17 +338,17 @@ def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdR
     # 3. If the second measurement does not confirm the slow-down, the outcome is CLEARED if it would have detected it,
     # and otherwise SUSPECTED.
     if not _is_confirmed(figure, second, rules):
-        if _is_ruled_out(figure, second):
+        if _is_slow_down_ruled_out(figure, second):
             return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not worse")
         reason = f" ({second.why})" if second.why else ""
         return replace(figure, why=f"{look.how}, it was neither confirmed nor ruled out{reason}: {suggestion}")
     # 4. If both measurements show the slow-down with enough evidence, the figure is a regression.
-    is_proven = second.p_value is not None or second.evidence is Evidence.HISTORY
-    if is_proven or can_fail_without_confirmation(second):
+    has_strong_evidence = second.p_value is not None or second.evidence is Evidence.HISTORY
+    if has_strong_evidence or can_fail_without_confirmation(second):
         return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was worse again")
     # 5. Otherwise the evidence is too weak, and the figure remains suspected.
     reason = "against a single stored run nothing fails below 10%"
-    if second.why and second.ratio is not None and second.ratio.point > 1 + MIN_CHANGE_OF_FEW_RUNS:
+    if second.why and second.ratio is not None and second.ratio.point > 1 + MIN_VISIBLE_FEW_RUNS_CHANGE:
         reason = second.why
     return replace(figure, why=f"{look.how}, it was worse again; {reason}; {suggestion}")
 
@@ -353,7 +356,7 @@ def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdR
 # A slow-down counts as detectable if the gate would find it in this share of all builds.
 DETECTION_PROBABILITY = 0.8
 # With fewer nightly values since the last change of a series, a slow-down by its threshold may remain undetected.
-SENSITIVE_AFTER_NIGHTS = 14
+MIN_NIGHTLY_VALUES = 14
 # The gate passes only if it can detect a slow-down in each figure of these metrics.
 TIME_METRICS = (TIME, RELATIVE_TIME)
 
@@ -364,8 +367,8 @@ class DetectionLimit:
     slower.
 
     `smallest` is math.inf if no slow-down would be detected. `threshold` is the smallest slow-down for which the gate
-    may fail. If the noise is unknown, `unknown` is the reason, and `smallest` is a lower bound. `nights` is the
-    number of nightly values of a history since its last step.
+    may fail. If the noise is unknown, `unknown` is the reason, and `smallest` is a lower bound. `nightly_value_count`
+    is the number of nightly values of a history since its last step.
     """
 
     case: str
@@ -373,7 +376,7 @@ class DetectionLimit:
     threshold: float
     smallest: float
     unknown: str = ""
-    nights: int | None = None
+    nightly_value_count: int | None = None
 
     @property
     def key(self) -> FigureKey:
@@ -390,7 +393,7 @@ class DetectionLimit:
         return ("at least " if self.unknown else "") + units.change(1 + self.smallest)
 
 
-def mark_undetectable(
+def mark_undetectable_figures(
     figures: Sequence[JudgedFigure], limits: Sequence[DetectionLimit], lost_cases: Collection[str]
 ) -> tuple[JudgedFigure, ...]:
     """Marks each time as `CANNOT_TELL` if the gate would not detect a slow-down as large as its threshold: there is too
@@ -398,10 +401,10 @@ def mark_undetectable(
     earlier time but no comparable time now.
     """
     limits_by_key = {limit.key: limit for limit in limits}
-    return tuple(_mark_if_undetectable(figure, limits_by_key.get(figure.key), lost_cases) for figure in figures)
+    return tuple(_mark_undetectable_figure(figure, limits_by_key.get(figure.key), lost_cases) for figure in figures)
 
 
-def _mark_if_undetectable(
+def _mark_undetectable_figure(
     figure: JudgedFigure, limit: DetectionLimit | None, lost_cases: Collection[str]
 ) -> JudgedFigure:
     change = figure.comparison
@@ -411,25 +414,24 @@ def _mark_if_undetectable(
         return replace(figure, outcome=GateOutcome.CANNOT_TELL)
     if figure.outcome not in (GateOutcome.WITHIN_THRESHOLD, GateOutcome.OPEN) or limit is None:
         return figure
-    reason = explain_undetectable(limit, change)
+    reason = explain_detection_limit(limit, change)
     return replace(figure, outcome=GateOutcome.CANNOT_TELL, why=reason) if reason else figure
 
 
-def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
+def explain_detection_limit(limit: DetectionLimit, change: Comparison) -> str:
     """Returns why the gate would not detect a slow-down as large as the threshold; '' if it would."""
     threshold = units.change(1 + limit.threshold)
     if not limit.can_detect_threshold:
         reason = limit.unknown or change.why
-        night_count = limit.nights
-        if not reason and night_count is not None and night_count < SENSITIVE_AFTER_NIGHTS:
+        night_count = limit.nightly_value_count
+        if not reason and night_count is not None and night_count < MIN_NIGHTLY_VALUES:
             reason = (
-                f"history too young: {night_count} nights at this level, "
-                f"of about {SENSITIVE_AFTER_NIGHTS} that it takes"
+                f"history too young: {night_count} nights at this level, of about {MIN_NIGHTLY_VALUES} that it takes"
             )
-        sensitivity_text = f"the smallest slow-down that would have been found is {limit.smallest_text}"
+        detection_limit_text = f"the smallest slow-down that would have been found is {limit.smallest_text}"
         if math.isinf(limit.smallest):
-            sensitivity_text = "no slow-down would have been found"
-        return f"{sensitivity_text}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
+            detection_limit_text = "no slow-down would have been found"
+        return f"{detection_limit_text}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
     if change.ratio is not None and change.ratio.high > 1 + limit.threshold:
         return f"its interval reaches {units.change(change.ratio.high)}, and the threshold is {threshold}"
     return ""
@@ -438,8 +440,8 @@ def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
 @dataclass(frozen=True)
 class GateVerdict:
     """The gate's verdict on all figures. `title` names the compared sides. If nothing can be judged, `problem` is the
-    reason, and `code` its exit code. `sights` has the smallest slow-down of each figure that the gate would detect, the
-    least sensitive figure first.
+    reason, and `code` its exit code. `detection_limits` has the smallest slow-down of each figure that the gate would
+    detect, the least sensitive figure first.
     """
 
     title: str
@@ -447,7 +449,7 @@ class GateVerdict:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    sights: tuple[DetectionLimit, ...] = ()
+    detection_limits: tuple[DetectionLimit, ...] = ()
 
     def of(self, *outcomes: GateOutcome) -> tuple[JudgedFigure, ...]:
         return tuple(figure for figure in self.judged if figure.outcome in outcomes)
@@ -466,31 +468,33 @@ class GateVerdict:
     def headline(self) -> str:
         if self.problem:
             return "no baseline to judge by" if self.code == EXIT_BASELINE else "nothing was measured"
-        failed, worse, suspected, undetectable, unsure = (len(self.of(outcome)) for outcome in _HEADLINE_OUTCOMES)
-        texts_by_count = (
+        failed, worse, suspected, undetectable, unsure = (len(self.of(outcome)) for outcome in _OUTCOMES_IN_HEADLINE)
+        count_text_pairs = (
             (failed, f"{failed} failed"),
             (worse, many(worse, "regression")),
             (suspected, f"{suspected} suspected"),
             (undetectable, f"cannot tell whether {many(undetectable, 'time')} became worse"),
         )
-        headline = " and ".join(text for count, text in texts_by_count if count)
+        headline = " and ".join(text for count, text in count_text_pairs if count)
         if headline or not unsure:
             return headline or "no regression"
         return f"no regression found, {unsure} cannot tell (not blocking)"
 
     @property
     def counts(self) -> str:
-        counts_and_labels = ((len(self.of(name)), _COUNT_LABELS.get(name, name.value)) for name in GateOutcome)
+        counts_and_labels = (
+            (len(self.of(name)), _COUNT_LABEL_BY_OUTCOME.get(name, name.value)) for name in GateOutcome
+        )
         counts_text = ", ".join(f"{count} {label}" for count, label in counts_and_labels if count)
         total = many(len(self.judged), "figure")
         return f"{total}: {counts_text}" if counts_text else total
 
 
-_HEADLINE_OUTCOMES = (
+_OUTCOMES_IN_HEADLINE = (
     GateOutcome.FAILED,
     GateOutcome.REGRESSION,
     GateOutcome.SUSPECTED,
     GateOutcome.CANNOT_TELL,
     GateOutcome.OPEN,
 )
-_COUNT_LABELS = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}
+_COUNT_LABEL_BY_OUTCOME = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import ComparedSides, compare
-from fp8bench.analysis.compare.sides import make_side
+from fp8bench.analysis.compare.sides import make_comparison_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
@@ -28,14 +28,14 @@ from fp8bench.features.gate.judging import (
     GateOutcome,
     GateVerdict,
     JudgedFigure,
-    SecondLook,
+    SecondMeasurement,
     apply_second_look,
     case_and_metric,
-    join_looks,
+    join_second_looks,
     judge_first_look,
-    mark_undetectable,
+    mark_undetectable_figures,
 )
-from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
+from fp8bench.features.gate.power import RemeasurementMethod, SeriesState, detection_limits, history_detection_limits
 from fp8bench.features.gate.thresholds import ThresholdRules
 from fp8bench.jobs.after_run import add_to_history
 from fp8bench.jobs.compare import compare_runs, read_runs
@@ -46,18 +46,18 @@ from fp8bench.model.run import BENCH
 from fp8bench.model.specs import COUNTS, MEAN_TIME, RELATIVE_MEAN_TIME, RELATIVE_TIME, TIME
 from fp8bench.model.stopping import LEAST_ROUNDS, QUICK_ROUNDS
 from fp8bench.pipeline import measure_again
-from fp8bench.plan.resumable import refuse_code_of_others
-from fp8bench.report.comparisons import CODE_FACT, describe_difference, describe_side
+from fp8bench.plan.resumable import refuse_untrusted_code
+from fp8bench.report.comparisons import CODE_DIGEST_FACT, describe_comparison_side, describe_differing_fact
 from fp8bench.report.panels import together
 from fp8bench.store.commit_runs import find_commit, find_runs
 from fp8bench.store.runs.listing import find_store_of_run
 from fp8bench.units import clock
 from fp8bench.user_code import import_user_modules
 
-ConfirmCallback = Callable[[Sequence[Comparison]], SecondLook]
+ConfirmCallback = Callable[[Sequence[Comparison]], SecondMeasurement]
 
 # Suspects are measured again at most this many times.
-MAX_LOOKS = 4
+MAX_SUSPECT_REMEASUREMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class GateSource:
     """The comparisons to judge, and how to measure suspects (figures that seem worse) again.
 
     `confirm` measures suspects again, and `remeasurement` is its method. If nothing can be judged, `problem` is the
-    reason, and `code` its exit code. `lost_cases` were measured on the first side, but cannot be compared now. `duel`
-    is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about `look_seconds` each time.
-    Both numbers are None if unknown.
+    reason, and `code` its exit code. `incomparable_case_ids` were measured on the first side, but cannot be compared
+    now. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about `look_seconds`
+    each time. Both numbers are None if unknown.
 
     For a history, `comparisons` has only the changes, and `series_states` has the latest state of each series.
     `unchanged_figures` has the figures of all series, so that a thresholds rule that matches only unchanged figures is
@@ -80,11 +80,11 @@ class GateSource:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    remeasurement: Remeasurement = Remeasurement.MEASURED_AGAIN
+    remeasurement: RemeasurementMethod = RemeasurementMethod.MEASURED_AGAIN
     series_states: tuple[SeriesState, ...] = ()
     unchanged_figures: tuple[Comparison, ...] = ()
     duel: Duel | None = None
-    lost_cases: frozenset[str] = frozenset()
+    incomparable_case_ids: frozenset[str] = frozenset()
     budget: float | None = None
     look_seconds: float | None = None
 
@@ -113,53 +113,57 @@ def judge_comparisons(source: GateSource, rules: ThresholdRules, rerun: bool, ob
     have noticed a slow-down of it.
     """
     figures = judge_first_look(source.comparisons, rules)
-    remeasurement = source.remeasurement if rerun and source.confirm is not None else Remeasurement.NONE
+    remeasurement = source.remeasurement if rerun and source.confirm is not None else RemeasurementMethod.NONE
     if source.series_states:
         limits = history_detection_limits(source.series_states, rules, len(figures), remeasurement)
     else:
         limits = detection_limits(figures, remeasurement)
     if not source.problem:
-        settled_figures = _note_same_work(_settle_suspects(figures, source, rules, rerun, observer))
-        figures = mark_undetectable(settled_figures, limits, source.lost_cases)
-        changed_keys = {figure.key for figure in figures}
-        newest_figures = mark_undetectable(
-            judge_first_look([series.comparison for series in source.series_states], rules), limits, source.lost_cases
+        settled_figures = _note_same_work(_resolve_suspect_figures(figures, source, rules, rerun, observer))
+        figures = mark_undetectable_figures(settled_figures, limits, source.incomparable_case_ids)
+        changed_figure_keys = {figure.key for figure in figures}
+        newest_figures = mark_undetectable_figures(
+            judge_first_look([series.comparison for series in source.series_states], rules),
+            limits,
+            source.incomparable_case_ids,
         )
         figures += tuple(
             figure
             for figure in newest_figures
-            if figure.outcome is GateOutcome.CANNOT_TELL and figure.key not in changed_keys
+            if figure.outcome is GateOutcome.CANNOT_TELL and figure.key not in changed_figure_keys
         )
     return GateVerdict(source.title, figures, source.notes, source.problem, source.code, limits)
 
 
-def _settle_suspects(
+def _resolve_suspect_figures(
     figures: tuple[JudgedFigure, ...], source: GateSource, rules: ThresholdRules, rerun: bool, observer: JobObserver
 ) -> tuple[JudgedFigure, ...]:
     """Measures suspects (figures that seem worse) again until each is confirmed or ruled out, or until the source's
     budget of seconds is used up. Returns all figures.
     """
-    measure_again = source.confirm if rerun else None
+    confirm_suspects = source.confirm if rerun else None
     start = time.monotonic()
     last_look_seconds = 0.0
     # Each further duel adds its sessions, so that intervals become narrower until all suspects are decided.
-    for number in range(MAX_LOOKS):
-        suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
+    for look_number in range(MAX_SUSPECT_REMEASUREMENTS):
+        suspected_comparisons = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
         look_start_time = time.monotonic()
         # Do not start a measurement that would exceed the budget.
         is_over_budget = (
-            number > 0 and source.budget is not None and look_start_time - start + last_look_seconds > source.budget
+            look_number > 0
+            and source.budget is not None
+            and look_start_time - start + last_look_seconds > source.budget
         )
-        if not suspects or is_over_budget:
+        if not suspected_comparisons or is_over_budget:
             break
-        if measure_again is None:
-            return apply_second_look(figures, SecondLook({}, refused="--no-rerun was given"), rules)
-        duration_text = "" if source.look_seconds is None else f", which takes about {clock(source.look_seconds)}"
-        observer.note(f"gate: {len(suspects)} suspected, measured again{duration_text}")
-        second_look = measure_again(suspects)
-        figures = apply_second_look(figures, second_look, rules)
+        if confirm_suspects is None:
+            return apply_second_look(figures, SecondMeasurement({}, refused="--no-rerun was given"), rules)
+        measuring_time_text = "" if source.look_seconds is None else f", which takes about {clock(source.look_seconds)}"
+        observer.note(f"gate: {len(suspected_comparisons)} suspected, measured again{measuring_time_text}")
+        second_measurement = confirm_suspects(suspected_comparisons)
+        figures = apply_second_look(figures, second_measurement, rules)
         last_look_seconds = time.monotonic() - look_start_time
-        if not second_look.adds_up:
+        if not second_measurement.pools_samples:
             break
     return figures
 
@@ -172,17 +176,17 @@ def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
         change = figure.comparison
         if change.metric in COUNTS:
             has_same_work[change.case] = has_same_work.get(change.case, True) and change.before == change.after
-    figures_with_notes = list(figures)
+    figures_with_work_notes = list(figures)
     for index, figure in enumerate(figures):
         is_suspected_time = figure.outcome is GateOutcome.SUSPECTED and figure.comparison.metric in TIME_METRICS
         if is_suspected_time and has_same_work.get(figure.comparison.case):
             same_work_note = "its operators and bytes are the same in both, so memory or the machine may differ"
-            figures_with_notes[index] = replace(figure, why="; ".join(filter(None, (same_work_note, figure.why))))
-    return figures_with_notes
+            figures_with_work_notes[index] = replace(figure, why="; ".join(filter(None, (same_work_note, figure.why))))
+    return figures_with_work_notes
 
 
 @dataclass
-class Remeasurer:
+class SuspectRemeasurer:
     """Measures suspects (figures that seem worse) again, in a duel or alone. The sessions of all duels with the same
     commit add up, so that intervals become narrower.
     """
@@ -191,7 +195,7 @@ class Remeasurer:
     observer: JobObserver
     _result_by_case: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
 
-    def duel(self, question: DuelQuestion, request: Request, suspects: Sequence[Comparison]) -> SecondLook:
+    def duel(self, question: DuelQuestion, request: Request, suspects: Sequence[Comparison]) -> SecondMeasurement:
         """Measures suspects in a duel, and judges its sessions together with those of earlier duels."""
         # 1. A quick run has few rounds, so its duel gets more sessions.
         if request.quick:
@@ -200,11 +204,11 @@ class Remeasurer:
         # measured.
         cases = {suspect.case for suspect in suspects}
         try:
-            refuse_code_of_others("what was measured", request.imports)
+            refuse_untrusted_code("what was measured", request.imports)
             import_user_modules(request.imports)
-            duel = run_duel(question, _request_full_rounds(request), self.store, self.observer, cases)
+            duel = run_duel(question, _make_full_rounds_request(request), self.store, self.observer, cases)
         except Fp8benchError as error:
-            return SecondLook({}, refused=str(error).rstrip("."))
+            return SecondMeasurement({}, refused=str(error).rstrip("."))
         if not duel.finished:
             raise KeyboardInterrupt
         # 3. Add the sessions of earlier duels with the same commit.
@@ -214,7 +218,7 @@ class Remeasurer:
         # Both sides are timed in the same rounds, so the change of a time is also that of its ratio to the reference.
         for metric, relative_metric in ((TIME, RELATIVE_TIME), (MEAN_TIME, RELATIVE_MEAN_TIME)):
             figures |= {(case, relative_metric): figure for (case, name), figure in figures.items() if name == metric}
-        return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
+        return SecondMeasurement(figures, f"in duel {duel.id}", pools_samples=True)
 
     def add_earlier_sessions(self, result: CaseResult, commit: str) -> CaseResult:
         """Returns the result of a case, preceded by its sessions in all earlier duels with this commit. Remembers all
@@ -228,7 +232,9 @@ class Remeasurer:
         self._result_by_case[key] = result
         return result
 
-    def duel_with_commit(self, commit: str, request: Request, suspects: Sequence[Comparison]) -> SecondLook | None:
+    def duel_with_commit(
+        self, commit: str, request: Request, suspects: Sequence[Comparison]
+    ) -> SecondMeasurement | None:
         """Measures suspects (figures that seem worse) of the current code in a duel with a commit. Returns None if the
         repository does not have the commit.
         """
@@ -236,17 +242,17 @@ class Remeasurer:
             return None
         is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE_FOLDER.parent)
         question = DuelQuestion(against_self=commit) if is_fp8bench else DuelQuestion(against=commit)
-        second_look = self.duel(question, request, suspects)
-        if second_look.refused:
+        second_measurement = self.duel(question, request, suspects)
+        if second_measurement.refused:
             self.observer.note(
-                f"gate: no duel is possible ({second_look.refused}); suspects are measured again without one"
+                f"gate: no duel is possible ({second_measurement.refused}); suspects are measured again without one"
             )
-        return second_look
+        return second_measurement
 
     def measure_cases(self, run: Run, cases: Collection[str]) -> tuple[Run | None, str]:
         """Measures cases of a run again. Returns the new run, or None and the reason."""
         store = find_store_of_run(Path(run.path)) or self.store
-        run = replace(run, request=_request_full_rounds(run.request))
+        run = replace(run, request=_make_full_rounds_request(run.request))
         try:
             with self.observer.measuring() as progress:
                 new_run = measure_again(run, cases, store, progress, command_line())
@@ -259,7 +265,7 @@ class Remeasurer:
         return new_run, ""
 
 
-def second_look_time_factor(request: Request, sessions: int) -> float:
+def compute_second_duel_factor(request: Request, sessions: int) -> float:
     """Returns how many times as long as the first duel a second duel of all cases takes. The first duel had
     `sessions` sessions.
     """
@@ -268,7 +274,7 @@ def second_look_time_factor(request: Request, sessions: int) -> float:
     return round_count_factor * max(SESSIONS, sessions) / sessions
 
 
-def _request_full_rounds(request: Request) -> Request:
+def _make_full_rounds_request(request: Request) -> Request:
     rounds = max(LEAST_ROUNDS, request.rounds or 0) if request.quick else request.rounds
     return replace(request, trace=None, rounds=rounds)
 
@@ -276,7 +282,7 @@ def _request_full_rounds(request: Request) -> Request:
 _MAX_LISTED_CASES = 5
 
 
-def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) -> GateSource:
+def compare_stored_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) -> GateSource:
     """Compares two named sides (runs, commits or stores). If only the first side is missing, this is not a usage
     error: the result has a problem with exit code 4.
     """
@@ -298,39 +304,45 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
     if side_errors:
         raise side_errors[0]
     # 2. If the sides cannot be compared, explain why.
-    compared = compare_runs(name_a, old, name_b, new, observer)
-    title = f"{describe_side(compared.after)}; against {describe_side(compared.before)}"
-    problem, exit_code = _explain_unjudgeable(compared)
+    compared_sides = compare_runs(name_a, old, name_b, new, observer)
+    title = (
+        f"{describe_comparison_side(compared_sides.after)}; against {describe_comparison_side(compared_sides.before)}"
+    )
+    problem, exit_code = _explain_unjudgeable(compared_sides)
     if problem:
-        return GateSource(title, compared.comparisons, problem=problem, code=exit_code)
+        return GateSource(title, compared_sides.comparisons, problem=problem, code=exit_code)
     # 3. Collect unmeasured cases, changed conditions, and cases that only one side has.
-    interrupted_cases = find_unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
-    notes = [describe_difference(fact, " was {} and is {}") for fact in compared.differing_facts]
-    for change, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
+    interrupted_cases = find_unmeasured_cases(compared_sides.after.runs, Evidence.CROSS_RUN)
+    notes = [describe_differing_fact(fact, " was {} and is {}") for fact in compared_sides.differing_facts]
+    for change, cases in (("is gone", compared_sides.cases_only_before), ("is new", compared_sides.cases_only_after)):
         notes += [f"{case} {change}" for case in cases[:_MAX_LISTED_CASES]]
         if cases[_MAX_LISTED_CASES:]:
             notes.append(f"and {len(cases) - _MAX_LISTED_CASES} more")
-    lost_cases = [case for case, sightings in compared.before.sightings.items() if sightings[-1].record.is_ok]
+    incomparable_case_ids = [
+        case
+        for case, case_sightings in compared_sides.before.sightings_by_case.items()
+        if case_sightings[-1].record.is_ok
+    ]
     # 4. Measure suspects in a duel if the first side's commit is known, and otherwise again without a duel.
-    newest_run = compared.after.runs[-1]
-    can_duel = _commit_to_duel(compared, newest_run) is not None
+    newest_run = compared_sides.after.runs[-1]
+    can_duel = _find_commit_to_duel(compared_sides, newest_run) is not None
     return GateSource(
         title,
-        (*compared.comparisons, *interrupted_cases),
-        partial(_remeasure_suspects, compared, Remeasurer(store, observer)),
+        (*compared_sides.comparisons, *interrupted_cases),
+        partial(_remeasure_suspect_figures, compared_sides, SuspectRemeasurer(store, observer)),
         tuple(notes),
-        remeasurement=Remeasurement.DUEL if can_duel else Remeasurement.MEASURED_AGAIN,
-        lost_cases=frozenset(lost_cases),
+        remeasurement=RemeasurementMethod.DUEL if can_duel else RemeasurementMethod.MEASURED_AGAIN,
+        incomparable_case_ids=frozenset(incomparable_case_ids),
         budget=newest_run.request.budget,
     )
 
 
 def _explain_unjudgeable(compared: ComparedSides) -> tuple[str, int]:
-    has_failed = any(comparison.failed for comparison in compared.comparisons)
+    has_failed_comparison = any(comparison.failed for comparison in compared.comparisons)
     if not compared.after.is_measured:
-        return ("" if has_failed else f"no case of {compared.after.name} was measured."), EXIT_FAILED
+        return ("" if has_failed_comparison else f"no case of {compared.after.name} was measured."), EXIT_FAILED
     # A case that fails only on the second side is enough for a verdict.
-    if has_failed:
+    if has_failed_comparison:
         return "", 0
     if compared.conditions:
         return (
@@ -343,41 +355,47 @@ def _explain_unjudgeable(compared: ComparedSides) -> tuple[str, int]:
     return "", 0
 
 
-def _remeasure_suspects(compared: ComparedSides, remeasurer: Remeasurer, suspects: Sequence[Comparison]) -> SecondLook:
+def _remeasure_suspect_figures(
+    compared: ComparedSides, remeasurer: SuspectRemeasurer, suspects: Sequence[Comparison]
+) -> SecondMeasurement:
     """Measures each suspect again, with the request of the newest run that has its case. Each suite may have a
     separate run.
     """
-    newest_run_by_case = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
-    suspects_by_run = together((newest_run_by_case[suspect.case].id, suspect) for suspect in suspects)
+    newest_run_by_case = {suspect.case: compared.after.sightings_by_case[suspect.case][-1].run for suspect in suspects}
+    suspects_by_run_id = together((newest_run_by_case[suspect.case].id, suspect) for suspect in suspects)
     second_looks = [
         _remeasure_for_run(newest_run_by_case[group[0].case], compared, remeasurer, group)
-        for group in suspects_by_run.values()
+        for group in suspects_by_run_id.values()
     ]
-    return join_looks(second_looks)
+    return join_second_looks(second_looks)
 
 
 def _remeasure_for_run(
-    newest_run: Run, compared: ComparedSides, remeasurer: Remeasurer, suspects: Sequence[Comparison]
-) -> SecondLook:
-    commit = _commit_to_duel(compared, newest_run)
-    second_look = None if commit is None else remeasurer.duel_with_commit(commit, newest_run.request, suspects)
-    if second_look is not None and not second_look.refused:
-        return second_look
+    newest_run: Run, compared: ComparedSides, remeasurer: SuspectRemeasurer, suspects: Sequence[Comparison]
+) -> SecondMeasurement:
+    commit = _find_commit_to_duel(compared, newest_run)
+    second_measurement = None if commit is None else remeasurer.duel_with_commit(commit, newest_run.request, suspects)
+    if second_measurement is not None and not second_measurement.refused:
+        return second_measurement
     rerun, refusal = remeasurer.measure_cases(newest_run, {suspect.case for suspect in suspects})
     if rerun is None:
-        return SecondLook({}, refused=refusal)
-    figures = compare(compared.before, make_side("again", [(rerun, findings(rerun))]), extra=compared.after).comparisons
-    return SecondLook({case_and_metric(figure): figure for figure in figures}, f"measured again in run {rerun.id}")
+        return SecondMeasurement({}, refused=refusal)
+    figures = compare(
+        compared.before, make_comparison_side("again", [(rerun, findings(rerun))]), extra=compared.after
+    ).comparisons
+    return SecondMeasurement(
+        {case_and_metric(figure): figure for figure in figures}, f"measured again in run {rerun.id}"
+    )
 
 
-def _commit_to_duel(compared: ComparedSides, newest_run: Run) -> str | None:
+def _find_commit_to_duel(compared: ComparedSides, newest_run: Run) -> str | None:
     """Returns the first side's commit if a duel with this commit would answer the same question as the comparison.
     Returns None if the sides differ in more than their code: a duel measures both sides with one interpreter and one
     torch, so it would not show the cost of a different torch.
     """
     head_commit = find_commit("HEAD", Path())
     # A duel of `bench` measures the callables of both commits.
-    if any(fact.name != CODE_FACT or newest_run.request.suite != BENCH for fact in compared.differing_facts):
+    if any(fact.name != CODE_DIGEST_FACT or newest_run.request.suite != BENCH for fact in compared.differing_facts):
         return None
     if head_commit is None or newest_run.environment.get("commit") != head_commit:
         return None
@@ -388,8 +406,8 @@ def _commit_to_duel(compared: ComparedSides, newest_run: Run) -> str | None:
 
 def duel_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
     sessions = question.sessions or count_default_sessions(request)
-    remeasuring_time_factor = second_look_time_factor(request, sessions) * (
-        1 if request.budget is not None else MAX_LOOKS
+    remeasuring_time_factor = compute_second_duel_factor(request, sessions) * (
+        1 if request.budget is not None else MAX_SUSPECT_REMEASUREMENTS
     )
     observer.note(
         "gate: the time shown is that of the first measurement. If something seems worse, it is measured again, "
@@ -399,7 +417,7 @@ def duel_revision(question: DuelQuestion, request: Request, store: Path, observe
     duel = run_duel(question, request, store, observer)
     if not duel.finished:
         raise KeyboardInterrupt
-    seconds = (time.monotonic() - start) * second_look_time_factor(request, sessions)
+    seconds = (time.monotonic() - start) * compute_second_duel_factor(request, sessions)
     return replace(load_duel(duel.id, store, observer), look_seconds=seconds)
 
 
@@ -414,18 +432,18 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
     if not any(result.is_measured or result.has_failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
     # 2. Measure suspects in a second duel of the same commits.
-    remeasurer = Remeasurer(store, observer)
+    suspect_remeasurer = SuspectRemeasurer(store, observer)
 
-    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+    def confirm(suspects: Sequence[Comparison]) -> SecondMeasurement:
         refusal_reason = _explain_moved_head(duel)
         if refusal_reason:
-            return SecondLook({}, refused=refusal_reason)
+            return SecondMeasurement({}, refused=refusal_reason)
         # A name like HEAD may mean a different commit now, so use the commit itself.
         commit = duel.before.commit or None
         against, against_self = (None, commit) if duel.before.title.startswith(FP8BENCH_TITLE) else (commit, None)
         sessions = max(SESSIONS, duel.sessions)
         question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)
-        return remeasurer.duel(question, duel.request, suspects)
+        return suspect_remeasurer.duel(question, duel.request, suspects)
 
     # 3. Planned cases that were not measured because of an interrupt fail.
     figures = comparisons(duel)
@@ -437,8 +455,8 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         if case not in compared_cases
     ]
     # 4. A second duel is possible only if the same commit is checked out.
-    remeasurement = Remeasurement.NONE if _explain_moved_head(duel) else Remeasurement.DUEL
-    lost_cases = frozenset(result.after.case.id for result in duel.results if not result.is_refused_by_both)
+    remeasurement = RemeasurementMethod.NONE if _explain_moved_head(duel) else RemeasurementMethod.DUEL
+    incomparable_case_ids = frozenset(result.after.case.id for result in duel.results if not result.is_refused_by_both)
     return GateSource(
         title,
         (*figures, *interrupted_cases),
@@ -446,7 +464,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         notes,
         remeasurement=remeasurement,
         duel=duel,
-        lost_cases=lost_cases,
+        incomparable_case_ids=incomparable_case_ids,
         budget=duel.request.budget,
     )
 

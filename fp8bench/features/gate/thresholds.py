@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Comparison
-from fp8bench.model.specs import spec_of
+from fp8bench.model.specs import find_metric_spec
 
 
 @dataclass(frozen=True)
-class Threshold:
+class FigureThreshold:
     """A figure is worse if its ratio exceeds 1 + `relative` and its difference exceeds `smallest`, which is in the
     figure's unit.
     """
@@ -48,28 +48,28 @@ class ThresholdRule:
 ThresholdRules = tuple[ThresholdRule, ...]
 
 
-def find_threshold(figure: Comparison, rules: ThresholdRules = ()) -> Threshold:
+def find_threshold(figure: Comparison, rules: ThresholdRules = ()) -> FigureThreshold:
     """Returns the threshold of the first rule that matches the figure. If the rule omits a field, the default of the
     metric applies.
     """
-    default_relative, default_smallest = spec_of(figure.metric).threshold
-    rule = find_rule(figure, rules)
+    default_relative, default_smallest = find_metric_spec(figure.metric).threshold
+    rule = find_threshold_rule(figure, rules)
     if rule is None:
-        return Threshold(default_relative, default_smallest)
+        return FigureThreshold(default_relative, default_smallest)
     # Reject a number in a different unit, because it would silently be wrong by powers of ten.
     if rule.unit and rule.unit != figure.unit and rule.smallest is not None:
         raise UsageError(
             f"{rule.place}: smallest is in {rule.unit}, and {figure.metric} of {figure.case} is in "
             f"{figure.unit or 'no unit'}. Give a number in its unit, or name other figures."
         )
-    return Threshold(
+    return FigureThreshold(
         default_relative if rule.relative is None else rule.relative,
         default_smallest if rule.smallest is None else rule.smallest,
         rule.ignored,
     )
 
 
-def find_rule(figure: Comparison, rules: ThresholdRules) -> ThresholdRule | None:
+def find_threshold_rule(figure: Comparison, rules: ThresholdRules) -> ThresholdRule | None:
     return next((rule for rule in rules if rule.matches(figure)), None)
 
 

@@ -11,11 +11,11 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.duel.run import IDLE_NOTE
+from fp8bench.features.duel.run import NO_CODE_LOADED_NOTE
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.gate.judging import (
     DETECTION_PROBABILITY,
-    NOT_TESTED,
+    UNTESTED_OUTCOMES,
     DetectionLimit,
     FigureKey,
     GateOutcome,
@@ -23,10 +23,10 @@ from fp8bench.features.gate.judging import (
     JudgedFigure,
 )
 from fp8bench.model import Comparison, Status
-from fp8bench.model.specs import spec_of
+from fp8bench.model.specs import find_metric_spec
 from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import explain_labels, show_change, split_case_id, value
-from fp8bench.report.elements import Code, Element, Field, Items, Page, Part, Table, Text, Tone, printable
+from fp8bench.report.elements import Code, Element, Field, Page, Part, Table, Text, TextList, Tone, printable
 from fp8bench.report.page import markdown
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import make_list_part
@@ -49,7 +49,7 @@ def render_junit(verdict: GateVerdict) -> str:
     one test in error, so that it is never empty.
     """
     document = ET.Element("testsuites", name="fp8bench gate")
-    limits = {limit.key: limit for limit in verdict.sights}
+    limits = {limit.key: limit for limit in verdict.detection_limits}
     for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
         _add_test_suite(document, name, judged, limits)
     if verdict.problem:
@@ -74,30 +74,32 @@ def _add_test_suite(
 ) -> None:
     suite = ET.SubElement(root, "testsuite", name=name)
     for figure in judged:
-        testcase_element = ET.SubElement(suite, "testcase", classname=name, name=_figure_title(figure), time="0")
+        testcase_element = ET.SubElement(suite, "testcase", classname=name, name=_make_figure_title(figure), time="0")
         if figure.key in limits:
             properties_element = ET.SubElement(testcase_element, "properties")
             ET.SubElement(properties_element, "property", name=_SMALLEST_LABEL, value=limits[figure.key].smallest_text)
-        outcome_tag = _JUNIT_TAGS.get(figure.outcome)
-        summary = _summarize_figure(figure)
-        details = "\n".join(_describe_looks(figure))
-        if outcome_tag == "skipped":
-            ET.SubElement(testcase_element, outcome_tag, message=figure.why or figure.outcome.value)
-        elif outcome_tag is not None:
-            ET.SubElement(testcase_element, outcome_tag, message=summary, type=figure.outcome.value).text = details
+        junit_outcome_tag = _JUNIT_TAGS.get(figure.outcome)
+        summary = _summarize_judged_figure(figure)
+        test_details = "\n".join(_describe_looks(figure))
+        if junit_outcome_tag == "skipped":
+            ET.SubElement(testcase_element, junit_outcome_tag, message=figure.why or figure.outcome.value)
+        elif junit_outcome_tag is not None:
+            ET.SubElement(
+                testcase_element, junit_outcome_tag, message=summary, type=figure.outcome.value
+            ).text = test_details
         elif figure.outcome is not GateOutcome.WITHIN_THRESHOLD:
-            ET.SubElement(testcase_element, "system-out").text = f"{summary}\n{details}"
+            ET.SubElement(testcase_element, "system-out").text = f"{summary}\n{test_details}"
 
 
-def _figure_title(figure: JudgedFigure) -> str:
+def _make_figure_title(figure: JudgedFigure) -> str:
     return f"{figure.comparison.case} {figure.comparison.metric}"
 
 
-def _summarize_figure(figure: JudgedFigure) -> str:
+def _summarize_judged_figure(figure: JudgedFigure) -> str:
     change = figure.comparison
     if figure.outcome is GateOutcome.FAILED:
         return f"{change.metric}: {figure.why or 'the case failed'}"
-    return f"{change.metric}: {_show_values(change)}: {figure.outcome.value}"
+    return f"{change.metric}: {_format_change_values(change)}: {figure.outcome.value}"
 
 
 def _describe_looks(figure: JudgedFigure) -> Iterator[str]:
@@ -106,7 +108,7 @@ def _describe_looks(figure: JudgedFigure) -> Iterator[str]:
         if look is not None and look.before is not None:
             chance_text = "" if look.p_value is None else f", p = {look.p_value:.1g}"
             labels = f" ({', '.join(look.labels)})" if look.labels else ""
-            yield f"{name}: {_show_values(look)}, {look.evidence.value}{labels}{chance_text}"
+            yield f"{name}: {_format_change_values(look)}, {look.evidence.value}{labels}{chance_text}"
     if figure.comparison.since or figure.comparison.until:
         yield f"between {figure.comparison.since[:12] or '?'} and {figure.comparison.until[:12] or '?'}"
     yield f"worse is: more than {show_threshold(figure)}"
@@ -114,7 +116,7 @@ def _describe_looks(figure: JudgedFigure) -> Iterator[str]:
         yield figure.why
 
 
-def _show_values(change: Comparison) -> str:
+def _format_change_values(change: Comparison) -> str:
     values = f"{value(change, change.before)} -> {value(change, change.after)}"
     return values if change.ratio is None else f"{values}, {show_change(change.ratio)}"
 
@@ -125,7 +127,7 @@ def _remove_control_characters(text: str) -> str:
 
 # GitHub shows at most a mebibyte of a step's summary.
 MAX_ROWS = 200
-_PART_TITLES = {
+_PART_TITLE_BY_OUTCOME = {
     GateOutcome.FAILED: "Failed", GateOutcome.REGRESSION: "Regressions",
     GateOutcome.SUSPECTED: "Suspected: neither confirmed nor ruled out",
     GateOutcome.CANNOT_TELL: "Cannot tell: a slow-down by the threshold would not have been found",
@@ -138,7 +140,7 @@ _OUTCOME_TONES = {
     GateOutcome.CANNOT_TELL: Tone.DOUBT,
     GateOutcome.BETTER: Tone.GOOD,
 }
-_AGAIN_LEGEND = "again: the same change, re-measured in a fresh process"
+_REMEASURED_AGAIN_LEGEND = "again: the same change, re-measured in a fresh process"
 _WORSE_LEGEND = "worse: beyond both thresholds, the share and the difference"
 _SMALLEST_LABEL = "smallest slow-down"
 
@@ -147,7 +149,9 @@ def render_page(verdict: GateVerdict) -> Page:
     """Shows the figures that failed, became worse or better, or are undecided. All other figures are only counted."""
     # 1. Show only figures that need attention, and count the others.
     parts = [
-        _outcome_part(name, title, figures) for name, title in _PART_TITLES.items() if (figures := verdict.of(name))
+        _make_outcome_part(name, title, figures)
+        for name, title in _PART_TITLE_BY_OUTCOME.items()
+        if (figures := verdict.of(name))
     ]
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
@@ -159,15 +163,15 @@ def render_page(verdict: GateVerdict) -> Page:
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     # 2. Explain only the terms that the page shows.
-    listed = verdict.of(*_PART_TITLES)
+    listed = verdict.of(*_PART_TITLE_BY_OUTCOME)
     second_looks = [figure.again for figure in listed if figure.again is not None]
-    footer_texts = [_AGAIN_LEGEND] if second_looks else []
+    footer_texts = [_REMEASURED_AGAIN_LEGEND] if second_looks else []
     if listed:
         footer_texts += [_WORSE_LEGEND, *explain_labels([*(figure.comparison for figure in listed), *second_looks])]
     facts = [("judged", verdict.counts)] if verdict.judged else []
     # 3. State the smallest detectable slow-down: without it, a pass means little.
-    if verdict.sights:
-        facts.append((_SMALLEST_LABEL, summarize_limits(verdict.sights)))
+    if verdict.detection_limits:
+        facts.append((_SMALLEST_LABEL, summarize_limits(verdict.detection_limits)))
         detection_share_text = f"{100 * DETECTION_PROBABILITY:.3g} of 100 builds"
         footer_texts.append(
             f"{_SMALLEST_LABEL}: in {detection_share_text}, both measurements would have found one of this size"
@@ -175,7 +179,7 @@ def render_page(verdict: GateVerdict) -> Page:
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer_texts, tuple(facts))
 
 
-def _show_value_before(figure: JudgedFigure) -> str:
+def _show_previous_value(figure: JudgedFigure) -> str:
     return value(figure.comparison, figure.comparison.before)
 
 
@@ -183,18 +187,18 @@ def _show_value_after(figure: JudgedFigure) -> str:
     return value(figure.comparison, figure.comparison.after)
 
 
-def _show_first_change(figure: JudgedFigure) -> str:
+def _format_first_change(figure: JudgedFigure) -> str:
     return show_change(figure.comparison.ratio)
 
 
-def _outcome_part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:
+def _make_outcome_part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:
     tone = _OUTCOME_TONES.get(outcome, Tone.PLAIN)
     cols: list[Col[JudgedFigure]] = [
         Col("setting", lambda figure: split_case_id(figure.comparison.case)[0], shared=True),
         Col("figure", lambda figure: f"{split_case_id(figure.comparison.case)[1]} {figure.comparison.metric}"),
-        Col("A", _show_value_before, number=True),
+        Col("A", _show_previous_value, number=True),
         Col("B", _show_value_after, number=True),
-        Col("change", _show_first_change),
+        Col("change", _format_first_change),
         Col("again", lambda figure: show_change(figure.again.ratio if figure.again else None)),
         Col("worse is", show_threshold),
         Col("verdict", lambda figure: Field(figure.outcome.value, tone=tone)),
@@ -269,34 +273,34 @@ class DuelReview:
         return f"{self.status}{text.format(threshold=self.threshold, quality=self.quality)}"
 
 
-def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
+def make_duel_review(verdict: GateVerdict, duel: Duel) -> DuelReview:
     reasons_by_status: dict[ReviewStatus, list[str]] = {status: [] for status in ReviewStatus}
-    unequal_status = {result.after.case.id: _find_unequal_status(result) for result in duel.results}
+    unequal_status_by_case = {result.after.case.id: _find_status_of_unequal_sides(result) for result in duel.results}
     # 1. If base and head have different support levels in a case, their results are not comparable, so nothing else
     # is reported for this case.
     for result in duel.results:
-        if (status := unequal_status[result.after.case.id]) is not None:
-            levels = f"{result.before.support.level} on base, {result.after.support.level} on head"
-            reason = result.after.reason or result.before.reason or levels
+        if (status := unequal_status_by_case[result.after.case.id]) is not None:
+            support_levels_text = f"{result.before.support.level} on base, {result.after.support.level} on head"
+            reason = result.after.reason or result.before.reason or support_levels_text
             reasons_by_status[status].append(f"{result.after.case.id}: {reason}")
     # 2. A worse numerical result is a problem of quality, and has a different status than a worse time.
-    quality_causes: list[str] = []
+    quality_problem_texts: list[str] = []
     for figure in verdict.of(GateOutcome.REGRESSION):
-        is_numerical_result = spec_of(figure.comparison.metric).of_workload
+        is_numerical_result = find_metric_spec(figure.comparison.metric).of_workload
         status = ReviewStatus.QUALITY_BLOCKED if is_numerical_result else ReviewStatus.REGRESSION
         reasons_by_status[status].append(_summarize_change(figure))
-        if is_numerical_result and not quality_causes:
-            quality_causes.append("numbers became worse")
-    if ReviewStatus.QUALITY_BLOCKED in unequal_status.values():
-        quality_causes.append("a case fails on head alone")
+        if is_numerical_result and not quality_problem_texts:
+            quality_problem_texts.append("numbers became worse")
+    if ReviewStatus.QUALITY_BLOCKED in unequal_status_by_case.values():
+        quality_problem_texts.append("a case fails on head alone")
     # 3. Collect cases that failed, and duels that were impossible.
     for figure in verdict.of(GateOutcome.FAILED):
-        if unequal_status.get(figure.comparison.case) is None:
+        if unequal_status_by_case.get(figure.comparison.case) is None:
             reasons_by_status[ReviewStatus.INFRASTRUCTURE_ERROR].append(f"{figure.comparison.case}: {figure.why}")
-    if verdict.problem and not any(unequal_status.values()):
+    if verdict.problem and not any(unequal_status_by_case.values()):
         reasons_by_status[ReviewStatus.INFRASTRUCTURE_ERROR].append(verdict.problem)
-    if IDLE_NOTE in duel.notes:
-        reasons_by_status[ReviewStatus.RECIPE_MISMATCH].append(IDLE_NOTE)
+    if NO_CODE_LOADED_NOTE in duel.notes:
+        reasons_by_status[ReviewStatus.RECIPE_MISMATCH].append(NO_CODE_LOADED_NOTE)
     # 4. Collect figures that the gate could not decide.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
@@ -306,19 +310,21 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
     # The statuses are ordered by their importance. The first one that has a reason is chosen.
     status = next((status for status, reasons in reasons_by_status.items() if reasons), ReviewStatus.PASS)
     reasons = tuple(reasons_by_status[status])
-    return DuelReview(status, reasons, _show_largest_threshold(verdict), " and ".join(quality_causes))
+    return DuelReview(status, reasons, _show_largest_threshold(verdict), " and ".join(quality_problem_texts))
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:
     """Returns the largest threshold of the noisy figures (such as times), as a percentage. The gate may pass smaller
     slow-downs. Without noisy figures, returns the largest threshold of all tested figures.
     """
-    noisy_thresholds = [limit.threshold for limit in verdict.sights]
-    tested_thresholds = [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
-    return f"{100 * max(noisy_thresholds or tested_thresholds, default=0.0):.3g}%"
+    noisy_thresholds = [limit.threshold for limit in verdict.detection_limits]
+    tested_relative_thresholds = [
+        figure.threshold.relative for figure in verdict.judged if figure.outcome not in UNTESTED_OUTCOMES
+    ]
+    return f"{100 * max(noisy_thresholds or tested_relative_thresholds, default=0.0):.3g}%"
 
 
-def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
+def _find_status_of_unequal_sides(result: CaseResult) -> ReviewStatus | None:
     """Returns the status of a case that a side failed to measure, or that the sides support differently, else None. A
     failed record without detail means that the worker process died.
     """
@@ -327,12 +333,16 @@ def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
         return ReviewStatus.INFRASTRUCTURE_ERROR
     if failed_records:
         return ReviewStatus.QUALITY_BLOCKED if result.after in failed_records else ReviewStatus.RECIPE_MISMATCH
-    levels = {result.before.support.level, result.after.support.level}
-    return None if (result.sessions or result.is_refused_by_both) and len(levels) == 1 else ReviewStatus.RECIPE_MISMATCH
+    support_levels = {result.before.support.level, result.after.support.level}
+    return (
+        None
+        if (result.sessions or result.is_refused_by_both) and len(support_levels) == 1
+        else ReviewStatus.RECIPE_MISMATCH
+    )
 
 
 def _summarize_change(figure: JudgedFigure) -> str:
-    return f"{_figure_title(figure)}: {_show_first_change(figure)}"
+    return f"{_make_figure_title(figure)}: {_format_first_change(figure)}"
 
 
 def render_comment(review: DuelReview, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
@@ -343,23 +353,25 @@ def render_comment(review: DuelReview, verdict: GateVerdict | None, duel: Duel |
     if len(review.reasons) > len(reasons):
         reasons.append(f"and {len(review.reasons) - len(reasons)} more")
     elements: list[Element] = [Text(reason) for reason in reasons[:1]]
-    if verdict is not None and verdict.sights and not reasons:
-        elements.append(Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.sights)}"))
-    further_reasons = Items(tuple(map(Text, reasons[1:])))
+    if verdict is not None and verdict.detection_limits and not reasons:
+        elements.append(
+            Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.detection_limits)}")
+        )
+    further_reasons = TextList(tuple(map(Text, reasons[1:])))
     if duel is not None and verdict is not None:
-        counts_and_sides = Text(f"{verdict.counts}. {_describe_sides(duel)}")
-        elements += [_figures_table(verdict), further_reasons, counts_and_sides]
+        counts_and_sides_text = Text(f"{verdict.counts}. {_describe_duel_sides(duel)}")
+        elements += [_figures_table(verdict), further_reasons, counts_and_sides_text]
     else:
         elements.append(further_reasons)
     elements.append(Code(command))
     return markdown.render(Page(f"fp8bench: {review.headline}", "", (Part("review", "", tuple(elements)),)))
 
 
-def _describe_sides(duel: Duel) -> str:
+def _describe_duel_sides(duel: Duel) -> str:
     devices = ", ".join(facts.key for facts in duel.after.devices)
     torch_text = f"torch {duel.after.environment.facts.get('torch')}"
-    sides = f"Base {duel.before.title}, head {duel.after.title}"
-    sentence = f"{sides}; {many(duel.sessions, 'session')} on {devices}, {torch_text}."
+    sides_text = f"Base {duel.before.title}, head {duel.after.title}"
+    sentence = f"{sides_text}; {many(duel.sessions, 'session')} on {devices}, {torch_text}."
     return " ".join((sentence, *(f"Note: {note}." for note in duel.notes[:2])))
 
 
@@ -367,7 +379,7 @@ _URGENT_OUTCOMES = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.SUSP
 
 
 def _figures_table(verdict: GateVerdict) -> Table:
-    limits = {limit.key: limit for limit in verdict.sights}
+    limits = {limit.key: limit for limit in verdict.detection_limits}
     ranks = {key: rank for rank, key in enumerate(limits)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _URGENT_OUTCOMES]
     # Failures come first, because a long table loses its last rows.
@@ -379,10 +391,10 @@ def _figures_table(verdict: GateVerdict) -> Table:
         return units.NONE if figure.comparison.ratio is None else "exact"
 
     cols: list[Col[JudgedFigure]] = [
-        Col("figure", _figure_title),
-        Col("base", _show_value_before, number=True),
+        Col("figure", _make_figure_title),
+        Col("base", _show_previous_value, number=True),
         Col("head", _show_value_after, number=True),
-        Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", _show_first_change),
+        Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", _format_first_change),
         Col(_SMALLEST_LABEL, show_smallest_slow_down),
         Col("worse is", show_threshold),
         Col("verdict", lambda figure: figure.outcome.value),

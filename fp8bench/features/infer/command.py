@@ -8,14 +8,14 @@ import sys
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import check_outputs, tell
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.infer.values import MIN_CONTEXTS, ServedModel, ServingQuestion, parse_arm
+from fp8bench.features.infer.values import MIN_LINE_CONTEXTS, ServedModel, ServingQuestion, parse_arm
 from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.request import whole_number
-from fp8bench.nn.served import CARRIERS
+from fp8bench.nn.served import CARRIER_BYTES
 from fp8bench.nn.sizes import SERVED_SIZES
 
 _CONTEXTS_EXAMPLE = "Give for example 256,1024,2048,4096."
@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--reference",
-        choices=tuple(CARRIERS),
+        choices=tuple(CARRIER_BYTES),
         help="precision that the arms are compared with; default fp32 on a CPU, else bf16",
     )
     add(
@@ -66,7 +66,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add(
         "--contexts",
         metavar="A,B",
-        help=f"{MIN_CONTEXTS} context lengths or more, to fit the line; default 256,1024,1025,2048,4096",
+        help=f"{MIN_LINE_CONTEXTS} context lengths or more, to fit the line; default 256,1024,1025,2048,4096",
     )
     add(
         "--rollout",
@@ -79,15 +79,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of tokens on which predictions are compared; default 8192, 2048 with --quick",
     )
-    add_common(parser, "--quick")
-    add_common(parser, "--seed", help="for random weights, tokens and the cache's values; default 0")
-    add_common(parser, "--threads")
+    add_common_options(parser, "--quick")
+    add_common_options(parser, "--seed", help="for random weights, tokens and the cache's values; default 0")
+    add_common_options(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    add_common(parser, "--store", help="as in suite")
+    add_common_options(parser, "--store", help="as in suite")
     add("--all", action="store_true", help="also print the bytes and every figure of quality of each arm")
-    add_common(parser, "--explain")
-    add_common(parser, "--json", help="print the whole answer as JSON instead of the table")
-    add_common(parser, "--csv", help="also write a CSV row for each arm; '-' prints the rows instead of the table")
+    add_common_options(parser, "--explain")
+    add_common_options(parser, "--json", help="print the whole answer as JSON instead of the table")
+    add_common_options(
+        parser, "--csv", help="also write a CSV row for each arm; '-' prints the rows instead of the table"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,10 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.infer.view import encode_answer, render_page, table_rows
 
     check_outputs(arguments)
-    question, trained = _make_question(arguments)
+    question, trained = _make_serving_question(arguments)
     command = shlex.join(["fp8bench", *sys.argv[1:]])
     with interrupt_only_once():
-        answer = answer_question(question, arguments.store, command, TERMINAL, trained, arguments.reference)
+        answer = answer_question(
+            question, arguments.store, command, TERMINAL_JOB_OBSERVER, trained, arguments.reference
+        )
         # Print the page, JSON or CSV, and write the requested files.
         tell(
             arguments,
@@ -110,8 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK if answer.finished else EXIT_INTERRUPTED
 
 
-def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedModel | None]:
-    from fp8bench.features.infer.job import complete_question
+def _make_serving_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedModel | None]:
+    from fp8bench.features.infer.job import complete_serving_question
 
     tokens = arguments.tokens or _DEFAULT_TOKENS[arguments.quick]
     size, trained = _choose_model(arguments, tokens)
@@ -121,7 +125,7 @@ def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, Serv
     question = ServingQuestion(
         size,
         tuple(dict.fromkeys(arms)),
-        _parse_contexts(arguments),
+        _parse_context_lengths(arguments),
         arguments.batch,
         arguments.quick,
         tokens,
@@ -132,7 +136,7 @@ def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, Serv
     )
     # The default contexts depend on the model, and a user's model is not made yet.
     if not question.is_user_model:
-        question = complete_question(question)
+        question = complete_serving_question(question)
     return question, trained
 
 
@@ -157,17 +161,17 @@ def _choose_model(arguments: argparse.Namespace, tokens: int) -> tuple[str, Serv
     return size, trained
 
 
-def _parse_contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
+def _parse_context_lengths(arguments: argparse.Namespace) -> tuple[int, ...]:
     if arguments.contexts is None:
         return ()
     try:
-        contexts = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
+        context_lengths = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
     except ValueError:
         raise UsageError(
             f"--contexts {arguments.contexts!r} is not a list of whole numbers. {_CONTEXTS_EXAMPLE}"
         ) from None
-    if len(contexts) < MIN_CONTEXTS:
+    if len(context_lengths) < MIN_LINE_CONTEXTS:
         raise UsageError(
-            f"--contexts has {len(contexts)}, and a line needs {MIN_CONTEXTS} or more. {_CONTEXTS_EXAMPLE}"
+            f"--contexts has {len(context_lengths)}, and a line needs {MIN_LINE_CONTEXTS} or more. {_CONTEXTS_EXAMPLE}"
         )
-    return contexts
+    return context_lengths

@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.samples import step_samples
+from fp8bench.analysis.samples import list_step_samples
 from fp8bench.errors import StoreError, UsageError, WorkerFault, to_original_error
-from fp8bench.features.infer.fits import LineDraws, fastest, find_crossing, fit_line
+from fp8bench.features.infer.fits import FittedLine, fastest, find_context_crossing, fit_line
 from fp8bench.features.infer.values import (
     ArmTimes,
     QualityTask,
@@ -29,25 +29,25 @@ from fp8bench.features.infer.values import (
     ServingQuality,
     ServingQuestion,
     arm_precision,
-    is_of_arm,
-    open_answer_log,
+    is_record_of_arm,
+    open_serving_answer_log,
 )
 from fp8bench.features.train.kind import find_training, load_training_header, newest_checkpoint
 from fp8bench.features.train.lab.models import make_config
 from fp8bench.features.train.values import TokenSpan
 from fp8bench.files import open_file
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.handle import ProcessWorker, Worker, claim_process
+from fp8bench.measure.handle import ProcessWorker, Worker, register_process_run
 from fp8bench.model import Ceilings, DeviceFacts, Record, Request, Run
 from fp8bench.model.measured import Ceiling, Limit
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import (
     OWN,
-    USER_SHAPES,
+    USER_MODEL_SHAPES,
     ServedArm,
     ServedShape,
-    check_groups,
     check_served_support,
+    check_weight_groups,
     estimate_min_memory,
     find_served_shape,
     step_bytes,
@@ -84,15 +84,15 @@ def answer_question(
     """
     # 1. Read the shape of a user's model, because memory estimates need it.
     settings = Settings(question.threads, question.seed)
-    with claim_process(True), ProcessWorker(settings, module=_WORKER_MODULE) as worker:
+    with register_process_run(True), ProcessWorker(settings, module=_WORKER_MODULE) as worker:
         facts = find_device(question.device, worker.probe())
         question = add_reference(question, facts, reference)
-        model = trained or shipped_model(question.tokens)
+        model = trained or make_shipped_model(question.tokens)
         if question.is_user_model:
-            USER_SHAPES[question.size] = ServedShape(
+            USER_MODEL_SHAPES[question.size] = ServedShape(
                 *_ask_worker(worker, "read_shape", question.size, facts, question.seed)
             )
-            question, model = complete_question(question), ServedModel(question.size)
+            question, model = complete_serving_question(question), ServedModel(question.size)
         # 2. Measure the quality of all arms on the same tokens, before anything is timed.
         _check_memory_suffices(question, facts)
         quality_task = QualityTask(
@@ -104,14 +104,14 @@ def answer_question(
     # 3. Measure times with the suites `decode` and `prefill`. After an interrupt, keep the measurements.
     answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality)
     try:
-        answer = _measure_times(answer, facts, store, command, observer)
+        answer = _measure_arm_times(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
     # 4. Do not store interrupted answers, because later comparisons assume that all arms were measured.
     if not answer.finished:
         return answer
     try:
-        open_answer_log(store).append([answer])
+        open_serving_answer_log(store).append([answer])
     except StoreError as error:
         observer.note(str(error))
     return answer
@@ -119,7 +119,7 @@ def answer_question(
 
 def _ask_worker(worker: Worker, name: str, *arguments: Any) -> Any:
     try:
-        return getattr(cast(Any, worker.within(_WORKER_TIMEOUT_SECONDS)), name)(*arguments)
+        return getattr(cast(Any, worker.with_time_limit(_WORKER_TIMEOUT_SECONDS)), name)(*arguments)
     except WorkerFault as fault:
         raise to_original_error(fault) from None
 
@@ -130,13 +130,13 @@ def add_reference(question: ServingQuestion, facts: DeviceFacts, reference: str 
     return replace(question, arms=tuple(dict.fromkeys((reference_arm, *question.arms))))
 
 
-def complete_question(question: ServingQuestion) -> ServingQuestion:
+def complete_serving_question(question: ServingQuestion) -> ServingQuestion:
     """Adds default contexts to a question that has none. Raises UsageError if a context exceeds the positions of the
     model, or if a format cannot divide the model's rows into groups of equal size.
     """
     shape, defaults = find_served_shape(question.size), _DEFAULT_CONTEXTS[question.quick]
-    default_contexts = tuple(sorted({shape.sequence * eighths // 8 for eighths in (1, 2, 4, 8)}))
-    contexts = question.contexts or (default_contexts if defaults[-1] > shape.sequence else defaults)
+    default_context_lengths = tuple(sorted({shape.sequence * eighths // 8 for eighths in (1, 2, 4, 8)}))
+    contexts = question.contexts or (default_context_lengths if defaults[-1] > shape.sequence else defaults)
     if math.gcd(*contexts) > 1:  # add a context one token longer than a page, at which a paged cache is slower
         contexts = tuple(sorted({*contexts, contexts[len(contexts) // 2 - 1] + 1}))
     if contexts[0] < 1 or contexts[-1] > shape.sequence:
@@ -145,15 +145,15 @@ def complete_question(question: ServingQuestion) -> ServingQuestion:
             f"{shape.sequence}."
         )
     for arm in question.arms:
-        check_groups(shape, arm)
+        check_weight_groups(shape, arm)
     return replace(question, contexts=contexts)
 
 
 def _check_memory_suffices(question: ServingQuestion, facts: DeviceFacts) -> None:
     shape, context = find_served_shape(question.size), question.contexts[-1]
     # The largest possible number of bytes: a step may read all experts.
-    reference_bytes = step_bytes(shape, question.arms[0], question.batch, context, shape.experts).total
-    required_bytes = max(estimate_min_memory(shape, question.batch, context), reference_bytes)
+    reference_step_bytes = step_bytes(shape, question.arms[0], question.batch, context, shape.experts).total
+    required_bytes = max(estimate_min_memory(shape, question.batch, context), reference_step_bytes)
     if facts.memory_bytes and required_bytes > facts.memory_bytes:
         raise UsageError(
             f"{question.size} with --batch {question.batch} at a context of {context} takes "
@@ -162,18 +162,18 @@ def _check_memory_suffices(question: ServingQuestion, facts: DeviceFacts) -> Non
         )
 
 
-def shipped_model(tokens: int) -> ServedModel:
-    return ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(SHIPPED_WEIGHTS), text=held_out_text(tokens))
+def make_shipped_model(tokens: int) -> ServedModel:
+    return ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(SHIPPED_WEIGHTS), text=make_held_out_windows(tokens))
 
 
-def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
+def make_held_out_windows(tokens: int) -> tuple[tuple[int, ...], ...]:
     """Returns windows of text from the modules that the shipped model was not trained on, as ASCII codes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT_MODULES)
-    return _cut_windows(text.encode("ascii", errors="replace"), WINDOW_TOKENS, tokens)
+    return _cut_token_windows(text.encode("ascii", errors="replace"), WINDOW_TOKENS, tokens)
 
 
-def _cut_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+def _cut_token_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, ...], ...]:
     """Cuts windows of `length` + 1 token ids out of a text. They are spread over the whole text, because its beginning
     is unusual: a module begins with imports.
     """
@@ -182,7 +182,7 @@ def _cut_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[in
     return tuple(tuple(ids[start : start + length + 1]) for start in window_starts)
 
 
-def _measure_times(
+def _measure_arm_times(
     answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
 ) -> ServingAnswer:
     # 1. Choose the arms with a native kernel on this device. If the reference has no times, there is nothing to
@@ -217,30 +217,30 @@ def _measure_times(
 
     # 2. Time decoding at every context, then a prompt. After an interrupt during the prompt, the decode times are
     # kept.
-    decode_run = measure_suite("decode", *question.contexts)
-    runs = [decode_run]
+    decode_suite_run = measure_suite("decode", *question.contexts)
+    runs = [decode_suite_run]
     with suppress(KeyboardInterrupt):
-        if decode_run.finished:
+        if decode_suite_run.finished:
             runs.append(measure_suite("prefill", answer.prompt))
     # 3. Fit a line to each arm's times, or store the reason why it has none.
     finished = len(runs) == 2 and runs[-1].finished
-    measured_contexts = tuple(sorted({_read_context_length(record) for record in decode_run.records}))
-    if measured_contexts and not finished:
-        question = replace(question, contexts=measured_contexts)
-    times = [
+    measured_context_lengths = tuple(sorted({_read_context_length(record) for record in decode_suite_run.records}))
+    if measured_context_lengths and not finished:
+        question = replace(question, contexts=measured_context_lengths)
+    arm_times = [
         replace(time, kernel=support_by_arm[time.arm].reason)
-        for time in collect_arm_times(question, native_arms, decode_run, runs[-1])
+        for time in collect_arm_times(question, native_arms, decode_suite_run, runs[-1])
     ]
-    times += [ArmTimes(arm, why=support_by_arm[arm].reason) for arm in question.arms if arm not in native_arms]
+    arm_times += [ArmTimes(arm, why=support_by_arm[arm].reason) for arm in question.arms if arm not in native_arms]
     # 4. Add the measured copy rate, because it limits the speed of decoding.
-    ceiling = next((record.ceiling for record in decode_run.records if record.ceiling is not None), Ceiling())
+    ceiling = next((record.ceiling for record in decode_suite_run.records if record.ceiling is not None), Ceiling())
     return replace(
         answer,
         question=question,
-        times=tuple(times),
+        times=tuple(arm_times),
         bandwidth=Ceilings(ceiling.rates).bound(Limit.COPY),
         runs=tuple(run.id for run in runs),
-        experts=mean_experts_read(decode_run, question),
+        experts=mean_experts_read(decode_suite_run, question),
         finished=finished,
     )
 
@@ -269,40 +269,42 @@ def collect_arm_times(
     question: ServingQuestion, native_arms: Sequence[ServedArm], decode: Run, prefill: Run
 ) -> Iterator[ArmTimes]:
     case_findings = findings(decode)
-    reference: LineDraws | None = None
+    reference: FittedLine | None = None
     # The reference comes first, because the other arms are compared with its fitted line.
     for arm in native_arms:
         # 1. Collect the arm's times at each context, why the first untimed context has none, and the labels that
         # prevent a verdict.
-        records = sorted((_read_context_length(record), record) for record in decode.records if is_of_arm(record, arm))
+        records = sorted(
+            (_read_context_length(record), record) for record in decode.records if is_record_of_arm(record, arm)
+        )
         rounds, reason, doubts = {}, "", dict[str, None]()
         for context, record in records:
             doubts |= dict.fromkeys(label.value for label in case_findings[record.case.id].hard)
             if record.timing is not None:
-                rounds[context] = step_samples(record.timing)
+                rounds[context] = list_step_samples(record.timing)
             else:
                 reason = reason or f"at a context of {context}: {record.reason}"
         # 2. Fit a line only if all contexts were timed, because a crossing outside the timed contexts would be a
         # guess.
-        fitted_line = fit_line(rounds) if len(rounds) == len(question.contexts) else None
-        crossing = None
+        time_over_context_line = fit_line(rounds) if len(rounds) == len(question.contexts) else None
+        context_crossing = None
         if arm is native_arms[0]:
-            reference = fitted_line
-        elif fitted_line is not None and reference is not None:
-            crossing = find_crossing(fitted_line, reference, question.contexts)
+            reference = time_over_context_line
+        elif time_over_context_line is not None and reference is not None:
+            context_crossing = find_context_crossing(time_over_context_line, reference, question.contexts)
         # 3. Add the time of the prompt. Without a run of `prefill`, the records are those of `decode`.
         prefill_records = [
-            record for record in prefill.records if record.case.workload == "prefill" and is_of_arm(record, arm)
+            record for record in prefill.records if record.case.workload == "prefill" and is_record_of_arm(record, arm)
         ]
-        prompt_record = prefill_records[0] if prefill_records else None
+        prefill_record = prefill_records[0] if prefill_records else None
         yield ArmTimes(
             arm,
             tuple((context, fastest(samples)) for context, samples in rounds.items()),
-            fitted_line.line if fitted_line else None,
-            crossing,
-            fastest(step_samples(prompt_record.timing)) if prompt_record and prompt_record.timing else None,
+            time_over_context_line.line if time_over_context_line else None,
+            context_crossing,
+            fastest(list_step_samples(prefill_record.timing)) if prefill_record and prefill_record.timing else None,
             reason,
-            (_joules_per_token(prompt_record), _joules_per_token(records[-1][1] if records else None)),
+            (_joules_per_token(prefill_record), _joules_per_token(records[-1][1] if records else None)),
             doubts=tuple(doubts),
         )
 
@@ -311,7 +313,7 @@ def _joules_per_token(record: Record | None) -> float | None:
     """Returns the joules of a step divided by the number of tokens in its batch."""
     if record is None or (figures := energy_figures(record)) is None:
         return None
-    return figures.gross.middle / record.work.tokens
+    return figures.gross_energy.middle / record.work.tokens
 
 
 # Model sizes whose names differ between training and serving: name in training -> name in serving.
@@ -357,7 +359,7 @@ def find_trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel
     description = f"{arm_name} of training {training.id}, step {position.step} of {training.request.steps}"
     config = make_config(settings, training.text.vocabulary)
     folder = folder / "rank-0" if training.request.ranks else folder
-    text = _cut_windows(_read_tokens(training.text.held_out), config.sequence, tokens)
+    text = _cut_token_windows(_read_tokens(training.text.held_out), config.sequence, tokens)
     size = _SIZE_WITH_EXPERTS if config.experts else _SERVED_SIZE_NAMES.get(settings.model, settings.model)
     return ServedModel(description, config, str(folder), arm_name, text), size
 

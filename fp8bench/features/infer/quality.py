@@ -29,14 +29,14 @@ from fp8bench.nn.attention import select_attention_kernel
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import ServedArm, list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.nn.storage import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
+from fp8bench.nn.storage import DTYPES, PrecastWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.nn.user_decoder import UserDecoder, check_user_model, count_token_positions, make_model
 from fp8bench.protocols import SilentPhases
 from fp8bench.protocols.precision import float32_products
 from fp8bench.user_code.named import named
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.main import main
-from fp8bench.worker.step_guards import untimed_pass
+from fp8bench.worker.step_guards import guard_untimed_pass
 from fp8bench.worker.switches import restore_switches
 
 _TAIL_QUANTILE = 0.999
@@ -69,15 +69,15 @@ def read_weights(path: Path, config: GPTConfig, device: str) -> Callable[[str], 
     return lambda name: weight_by_name[name].view(shapes[name][0]).float().to(device)
 
 
-def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
+def _make_weight_reader(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
     from fp8bench.features.train.lab.checkpoint import read_weights
 
     shapes, stored = list_weight_shapes(config), read_weights(model.weights, model.arm)
     if len(shapes) != len(stored):
         raise UsageError(f"{model.name} was trained as another model, with {len(stored)} weights. Train it again.")
     # A checkpoint has weights in the order of the model's parameters.
-    trained = dict(zip(shapes, stored, strict=True))
-    return lambda name: trained[name].to(device, torch.float32)
+    trained_weights = dict(zip(shapes, stored, strict=True))
+    return lambda name: trained_weights[name].to(device, torch.float32)
 
 
 # Makes the model of an arm for texts of a given size (sequences, positions).
@@ -89,7 +89,7 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> S
     configures.
     """
     serve_model, text, caution = _serve_configured_model(task) if maker is None else _serve_user_model(task, maker)
-    reference_arm, *compared_arms = task.arms
+    reference_arm, *candidate_arms = task.arms
 
     def predict(arm: ServedArm, kernel: str = "auto") -> Predictions:
         with torch.no_grad(), select_attention_kernel(kernel):
@@ -98,7 +98,7 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> S
     reference = predict(reference_arm)
     repeated_quality = _compare_predictions(predict(reference_arm), reference)
     noise_floor = _compare_predictions(predict(reference_arm, "math"), reference)
-    arms = tuple(_compare_predictions(predict(arm), reference) for arm in compared_arms)
+    arms = tuple(_compare_predictions(predict(arm), reference) for arm in candidate_arms)
     perplexity = math.exp(-float(reference.true.mean()))
     with torch.no_grad():
         rollouts = tuple(
@@ -116,24 +116,24 @@ def measure_rollout_gap(
     text, token by token. Then the trainer scores all these tokens at once. All arms sample with the same random
     numbers.
     """
-    start, length = text.shape[1] // 2, text.shape[1]
-    tokens, sizes, sampled_tokens = text.clone(), (text.shape[0], length - 1), []
+    start, window_length = text.shape[1] // 2, text.shape[1]
+    tokens, sizes, sampled_tokens = text.clone(), (text.shape[0], window_length - 1), []
     model, generator = serve_model(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
-    for position in range(start, length):
+    for position in range(start, window_length):
         first_input_position = 0 if position == start else position - 1
         model.calibrates = first_input_position == 0  # static scales are calibrated on the prompt
         logits = model.forward(tokens[:, first_input_position:position], first_input_position, SilentPhases())
-        logs = F.log_softmax(logits[:, -1].double(), -1)
-        if bool(logs.isnan().any()):  # NaN probabilities cannot be sampled
-            return summarize_gaps(logs.new_full((len(text), length - start), math.nan))
-        chosen_token_ids = torch.multinomial(logs.exp(), 1, generator=generator)
+        log_probabilities = F.log_softmax(logits[:, -1].double(), -1)
+        if bool(log_probabilities.isnan().any()):  # NaN probabilities cannot be sampled
+            return summarize_rollout_gaps(log_probabilities.new_full((len(text), window_length - start), math.nan))
+        chosen_token_ids = torch.multinomial(log_probabilities.exp(), 1, generator=generator)
         tokens[:, position : position + 1] = chosen_token_ids
-        sampled_tokens.append(logs.gather(-1, chosen_token_ids))
+        sampled_tokens.append(log_probabilities.gather(-1, chosen_token_ids))
     trainer_logs = _predict_tokens(serve_model(trainer, sizes), tokens).true[:, start - 1 :]
-    return summarize_gaps(trainer_logs - torch.cat(sampled_tokens, 1))
+    return summarize_rollout_gaps(trainer_logs - torch.cat(sampled_tokens, 1))
 
 
-def summarize_gaps(gaps: Tensor) -> RolloutGap:
+def summarize_rollout_gaps(gaps: Tensor) -> RolloutGap:
     """Returns the statistics of gaps, an array of shape (texts, tokens). A gap is the trainer's log-probability of a
     token minus that of the arm that sampled the token.
     """
@@ -141,8 +141,10 @@ def summarize_gaps(gaps: Tensor) -> RolloutGap:
     is_clipped = importance_ratios.clamp(*_PPO_CLIP_RANGE) != importance_ratios  # NaN counts as clipped
 
     def effective_share(logs: Tensor) -> float:
-        weights = logs.flatten().softmax(0)  # softmax divides by the sum, which cancels a common factor of all weights
-        return float(1 / (weights.square().sum() * weights.numel()))
+        sample_weights = logs.flatten().softmax(
+            0
+        )  # softmax divides by the sum, which cancels a common factor of all weights
+        return float(1 / (sample_weights.square().sum() * sample_weights.numel()))
 
     return RolloutGap(
         gaps.numel(),
@@ -169,9 +171,9 @@ def _serve_user_model(task: QualityTask, maker: Callable[[], Any]) -> tuple[Make
 
     if ids is not None:
         return serve, ids.to(device), ""
-    length = min(WINDOW_TOKENS, count_token_positions(model))
+    window_length = min(WINDOW_TOKENS, count_token_positions(model))
     generator = torch.Generator(device).manual_seed(task.seed)
-    shape = max(2, task.tokens // length), length + 1
+    shape = max(2, task.tokens // window_length), window_length + 1
     vocabulary = serve(task.arms[0], (1, 2)).vocabulary
     return serve, torch.randint(vocabulary, shape, generator=generator, device=device), RANDOM_TOKENS
 
@@ -184,7 +186,7 @@ def _serve_configured_model(task: QualityTask) -> tuple[MakeArmModel, Tensor, st
         model.config, sequence=max(text.shape[1] - 1, 1 if model.config.is_llama_like else model.config.sequence)
     )
     if model.arm:
-        weight = _checkpoint_weights(model, config, device)
+        weight = _make_weight_reader(model, config, device)
     elif model.weights:
         weight = read_weights(Path(model.weights), model.config, device)
     else:
@@ -202,7 +204,7 @@ def _make_decoder(
     def store_layer_weight(name: str, matrix: Tensor) -> StoredWeight:
         format_name = arm.weight_format if name != "head" else arm.carrier
         if format_name in DTYPES:
-            return CastWeight(matrix, PlainArithmetic(DTYPES[format_name]))
+            return PrecastWeight(matrix, PlainArithmetic(DTYPES[format_name]))
         return store_weight(matrix, format_name, arm.low_inputs)
 
     return Decoder(config, weight, store_layer_weight, arm.kv_format, DTYPES[arm.carrier], sizes)
@@ -211,9 +213,9 @@ def _make_decoder(
 def _predict_tokens(model: Decoder | UserDecoder, text: Tensor) -> Predictions:
     model.calibrates = True
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
-    logs = F.log_softmax(logits.double(), -1)
-    true_token_logs = logs.gather(-1, text[:, 1:, None]).squeeze(-1)
-    return Predictions(logs, true_token_logs, 8 * model.weight_bytes() / model.weight_count())
+    log_probabilities = F.log_softmax(logits.double(), -1)
+    true_token_log_probabilities = log_probabilities.gather(-1, text[:, 1:, None]).squeeze(-1)
+    return Predictions(log_probabilities, true_token_log_probabilities, 8 * model.weight_bytes() / model.weight_count())
 
 
 def _compare_predictions(arm: Predictions, reference: Predictions) -> ArmQuality:
@@ -251,13 +253,13 @@ class InferBench(Bench):
         cannot be served.
         """
         self._select_device(facts)
-        with restore_switches(), untimed_pass(), float32_products("highest"):
+        with restore_switches(), guard_untimed_pass(), float32_products("highest"):
             model, _ = make_model(named(maker), maker, seed, facts)
             return tuple(vars(check_user_model(maker, model, seed, facts)).values())
 
     def measure_quality(self, task: QualityTask) -> ServingQuality:
         device = self._select_device(task.facts)
-        with restore_switches(), untimed_pass(), float32_products("highest"):
+        with restore_switches(), guard_untimed_pass(), float32_products("highest"):
             quality = compare_arms(task, None if task.model.config else named(task.model.name))
         device.empty_cache()
         return quality

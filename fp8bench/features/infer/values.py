@@ -10,12 +10,12 @@ from pathlib import Path
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Interval, Record
 from fp8bench.nn.served import (
-    CARRIERS,
+    CARRIER_BYTES,
     OWN,
     SERVED_PRECISION,
     ServedArm,
     StepBytes,
-    choose_arm,
+    choose_served_arm,
     find_served_shape,
     step_bytes,
 )
@@ -24,40 +24,44 @@ from fp8bench.registry import precisions
 from fp8bench.store.kept_lines import Log
 
 # The fewest contexts to which a line is fitted.
-MIN_CONTEXTS = 4
+MIN_LINE_CONTEXTS = 4
 # The carrier precision (of everything that is not in the low format), if an arm names only a storage format.
-LOW_CARRIER = "bf16"
+LOW_PRECISION_CARRIER = "bf16"
 
 
 def parse_arm(text: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
     # The name of a carrier precision stands for an arm without low-precision storage.
-    if text in CARRIERS:
+    if text in CARRIER_BYTES:
         return ServedArm(text)
     try:
         if any(not part.partition("=")[2] for part in text.split("+")):
-            raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
-        return choose_arm({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED_PRECISION}:{text.replace('+', ':')}"))
+            raise UsageError(
+                f"expected one of {', '.join(CARRIER_BYTES)}, or kv, weights, activations, carrier = a value."
+            )
+        return choose_served_arm(
+            {"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED_PRECISION}:{text.replace('+', ':')}")
+        )
     except UsageError as error:
         raise UsageError(f"--arms {text!r} is not an arm: {error} Give one such as kv=fp8+weights=int8.") from None
 
 
 def format_arm(arm: ServedArm) -> str:
     """Returns the text of an arm, in the syntax of --arms."""
-    settings_texts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
-    settings_texts += ["activations=low"] if arm.low_inputs else []
-    if not settings_texts:
+    arm_setting_texts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
+    arm_setting_texts += ["activations=low"] if arm.low_inputs else []
+    if not arm_setting_texts:
         return arm.carrier
-    return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *settings_texts])
+    return "+".join([*([] if arm.carrier == LOW_PRECISION_CARRIER else [f"carrier={arm.carrier}"]), *arm_setting_texts])
 
 
 def arm_precision(arm: ServedArm) -> str:
     return f"{SERVED_PRECISION}:{format_arm(arm).replace('+', ':')}" if arm.kv or arm.weights else arm.carrier
 
 
-def is_of_arm(record: Record, arm: ServedArm) -> bool:
+def is_record_of_arm(record: Record, arm: ServedArm) -> bool:
     # Compare canonical names, because several texts may mean the same arm.
-    return record.case.precision == precisions.canonical(arm_precision(arm))
+    return record.case.precision == precisions.find_canonical_name(arm_precision(arm))
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class ServingQuality:
 
 
 @dataclass(frozen=True)
-class TimeLine:
+class TokenTimeLine:
     """The line TPOT = a + b * context. TPOT (time per output token) is in seconds. `off` is the largest distance of a
     measured time from the line, relative to the time.
     """
@@ -210,7 +214,7 @@ class ArmTimes:
 
     arm: ServedArm
     tpot: tuple[tuple[int, float], ...] = ()
-    line: TimeLine | None = None
+    line: TokenTimeLine | None = None
     crossing: ContextCrossing | None = None
     ttft: float | None = None
     why: str = ""
@@ -257,5 +261,5 @@ class ServingAnswer:
         return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]
 
 
-def open_answer_log(store: Path) -> Log[ServingAnswer]:
+def open_serving_answer_log(store: Path) -> Log[ServingAnswer]:
     return Log(store / "inference.jsonl", {"inference": ServingAnswer}, "answer of infer", 1, "Choose another --store.")

@@ -19,9 +19,9 @@ from fp8bench.model import Interval, Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.nn.served import ServedArm
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import Element, Page, Table, Tone
-from fp8bench.report.terminal.short_answer import Answer, short_answer
+from fp8bench.report.terminal.short_answer import PrecisionAnswer, short_answer
 from fp8bench.report.words.legend import WORDS_BY_LABEL
 
 _LEGEND = (
@@ -41,7 +41,7 @@ _LEGEND = (
 )  # fmt: skip
 
 # Whether an arm is faster at a context: the verdict, and its tone.
-_VERDICTS: dict[bool | None, tuple[str, Tone]] = {
+_SPEED_VERDICTS: dict[bool | None, tuple[str, Tone]] = {
     True: ("faster", Tone.GOOD),
     False: ("slower", Tone.BAD),
     None: ("unclear", Tone.DOUBT),
@@ -54,45 +54,45 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
     """
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
-    tables: list[Element] = []
+    table_elements: list[Element] = []
     if any(time.tpot for time in answer.times):
-        tables.append(_times_table(answer, everything))
+        table_elements.append(_times_table(answer, everything))
     if answer.quality is not None and answer.quality.rollouts:
-        tables.append(_rollouts_table(answer, answer.quality.rollouts))
+        table_elements.append(_rollouts_table(answer, answer.quality.rollouts))
     if everything:
-        tables.append(_costs_table(answer))
-    next_steps = "--all has the bytes and the quality of each arm"
+        table_elements.append(_costs_table(answer))
+    further_details_text = "--all has the bytes and the quality of each arm"
     if answer.runs:
-        next_steps += f"; stored as runs {', '.join(answer.runs)}"
+        further_details_text += f"; stored as runs {', '.join(answer.runs)}"
     answer_part = short_answer(
         f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
         f"Does low precision pay when generating? (compared with {format_arm(question.arms[0])})",
-        _arm_answers(answer),
+        _make_arm_answers(answer),
         doubts=[answer.quality.caution] if answer.quality is not None and answer.quality.caution else (),
-        tables=tables,
-        closing_facts=(("More", next_steps),),
+        tables=table_elements,
+        closing_facts=(("More", further_details_text),),
     )
     return Page("", "", (answer_part,), _LEGEND)
 
 
-def _arm_answers(answer: ServingAnswer) -> list[Answer]:
+def _make_arm_answers(answer: ServingAnswer) -> list[PrecisionAnswer]:
     reference = answer.question.arms[0]
     reference_tpot = answer.tpot(answer.arm_times(reference))
-    answers = []
+    arm_answers = []
     for arm in answer.question.arms[1:]:
         time, quality = answer.arm_times(arm), answer.arm_quality(arm)
         verdict, tone, reason = _judge_arm_times(time)
         # The time of a step is at best proportional to the bytes that it reads.
-        read_byte_ratio = answer.bytes_read(arm).total / answer.bytes_read(reference).total
+        bytes_read_ratio = answer.bytes_read(arm).total / answer.bytes_read(reference).total
         tpot, figure = answer.tpot(time), ""
         if tpot is not None and reference_tpot is not None:
             figure = f"{units.seconds(tpot)} a token ({units.speed_up(reference_tpot / tpot)})"
         elif time.why and not time.kernel:
-            figure = f"at most {1 / read_byte_ratio:.1f}x by its bytes"
+            figure = f"at most {1 / bytes_read_ratio:.1f}x by its bytes"
         same_token_text = "" if quality is None else f"same next token {units.percent(quality.same_top)}"
-        costs = (same_token_text, f"bytes read {units.change(read_byte_ratio)}")
-        answers.append(Answer(format_arm(arm), verdict, tone, figure, costs, reason))
-    return answers
+        cost_texts = (same_token_text, f"bytes read {units.change(bytes_read_ratio)}")
+        arm_answers.append(PrecisionAnswer(format_arm(arm), verdict, tone, figure, cost_texts, reason))
+    return arm_answers
 
 
 def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
@@ -122,15 +122,15 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
     # `high` are then the shortest and the longest measured context.
     results = []
     for context, is_faster in zip((crossing.low, crossing.high), crossing.faster, strict=True):
-        verdict, tone = _VERDICTS[is_faster]
+        verdict, tone = _SPEED_VERDICTS[is_faster]
         results.append((f"{verdict} at {context:.0f} tokens", tone))
-    certain_verdicts = [result for result in results if result[1] is not Tone.DOUBT]
-    if time.doubts or not certain_verdicts:
+    certain_results = [result for result in results if result[1] is not Tone.DOUBT]
+    if time.doubts or not certain_results:
         return "cannot tell", Tone.DOUBT, "; ".join([", ".join(text for text, _ in results), *notes])
-    if len(certain_verdicts) == 1:
-        unclear_result = next(text for text, tone in results if tone is Tone.DOUBT)
-        return *certain_verdicts[0], "; ".join([unclear_result, *notes])
-    return *_VERDICTS[crossing.faster[0]], "; ".join(notes)
+    if len(certain_results) == 1:
+        unclear_result_text = next(text for text, tone in results if tone is Tone.DOUBT)
+        return *certain_results[0], "; ".join([unclear_result_text, *notes])
+    return *_SPEED_VERDICTS[crossing.faster[0]], "; ".join(notes)
 
 
 def _times_table(answer: ServingAnswer, everything: bool) -> Table:
@@ -250,7 +250,7 @@ def encode_answer(answer: ServingAnswer) -> dict[str, Any]:
     return {"schema": SCHEMA, **encode(answer), "bytes": encode(step_bytes)}
 
 
-def table_rows(answer: ServingAnswer) -> Rows:
+def table_rows(answer: ServingAnswer) -> PlainRows:
     rows = []
     for arm in answer.question.arms:
         time, quality, step_bytes = answer.arm_times(arm), answer.arm_quality(arm), answer.bytes_read(arm)

@@ -17,8 +17,8 @@ from fp8bench.features.init.source import find_source
 EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # run the written suite")
 _CONFIG_FILE, _SUITE_FILE, _WORKFLOW_FILE = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
 # The store must be ignored: it changes with every run, so a commit would never contain its own measurement.
-_IGNORED_FOLDER = ".fp8bench/"
-_NEXT_STEPS = f"""Try it:             fp8bench suite --config {_CONFIG_FILE} --quick
+_STORE_IGNORE_PATTERN = ".fp8bench/"
+_NEXT_STEPS_TEXT = f"""Try it:             fp8bench suite --config {_CONFIG_FILE} --quick
 Put your code into: {_SUITE_FILE}
 Hold it against a commit, as {_WORKFLOW_FILE} does for pull requests:
                     fp8bench gate --against HEAD~1 --config {_CONFIG_FILE} --comment comment.md
@@ -55,19 +55,19 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(
                 f"{file} exists already, and init never overwrites files. Move it, or give another folder."
             )
-    source = arguments.install or find_source() or _ask_for_source()
-    requirement = source or f"fp8bench=={__version__}"
+    source = arguments.install or find_source() or _ask_for_install_source()
+    fp8bench_requirement = source or f"fp8bench=={__version__}"
     for name, template in template_by_file.items():
         text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
-        _write_file(arguments.folder / name, text.replace("{install}", json.dumps(requirement)), "x")
+        _write_file(arguments.folder / name, text.replace("{install}", json.dumps(fp8bench_requirement)), "x")
     ignore_file = arguments.folder / ".gitignore"
-    ignored_text = ignore_file.read_text(encoding="utf-8", errors="replace") if ignore_file.is_file() else ""
-    if _IGNORED_FOLDER not in ignored_text.split():
-        line_break = "\n" if ignored_text and not ignored_text.endswith("\n") else ""
-        _write_file(ignore_file, f"{line_break}{_IGNORED_FOLDER}\n", "a")
+    ignore_file_text = ignore_file.read_text(encoding="utf-8", errors="replace") if ignore_file.is_file() else ""
+    if _STORE_IGNORE_PATTERN not in ignore_file_text.split():
+        line_break = "\n" if ignore_file_text and not ignore_file_text.endswith("\n") else ""
+        _write_file(ignore_file, f"{line_break}{_STORE_IGNORE_PATTERN}\n", "a")
     is_current_folder = arguments.folder.resolve() == Path.cwd()
     change_folder_hint = "" if is_current_folder else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
-    say(f"\n{change_folder_hint}{_NEXT_STEPS}Builds install:     {requirement}\n")
+    say(f"\n{change_folder_hint}{_NEXT_STEPS_TEXT}Builds install:     {fp8bench_requirement}\n")
     if problem := _find_install_problem(source, arguments.folder):
         say(
             f"Before you push:    {problem}.\n"
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _ask_for_source() -> str:
+def _ask_for_install_source() -> str:
     """Asks the user once where to install fp8bench from. Returns '' if nobody answers."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
@@ -90,7 +90,7 @@ def _find_install_problem(source: str, folder: Path) -> str:
     """Returns why another machine may be unable to install fp8bench from this source; '' if it can."""
     if not source:
         return "this fp8bench was installed from a folder of this machine, and may be in no package index"
-    is_path = "/" in source and not types.is_address(source.removeprefix("git+"))
+    is_path = "/" in source and not types.is_url(source.removeprefix("git+"))
     if not is_path or " @ " in source:
         return ""
     if Path(source).is_absolute():

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from fp8bench import __version__
 
-_GIT_SECONDS = 10
+_GIT_TIMEOUT_SECONDS = 10
 # The form 'git@host:owner/name.git', which needs an SSH key that a build does not have.
 _SSH_ADDRESS = re.compile(r"(?:ssh://)?git@([^:/]+)(?::\d+(?=/))?[:/](.+)")
 
@@ -32,25 +32,27 @@ def format_recorded_requirement(recorded: str) -> str:
     Returns '' if the record cannot be read.
     """
     try:
-        return _name_origin(json.loads(recorded))
+        return _format_install_requirement(json.loads(recorded))
     except (ValueError, AttributeError):  # the record is not JSON or not a mapping, or its address has an invalid port
         return ""
 
 
-def _name_origin(origin: dict[str, Any]) -> str:
+def _format_install_requirement(origin: dict[str, Any]) -> str:
     address = str(origin.get("url", ""))
     if commit := origin.get("vcs_info", {}).get("commit_id"):
-        requirement, subfolder = _name_commit(address, commit), origin.get("subdirectory")
+        requirement, subfolder = _make_public_git_address(address, commit), origin.get("subdirectory")
         return f"{requirement}#subdirectory={subfolder}" if requirement and subfolder else requirement
     if "dir_info" in origin:
         folder = unquote(urlsplit(address).path)
         if _run_git(folder, "rev-parse", "--show-prefix") or not _run_git(folder, "branch", "-r", "--contains", "HEAD"):
             return ""  # the folder is inside a different repository, or its commit was not pushed
-        return _name_commit(_run_git(folder, "remote", "get-url", "origin"), _run_git(folder, "rev-parse", "HEAD"))
+        return _make_public_git_address(
+            _run_git(folder, "remote", "get-url", "origin"), _run_git(folder, "rev-parse", "HEAD")
+        )
     return address if address.startswith("https://") else ""
 
 
-def _name_commit(address: str, commit: str) -> str:
+def _make_public_git_address(address: str, commit: str) -> str:
     """Returns the public git address of a commit. A password is removed from it, because it must not be written into
     a file.
     """
@@ -66,7 +68,7 @@ def _name_commit(address: str, commit: str) -> str:
 def _run_git(folder: str, *arguments: str) -> str:
     command = ["git", "-C", folder, *arguments]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout.strip() if result.returncode == 0 else ""

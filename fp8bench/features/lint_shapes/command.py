@@ -13,20 +13,20 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
-from fp8bench.formats.hardware import CLASSES, DeviceClass, find_device_class
-from fp8bench.formats.product_rules import Product, Sides, explain_missing, list_objections
+from fp8bench.formats.hardware import DEVICE_CLASSES, DeviceClass, find_device_class
+from fp8bench.formats.product_rules import Product, Sides, explain_missing_product_kind, list_product_objections
 from fp8bench.formats.recipe_support import use_device_formats
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.nn.shared_precisions import RecipePrecision
-from fp8bench.nn.sizes import OPERAND_ROLES, default_tokens, get_product_sides, list_model_features, models
+from fp8bench.nn.sizes import OPERAND_ROLES, get_default_token_count, get_product_sides, list_model_features, models
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Field, Items, Page, Part, Text, Tone
+from fp8bench.report.elements import Field, Page, Part, Text, TextList, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import join_words
 
@@ -44,8 +44,8 @@ class LinearShape:
 @dataclass(frozen=True)
 class ShapeFinding:
     """Whether the shape of one product of a layer fits, in one mode on one class of devices. `exists` is False if these
-    devices have no such product for any shape. `why` is '' if the shape fits, else the reason. `padded` is a padded
-    shape that fits; None if no padding helps or none is needed.
+    devices have no such product for any shape. `why` is '' if the shape fits, else the reason. `padded` is a
+    padded shape that fits; None if no padding helps or none is needed.
     """
 
     layer: str
@@ -81,20 +81,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="MODEL", help=help_text)
     help_text = "rows of the activations of a named model; default 8192, or those of a transformer's step"
     parser.add_argument("--tokens", type=types.whole(whole_number(1)), metavar="N", help=help_text)
-    add_common(parser, "--dtypes", help=f"as in suite; default {', '.join(USUAL_MODES)}")
+    add_common_options(parser, "--dtypes", help=f"as in suite; default {', '.join(USUAL_MODES)}")
     help_text = (
         "device classes: a100, l40s, h100, b200, rtx5090, mi300x, mi350x, cpu (or hopper, sm90, "
         "gfx950, ...); default all"
     )
-    add_common(parser, "--devices", help=help_text)
-    add_common(parser, "--json", help="print the findings as JSON instead")
+    add_common_options(parser, "--devices", help=help_text)
+    add_common_options(parser, "--json", help="print the findings as JSON instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    device_classes = list(dict.fromkeys(map(find_device_class, arguments.devices))) or list(CLASSES)
+    device_classes = list(dict.fromkeys(map(find_device_class, arguments.devices))) or list(DEVICE_CLASSES)
     modes = [_get_recipe_precision(word) for word in arguments.dtypes or USUAL_MODES]
-    findings = judge_all(find_layer_shapes(arguments.name, arguments.tokens), modes, device_classes)
+    findings = judge_all_products(find_layer_shapes(arguments.name, arguments.tokens), modes, device_classes)
     tell(arguments, partial(render_page, arguments.name, findings), partial(encode, findings))
     return EXIT_FAILED if find_unfit_products(findings) else EXIT_OK
 
@@ -130,77 +130,84 @@ def find_layer_shapes(model: str, tokens: int | None) -> list[LinearShape]:
         return list(shapes)
     if model not in models():
         raise UnknownName("model", model, models())
-    rows = tokens or default_tokens(model)
+    rows = tokens or get_default_token_count(model)
     return [LinearShape(layer, rows, *features) for layer, features in list_model_features(model).items()]
 
 
-def judge_all(
+def judge_all_products(
     shapes: Sequence[LinearShape], modes: Sequence[RecipePrecision], devices: Sequence[DeviceClass]
 ) -> list[ShapeFinding]:
     """Checks whether each product of each layer fits each mode and device. Omits weight gradients that stay in bf16."""
     findings: list[ShapeFinding] = []
     for shape, kind, mode in itertools.product(shapes, OPERAND_ROLES, modes):
         if kind != "weight-gradient" or not mode.recipe.high_weight_gradient:
-            findings += [judge_product(shape, kind, mode, device) for device in devices]
+            findings += [judge_product_shape(shape, kind, mode, device) for device in devices]
     return findings
 
 
-def judge_product(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
+def judge_product_shape(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
     recipe = use_device_formats(device, mode.recipe)
-    treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
-    first, second = OPERAND_ROLES[kind]
-    sides = get_product_sides(kind, shape.tokens, shape.outputs, shape.inputs)
-    product = Product(*sides, treatments[first], treatments[second])
-    make_finding = partial(ShapeFinding, shape.name, kind, sides, mode.mode, device.name)
-    if reason := explain_missing(product, device):
+    treatment_by_role = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
+    first_role, second_role = OPERAND_ROLES[kind]
+    product_sides = get_product_sides(kind, shape.tokens, shape.outputs, shape.inputs)
+    product = Product(*product_sides, treatment_by_role[first_role], treatment_by_role[second_role])
+    make_finding = partial(ShapeFinding, shape.name, kind, product_sides, mode.mode, device.name)
+    if reason := explain_missing_product_kind(product, device):
         return make_finding(exists=False, why=reason)
-    objections = list_objections(product, device)
-    unsolvable_objections = [objection for objection in objections if objection.multiples is None]
-    reason = "; ".join(objection.why for objection in unsolvable_objections or objections)
-    if unsolvable_objections or not objections:
+    product_objections = list_product_objections(product, device)
+    unfixable_shape_objections = [objection for objection in product_objections if objection.multiples is None]
+    reason = "; ".join(objection.why for objection in unfixable_shape_objections or product_objections)
+    if unfixable_shape_objections or not product_objections:
         return make_finding(why=reason)
     # Pad each side to the least common multiple of all required ones.
-    required_side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in objections))
-    m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, required_side_multiples, strict=True))
+    required_side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in product_objections))
+    m, n, k = (
+        -(-length // grain) * grain for length, grain in zip(product_sides, required_side_multiples, strict=True)
+    )
     return make_finding(why=reason, padded=(m, n, k))
 
 
 def find_unfit_products(findings: Sequence[ShapeFinding]) -> dict[str, list[str]]:
     """Returns the products whose shapes no device accepts without padding, each with the modes for which this holds."""
-    fits_by_product = together(
+    fits_by_product_and_mode = together(
         ((f"{finding.layer} {finding.product}", finding.mode), finding.fits) for finding in findings
     )
-    return together(key for key, fits_by_mode in fits_by_product.items() if not any(fits_by_mode))
+    return together(key for key, fits_by_mode in fits_by_product_and_mode.items() if not any(fits_by_mode))
 
 
 def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
     # 1. Count the products that need no padding, by device and mode.
-    fits_by_device = together(((finding.device, finding.mode), finding.fits) for finding in findings if finding.exists)
+    fits_by_device_and_mode = together(
+        ((finding.device, finding.mode), finding.fits) for finding in findings if finding.exists
+    )
 
     def count_fits(mode: str, device: str) -> Field:
-        product_fits = fits_by_device.get((device, mode), [])
-        fit_count_text = "all" if all(product_fits) else f"{sum(product_fits)} of {len(product_fits)}"
+        product_fit_flags = fits_by_device_and_mode.get((device, mode), [])
+        fitting_product_count_text = (
+            "all" if all(product_fit_flags) else f"{sum(product_fit_flags)} of {len(product_fit_flags)}"
+        )
         return Field(
-            fit_count_text if product_fits else units.NONE, tone=Tone.PLAIN if all(product_fits) else Tone.DOUBT
+            fitting_product_count_text if product_fit_flags else units.NONE,
+            tone=Tone.PLAIN if all(product_fit_flags) else Tone.DOUBT,
         )
 
     modes = dict.fromkeys(finding.mode for finding in findings)
     columns = [Col("device", str), *(Col(mode, partial(count_fits, mode), number=True) for mode in modes)]
-    fits_table = table("fitting", "", columns, dict.fromkeys(finding.device for finding in findings))
-    parts = [Part("fitting", "products that fit unpadded; -: the device has no such product", (fits_table,))]
+    fitting_shapes_table = table("fitting", "", columns, dict.fromkeys(finding.device for finding in findings))
+    parts = [Part("fitting", "products that fit unpadded; -: the device has no such product", (fitting_shapes_table,))]
     # 2. List each refused product once, with the devices and modes that refuse it.
     if refused_products := together(
         (replace(finding, mode="", device=""), (finding.mode, finding.device))
         for finding in findings
         if finding.exists and not finding.fits
     ):
-        rows = table("refused", "", _REFUSED_COLUMNS, refused_products.items())
+        rows = table("refused", "", _REFUSED_PRODUCT_COLUMNS, refused_products.items())
         parts.append(Part("refused", "products that a device refuses without padding, and the size to pad to", (rows,)))
     # 3. List the modes without a matrix product on a device: padding does not help.
     if missing_products := together(
         (finding.why, (finding.mode, finding.device)) for finding in findings if not finding.exists
     ):
-        items = Items(
+        items = TextList(
             tuple(Text(f"{reason}: {_format_modes_and_devices(places)}") for reason, places in missing_products.items())
         )
         parts.append(Part("missing", "why a device has no such product", (items,)))
@@ -214,16 +221,16 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
     return Page(f"{model}: products of linear layers, as torch's scaled_mm takes them", "", tuple(parts))
 
 
-def _format_sides(sides: Sides | None) -> str:
+def _format_product_sides(sides: Sides | None) -> str:
     return " x ".join(map(str, sides or ())) or "no padding helps"
 
 
 # One row of the table: a finding, and all pairs of mode and device with the same finding.
 RefusedRow = tuple[ShapeFinding, list[tuple[str, str]]]
-_REFUSED_COLUMNS: tuple[Col[RefusedRow], ...] = (
+_REFUSED_PRODUCT_COLUMNS: tuple[Col[RefusedRow], ...] = (
     Col("product", lambda row: f"{row[0].layer} {row[0].product}"),
-    Col("M x N x K", lambda row: _format_sides(row[0].sides), number=True),
-    Col("pad to", lambda row: _format_sides(row[0].padded), number=True),
+    Col("M x N x K", lambda row: _format_product_sides(row[0].sides), number=True),
+    Col("pad to", lambda row: _format_product_sides(row[0].padded), number=True),
     Col("why", lambda row: f"{row[0].why}: {_format_modes_and_devices(row[1])}", below=True),
 )
 

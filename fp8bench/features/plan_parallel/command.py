@@ -23,10 +23,10 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.config_file import read_mapping
-from fp8bench.cli.options import add_common
+from fp8bench.cli.config_file import read_config_mapping
+from fp8bench.cli.options import add_common_options
 from fp8bench.cli.outputs import check_outputs, tell
-from fp8bench.cli.streams import complain
+from fp8bench.cli.streams import write_sentence_to_stderr
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import (
     STATE_BYTES,
@@ -44,18 +44,18 @@ from fp8bench.features.plan_parallel.models import (
 )
 from fp8bench.features.plan_parallel.ranking import (
     FP8_RATE_RATIOS,
-    Answer,
+    LayoutRankingQuestion,
     MeasuredTraining,
-    ParallelQuestion,
+    RankedLayouts,
     calibrate_topology,
     rank_layouts,
     rank_with_least_checkpointing,
     set_product_rate,
 )
 from fp8bench.features.plan_parallel.view import (
-    encode_counts,
+    encode_plan_answers,
     encode_plans,
-    render_counts_page,
+    render_gpu_counts_page,
     render_page,
     table_rows,
 )
@@ -123,26 +123,30 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of layouts to show; default 10",
     )
-    add_common(parser, "--json", help="print all layouts as JSON instead")
-    add_common(parser, "--explain")
-    add_common(parser, "--csv", help="also write a CSV row for each layout to this file; '-' prints the rows instead")
+    add_common_options(parser, "--json", help="print all layouts as JSON instead")
+    add_common_options(parser, "--explain")
+    add_common_options(
+        parser, "--csv", help="also write a CSV row for each layout to this file; '-' prints the rows instead"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    answers = [_rank_or_refuse(question, arguments.checkpointing) for question in _make_questions(arguments)]
-    if len(answers) == 1:
-        ((question, plans),) = answers
+    question_plan_pairs = [
+        _rank_layouts_or_raise(question, arguments.checkpointing) for question in _make_questions(arguments)
+    ]
+    if len(question_plan_pairs) == 1:
+        ((question, plans),) = question_plan_pairs
         page = partial(render_page, question, plans[: arguments.top])
         value: Callable[[], object] = partial(encode_plans, question, plans)
     else:
-        page = partial(render_counts_page, answers)
-        value = partial(encode_counts, answers)
-    tell(arguments, page, value, partial(table_rows, answers))
-    return EXIT_OK if any(plans[0].fits for _, plans in answers) else EXIT_FAILED
+        page = partial(render_gpu_counts_page, question_plan_pairs)
+        value = partial(encode_plan_answers, question_plan_pairs)
+    tell(arguments, page, value, partial(table_rows, question_plan_pairs))
+    return EXIT_OK if any(plans[0].fits for _, plans in question_plan_pairs) else EXIT_FAILED
 
 
-def _rank_or_refuse(question: ParallelQuestion, checkpointing: str) -> Answer:
+def _rank_layouts_or_raise(question: LayoutRankingQuestion, checkpointing: str) -> RankedLayouts:
     """Returns the question with the chosen checkpointing, and its ranked layouts. Raises UsageError if the batch
     divides evenly in no layout.
     """
@@ -164,7 +168,7 @@ def _parse_gpu_counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(counts))
 
 
-def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
+def _make_questions(arguments: argparse.Namespace) -> list[LayoutRankingQuestion]:
     # 1. Describe the work of a step before it is divided among GPUs.
     model = parse_model(arguments.model)
     level = (
@@ -175,7 +179,7 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
     if arguments.states != "fp32" and arguments.dtype != "fp8":
         raise UsageError(f"--states {arguments.states} goes with FP8 products: give --dtype fp8 too.")
     sequence = arguments.sequence or default_sequence(model)
-    load = StepLoad(
+    step_load = StepLoad(
         sequence,
         1,
         checkpointing=level,
@@ -187,8 +191,8 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
     )
     # 2. Take the speeds of products from the topology file, or calibrate them by a measured training.
     topology = read_topology(arguments.topology)
-    training = _parse_training(arguments.calibrate, load) if arguments.calibrate is not None else None
-    if arguments.recipe and "fp8" not in (load.precision, training.load.precision if training is not None else ""):
+    training = _parse_training(arguments.calibrate, step_load) if arguments.calibrate is not None else None
+    if arguments.recipe and "fp8" not in (step_load.precision, training.load.precision if training is not None else ""):
         raise UsageError(
             "--recipe sets how FP8 products are scaled, and this plan has no FP8 products. Add --dtype fp8."
         )
@@ -197,9 +201,9 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         topology = calibrate_topology(topology, training, recipe)
     elif arguments.recipe:
         topology = set_product_rate(topology, topology.bf16, recipe)
-    # 3. Make one `ParallelQuestion` for each number of GPUs. The default batch is eight sequences per GPU.
+    # 3. Make one `LayoutRankingQuestion` for each number of GPUs. The default batch is eight sequences per GPU.
     return [
-        ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, training, recipe)
+        LayoutRankingQuestion(model, gpus, arguments.batch or 8 * gpus, step_load, topology, training, recipe)
         for gpus in arguments.gpus
     ]
 
@@ -244,7 +248,7 @@ def _parse_training(text: str, planned_load: StepLoad) -> MeasuredTraining:
         raise UsageError(
             f"--calibrate {text!r:.200} cannot be read, or does not divide evenly. {_TRAINING_SYNTAX}."
         ) from None
-    load = replace(
+    step_load = replace(
         planned_load,
         sequence=sizes["sequence"],
         local=int(local_sequences),
@@ -254,14 +258,14 @@ def _parse_training(text: str, planned_load: StepLoad) -> MeasuredTraining:
         rlhf=False,
         checkpointing=checkpointing,
     )
-    return MeasuredTraining(parse_model(parts[0]), layout, load, pace)
+    return MeasuredTraining(parse_model(parts[0]), layout, step_load, pace)
 
 
 def _list_topology_names() -> list[str]:
     return sorted(file.stem for file in (Path(__file__).parent / "topologies").glob("*.yaml"))
 
 
-_TOPOLOGY_SYNTAX = "six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`"
+_TOPOLOGY_FILE_SYNTAX = "six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`"
 # The factor and the unit of each line of a topology file. `node` and `memory` are parsed differently.
 _UNIT_FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 _UNIT_NAMES = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
@@ -283,17 +287,19 @@ def read_topology(file: Path) -> Topology:
                 f"{', '.join(_list_topology_names())}, or a YAML file",
             )
         name, file = file.name, Path(__file__).parent / "topologies" / f"{file.name}.yaml"
-        complain(f"--topology {name}: {read_file(file).decode().splitlines()[0].removeprefix('# ')} ({file})")
+        write_sentence_to_stderr(
+            f"--topology {name}: {read_file(file).decode().splitlines()[0].removeprefix('# ')} ({file})"
+        )
     values: dict[str, float] = {}
-    for name, value in read_mapping("--topology", file, _TOPOLOGY_SYNTAX).items():
+    for name, value in read_config_mapping("--topology", file, _TOPOLOGY_FILE_SYNTAX).items():
         if name not in _TOPOLOGY_KEYS:
             raise UsageError(f"{file}: unknown key {name!r:.80}. Known: {', '.join(_TOPOLOGY_KEYS)}.")
         values[name] = _parse_value(file, name, value)
-    missing_keys = [name for name in _TOPOLOGY_KEYS if name not in values]
-    if missing_keys:
+    missing_topology_keys = [name for name in _TOPOLOGY_KEYS if name not in values]
+    if missing_topology_keys:
         raise UsageError(
-            f"{file}: {', '.join(missing_keys)} {'is' if len(missing_keys) == 1 else 'are'} missing. "
-            f"Give {_TOPOLOGY_SYNTAX}."
+            f"{file}: {', '.join(missing_topology_keys)} {'is' if len(missing_topology_keys) == 1 else 'are'} missing. "
+            f"Give {_TOPOLOGY_FILE_SYNTAX}."
         )
     return Topology(node=int(values.pop("node")), **values)
 

@@ -66,8 +66,8 @@ class DecoderModel:
         """Returns the number of weights in the largest stage of a `pipeline`. Embedding and head are in different
         stages.
         """
-        matrices_in_stage = 1 if self.tied or pipeline > 1 else 2
-        return -(-self.layers // pipeline) * self.block + matrices_in_stage * self.embedding_weights
+        embedding_matrices_in_stage = 1 if self.tied or pipeline > 1 else 2
+        return -(-self.layers // pipeline) * self.block + embedding_matrices_in_stage * self.embedding_weights
 
     def attention_flops(self, sequence: int) -> float:
         """Returns the FLOPs per token of attention's two products, in all layers: the scores, and the scores times
@@ -103,7 +103,7 @@ class ParallelLayout:
 
     @property
     def words(self) -> str:
-        division_texts = (
+        division_counts = (
             ("DDP", self.copies),
             ("FSDP", self.shards),
             ("TP", self.tensor),
@@ -111,7 +111,7 @@ class ParallelLayout:
             ("CP", self.context),
             ("VP", self.virtual),
         )
-        return ", ".join(f"{name} {count}" for name, count in division_texts if count > 1) or "one GPU"
+        return ", ".join(f"{name} {count}" for name, count in division_counts if count > 1) or "one GPU"
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,20 @@ class StepLoad:
     zero_one: bool = False
 
     @property
-    def state_bytes(self) -> StateBytes:
+    def state_bytes(self) -> BytesPerWeight:
         return STATE_BYTES[self.states]
 
     @property
-    def gathered_bytes(self) -> int:
+    def gathered_state_bytes(self) -> int:
         """The bytes per weight that FSDP sends to gather weights."""
         return _FP8_BYTES if self.narrow_gather else self.state_bytes.weight_copy
 
 
 @dataclass(frozen=True)
-class StateBytes:
+class BytesPerWeight:
     """The bytes per weight of each tensor that a training stores. `weight` is the master weight, and the two moments
     belong to the optimizer. `weight_copy` is the copy of the weight that products read, as sent between ranks.
-    `resident_copy` is the same copy in memory. In FP8 it takes two bytes: Hopper multiplies FP8 in only one
+    `resident_weight_copy` is the same copy in memory. In FP8 it takes two bytes: Hopper multiplies FP8 in only one
     orientation, so the copy is stored in both.
     """
 
@@ -160,7 +160,7 @@ class StateBytes:
     first_moment: int
     second_moment: int
     weight_copy: int
-    resident_copy: int
+    resident_weight_copy: int
 
     @property
     def optimizer(self) -> int:
@@ -174,8 +174,8 @@ class StateBytes:
 # FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments with one scale
 # per tensor. Weights and gradients are sent in FP8.
 STATE_BYTES = {
-    "fp32": StateBytes(4, 4, 4, 4, weight_copy=2, resident_copy=2),
-    "fp8-lm": StateBytes(2, 1, 1, 2, weight_copy=1, resident_copy=2),
+    "fp32": BytesPerWeight(4, 4, 4, 4, weight_copy=2, resident_weight_copy=2),
+    "fp8-lm": BytesPerWeight(2, 1, 1, 2, weight_copy=1, resident_weight_copy=2),
 }
 
 
@@ -203,7 +203,7 @@ class Topology:
 _BF16_BYTES, _FP8_BYTES = 2, 1
 # The number of RLHF's models that are not trained: the reference and the reward model. They store only the copy of
 # the weights that products read.
-_FROZEN_MODELS = 2
+_FROZEN_MODEL_COUNT = 2
 # Bytes per logit in memory. A loss usually has the logits in bf16 and in fp32, and their logarithms and
 # gradient: 12 in all. Eager code has one more copy. A compiled loss has only the logit and its gradient in bf16.
 _LOGIT_BYTES, _EAGER_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 12, 16, 4
@@ -240,33 +240,33 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
     # 1. Count the weight copies that matrix products use, and unsharded gradients.
     state_bytes = load.state_bytes
     if ranks_of_shards == 1 and (is_zero_one or layout.pipeline == 1):
-        gathered_bytes = state_bytes.resident_copy * stage_weights
+        gathered_state_bytes = state_bytes.resident_weight_copy * stage_weights
     elif layout.pipeline > 1:
         # Weights stay gathered between micro-batches, and gradients are summed unsharded.
-        gathered_bytes = (state_bytes.resident_copy + state_bytes.gradient) * stage_weights
+        gathered_state_bytes = (state_bytes.resident_weight_copy + state_bytes.gradient) * stage_weights
     else:
         # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
         # full gradients of one block twice: in bf16, and in the format in which they are sent.
-        weights = 2 * state_bytes.resident_copy * model.block + _BF16_BYTES * model.embedding_weights
-        gathered_bytes = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
+        weight_bytes = 2 * state_bytes.resident_weight_copy * model.block + _BF16_BYTES * model.embedding_weights
+        gathered_state_bytes = (weight_bytes + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
     # 2. Count master weights, gradients and moments.
     optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
     gpu_state_bytes = (state_bytes.gradient + optimizer) * stage_weights / ranks_of_shards
     # 3. Add RLHF's critic and frozen models. Without a pipeline, the weights of one model are gathered at a time.
-    resident_bytes = gathered_bytes if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
+    resident_bytes = gathered_state_bytes if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
     logit_bytes = _FUSED_LOGIT_BYTES if load.fused_loss else _LOGIT_BYTES if load.compiled else _EAGER_LOGIT_BYTES
     return GpuMemory(
         gpu_state_bytes,
-        gathered_bytes,
-        kept=_activation_bytes(model, load) * tokens * layers * batches_in_flight / layout.tensor,
-        block=_block_bytes(model, layout) * tokens,
+        gathered_state_bytes,
+        kept=_predict_activation_bytes(model, load) * tokens * layers * batches_in_flight / layout.tensor,
+        block=_predict_block_bytes(model, layout) * tokens,
         logits=logit_bytes * tokens * model.vocabulary / layout.tensor,
         critic=(gpu_state_bytes + resident_bytes) * load.rlhf,
-        frozen=_FROZEN_MODELS * state_bytes.weight_copy * stage_weights / ranks_of_shards * load.rlhf,
+        frozen=_FROZEN_MODEL_COUNT * state_bytes.weight_copy * stage_weights / ranks_of_shards * load.rlhf,
     )
 
 
-def _activation_bytes(model: DecoderModel, load: StepLoad) -> float:
+def _predict_activation_bytes(model: DecoderModel, load: StepLoad) -> float:
     """Returns the bytes of stored activations per token and layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
@@ -277,24 +277,24 @@ def _activation_bytes(model: DecoderModel, load: StepLoad) -> float:
     return _BF16_BYTES * (8 * width + 2 * keys + (4 if model.gated else 2) * hidden)
 
 
-def _block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
+def _predict_block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
     """Returns how many bytes per token exist while backward recomputes a block. These are the bytes of all activations
     of the block, and of two gradients of its widest part. Tensor parallelism adds the gathered inputs of the block,
     forward and backward.
     """
     width, keys, hidden = model.width, model.key_width, model.hidden
-    activations = _BF16_BYTES * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
-    return activations + 4 * _BF16_BYTES * width * (layout.tensor - 1) / layout.tensor
+    activation_bytes = _BF16_BYTES * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
+    return activation_bytes + 4 * _BF16_BYTES * width * (layout.tensor - 1) / layout.tensor
 
 
 # Attention kernels reach this share of the FLOP rate of matrix products.
-_ATTENTION_RATE = 0.55
+_ATTENTION_RATE_SHARE = 0.55
 # Backward recomputes this share of attention's scores.
 _RECOMPUTED_SCORES = 0.5
 
 
 @dataclass(frozen=True)
-class StepPace:
+class PredictedStepTime:
     """The seconds of a step, by cause. `products` includes attention. Traffic of `tensor` and `context` parallelism
     delays products. Traffic of `shards` and `copies` overlaps with products; `exposed` is the part that does not.
     `bubble` is the idle time of a pipeline, divided by its working time.
@@ -317,7 +317,7 @@ class StepPace:
         return self.working_seconds + self.exposed
 
     @property
-    def waiting_share(self) -> float:
+    def communication_wait_share(self) -> float:
         return ((self.tensor + self.context) * (1 + self.bubble) + self.exposed) / self.step
 
     @property
@@ -325,28 +325,30 @@ class StepPace:
         return (self.working_seconds - self.working_seconds / (1 + self.bubble)) / self.step
 
 
-def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, topology: Topology) -> StepPace:
+def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, topology: Topology) -> PredictedStepTime:
     tokens = load.local * load.sequence / layout.context
-    token_layers = tokens * -(-model.layers // layout.pipeline)
+    token_layer_count = tokens * -(-model.layers // layout.pipeline)
     stage_weights = model.stage_weights(layout.pipeline) / layout.tensor
     micro_batches, has_pipeline = load.micro_batches, layout.pipeline > 1
     forward, backward = _compute_product_seconds(model, layout, load, topology, tokens)
 
     # 1. TP: a layer takes four gathers and four sums of all activations, or six of each if forward is recomputed.
     transfers_per_layer = 12 if load.checkpointing is Checkpointing.FULL else 8
-    sent_bytes = transfers_per_layer * _BF16_BYTES * token_layers * model.width * (layout.tensor - 1) / layout.tensor
+    sent_bytes = (
+        transfers_per_layer * _BF16_BYTES * token_layer_count * model.width * (layout.tensor - 1) / layout.tensor
+    )
     tensor = sent_bytes / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
 
     # 2. CP: forward sends keys and values, backward also their gradients. Attention hides part of this traffic.
-    sent_bytes = 3 * 2 * _BF16_BYTES * token_layers * model.key_width * (layout.context - 1) / layout.tensor
-    attention_flops = model.attention_flops(load.sequence) * token_layers / model.layers / layout.tensor
-    attention = attention_flops / (topology.bf16 * _ATTENTION_RATE)
+    sent_bytes = 3 * 2 * _BF16_BYTES * token_layer_count * model.key_width * (layout.context - 1) / layout.tensor
+    attention_flops = model.attention_flops(load.sequence) * token_layer_count / model.layers / layout.tensor
+    attention = attention_flops / (topology.bf16 * _ATTENTION_RATE_SHARE)
     context = max(0.0, sent_bytes / topology.link(layout.tensor * layout.context) - attention)
 
     # 3. FSDP: the weights of a stage are gathered once, and its gradients are sent to their owners once.
     ranks = layout.shards * layout.context
     seconds_per_byte = stage_weights * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
-    gather_seconds = load.gathered_bytes * seconds_per_byte
+    gather_seconds = load.gathered_state_bytes * seconds_per_byte
     scatter_seconds = load.state_bytes.gradient * seconds_per_byte
     # Pipeline stages keep the gathered weights and the unsharded sums of gradients until the end of the step.
     gather_in_backward = 0.0 if has_pipeline else gather_seconds
@@ -364,19 +366,19 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
 
     # 5. Compute waits for FSDP and DDP traffic that takes longer than the pass of its micro-batch. Messages on one link
     # wait for each other. Messages on different links overlap.
-    share_one_link = topology.link(layout.tensor * ranks) == topology.link(layout.gpus)
-    combine_seconds = sum if share_one_link else max
+    is_one_link_shared = topology.link(layout.tensor * ranks) == topology.link(layout.gpus)
+    combine_traffic_seconds = sum if is_one_link_shared else max
     forward_pass, backward_pass = forward / micro_batches, backward / micro_batches
-    exposed_seconds = max(0.0, combine_seconds((gather_seconds, weight_return_seconds)) - forward_pass)
+    exposed_seconds = max(0.0, combine_traffic_seconds((gather_seconds, weight_return_seconds)) - forward_pass)
     exposed_seconds += max(
-        0.0, combine_seconds((gather_in_backward + scatter_seconds, gradient_sum_seconds)) - backward_pass
+        0.0, combine_traffic_seconds((gather_in_backward + scatter_seconds, gradient_sum_seconds)) - backward_pass
     )
     if not has_pipeline:
-        exposed_per_micro_batch = max(0.0, gather_seconds - forward_pass) + max(
+        exposed_micro_batch_seconds = max(0.0, gather_seconds - forward_pass) + max(
             0.0, gather_in_backward + scatter_seconds - backward_pass
         )
-        exposed_seconds += (micro_batches - 1) * exposed_per_micro_batch
-    return StepPace(
+        exposed_seconds += (micro_batches - 1) * exposed_micro_batch_seconds
+    return PredictedStepTime(
         products=forward + backward,
         tensor=tensor,
         context=context,
@@ -387,7 +389,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     )
 
 
-def tokens_per_second(layout: ParallelLayout, load: StepLoad, pace: StepPace) -> float:
+def tokens_per_second(layout: ParallelLayout, load: StepLoad, pace: PredictedStepTime) -> float:
     return load.local * load.sequence / pace.step / layout.gpus_per_sequence
 
 
@@ -401,10 +403,10 @@ def _compute_product_seconds(
         Checkpointing.FULL: 1.0,
     }[load.checkpointing]
     blocks = 2.0 * model.layers * model.block_products / topology.rate(load.precision)
-    head_seconds = 2.0 * model.embedding_weights / topology.bf16
-    attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION_RATE)
+    output_head_seconds = 2.0 * model.embedding_weights / topology.bf16
+    attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION_RATE_SHARE)
     recomputed_scores = _RECOMPUTED_SCORES + (load.checkpointing is Checkpointing.FULL)
     tokens_per_gpu = tokens / (layout.tensor * layout.pipeline)
-    forward = blocks + head_seconds + attention
-    backward = (2 + recomputed_share) * blocks + 2 * head_seconds + (2 + recomputed_scores) * attention
+    forward = blocks + output_head_seconds + attention
+    backward = (2 + recomputed_share) * blocks + 2 * output_head_seconds + (2 + recomputed_scores) * attention
     return forward * tokens_per_gpu, backward * tokens_per_gpu

@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import DecoderModel
-from fp8bench.features.plan_parallel.ranking import MODELS
+from fp8bench.features.plan_parallel.ranking import PUBLISHED_MODELS
 from fp8bench.model.step import Holder
 from fp8bench.nn.sizes import SIZES, GPTConfig
 
@@ -32,7 +32,7 @@ def _make_decoder_model(name: str, size: GPTConfig) -> DecoderModel:
 
 _DEFAULT_SEQUENCES = {**dict.fromkeys(FP8_LM_MODELS, 2048), **{name: size.sequence for name, size in SIZES.items()}}
 _MODELS_BY_NAME = {
-    **MODELS,
+    **PUBLISHED_MODELS,
     **FP8_LM_MODELS,
     **{name: _make_decoder_model(name, size) for name, size in SIZES.items()},
 }
@@ -40,7 +40,7 @@ MODEL_NAMES = tuple(_MODELS_BY_NAME)
 MODEL_KEYS = ("layers", "width", "heads", "key-heads", "hidden", "vocabulary", "gated", "tied")
 _SIZES_SYNTAX = "layers=32,width=4096,heads=32, then any of key-heads=, hidden=, vocabulary=, gated=yes, tied=yes"
 _YES_NO = {"yes": True, "no": False}
-_MAX_SIZE = 1 << 30
+_MAX_CONFIG_SIZE = 1 << 30
 
 
 def default_sequence(model: DecoderModel) -> int:
@@ -59,7 +59,7 @@ def parse_model(text: str) -> DecoderModel:
     if "=" in start:
         return _make_model(text, _parse_fields(text, [start, *parts]))
     if ":" in start or start.endswith(".py"):
-        return _make_model(text, _read_maker_fields(start, _parse_fields(text, parts)))
+        return _make_model(text, _read_user_model_fields(start, _parse_fields(text, parts)))
     raise UnknownName("model", text, MODEL_NAMES)
 
 
@@ -67,15 +67,15 @@ def _parse_fields(text: str, parts: Sequence[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for part in parts:
         key, _, value = part.partition("=")
-        is_yes_no = key in ("gated", "tied")
+        is_boolean_key = key in ("gated", "tied")
         number = int(value) if value.isdecimal() and len(value) < 10 else 0
         if (
             key not in MODEL_KEYS
             or key in fields
-            or (value not in _YES_NO if is_yes_no else not 0 < number < _MAX_SIZE)
+            or (value not in _YES_NO if is_boolean_key else not 0 < number < _MAX_CONFIG_SIZE)
         ):
             raise UsageError(f"{text!r:.200}: {part!r:.80} cannot be read, or is given twice. Give {_SIZES_SYNTAX}.")
-        fields[key] = _YES_NO[value] if is_yes_no else number
+        fields[key] = _YES_NO[value] if is_boolean_key else number
     return fields
 
 
@@ -98,7 +98,7 @@ def _make_model(text: str, fields: dict[str, Any]) -> DecoderModel:
     return model
 
 
-def _read_maker_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _read_user_model_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Adds the sizes of a user's model to `fields`, as seen in one step on a CPU. The number of heads must be given,
     because no layer shows it.
     """

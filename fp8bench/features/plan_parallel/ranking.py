@@ -24,8 +24,8 @@ from fp8bench.features.plan_parallel.formulas import (
     DecoderModel,
     GpuMemory,
     ParallelLayout,
+    PredictedStepTime,
     StepLoad,
-    StepPace,
     Topology,
     predict_memory,
     predict_pace,
@@ -139,13 +139,13 @@ def pace_band(
 # A layout may use this share of a GPU's memory. The rest is for the driver and libraries.
 USABLE_MEMORY_SHARE = 0.97
 # With fewer tokens per GPU, attention kernels are less efficient than the formulas assume.
-_MIN_CONTEXT_PIECE = 4096
+_MIN_SEQUENCE_PIECE_TOKENS = 4096
 # From this length on, context parallelism is worth it.
 _LONG_SEQUENCE = 32768
 # Paces within this ratio count as equal. The simpler layout then comes first.
 _EQUAL_PACE_RATIO = 1.02
 # Models with published trainings, the ranges of these trainings, and the error of the memory formulas on them.
-MODELS = {
+PUBLISHED_MODELS = {
     model.name: model
     for model in (
         DecoderModel("llama3-8b", 128256, 4096, 32, 32, 8, 14336),
@@ -158,10 +158,10 @@ MEMORY_ERROR = "12.1%"
 
 
 @dataclass(frozen=True)
-class ParallelQuestion:
+class LayoutRankingQuestion:
     """A training whose layouts are ranked. `batch` is the number of sequences per step on all GPUs. `load` is the work
-    of a step; each layout fills in its sequences and micro-batches. `by` is the measured training that calibrated the
-    topology's rates, if any.
+    of a step; each layout fills in its sequences and micro-batches. `by` is the measured training that
+    calibrated the topology's rates, if any.
     """
 
     model: DecoderModel
@@ -182,7 +182,7 @@ class PlannedLayout:
     layout: ParallelLayout
     load: StepLoad
     memory: GpuMemory
-    pace: StepPace
+    pace: PredictedStepTime
     tokens: float
     fits: bool
     tight: bool
@@ -203,21 +203,23 @@ def memory_band(layout: ParallelLayout) -> float:
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
 
 
-def rank_layouts(question: ParallelQuestion) -> tuple[PlannedLayout, ...]:
+def rank_layouts(question: LayoutRankingQuestion) -> tuple[PlannedLayout, ...]:
     """Ranks all layouts that divide the training evenly. Layouts that fit into memory come first, the fastest at the
     top. Then come layouts that do not fit, by memory.
     """
-    plans = [best for layout in list_layouts(question) if (best := _choose_micro_batches(question, layout)) is not None]
+    planned_layouts = [
+        best for layout in list_layouts(question) if (best := _choose_micro_batches(question, layout)) is not None
+    ]
 
     def sort_key(plan: PlannedLayout) -> tuple[float, ...]:
         if not plan.fits:
             return 1, plan.memory.total
         return 0, -round(math.log(plan.tokens, _EQUAL_PACE_RATIO)), plan.kinds, plan.memory.total
 
-    return tuple(sorted(plans, key=sort_key))
+    return tuple(sorted(planned_layouts, key=sort_key))
 
 
-def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
+def list_layouts(question: LayoutRankingQuestion) -> Iterator[ParallelLayout]:
     """Yields all layouts that divide the training evenly.
 
     TP stays within a node, and divides the key heads. PP divides whole layers. CP divides the sequence. The remaining
@@ -235,9 +237,9 @@ def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
             ]
             for context in _list_divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
-                sequence_piece = question.load.sequence / context
-                has_short_pieces = context > 1 and sequence_piece < _MIN_CONTEXT_PIECE
-                if sequence_piece % tensor or question.batch % ranks or has_short_pieces:
+                sequence_piece_length = question.load.sequence / context
+                has_short_context_pieces = context > 1 and sequence_piece_length < _MIN_SEQUENCE_PIECE_TOKENS
+                if sequence_piece_length % tensor or question.batch % ranks or has_short_context_pieces:
                     continue
                 inner_layout = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 ranks_in_node = question.topology.node // (tensor * context)
@@ -260,30 +262,39 @@ def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) -> PlannedLayout | None:
+def _choose_micro_batches(question: LayoutRankingQuestion, layout: ParallelLayout) -> PlannedLayout | None:
     """Returns the fastest plan that fits, over all numbers of micro-batches. If no plan fits, returns the one with
     the most micro-batches.
     """
     local_sequences = question.batch * layout.gpus_per_sequence // question.gpus
     options = [_predict_plan(question, layout, local_sequences, count) for count in _list_divisors(local_sequences)]
-    fitting_plans = [option for option in options if option.fits]
-    return max(fitting_plans, key=lambda plan: plan.tokens) if fitting_plans else options[-1]
+    fitting_layouts = [option for option in options if option.fits]
+    return max(fitting_layouts, key=lambda plan: plan.tokens) if fitting_layouts else options[-1]
 
 
 def _predict_plan(
-    question: ParallelQuestion, layout: ParallelLayout, local_sequences: int, count: int
+    question: LayoutRankingQuestion, layout: ParallelLayout, local_sequences: int, count: int
 ) -> PlannedLayout:
-    load = replace(question.load, local=local_sequences, micro_batches=count)
-    memory = predict_memory(question.model, layout, load)
-    pace = predict_pace(question.model, layout, load, question.topology)
+    step_load = replace(question.load, local=local_sequences, micro_batches=count)
+    predicted_memory = predict_memory(question.model, layout, step_load)
+    pace = predict_pace(question.model, layout, step_load, question.topology)
     usable_bytes = USABLE_MEMORY_SHARE * question.topology.memory
-    fits_memory, is_memory_tight = memory.total <= usable_bytes, memory.total * (1 + memory_band(layout)) > usable_bytes
+    fits_memory, is_memory_tight = (
+        predicted_memory.total <= usable_bytes,
+        predicted_memory.total * (1 + memory_band(layout)) > usable_bytes,
+    )
     return PlannedLayout(
-        layout, load, memory, pace, tokens_per_second(layout, load, pace), fits_memory, fits_memory and is_memory_tight
+        layout,
+        step_load,
+        predicted_memory,
+        pace,
+        tokens_per_second(layout, step_load, pace),
+        fits_memory,
+        fits_memory and is_memory_tight,
     )
 
 
-Answer = tuple[ParallelQuestion, Sequence[PlannedLayout]]
+RankedLayouts = tuple[LayoutRankingQuestion, Sequence[PlannedLayout]]
 
 
 class WorthwhileAnswer(StrEnum):
@@ -302,42 +313,42 @@ class ParallelismVerdict:
     why: str
 
 
-def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, ...]:
+def judge_parallelism(question: LayoutRankingQuestion) -> tuple[ParallelismVerdict, ...]:
     """Judges by rules of thumb whether each kind of parallelism is worthwhile."""
     model, topology, load = question.model, question.topology, question.load
     usable_bytes, gpus = USABLE_MEMORY_SHARE * topology.memory, question.gpus
     one_sequence_load = replace(load, local=1, micro_batches=1)
-    copied_bytes = predict_memory(model, ParallelLayout(copies=gpus), one_sequence_load).total
+    replicated_bytes = predict_memory(model, ParallelLayout(copies=gpus), one_sequence_load).total
     sharded_bytes = predict_memory(model, ParallelLayout(shards=gpus), one_sequence_load).total
     tokens = question.batch * load.sequence / gpus
-    is_divisible = question.batch % gpus == 0
+    is_batch_divisible = question.batch % gpus == 0
     batch_remark = (
-        "" if is_divisible else f"; but {question.batch} sequences cannot be divided evenly among {gpus} GPUs"
+        "" if is_batch_divisible else f"; but {question.batch} sequences cannot be divided evenly among {gpus} GPUs"
     )
     all_layouts = list(list_layouts(question))
     has_tensor_layouts = any(layout.tensor > 1 for layout in all_layouts)
     has_pipeline_layouts = any(layout.pipeline > 1 for layout in all_layouts)
-    division_remark = f"; but {gpus} GPUs cannot divide this model evenly by it" if gpus > 1 else ""
+    uneven_division_remark = f"; but {gpus} GPUs cannot divide this model evenly by it" if gpus > 1 else ""
     # With this many tokens per micro-batch and GPU, products take as long as FSDP's traffic.
-    sent_bytes = (2 * load.gathered_bytes + load.state_bytes.gradient) * (gpus - 1) / gpus
-    hiding_tokens = sent_bytes * topology.rate(load.precision) / (6 * topology.link(gpus))
+    sent_bytes = (2 * load.gathered_state_bytes + load.state_bytes.gradient) * (gpus - 1) / gpus
+    traffic_hiding_tokens = sent_bytes * topology.rate(load.precision) / (6 * topology.link(gpus))
     usable_memory_text = units.size(usable_bytes)
     division_rows = (
         (
             "DDP",
-            copied_bytes <= usable_bytes and is_divisible,
+            replicated_bytes <= usable_bytes and is_batch_divisible,
             (
                 f"{'a share of' if load.zero_one else 'all'} {load.state_bytes.total} bytes a weight and one sequence "
-                f"take {units.size(copied_bytes)} of {usable_memory_text} that a plan may use{batch_remark}"
+                f"take {units.size(replicated_bytes)} of {usable_memory_text} that a plan may use{batch_remark}"
             ),
         ),
         (
             "FSDP",
-            gpus > 1 and sharded_bytes <= usable_bytes and tokens >= hiding_tokens and is_divisible,
+            gpus > 1 and sharded_bytes <= usable_bytes and tokens >= traffic_hiding_tokens and is_batch_divisible,
             (
                 f"sharded over {gpus} GPUs it takes {units.size(sharded_bytes)} of {usable_memory_text}; a step has "
                 f"{units.count(tokens)} tokens a GPU, and products hide FSDP's traffic if a micro-batch has "
-                f"{units.count(hiding_tokens)} or more{batch_remark}"
+                f"{units.count(traffic_hiding_tokens)} or more{batch_remark}"
             ),
         ),
         (
@@ -346,16 +357,16 @@ def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, .
             (
                 "worth it where FSDP does not fit, or with fewer sequences than GPUs; only within the "
                 f"{topology.node} GPUs of a node, because products wait for its traffic"
-                f"{'' if has_tensor_layouts else division_remark}"
+                f"{'' if has_tensor_layouts else uneven_division_remark}"
             ),
         ),
         (
             "PP",
-            has_pipeline_layouts and gpus > topology.node and (tokens < hiding_tokens or question.batch < gpus),
+            has_pipeline_layouts and gpus > topology.node and (tokens < traffic_hiding_tokens or question.batch < gpus),
             (
                 "worth it between nodes where a GPU has too few tokens for FSDP, or with fewer sequences than "
                 "GPUs; with at least 4 micro-batches per stage, because stages are idle at both ends of a step"
-                f"{'' if has_pipeline_layouts else division_remark}"
+                f"{'' if has_pipeline_layouts else uneven_division_remark}"
             ),
         ),
         (
@@ -371,19 +382,21 @@ def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, .
     )
 
 
-def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[PlannedLayout, ...]]:
+def rank_with_least_checkpointing(
+    question: LayoutRankingQuestion,
+) -> tuple[LayoutRankingQuestion, tuple[PlannedLayout, ...]]:
     """Ranks the layouts with the least checkpointing at which one of them fits into memory. If none fits, ranks them
     with full checkpointing.
     """
     for level in Checkpointing:
-        candidate = replace(question, load=replace(question.load, checkpointing=level))
-        plans = rank_layouts(candidate)
-        if plans and plans[0].fits:
+        candidate_question = replace(question, load=replace(question.load, checkpointing=level))
+        planned_layouts = rank_layouts(candidate_question)
+        if planned_layouts and planned_layouts[0].fits:
             break
-    return candidate, plans
+    return candidate_question, planned_layouts
 
 
-def list_unpublished_sizes(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
+def describe_unpublished_sizes(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
     """Describes which sizes lie outside the range of all published trainings. Outside this range, the error bands of
     predictions are only a guess."""
     sizes = []

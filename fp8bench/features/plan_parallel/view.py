@@ -12,20 +12,20 @@ from fp8bench.features.plan_parallel.ranking import (
     HELD_OUT_TEXT,
     MEMORY_ERROR,
     UNCALIBRATED_TEXT,
-    Answer,
+    LayoutRankingQuestion,
     ParallelismVerdict,
-    ParallelQuestion,
     PlannedLayout,
+    RankedLayouts,
     WorthwhileAnswer,
+    describe_unpublished_sizes,
     judge_parallelism,
-    list_unpublished_sizes,
     memory_band,
     pace_band,
 )
 from fp8bench.model.codec import encode
 from fp8bench.nn.parallel.ways import ScaleTraffic, count_scale_traffic
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _LEGEND = (
@@ -47,15 +47,15 @@ _MESSAGE_SECONDS = 1e-5
 _SHORT_STEP_SECONDS = 0.02
 
 
-def render_page(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> Page:
-    load = question.load
+def render_page(question: LayoutRankingQuestion, plans: Sequence[PlannedLayout]) -> Page:
+    step_load = question.load
     title = (
         f"{question.model.name} ({units.count(question.model.weights)} weights) on {question.gpus} "
         f"GPU{'' if question.gpus == 1 else 's'} of {units.size(question.topology.memory)}: {question.batch} sequences "
-        f"of {load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
+        f"of {step_load.sequence} tokens a step, {step_load.precision}, checkpointing {step_load.checkpointing}"
     )
     remarks = map(Text, _list_remarks(question, plans))
-    plan_table = table("ranking", "", _plan_columns(question), plans)
+    plan_table = table("ranking", "", _make_plan_columns(question), plans)
     parts = [Part("ranking", "", (*remarks, plan_table))]
     if question.gpus > 1:
         parts.append(Part("matrix", "each kind of parallelism by itself", (_parallelism_table(question),)))
@@ -63,18 +63,20 @@ def render_page(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> P
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _list_remarks(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> Iterator[str]:
+def _list_remarks(question: LayoutRankingQuestion, plans: Sequence[PlannedLayout]) -> Iterator[str]:
     best_plan = plans[0]
     # Layouts that fit come first: if the first does not fit, no layout fits.
     if not best_plan.fits:
-        checkpointing_hint = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
-        yield f"No layout fits. Try more GPUs, a smaller batch, shorter sequences{checkpointing_hint}."
+        full_checkpointing_hint = (
+            "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
+        )
+        yield f"No layout fits. Try more GPUs, a smaller batch, shorter sequences{full_checkpointing_hint}."
     if best_plan.pace.step < _SHORT_STEP_SECONDS:
         yield (
             f"A step takes {units.seconds(best_plan.pace.step)} by these formulas, which leave out launches. In steps "
             f"below {units.seconds(_SHORT_STEP_SECONDS)} launches dominate, and the paces here mean nothing."
         )
-    yield from _remark_on_rates(question)
+    yield from _remark_on_calibration(question)
     yield from _remark_on_memory(question, best_plan)
     # Print how long the messages of scales take, which the formulas leave out.
     if count := _count_scale_traffic(question, best_plan).messages:
@@ -86,11 +88,11 @@ def _list_remarks(question: ParallelQuestion, plans: Sequence[PlannedLayout]) ->
             f"{units.seconds(best_plan.pace.step)}. Scales of rows and blocks need no messages."
         )
     # Bands come from published trainings, and hold only for similar trainings.
-    if unpublished_sizes := list_unpublished_sizes(question.model, question.gpus, question.load.sequence):
+    if unpublished_sizes := describe_unpublished_sizes(question.model, question.gpus, question.load.sequence):
         yield f"No published training is like this: {'; '.join(unpublished_sizes)}. Bands are a guess here."
 
 
-def _remark_on_rates(question: ParallelQuestion) -> Iterator[str]:
+def _remark_on_calibration(question: LayoutRankingQuestion) -> Iterator[str]:
     if question.by is None:
         yield (
             "No whole training has calibrated these rates: paces show which layout is faster, not how fast it is. By "
@@ -99,13 +101,13 @@ def _remark_on_rates(question: ParallelQuestion) -> Iterator[str]:
         )
     else:
         yield (
-            f"By {question.by.model.name} with {question.by.layout.words} at {question.by.pace:g} tokens/s of a GPU, "
-            f"products reach {question.topology.bf16 / 1e12:.0f} TFLOP/s in bf16 and "
-            f"{question.topology.fp8 / 1e12:.0f} in FP8."
+            f"By {question.by.model.name} with {question.by.layout.words} at "
+            f"{question.by.pace:g} tokens/s of a GPU, products reach "
+            f"{question.topology.bf16 / 1e12:.0f} TFLOP/s in bf16 and {question.topology.fp8 / 1e12:.0f} in FP8."
         )
 
 
-def _remark_on_memory(question: ParallelQuestion, plan: PlannedLayout) -> Iterator[str]:
+def _remark_on_memory(question: LayoutRankingQuestion, plan: PlannedLayout) -> Iterator[str]:
     if (states := question.load.state_bytes) != STATE_BYTES["fp32"]:
         fp32_bytes = predict_memory(question.model, plan.layout, replace(plan.load, states="fp32")).total
         yield (
@@ -116,8 +118,12 @@ def _remark_on_memory(question: ParallelQuestion, plan: PlannedLayout) -> Iterat
             "give 32%, 36% and 43%, because they leave out 6 to 13 GiB of other memory in those trainings."
         )
     if question.load.rlhf:
-        memory = plan.memory
-        models_and_bytes = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
+        predicted_memory = plan.memory
+        models_and_bytes = (
+            ("actor", predicted_memory.states),
+            ("critic", predicted_memory.critic),
+            ("reference and reward", predicted_memory.frozen),
+        )
         sizes = ", ".join(f"{name} {units.size(size)}" for name, size in models_and_bytes)
         yield (
             f"RLHF: in the first layout weights, gradients and moments take {sizes}; one model runs at a time."
@@ -127,7 +133,7 @@ def _remark_on_memory(question: ParallelQuestion, plan: PlannedLayout) -> Iterat
         )
 
 
-def _count_scale_traffic(question: ParallelQuestion, plan: PlannedLayout) -> ScaleTraffic:
+def _count_scale_traffic(question: LayoutRankingQuestion, plan: PlannedLayout) -> ScaleTraffic:
     """Returns the traffic of scales per GPU and step. Only FP8 with one scale per tensor has any, because the GPUs that
     share a tensor have to agree on its scale.
     """
@@ -144,7 +150,7 @@ def _show_whether_it_fits(plan: PlannedLayout) -> Field:
     return Field("yes", tone=Tone.GOOD) if plan.fits else Field("no", tone=Tone.BAD)
 
 
-def _plan_columns(question: ParallelQuestion) -> list[Col[PlannedLayout]]:
+def _make_plan_columns(question: LayoutRankingQuestion) -> list[Col[PlannedLayout]]:
     return [
         Col("layout", "layout.words"),
         Col("micro-batches", lambda plan: str(plan.load.micro_batches), number=True),
@@ -152,17 +158,17 @@ def _plan_columns(question: ParallelQuestion) -> list[Col[PlannedLayout]]:
         Col("band", lambda plan: f"±{units.percent(memory_band(plan.layout), 0)}", number=True),
         Col("fits", _show_whether_it_fits),
         Col("tokens/s", lambda plan: units.count(plan.tokens), number=True),
-        Col("band", partial(_find_pace_band, question), show=lambda band: f"±{units.percent(band, 0)}"),
-        Col("waits", lambda plan: units.percent(plan.pace.waiting_share, 0), number=True),
+        Col("band", partial(_find_pace_error_band, question), show=lambda band: f"±{units.percent(band, 0)}"),
+        Col("waits", lambda plan: units.percent(plan.pace.communication_wait_share, 0), number=True),
         Col("idle", lambda plan: units.percent(plan.pace.idle_share, 0), number=True),
     ]
 
 
-def _find_pace_band(question: ParallelQuestion, plan: PlannedLayout) -> float | None:
+def _find_pace_error_band(question: LayoutRankingQuestion, plan: PlannedLayout) -> float | None:
     return pace_band(question.by, question.model, plan.layout, plan.load, question.recipe)
 
 
-def _parallelism_table(question: ParallelQuestion) -> Table:
+def _parallelism_table(question: LayoutRankingQuestion) -> Table:
     cols: list[Col[ParallelismVerdict]] = [
         Col("kind", "kind"),
         Col("worth it", _show_worthwhile),
@@ -171,7 +177,7 @@ def _parallelism_table(question: ParallelQuestion) -> Table:
     return table("matrix", "", cols, judge_parallelism(question))
 
 
-def render_counts_page(answers: Sequence[Answer]) -> Page:
+def render_gpu_counts_page(answers: Sequence[RankedLayouts]) -> Page:
     """Shows the best layout for each number of GPUs, and which kinds of parallelism are worthwhile."""
     first_question = answers[0][0]
     model, load = first_question.model, first_question.load
@@ -183,7 +189,7 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
     # All questions share the model, recipe and measured training, so these columns suit all.
     columns: list[Col[PlannedLayout]] = [
         Col("GPUs", lambda plan: str(plan.layout.gpus), number=True),
-        *_plan_columns(first_question),
+        *_make_plan_columns(first_question),
         Col("all together", lambda plan: units.count(plan.layout.gpus * plan.tokens), number=True),
         Col("checkpointing", "load.checkpointing"),
     ]
@@ -200,7 +206,7 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
     matrix = Part(
         "matrix", "each kind of parallelism by itself: is it worth it?", (table("matrix", "", cols, verdicts),)
     )
-    remarks = map(Text, _remark_on_rates(first_question))
+    remarks = map(Text, _remark_on_calibration(first_question))
     page_parts = (
         Part("counts", "the best layout for each count", (*remarks, best_plans)),
         matrix,
@@ -213,28 +219,28 @@ def _show_worthwhile(verdict: ParallelismVerdict) -> Field:
     return Field(verdict.say, tone=Tone.GOOD if verdict.say is WorthwhileAnswer.YES else Tone.PLAIN)
 
 
-def encode_plans(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> dict[str, object]:
+def encode_plans(question: LayoutRankingQuestion, plans: Sequence[PlannedLayout]) -> dict[str, object]:
     return {
         "asked": encode(question),
-        "outside": list_unpublished_sizes(question.model, question.gpus, question.load.sequence),
+        "outside": describe_unpublished_sizes(question.model, question.gpus, question.load.sequence),
         "ways": table_rows([(question, plans)])[1],
         "matrix": encode(judge_parallelism(question)),
         "errors": _ACCURACY_TEXT,
     }
 
 
-def encode_counts(answers: Sequence[Answer]) -> dict[str, object]:
+def encode_plan_answers(answers: Sequence[RankedLayouts]) -> dict[str, object]:
     return {"counts": [encode_plans(*answer) for answer in answers]}
 
 
-def table_rows(answers: Sequence[Answer]) -> Rows:
+def table_rows(answers: Sequence[RankedLayouts]) -> PlainRows:
     rows: list[dict[str, object]] = []
     for question, plans in answers:
-        rows += (_make_table_row(question, plan) for plan in plans)
+        rows += (_make_table_row(question, layout_plan) for layout_plan in plans)
     return tuple(rows[0]), rows
 
 
-def _make_table_row(question: ParallelQuestion, plan: PlannedLayout) -> dict[str, object]:
+def _make_table_row(question: LayoutRankingQuestion, plan: PlannedLayout) -> dict[str, object]:
     pace = asdict(plan.pace)
     return {
         "gpus": question.gpus,
@@ -251,5 +257,5 @@ def _make_table_row(question: ParallelQuestion, plan: PlannedLayout) -> dict[str
         **{f"{name}_seconds": seconds for name, seconds in pace.items()},
         **{f"scale_{name}": number for name, number in _count_scale_traffic(question, plan)._asdict().items()},
         "memory_band": memory_band(plan.layout),
-        "pace_band": _find_pace_band(question, plan),
+        "pace_band": _find_pace_error_band(question, plan),
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8bench.analysis.verdicts import conclude, is_decided, step_seconds_of_calls
+from fp8bench.analysis.verdicts import conclude_comparison, is_case_decided, step_seconds_of_calls
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -39,7 +39,7 @@ class SelfCheck:
     """The result of one check: what the check claims, whether that is true, and what was observed."""
 
     claim: str
-    holds: bool
+    has_passed: bool
     observation: str
 
 
@@ -59,16 +59,18 @@ def check_rounding() -> SelfCheck:
 
     from fp8bench.formats.quantise import round_to
 
-    wrong_count = total = 0
+    wrong_value_count = total = 0
     for number_format, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
         decoded_values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
         finite_values = decoded_values[decoded_values.isfinite()].unique()  # type: ignore[no-untyped-call]
         value_midpoints = (finite_values[1:].double() + finite_values[:-1].double()).div(2).float()
         values = torch.cat((finite_values, value_midpoints))
-        wrong_count += int((round_to(values, number_format) != values.to(dtype).float()).sum())
+        wrong_value_count += int((round_to(values, number_format) != values.to(dtype).float()).sum())
         total += len(values)
     return SelfCheck(
-        "FP8 values and midpoints round as in torch's casts", wrong_count == 0, f"{wrong_count} of {total} differ"
+        "FP8 values and midpoints round as in torch's casts",
+        wrong_value_count == 0,
+        f"{wrong_value_count} of {total} differ",
     )
 
 
@@ -105,7 +107,7 @@ def check_verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     # 2. Run the same rounds as a benchmark suite, to check the estimator that suites use.
     session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
-    session.run(worker, StoppingRule(budget=8.0), is_decided, 0, lambda arm, share: None)
+    session.run(worker, StoppingRule(budget=8.0), is_case_decided, 0, lambda arm, share: None)
     session.release_states(worker)
     timings = [arm.timing() for arm in arms]
     # 3. Allow "unsure" for the unchanged product, but not for the slower one.
@@ -113,11 +115,11 @@ def check_verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
         ("an identical product is not called faster or slower", timings[2], (Verdict.SAME, Verdict.UNSURE)),
         ("a GEMM with injected extra work is called slower", timings[3], (Verdict.SLOWER,)),
     ):
-        conclusion = conclude(timing, timings[0], timings[1])
+        conclusion = conclude_comparison(timing, timings[0], timings[1])
         assert conclusion is not None
         verdict, interval = conclusion.verdict, conclusion.ratio
-        observation = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
-        yield SelfCheck(claim, verdict in allowed, observation)
+        observation_text = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
+        yield SelfCheck(claim, verdict in allowed, observation_text)
 
 
 def check_phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
@@ -131,16 +133,18 @@ def check_phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfChec
     worker.release(arm.key)
     timing = arm.timing()
     phases = timing.segments.phases
-    fastest_ns = min((slot.calls_ns[0] for slot in timing.slots), key=sum)
-    unattributed_ns = sum(ns for phase, ns in zip(phases, fastest_ns, strict=True) if phase == UNATTRIBUTED)
-    unattributed_share = unattributed_ns / sum(fastest_ns)
+    fastest_phase_ns = min((slot.calls_ns[0] for slot in timing.slots), key=sum)
+    unattributed_ns = sum(ns for phase, ns in zip(phases, fastest_phase_ns, strict=True) if phase == UNATTRIBUTED)
+    unattributed_share = unattributed_ns / sum(fastest_phase_ns)
     # These two phases occur only with several ranks, and with data read from records.
     missing_phases = [phase for phase in Phase if phase not in (*phases, Phase.COMMUNICATION, Phase.DECODE)]
-    observation = f"{percent(unattributed_share)} unattributed of {seconds(float(step_seconds_of_calls(timing).min()))}"
+    observation_text = (
+        f"{percent(unattributed_share)} unattributed of {seconds(float(step_seconds_of_calls(timing).min()))}"
+    )
     if missing_phases:
-        observation += f"; missing phases: {', '.join(missing_phases)}"
+        observation_text += f"; missing phases: {', '.join(missing_phases)}"
     return SelfCheck(
         "a training step shows all seven phases and leaves under 5% unattributed",
         not missing_phases and unattributed_share < 0.05,
-        observation,
+        observation_text,
     )

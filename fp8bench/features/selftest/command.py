@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.model.request import whole_number
@@ -30,9 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.power:
         from fp8bench.features.selftest.power import format_power_table, run_power
 
-        power = run_power(arguments.operation, arguments.trials or 20, arguments.json, TERMINAL, arguments.device)
-        say(format_power_table(power) + "\n")
-        return EXIT_FAILED if any(row.wrong_signs for row in power.rows) else EXIT_OK
+        power_result = run_power(
+            arguments.operation, arguments.trials or 20, arguments.json, TERMINAL_JOB_OBSERVER, arguments.device
+        )
+        say(format_power_table(power_result) + "\n")
+        return EXIT_FAILED if any(row.wrong_sign_trials for row in power_result.rows) else EXIT_OK
     for name in ("trials", "operation", "json"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name} needs --power. Add --power, or omit --{name}.")
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     failed_count = 0
     for check in run_selfchecks(arguments.device):
-        failed_count += not check.holds
-        say(f"{'ok  ' if check.holds else 'FAIL'}  {check.claim}\n        seen: {check.observation}\n")
+        failed_count += not check.has_passed
+        say(f"{'ok  ' if check.has_passed else 'FAIL'}  {check.claim}\n        seen: {check.observation}\n")
     say(f"{failed_count} checks failed\n" if failed_count else "all checks held\n")
     return EXIT_FAILED if failed_count else EXIT_OK

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench import __version__
-from fp8bench.analysis.verdicts import best_phases, conclude, is_decided
+from fp8bench.analysis.verdicts import compute_best_phase_seconds, conclude_comparison, is_case_decided
 from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE_SUPPORT, make_base_params, make_product_params
 from fp8bench.files import convert_write_errors, write_whole
@@ -38,12 +38,12 @@ from fp8bench.units import percent, seconds
 
 OPERATION_NAMES = ("small", "medium", "step")
 SLOWDOWNS = (0.0, 0.01, 0.025, 0.05, 0.10)
-TRIALS_PER_STATE = 5
+TRIALS_PER_PREPARED_STATE = 5
 _MIN_PROBE_CALLS = 200
-_TINY_SECONDS = 5e-8
-_SIZING_ROUNDS = 20
+_TINY_OPERATION_SECONDS = 5e-8
+_WORK_SIZING_ROUNDS = 20
 # Properties of the environment that are stored with the results.
-_RECORDED_FACTS = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
+_RECORDED_ENVIRONMENT_FACTS = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class OperationResult:
 
     operation: str
     step_seconds: float = 0.0
-    tiny_seconds: float = 0.0
+    tiny_call_seconds: float = 0.0
     outcomes: dict[float, list[PowerOutcome]] = field(default_factory=dict)
     loads: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     def count_tiny_calls(self, effect: float) -> int:
         """Returns how many tiny calls of extra work make a step slower by the share `effect`."""
-        return round(effect * self.step_seconds / self.tiny_seconds)
+        return round(effect * self.step_seconds / self.tiny_call_seconds)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class PowerRow:
     seconds_longest: float
 
     @property
-    def wrong_signs(self) -> int:
+    def wrong_sign_trials(self) -> int:
         return self.faster if self.planted > 0 else 0
 
 
@@ -164,7 +164,10 @@ def run_power(
             facts = find_device(device, worker.probe())
             # 2. Record the conditions under which the figures are measured.
             environment = gather(worker.software(), __version__, 1)
-            recorded_facts = {**{name: environment.get(name) for name in _RECORDED_FACTS}, "device": facts.name}
+            recorded_facts = {
+                **{name: environment.get(name) for name in _RECORDED_ENVIRONMENT_FACTS},
+                "device": facts.name,
+            }
             results: list[OperationResult] = []
 
             def measure_operation(operation: Operation) -> OperationResult:
@@ -181,10 +184,10 @@ def run_power(
             for operation in list_operations(corpus.identity, facts):
                 if operation.key in (names or OPERATION_NAMES):
                     results += [measure_operation(operation)]
-    load_averages: list[float] = []
+    operation_loads: list[float] = []
     for result in results:
-        load_averages += result.loads
-    return PowerResult(tuple(summarize_rows(results)), tuple(sorted(load_averages)))
+        operation_loads += result.loads
+    return PowerResult(tuple(summarize_rows(results)), tuple(sorted(operation_loads)))
 
 
 def measure_power(
@@ -202,17 +205,17 @@ def measure_power(
     result = OperationResult(operation.name)
     # A tiny call is too short to time alone, so compare the step with and without enough of them for about 50% extra
     # work.
-    result.step_seconds = base_seconds = _measure_best_seconds(worker, operation, facts, 0)
-    probe_calls = max(_MIN_PROBE_CALLS, round(0.5 * base_seconds / _TINY_SECONDS))
-    extra_seconds = _measure_best_seconds(worker, operation, facts, probe_calls) - base_seconds
-    result.tiny_seconds = max(extra_seconds / probe_calls, 1e-9)
-    for trial in range(trials):
+    result.step_seconds = unplanted_step_seconds = _measure_best_seconds(worker, operation, facts, 0)
+    added_call_count = max(_MIN_PROBE_CALLS, round(0.5 * unplanted_step_seconds / _TINY_OPERATION_SECONDS))
+    probe_call_seconds = _measure_best_seconds(worker, operation, facts, added_call_count) - unplanted_step_seconds
+    result.tiny_call_seconds = max(probe_call_seconds / added_call_count, 1e-9)
+    for trial_number in range(trials):
         # Prepare the arms again: a new memory layout may change timings.
-        if trial % TRIALS_PER_STATE == 0:
-            session = _make_session(operation, facts, result, trial)
+        if trial_number % TRIALS_PER_PREPARED_STATE == 0:
+            session = _make_trial_session(operation, facts, result, trial_number)
             session.prepare(worker)
-        _run_trial(worker, session, operation, result, seed + trial)
-        if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
+        _run_power_trial(worker, session, operation, result, seed + trial_number)
+        if (trial_number + 1) % TRIALS_PER_PREPARED_STATE == 0 or trial_number + 1 == trials:
             session.release_states(worker)
         result.seconds = time.monotonic() - start_seconds
         after_trial(result)
@@ -227,13 +230,13 @@ def _make_arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) ->
 def _measure_best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
     arm = _make_arm(operation, facts, f"sizing-{extra}", extra)
     arm.prepare(worker)
-    for number in range(_SIZING_ROUNDS):
+    for number in range(_WORK_SIZING_ROUNDS):
         arm.run(worker, number)
     worker.release(arm.key)
-    return sum(seconds for _, seconds in best_phases(arm.timing()))
+    return sum(seconds for _, seconds in compute_best_phase_seconds(arm.timing()))
 
 
-def _make_session(operation: Operation, facts: DeviceFacts, result: OperationResult, trial: int) -> RoundSession:
+def _make_trial_session(operation: Operation, facts: DeviceFacts, result: OperationResult, trial: int) -> RoundSession:
     def make_arm(name: str, effect: float = 0.0) -> MeasuredArm:
         return _make_arm(operation, facts, f"{name}-{trial}", result.count_tiny_calls(effect))
 
@@ -243,13 +246,15 @@ def _make_session(operation: Operation, facts: DeviceFacts, result: OperationRes
     )
 
 
-def _run_trial(worker: Worker, session: RoundSession, operation: Operation, result: OperationResult, seed: int) -> None:
+def _run_power_trial(
+    worker: Worker, session: RoundSession, operation: Operation, result: OperationResult, seed: int
+) -> None:
     for arm in session.arms:
         arm.slots.clear()
 
     # A trial of a candidate ends with a verdict, or without one when its time is up.
     def should_stop(case: Timing, reference: Timing, control: Timing | None) -> bool:
-        return is_decided(case, reference, control) or _sum_seconds(case, reference, control) >= operation.seconds
+        return is_case_decided(case, reference, control) or _sum_seconds(case, reference, control) >= operation.seconds
 
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), should_stop, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
@@ -257,7 +262,7 @@ def _run_trial(worker: Worker, session: RoundSession, operation: Operation, resu
     # The slowed candidates are compared with the same reference timings.
     for effect, arm in zip(SLOWDOWNS, session.candidates, strict=True):
         timing = arm.timing()
-        conclusion = conclude(timing, reference, control)
+        conclusion = conclude_comparison(timing, reference, control)
         assert conclusion is not None
         verdict, interval = conclusion.verdict, conclusion.ratio
         seconds, point_and_bounds = (
@@ -280,11 +285,14 @@ def _sum_seconds(case: Timing, reference: Timing, control: Timing | None) -> flo
 def summarize_rows(results: Sequence[OperationResult]) -> list[PowerRow]:
     rows: list[PowerRow] = []
     for result in results:
-        rows += [_summarize_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
+        rows += [
+            _summarize_trials_of_effect(result.operation, effect, outcomes)
+            for effect, outcomes in result.outcomes.items()
+        ]
     return rows
 
 
-def _summarize_row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
+def _summarize_trials_of_effect(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
     count_verdict = [outcome.verdict for outcome in outcomes].count
     seconds = [outcome.seconds for outcome in outcomes]
     return PowerRow(
@@ -325,21 +333,26 @@ def format_power_table(power: PowerResult) -> str:
     for row in rows:
         counts = (row.slower, row.faster, row.same, row.unsure)
         shares = (percent(count / row.trials, 0) for count in counts)
-        time_text = f"{seconds(row.seconds_median, 2)} (at most {seconds(row.seconds_longest, 2)})"
-        cell_texts = percent(row.planted), percent(row.found), str(row.trials), *shares, time_text
+        seconds_text = f"{seconds(row.seconds_median, 2)} (at most {seconds(row.seconds_longest, 2)})"
+        cell_texts = percent(row.planted), percent(row.found), str(row.trials), *shares, seconds_text
         lines.append(_format_row(row.operation, *cell_texts))
     # A difference between identical arms is a false alarm. A slowed arm that is called "faster" has a wrong sign.
-    identical_rows = [row for row in rows if row.planted == 0]
-    alarms = sum(row.slower + row.faster for row in identical_rows)
-    pairs, comparisons = sum(row.trials for row in identical_rows), sum(row.trials for row in rows)
-    wrong_sign_count = sum(row.wrong_signs for row in rows)
-    false_alarms = f"false alarms: {alarms} of {pairs} identical pairs"
-    lines += ["", f"{false_alarms}; wrong signs: {wrong_sign_count} of {comparisons} comparisons"]
+    rows_of_identical_arms = [row for row in rows if row.planted == 0]
+    alarms = sum(row.slower + row.faster for row in rows_of_identical_arms)
+    identical_pair_count, comparisons = (
+        sum(row.trials for row in rows_of_identical_arms),
+        sum(row.trials for row in rows),
+    )
+    wrong_sign_count = sum(row.wrong_sign_trials for row in rows)
+    false_alarms_text = f"false alarms: {alarms} of {identical_pair_count} identical pairs"
+    lines += ["", f"{false_alarms_text}; wrong signs: {wrong_sign_count} of {comparisons} comparisons"]
     return "\n".join(lines)
 
 
-def _encode_operation(result: OperationResult) -> dict[str, Any]:
-    comparisons = {str(effect): list(map(_encode_outcome, outcomes)) for effect, outcomes in result.outcomes.items()}
+def _encode_operation_result(result: OperationResult) -> dict[str, Any]:
+    comparisons = {
+        str(effect): list(map(_encode_power_outcome, outcomes)) for effect, outcomes in result.outcomes.items()
+    }
     return {
         "operation": result.operation,
         "step_seconds": result.step_seconds,
@@ -350,7 +363,7 @@ def _encode_operation(result: OperationResult) -> dict[str, Any]:
     }
 
 
-def _encode_outcome(outcome: PowerOutcome) -> list[str | float]:
+def _encode_power_outcome(outcome: PowerOutcome) -> list[str | float]:
     ratio_and_bounds = [round(ratio, 5) for ratio in (outcome.ratio, outcome.low, outcome.high)]
     return [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, *ratio_and_bounds]
 
@@ -360,7 +373,7 @@ def _write_results(path: Path, results: Sequence[OperationResult], environment: 
     content = {
         "environment": environment,
         "rows": [asdict(row) for row in summarize_rows(results)],
-        "operations": list(map(_encode_operation, results)),
+        "operations": list(map(_encode_operation_result, results)),
     }
     with convert_write_errors(f"--json {path}", "Name a file in a folder that you may write to."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")

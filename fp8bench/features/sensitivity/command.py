@@ -11,16 +11,16 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common, make_request
-from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.options import add_common_options, make_request
+from fp8bench.cli.outputs import CommandResult, check_output_files, check_outputs
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
 from fp8bench.features.sensitivity.study import (
     FORMATS,
-    LayerTrial,
     LossVerdict,
+    LoweredLayersTrial,
     LoweredUnit,
-    Study,
+    SensitivityStudy,
     averaged_steps,
     encode_study,
     format_map,
@@ -30,9 +30,9 @@ from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.request import PERCENT_RULE, whole_number
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import Code, Element, Field, Page, Part, Table, Text, Tone
-from fp8bench.report.panels import show_params
+from fp8bench.report.panels import format_case_params
 from fp8bench.workloads.model import Model
 
 EXAMPLES = (
@@ -69,19 +69,23 @@ def add(parser: argparse.ArgumentParser) -> None:
         "also limit the map's error of first gradients, which shows differences that the loss of few steps hides"
     )
     add("--gradient-tolerance", type=types.number(PERCENT_RULE), metavar="PERCENT", help=help_text)
-    add_common(parser, "--seed", help="for data and weights; default 0")
-    add_common(parser, "--threads")
+    add_common_options(parser, "--seed", help="for data and weights; default 0")
+    add_common_options(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    add_common(parser, "--data")
-    add_common(parser, "--import", help="as in suite")
-    add_common(parser, "--case-timeout", help="longest time for one training; default far more than its work needs")
-    add_common(parser, "--no-isolation", help="train in this process, without a worker")
-    add_common(parser, "--store", help="as in suite")
-    add_common(parser, "--explain")
-    add_common(parser, "--json", help="print the study as JSON instead of the tables, with every loss")
+    add_common_options(parser, "--data")
+    add_common_options(parser, "--import", help="as in suite")
+    add_common_options(
+        parser, "--case-timeout", help="longest time for one training; default far more than its work needs"
+    )
+    add_common_options(parser, "--no-isolation", help="train in this process, without a worker")
+    add_common_options(parser, "--store", help="as in suite")
+    add_common_options(parser, "--explain")
+    add_common_options(parser, "--json", help="print the study as JSON instead of the tables, with every loss")
     help_text = "write the suggested map to FILE, for --precision-map"
     parser.add_argument("--write-map", type=types.path, metavar="FILE", help=help_text)
-    add_common(parser, "--csv", help="also write a CSV row for each run; '-' prints the rows instead of the tables")
+    add_common_options(
+        parser, "--csv", help="also write a CSV row for each run; '-' prints the rows instead of the tables"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     with interrupt_only_once():
-        study = _run_study(arguments, TERMINAL)
+        study = _run_study(arguments, TERMINAL_JOB_OBSERVER)
         try:
             study = store_study(study, arguments.store)
         finally:  # show the study even if the store is not writable
@@ -109,16 +113,16 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     return _make_result(study)
 
 
-def _make_result(study: Study) -> CommandResult:
+def _make_result(study: SensitivityStudy) -> CommandResult:
     page, value, rows = partial(render_page, study), partial(encode_study, study), partial(table_rows, study)
     exit_code = EXIT_FAILED if study.baseline.failure else EXIT_OK if study.finished else EXIT_INTERRUPTED
     return CommandResult(study, page, value, rows, code=exit_code)
 
 
-def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
-    from fp8bench.features.sensitivity.job import StudyQuestion, run_study
+def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> SensitivityStudy:
+    from fp8bench.features.sensitivity.job import StudyRequest, run_study
 
-    check_files({"--write-map": arguments.write_map})
+    check_output_files({"--write-map": arguments.write_map})
     target = arguments.target or ""
     # 1. Reject options that do not apply to a user's model.
     for option in ("size", "data") if target else ():
@@ -141,7 +145,7 @@ def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
     request = make_request(argparse.Namespace(**vars(arguments) | cases))
     # 3. Convert percentages to shares.
     gradient_tolerance = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
-    question = StudyQuestion(
+    question = StudyRequest(
         request, LoweredUnit(arguments.by), arguments.steps, arguments.tolerance / 100, gradient_tolerance
     )
     return run_study(question, arguments.store, observer)
@@ -163,26 +167,28 @@ _VERDICT_TONES = {
 }
 
 
-def render_page(study: Study) -> Page:
-    lowered_texts = {
+def render_page(study: SensitivityStudy) -> Page:
+    text_by_lowered_unit = {
         LoweredUnit.LAYER: "one layer",
         LoweredUnit.KIND: "one layer kind",
         LoweredUnit.FORMAT: "each format of one layer",
     }
-    description = f"{study.low} ({study.level}) in {lowered_texts[study.by]} at a time, {study.reference} in the rest"
+    description = (
+        f"{study.low} ({study.level}) in {text_by_lowered_unit[study.by]} at a time, {study.reference} in the rest"
+    )
     elements: list[list[Element]] = [[Text(description), Text(_describe_reference(study))]]
     if study.probes:
-        elements.append([_formats_table(study) if study.by is LoweredUnit.FORMAT else _probes_table(study)])
+        elements.append([_formats_table(study) if study.by is LoweredUnit.FORMAT else _make_probes_table(study)])
     if study.candidates:
-        elements += [[_candidates_table(study)], list(_describe_suggestion(study))]
+        elements += [[_make_candidate_trials_table(study)], list(_describe_suggested_trial(study))]
     if study.path:
         elements.append([Text(f"stored in {study.path}")])
     parts = tuple(Part(f"part-{n}", "", tuple(part)) for n, part in enumerate(elements))
-    title = f"sensitivity of {study.workload} {show_params(study.params)} on {study.device}"
+    title = f"sensitivity of {study.workload} {format_case_params(study.params)} on {study.device}"
     return Page(title, "", parts, _LEGEND)
 
 
-def _describe_reference(study: Study) -> str:
+def _describe_reference(study: SensitivityStudy) -> str:
     if study.baseline.loss is None:
         return f"the reference itself failed: {study.baseline.failure or 'it was not run'}"
     averaged_steps_text = f"the mean of the last {averaged_steps(study.steps)} of {study.steps} steps"
@@ -199,11 +205,11 @@ def _describe_reference(study: Study) -> str:
     return sentence
 
 
-def _probes_table(study: Study) -> Table:
-    lowers_kinds = study.by is LoweredUnit.KIND  # then a trial lowers a kind of layers
-    cols: list[Col[LayerTrial]] = [
-        Col("low" if lowers_kinds else "low layer", "name"),
-        Col("kind", "kind", when=not lowers_kinds),
+def _make_probes_table(study: SensitivityStudy) -> Table:
+    lowers_layer_kinds = study.by is LoweredUnit.KIND  # then a trial lowers a kind of layers
+    cols: list[Col[LoweredLayersTrial]] = [
+        Col("low" if lowers_layer_kinds else "low layer", "name"),
+        Col("kind", "kind", when=not lowers_layer_kinds),
         Col("loss gap", study.gap, show=_signed_percent),
         Col("gradient error", "gradient_error", show=units.percent),
         Col("verdict", study.verdict, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]),
@@ -212,25 +218,25 @@ def _probes_table(study: Study) -> Table:
     return table("probes", "", cols, study.ranking)
 
 
-def _formats_table(study: Study) -> Table:
+def _formats_table(study: SensitivityStudy) -> Table:
     proposed_formats = study.proposed_formats
-    trials = {trial.name: trial for trial in study.probes}
-    cols: list[Col[LayerTrial]] = [
+    trials_by_name = {trial.name: trial for trial in study.probes}
+    cols: list[Col[LoweredLayersTrial]] = [
         Col("layer", "name"),
         *(Col(name, partial(_show_format_error, study, name), number=True) for name in FORMATS),
         Col("proposed", lambda trial: proposed_formats[trial.name]),
     ]
     return table(
-        "formats", "error of all gradients of the first step, by the format of one layer", cols, trials.values()
+        "formats", "error of all gradients of the first step, by the format of one layer", cols, trials_by_name.values()
     )
 
 
-def _show_format_error(study: Study, form: str, trial: LayerTrial) -> str:
+def _show_format_error(study: SensitivityStudy, form: str, trial: LoweredLayersTrial) -> str:
     return units.percent(study.format_errors(trial.name).get(form), 2)
 
 
-def _candidates_table(study: Study) -> Table:
-    def verdict(trial: LayerTrial) -> Field:
+def _make_candidate_trials_table(study: SensitivityStudy) -> Table:
+    def verdict(trial: LoweredLayersTrial) -> Field:
         if study.keeps_loss(trial):
             return Field("keeps the loss", tone=Tone.GOOD)
         if trial.failure:
@@ -238,7 +244,7 @@ def _candidates_table(study: Study) -> Table:
         has_large_gap = (study.gap(trial) or 0) > study.tolerance
         return Field("above the tolerance" if has_large_gap else "its gradient error is too large", tone=Tone.BAD)
 
-    cols: list[Col[LayerTrial]] = [
+    cols: list[Col[LoweredLayersTrial]] = [
         Col("candidate", "name"),
         Col("layers low", lambda trial: str(len(trial.low)), number=True),
         Col("loss gap", study.gap, show=_signed_percent),
@@ -249,15 +255,15 @@ def _candidates_table(study: Study) -> Table:
     return table("candidates", "", cols, study.candidates)
 
 
-def _describe_suggestion(study: Study) -> Iterator[Element]:
-    tolerance = units.percentage(100 * study.tolerance)
-    trial = study.suggestion
+def _describe_suggested_trial(study: SensitivityStudy) -> Iterator[Element]:
+    tolerance_text = units.percentage(100 * study.tolerance)
+    suggested_trial = study.suggestion
     if study.gradient_tolerance is not None:
-        tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
+        tolerance_text += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
     # 1. Explain why no map is suggested: every map lost too much, or every gap is within the noise.
-    if trial is None:
+    if suggested_trial is None:
         reason = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
-        sentence = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {reason}"
+        sentence = f"no map with {study.low} in some layer keeps the loss within {tolerance_text}: {reason}"
         if study.is_undecided:
             sentence = (
                 f"no map is suggested: every gap is within the noise of {_show_noise(study)}, so the study can neither "
@@ -267,32 +273,32 @@ def _describe_suggestion(study: Study) -> Iterator[Element]:
         yield Text(sentence)
         return
     # 2. Suggest a map that was trained as a whole, not one combined from single layers.
-    gap = study.gap(trial)
+    gap = study.gap(suggested_trial)
     assert gap is not None
     layer_count = len(study.candidates[0].low)
-    share_text = f" ({len(trial.low)} of {layer_count})" if len(trial.low) < layer_count else ""
+    share_text = f" ({len(suggested_trial.low)} of {layer_count})" if len(suggested_trial.low) < layer_count else ""
     yield Text(
-        f"suggested: {study.low} in {trial.name}{share_text}. That map was trained: its loss gap is "
-        f"{_signed_percent(gap)}, within the tolerance of {tolerance}"
+        f"suggested: {study.low} in {suggested_trial.name}{share_text}. That map was trained: its loss gap is "
+        f"{_signed_percent(gap)}, within the tolerance of {tolerance_text}"
     )
     # 3. Warn if the tolerance may be below the noise.
     if study.noise is None or study.tolerance < study.noise:
         noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_show_noise(study)}"
         yield Text(f"note: the {noise}: a gap may be within the tolerance by chance")
-    yield Code(measuring_command(study, trial))
+    yield Code(make_trial_command(study, suggested_trial))
 
 
-def measuring_command(study: Study, trial: LayerTrial) -> str:
+def make_trial_command(study: SensitivityStudy, trial: LoweredLayersTrial) -> str:
     """Returns the command, on one line, that measures a map against the reference."""
     params = dict(study.params)
     profile_command = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
-    command_parts = [
+    command_line_parts = [
         profile_command if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"
     ]
-    command_parts.append(f"--dtypes {study.low} --reference {study.reference}")
-    if precision_map := study.explicit_map(trial):
-        command_parts.append(f"--precision-map {format_map(precision_map)}")
-    return " ".join(command_parts)
+    command_line_parts.append(f"--dtypes {study.low} --reference {study.reference}")
+    if precision_map := study.make_explicit_map(trial):
+        command_line_parts.append(f"--precision-map {format_map(precision_map)}")
+    return " ".join(command_line_parts)
 
 
 def _signed_percent(signed_share: float) -> str:
@@ -300,20 +306,20 @@ def _signed_percent(signed_share: float) -> str:
     return percent_text if percent_text.startswith("-") else f"+{percent_text}"
 
 
-def _show_noise(study: Study) -> str:
+def _show_noise(study: SensitivityStudy) -> str:
     return units.percent(study.noise, 2)
 
 
-def table_rows(study: Study) -> Rows:
+def table_rows(study: SensitivityStudy) -> PlainRows:
     baseline = (study.baseline,)
     trials_by_part = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
     rows: list[dict[str, object]] = []
     for part, trials in trials_by_part.items():
-        rows += [_make_table_row(study, part, trial) for trial in trials]
+        rows += [_make_table_row(study, part, layer_trial) for layer_trial in trials]
     return tuple(rows[0]), rows
 
 
-def _make_table_row(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
+def _make_table_row(study: SensitivityStudy, part: str, trial: LoweredLayersTrial) -> dict[str, object]:
     return {
         "part": part,
         "name": trial.name,

@@ -19,7 +19,7 @@ from fp8bench.protocols import Layer, find_map_key
 
 _AVERAGED_STEPS_DIVISOR = 5
 # Losses with the same initial weights differ by less than this on devices that sum in a different order.
-_EQUAL_LOSSES = 1e-6
+_EQUAL_LOSS_TOLERANCE = 1e-6
 
 
 class LoweredUnit(StrEnum):
@@ -52,7 +52,7 @@ class LossVerdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class LayerTrial:
+class LoweredLayersTrial:
     """One training with the layers `low` in low precision. `draw` is the number of its random initial weights.
 
     `gradient_error` is the error of the first step's gradients relative to the reference's. If `form` is set, the trial
@@ -80,7 +80,7 @@ class LayerTrial:
 
 
 @dataclass(frozen=True)
-class Study:
+class SensitivityStudy:
     """All trainings of a study. `candidates` are trainings with precision maps: the first has all layers in low
     precision, and each further one has fewer.
 
@@ -97,17 +97,17 @@ class Study:
     steps: int
     tolerance: float
     seed: int
-    baseline: LayerTrial
-    draws: tuple[LayerTrial, ...] = ()
-    probes: tuple[LayerTrial, ...] = ()
-    candidates: tuple[LayerTrial, ...] = ()
+    baseline: LoweredLayersTrial
+    draws: tuple[LoweredLayersTrial, ...] = ()
+    probes: tuple[LoweredLayersTrial, ...] = ()
+    candidates: tuple[LoweredLayersTrial, ...] = ()
     finished: bool = False
     started: str = ""
     environment: Environment = field(default_factory=lambda: Environment({}))
     path: str = ""
     gradient_tolerance: float | None = None
 
-    def gap(self, trial: LayerTrial) -> float | None:
+    def gap(self, trial: LoweredLayersTrial) -> float | None:
         """Returns the share by which the trial's loss exceeds the reference's; None without a loss."""
         reference, loss = self.baseline.loss, trial.loss
         if reference is None or loss is None:
@@ -126,11 +126,11 @@ class Study:
         None without draws. Also None if all losses are equal, because the user's model sets a seed or loads its
         weights.
         """
-        draw_loss_gaps = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
-        largest = max(draw_loss_gaps, default=0.0)
-        return largest if largest > _EQUAL_LOSSES else None
+        loss_gaps_of_draws = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
+        largest = max(loss_gaps_of_draws, default=0.0)
+        return largest if largest > _EQUAL_LOSS_TOLERANCE else None
 
-    def verdict(self, trial: LayerTrial) -> LossVerdict:
+    def verdict(self, trial: LoweredLayersTrial) -> LossVerdict:
         gap = self.gap(trial)
         if gap is None:
             return LossVerdict.FAILED
@@ -142,12 +142,12 @@ class Study:
         return LossVerdict.WORSE if gap > 0 else LossVerdict.BETTER
 
     @property
-    def ranking(self) -> tuple[LayerTrial, ...]:
+    def ranking(self) -> tuple[LoweredLayersTrial, ...]:
         """The trials with one layer or kind in low precision, worst first: failed trials, then loss gaps beyond the
         noise from the largest down, then all other trials by the error of their first gradients.
         """
 
-        def sort_key(trial: LayerTrial) -> tuple[bool, float, float]:
+        def sort_key(trial: LoweredLayersTrial) -> tuple[bool, float, float]:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
             # Only a gap beyond the noise counts. Without such gaps, sort by the gradient error.
             significant_loss_gap = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
@@ -156,7 +156,7 @@ class Study:
 
         return tuple(sorted(self.probes, key=sort_key, reverse=True))
 
-    def keeps_loss(self, trial: LayerTrial) -> bool:
+    def keeps_loss(self, trial: LoweredLayersTrial) -> bool:
         gap, error, max_error = self.gap(trial), trial.gradient_error, self.gradient_tolerance
         # Comparisons with NaN are False, so a NaN is never within its limit.
         has_small_error = max_error is None or (error is not None and error <= max_error)
@@ -169,20 +169,26 @@ class Study:
         """
         if self.gradient_tolerance is not None or self.by is LoweredUnit.FORMAT:
             return False
-        trials = (*self.probes, *self.candidates)
+        lowered_trials = (*self.probes, *self.candidates)
         # If every gap is within the noise, any choice among the maps would be random.
-        return bool(trials) and all(self.verdict(trial) is LossVerdict.WITHIN_NOISE for trial in trials)
+        return bool(lowered_trials) and all(
+            self.verdict(layer_trial) is LossVerdict.WITHIN_NOISE for layer_trial in lowered_trials
+        )
 
     def format_errors(self, layer: str) -> dict[str, float]:
         """Returns the error of the first gradients by the format of `layer`, without formats that failed."""
-        trials = (trial for trial in self.probes if trial.name == layer)
-        return {trial.form: error for trial in trials if (error := trial.gradient_error) is not None and error >= 0}
+        layer_trials = (layer_trial for layer_trial in self.probes if layer_trial.name == layer)
+        return {
+            layer_trial.form: error
+            for layer_trial in layer_trials
+            if (error := layer_trial.gradient_error) is not None and error >= 0
+        }
 
     @property
     def proposed_formats(self) -> dict[str, str]:
         """For each layer, the cheapest format among those whose gradient error is close to the smallest one."""
         format_by_layer = {}
-        for layer in dict.fromkeys(trial.name for trial in self.probes):
+        for layer in dict.fromkeys(layer_trial.name for layer_trial in self.probes):
             errors = self.format_errors(layer)
             nearly_best_formats = (
                 form for form in FORMATS if form in errors and errors[form] <= _ERROR_TOLERANCE * min(errors.values())
@@ -190,7 +196,7 @@ class Study:
             format_by_layer[layer] = next(nearly_best_formats, self.reference)  # fallback if every format failed
         return format_by_layer
 
-    def explicit_map(self, trial: LayerTrial) -> PrecisionMap:
+    def make_explicit_map(self, trial: LoweredLayersTrial) -> PrecisionMap:
         """Returns the precision map of a candidate. A map that is empty because it equals the suite's defaults is
         replaced by a map that names each layer in high precision.
         """
@@ -198,7 +204,7 @@ class Study:
         return trial.precision_map or tuple((name, self.reference) for name in all_layers if name not in trial.low)
 
     @property
-    def suggestion(self) -> LayerTrial | None:
+    def suggestion(self) -> LoweredLayersTrial | None:
         """The candidate with the most layers in low precision that keeps the loss. None if no candidate does, or if
         the noise hides the gaps.
         """
@@ -212,16 +218,18 @@ def averaged_steps(steps: int) -> int:
 PrecisionMap = tuple[tuple[str, str], ...]
 
 
-def make_map(layers: Sequence[Layer], low_layers: Collection[str], modes: tuple[str, str], high: str) -> PrecisionMap:
+def make_precision_map(
+    layers: Sequence[Layer], low_layers: Collection[str], modes: tuple[str, str], high: str
+) -> PrecisionMap:
     """Returns the precision map that gives `low_layers` the first of `modes`, and all other layers the second. `high`
     is the default precision of layers that suites keep high.
     """
     requested_modes = {layer.name: modes[0] if layer.name in low_layers else modes[1] for layer in layers}
     default_modes = {layer.name: high if layer.high else modes[0] for layer in layers}
-    return shorten_map(layers, requested_modes, default_modes)
+    return shorten_precision_map(layers, requested_modes, default_modes)
 
 
-def shorten_map(
+def shorten_precision_map(
     layers: Sequence[Layer], requested_modes: Mapping[str, str], defaults: Mapping[str, str]
 ) -> PrecisionMap:
     """Returns the map without entries that equal the defaults. The name of a kind replaces the names of all its
@@ -234,22 +242,22 @@ def shorten_map(
         # If all layers of a kind have the same mode, one entry suffices. The default needs none.
         if len(modes) == 1 and any(requested_modes[name] != defaults[name] for name in names):
             keys[kind] = modes.pop()
-    return _add_exceptions(layers, keys, requested_modes, defaults)
+    return _add_layer_exceptions(layers, keys, requested_modes, defaults)
 
 
-def make_map_of_one(
+def make_single_key_map(
     layers: Sequence[Layer], key: str, low_layers: Collection[str], modes: tuple[str, str]
 ) -> PrecisionMap:
     """Returns the precision map that gives the layer or kind `key` the first of `modes`, and all other layers the
     second. `low_layers` are the names of the layers of `key`.
     """
     default_modes = {layer.name: modes[1] for layer in layers}
-    return _add_exceptions(
+    return _add_layer_exceptions(
         layers, {key: modes[0]}, {**default_modes, **dict.fromkeys(low_layers, modes[0])}, default_modes
     )
 
 
-def _add_exceptions(
+def _add_layer_exceptions(
     layers: Sequence[Layer], keys: dict[str, str], requested_modes: Mapping[str, str], defaults: Mapping[str, str]
 ) -> PrecisionMap:
     """Returns the map `keys` with an entry added for each layer that would not get its requested mode. This happens if
@@ -268,18 +276,18 @@ def format_map(precision_map: PrecisionMap) -> str:
     return ",".join(f"{key}={mode}" for key, mode in precision_map)
 
 
-def encode_study(study: Study) -> dict[str, Any]:
+def encode_study(study: SensitivityStudy) -> dict[str, Any]:
     document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
     # Verdicts and gaps are included, so that readers of the JSON need not know how they are computed.
     document["baseline"] = _encode_trial(study, study.baseline)
     for part in ("draws", "probes", "candidates"):
-        document[part] = [_encode_trial(study, trial) for trial in getattr(study, part)]
-    document["ranking"] = [trial.name for trial in study.ranking]
-    suggested_trial = study.suggestion
-    document["suggested"] = None if suggested_trial is None else format_map(suggested_trial.precision_map)
+        document[part] = [_encode_trial(study, layer_trial) for layer_trial in getattr(study, part)]
+    document["ranking"] = [layer_trial.name for layer_trial in study.ranking]
+    suggested_map_trial = study.suggestion
+    document["suggested"] = None if suggested_map_trial is None else format_map(suggested_map_trial.precision_map)
     return document
 
 
-def _encode_trial(study: Study, trial: LayerTrial) -> dict[str, Any]:
+def _encode_trial(study: SensitivityStudy, trial: LoweredLayersTrial) -> dict[str, Any]:
     figures = {"loss": trial.loss, "loss_gap": study.gap(trial), "says": study.verdict(trial).value}
     return {**encode(trial), **encode(figures)}

@@ -13,28 +13,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from fp8bench.cli.calls import accept_fields_of, fields_by_keyword
+from fp8bench.cli.calls import accept_request_fields, fields_by_keyword
 from fp8bench.cli.calls import request_fields as fields_given
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.option_types import as_pairs, parse_folder, split_names
-from fp8bench.cli.outputs import CommandResult, check_files, parse_log_targets
-from fp8bench.cli.streams import complain
+from fp8bench.cli.option_types import as_name_value_pairs, parse_folder_option, split_names
+from fp8bench.cli.outputs import CommandResult, check_output_files, parse_result_log_targets
+from fp8bench.cli.streams import write_sentence_to_stderr
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import list_csv_rows
-from fp8bench.features.train.health.health import Health
+from fp8bench.features.train.health.health import TrainingHealth
 from fp8bench.features.train.kind import KIND, STREAM_KIND, find_training
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.lines import line_to_json
-from fp8bench.features.train.progress import on_terminal, with_outputs
+from fp8bench.features.train.progress import add_training_outputs, observe_on_terminal
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, request_with_defaults
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
-from fp8bench.features.train.streams import load_loops, make_watched_training
+from fp8bench.features.train.streams import load_recorded_loops, make_watched_training
 from fp8bench.features.train.values import (
     Arm,
     ArmRole,
-    KeptTraining,
     Lines,
+    StoredTraining,
     TrainingEvent,
     TrainingObserver,
 )
@@ -48,21 +48,21 @@ from fp8bench.report.data.plain import results_frame
 from fp8bench.report.notebook import page_as_html
 from fp8bench.report.terminal import layout
 from fp8bench.user_code.named import named
-from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS
+from fp8bench.workloads.model import LOADED_MODELS, MODEL_MAKERS_IN_PROCESS
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-    from fp8bench.features.train.lab.own_loop import OwnLoop
+    from fp8bench.features.train.lab.own_loop import UserLoopRecorder
 
 
 # the file of a stream or, for several seeds, one file per seed
 StreamFiles = str | Path | Sequence[str | Path]
 
 
-class TrainingResult(KeptTraining):
-    """A training as returned by calls: a KeptTraining with a display for terminals and notebooks."""
+class TrainingResult(StoredTraining):
+    """A training as returned by calls: a StoredTraining with a display for terminals and notebooks."""
 
     def __repr__(self) -> str:
         arms = ", ".join(arm.name for arm in self.training.arms)
@@ -82,11 +82,11 @@ class TrainingResult(KeptTraining):
         return page_as_html(KIND.view(self).page(), short_path(page) if page.is_file() else "")
 
 
-def _make_result(stored: KeptTraining) -> TrainingResult:
+def _make_result(stored: StoredTraining) -> TrainingResult:
     return TrainingResult(**{field.name: getattr(stored, field.name) for field in fields(stored)})
 
 
-@accept_fields_of(TrainingRequest, TrainerSettings, excluded=("settings", "scales"))
+@accept_request_fields(TrainingRequest, TrainerSettings, excluded=("settings", "scales"))
 def train(
     *,
     dtypes: str | Iterable[str] = (),
@@ -116,12 +116,14 @@ def train(
     """
     name = make if isinstance(make, str) else name_maker(make)
     # A worker cannot import a function that exists in this process only.
-    in_process = not isinstance(make, str) and ":" not in name
-    if in_process:
+    is_function_in_process = not isinstance(make, str) and ":" not in name
+    if is_function_in_process:
         options["isolation"] = False
-        LIVE_MODELS[name] = cast(Callable[[], Any], make)
+        MODEL_MAKERS_IN_PROCESS[name] = cast(Callable[[], Any], make)
     # Take out the options of TrainingRequest. The remaining options belong to the trainer.
-    given_options = {name: options.pop(name) for name in list(options) if name in fields_by_keyword(TrainingRequest)}
+    training_request_options = {
+        name: options.pop(name) for name in list(options) if name in fields_by_keyword(TrainingRequest)
+    }
     # Options that the command line shares are checked by the same declarations.
     request = request_with_defaults(
         quick,
@@ -129,25 +131,29 @@ def train(
         seeds,
         split_names(dtypes),
         margin=margin / 100,
-        **fields_given(TrainingRequest, given_options),
+        **fields_given(TrainingRequest, training_request_options),
         settings=TrainerSettings(
-            **options, make=name, skip=split_names(skip), precision_map=as_pairs(precision_map), rates=as_pairs(rates)
+            **options,
+            make=name,
+            skip=split_names(skip),
+            precision_map=as_name_value_pairs(precision_map),
+            rates=as_name_value_pairs(rates),
         ),
     )
-    targets = parse_log_targets(log)
+    targets = parse_result_log_targets(log)
     try:
-        store_folder = parse_folder("store", store)
+        store_folder = parse_folder_option("store", store)
         page = None if live is None else Path(live)
-        check_files({"live": page})
+        check_output_files({"live": page})
         # `inner` shows progress. `outer` also writes pages, and logs scalars to TensorBoard or wandb.
         with (
             _choose_observer(observer, progress) as inner,
-            with_outputs(inner, store_folder, page, targets, on_alarm) as outer,
+            add_training_outputs(inner, store_folder, page, targets, on_alarm) as outer,
         ):
             stored_training = train_all(request, store_folder, outer, command_line())
     finally:
-        if in_process:
-            LIVE_MODELS.pop(name, None)
+        if is_function_in_process:
+            MODEL_MAKERS_IN_PROCESS.pop(name, None)
             LOADED_MODELS.clear()
     return _make_result(stored_training)
 
@@ -169,11 +175,11 @@ def name_maker(make: Callable[..., Any]) -> str:
 
 
 def _choose_observer(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:
-    return on_terminal() if observer is None and progress else nullcontext(observer or TrainingObserver())
+    return observe_on_terminal() if observer is None and progress else nullcontext(observer or TrainingObserver())
 
 
 def resume_training(
-    training: str | Path | KeptTraining,
+    training: str | Path | StoredTraining,
     *,
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
@@ -183,19 +189,19 @@ def resume_training(
 
     training: the training, its id, its folder, or 'last'
     """
-    store_folder = parse_folder("store", store)
-    path = find_training(training.path if isinstance(training, KeptTraining) else str(training), store_folder)
+    store_folder = parse_folder_option("store", store)
+    path = find_training(training.path if isinstance(training, StoredTraining) else str(training), store_folder)
     with _choose_observer(observer, progress) as outer:
         return _make_result(go_on_training(path, store_folder, outer)[1])
 
 
-def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingResult:
+def load_training(training: str | Path | StoredTraining, store: str | Path = DEFAULT_STORE) -> TrainingResult:
     """Returns a stored training. Its `.results` are the rows of --csv as a pandas frame.
 
-    training: its id, its folder, or 'last'; a KeptTraining is returned unchanged
+    training: its id, its folder, or 'last'; a StoredTraining is returned unchanged
     """
-    if not isinstance(training, KeptTraining):
-        training = read_training(find_training(str(training), parse_folder("store", store)))
+    if not isinstance(training, StoredTraining):
+        training = read_training(find_training(str(training), parse_folder_option("store", store)))
     return _make_result(training)
 
 
@@ -216,7 +222,7 @@ def watch(
     log: str | Iterable[str] = (),
     live: str | Path | None = None,
     eager: bool = False,
-) -> Iterator[OwnLoop]:
+) -> Iterator[UserLoopRecorder]:
     """Watch your training loop in a `with` block: a row for each step, and the whole module every `stride` steps.
 
     A step ends when the optimizer takes a step. The loss is the module's output, if that is a number or has a `loss`.
@@ -238,11 +244,13 @@ def watch(
     log: where curves are logged while the loop runs: tensorboard[:DIR] or wandb[:PROJECT]
     live: an HTML page of the stream in `path`, rewritten while the loop runs
     """
-    from fp8bench.features.train.lab.own_loop import OwnLoop
+    from fp8bench.features.train.lab.own_loop import UserLoopRecorder
     from fp8bench.features.train.lab.own_ranks import Ranks
 
     # There is only one arm, so rules that compare two arms find nothing.
-    health_rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
+    training_health = (
+        TrainingHealth((Arm(name, precisions.find_canonical_name(precision), ArmRole.REFERENCE),)) if health else None
+    )
     if live is not None and path is None:
         raise UsageError("live shows the stream in a file. Give a path as well.")
     training = replace(make_watched_training(f"{name}-{secrets.token_hex(4)}", [name]), started=now())
@@ -250,14 +258,14 @@ def watch(
     with ExitStack() as stack:
         is_first_rank = Ranks.get_rank() == 0
         write_lines = _append_to_file(Path(path), stack) if path is not None and is_first_rank else None
-        targets = parse_log_targets(log)
+        targets = parse_result_log_targets(log)
         command, call = (on_alarm, None) if isinstance(on_alarm, str) else ("", on_alarm)
         outputs = (page, targets, command) if is_first_rank else (None, (), "")
-        output_observer = stack.enter_context(with_outputs(_NoteObserver(), Path(path or ""), *outputs))
+        output_observer = stack.enter_context(add_training_outputs(_NotePrintingObserver(), Path(path or ""), *outputs))
         output_observer.begun(training)
 
         def pass_lines(lines: Lines) -> None:
-            lines = (*lines, *health_rules.find_alarms(lines)) if health_rules is not None else lines
+            lines = (*lines, *training_health.find_alarms(lines)) if training_health is not None else lines
             if write_lines is not None:
                 write_lines(lines)
             output_observer.trained(0, max((line.step for line in lines), default=0), lines)
@@ -267,26 +275,26 @@ def watch(
                     if call is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
                         call(line)
             except Exception as error:
-                watched_loop.user_error = error
+                watched_training_loop.user_error = error
                 raise
 
         options = (name, stride, tokens, scaler, precision, eager)
-        watched_loop = OwnLoop(module, optimizer, pass_lines, *options)
-        stack.enter_context(watched_loop)
+        watched_training_loop = UserLoopRecorder(module, optimizer, pass_lines, *options)
+        stack.enter_context(watched_training_loop)
         del module, optimizer  # watching keeps no model in memory that its loop has dropped
-        yield watched_loop
+        yield watched_training_loop
 
 
-class _NoteObserver(TrainingObserver):
+class _NotePrintingObserver(TrainingObserver):
     def note(self, sentence: str) -> None:
-        complain(sentence)
+        write_sentence_to_stderr(sentence)
 
 
 def print_events(lines: Lines) -> None:
     """Prints the events among the lines. `watch` calls this function unless it gets another function for lines."""
     for line in lines:
         if isinstance(line, TrainingEvent):
-            complain(line.describe(is_watched=True))
+            write_sentence_to_stderr(line.describe(is_watched=True))
 
 
 def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
@@ -317,7 +325,7 @@ def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
 class _LoopCallback:
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._loop: OwnLoop | None = None
+        self._loop: UserLoopRecorder | None = None
 
     def on_train_end(self, *_: Any, **known: Any) -> None:
         self._loop = None
@@ -338,8 +346,8 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self._stack.close()
             optimizer = known["optimizer"]
-            inner_optimizer = getattr(optimizer, "optimizer", optimizer)
-            self._loop = self._stack.enter_context(watch(known["model"], inner_optimizer, path, **options))
+            unwrapped_optimizer = getattr(optimizer, "optimizer", optimizer)
+            self._loop = self._stack.enter_context(watch(known["model"], unwrapped_optimizer, path, **options))
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
             # An evaluation before the first step happens before the loop is watched.
@@ -403,6 +411,8 @@ def compare_streams(reference: StreamFiles, *others: StreamFiles, margin: float 
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
-    files = [list(map(Path, [stream] if isinstance(stream, str | Path) else stream)) for stream in (reference, *others)]
-    recorded_loops = load_loops(files, margin / 100)
+    stream_files = [
+        list(map(Path, [stream] if isinstance(stream, str | Path) else stream)) for stream in (reference, *others)
+    ]
+    recorded_loops = load_recorded_loops(stream_files, margin / 100)
     return CommandResult(JudgedTraining(recorded_loops).verdicts, *STREAM_KIND.view(recorded_loops))

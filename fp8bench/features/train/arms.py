@@ -13,32 +13,37 @@ from pathlib import Path
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.lab.models import (
-    check_ranks,
-    check_settings,
+    check_rank_count,
+    check_trainer_settings,
     check_wire_has_effect,
-    find_support,
+    find_precision_support,
     list_elementwise_layers,
     list_layers,
     make_config,
 )
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest, find_start_file, parse_change
+from fp8bench.features.train.request import (
+    TrainerSettings,
+    TrainingRequest,
+    find_start_weights_file,
+    parse_precision_change,
+)
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import find_device
-from fp8bench.plan.precision_map import check_can_mix, check_keys
+from fp8bench.plan.precision_map import check_map_keys, check_precisions_can_mix
 from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
-from fp8bench.suggestions import meant_name
+from fp8bench.suggestions import guess_intended_name
 from fp8bench.units import parse_number_or_text, size
-from fp8bench.workloads.model import LIVE_MODELS
+from fp8bench.workloads.model import MODEL_MAKERS_IN_PROCESS
 
 MAX_ARMS = 64
 # Settings that a sweep must not change. Some must be equal in all arms, because arms share weights and batches. A sweep
 # has no notation for the others.
-_UNSWEPT_SETTINGS = {
+_SETTINGS_WITHOUT_SWEEP = {
     "make",
     "skip",
     "model",
@@ -54,7 +59,7 @@ _UNSWEPT_SETTINGS = {
     "metric",
 }
 _PARSER_BY_SETTING: dict[str, Callable[[str], Scalar]] = {
-    name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _UNSWEPT_SETTINGS
+    name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SETTINGS_WITHOUT_SWEEP
 } | {"clip": parse_number_or_text, "refresh_scales": int, "saturation_bound": float}
 
 
@@ -74,7 +79,7 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     """Returns the reference, its repeats, its one-ulp arm, and the candidates. A candidate that the device refuses
     has the reason in `skip`. Raises UsageError if nothing can be compared.
     """
-    arms = tuple(add_support(arm, request, facts) for arm in _name_arms(request))
+    arms = tuple(add_arm_support(arm, request, facts) for arm in _make_named_arms(request))
     if arms[0].skip:
         raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
     candidates = [arm for arm in arms if arm.role is ArmRole.CANDIDATE]
@@ -103,31 +108,31 @@ def choose_device(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> Dev
 def check_training(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import check_function_name
 
-    arms = _name_arms(request)
+    arms = _make_named_arms(request)
     settings = request.settings
     # A metric that cannot be imported fails before a worker starts.
     for metric in settings.metric:
         check_function_name(metric.removesuffix("=lower"))
     if settings.make:
-        _check_own_model(request)
+        _check_user_model(request)
     else:
         architecture = settings.arch
         config = make_config(settings, 1)
         if settings.tasks:
             check_sequence("--tasks", config.sequence)
         layers = (*list_layers(architecture, config), *list_elementwise_layers(architecture, config))
-        check_keys(settings.precision_map, layers, f"model {settings.model}")
+        check_map_keys(settings.precision_map, layers, f"model {settings.model}")
     settings_by_arm = {arm: arm.merge_settings(settings) for arm in arms}
     check_wire_has_effect([*settings_by_arm.values()])
     if request.own_batch is not None and request.ranks is not None:
         raise UsageError("--own-batch is of one process, and --ranks asks for several. Leave one of them out.")
     for arm, arm_settings in settings_by_arm.items():
-        check_settings(arm_settings)
+        check_trainer_settings(arm_settings)
         _check_precision_change(arm, arm_settings, request)
         if request.ranks is not None:
-            check_ranks(arm_settings, request.ranks)
+            check_rank_count(arm_settings, request.ranks)
         for _, precision in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
-            check_can_mix(arm.precision, precision)
+            check_precisions_can_mix(arm.precision, precision)
 
 
 def _check_precision_change(arm: Arm, settings: TrainerSettings, request: TrainingRequest) -> None:
@@ -142,9 +147,9 @@ def _check_precision_change(arm: Arm, settings: TrainerSettings, request: Traini
             raise UsageError(f"{option} work in one process, and --ranks asks for several. Leave one of them out.")
     if not settings.then:
         return
-    precision, _ = parse_change(settings.then)
+    precision, _ = parse_precision_change(settings.then)
     modes = [precisions.get(arm.precision), precisions.get(precision)]
-    check_can_mix(arm.precision, precision)
+    check_precisions_can_mix(arm.precision, precision)
     if modes[0].mode == modes[1].mode:
         raise UsageError(
             f"--then {settings.then}: {arm.name} is in {precision} from its beginning. Choose another dtype."
@@ -171,7 +176,7 @@ _BUILT_IN_SETTINGS = (
 )
 
 
-def _check_own_model(request: TrainingRequest) -> None:
+def _check_user_model(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import check_function_name
 
     settings = request.settings
@@ -184,35 +189,43 @@ def _check_own_model(request: TrainingRequest) -> None:
             f"--model {name}",
         )
     # Otherwise, a misspelt built-in model would be taken for a function's name.
-    meant_model = meant_name("model", name, SIZES)
-    if meant_model and ":" not in name and not Path(f"{name}.py").is_file():
-        message = f"fp8bench has no model {name!r:.80}. Did you mean --model {meant_model}?"
-        raise UsageError(f"{message} For your own model, give FILE.py:FUNCTION.", name, f"--model {meant_model}")
-    if name not in LIVE_MODELS:
+    suggested_model_name = guess_intended_name("model", name, SIZES)
+    if suggested_model_name and ":" not in name and not Path(f"{name}.py").is_file():
+        message = f"fp8bench has no model {name!r:.80}. Did you mean --model {suggested_model_name}?"
+        raise UsageError(
+            f"{message} For your own model, give FILE.py:FUNCTION.", name, f"--model {suggested_model_name}"
+        )
+    if name not in MODEL_MAKERS_IN_PROCESS:
         check_function_name(name)
     # An option in --sweep counts as given.
-    swept_options = {axis.replace("-", "_") for axis, _ in request.sweep}
-    given_options = {word for word in _BUILT_IN_SETTINGS if getattr(settings, word) != getattr(default_settings, word)}
-    given_options |= {word for word in ("data", "own_batch") if getattr(request, word) is not None}
+    swept_setting_names = {axis.replace("-", "_") for axis, _ in request.sweep}
+    non_default_options = {
+        word for word in _BUILT_IN_SETTINGS if getattr(settings, word) != getattr(default_settings, word)
+    }
+    non_default_options |= {word for word in ("data", "own_batch") if getattr(request, word) is not None}
     for word in (*_BUILT_IN_SETTINGS, "data", "own_batch"):
-        if word in given_options or word in swept_options:
+        if word in non_default_options or word in swept_setting_names:
             option = f"--{word.replace('_', '-')}"
             raise UsageError(f"{option} is for built-in models and texts, and {name} has its own. Leave it out.")
-    refusals = (
+    refusal_rules = (
         (
-            bool(settings.start) and find_start_file(settings.start) is None,
+            bool(settings.start) and find_start_weights_file(settings.start) is None,
             f"--start {settings.start}",
             "only a file with its state dict does",
         ),
         (request.ranks is not None, "--ranks", "one process reads its batches"),
-        ("micro_batches" in swept_options, "--sweep micro-batches", "arms would not read the same batches in a step"),
+        (
+            "micro_batches" in swept_setting_names,
+            "--sweep micro-batches",
+            "arms would not read the same batches in a step",
+        ),
     )
-    for is_refused, option, reason in refusals:
+    for is_refused, option, reason in refusal_rules:
         if is_refused:
             raise UsageError(f"{option} does not work with your own model ({name}): {reason}. Leave it out.")
 
 
-def split_by_model(request: TrainingRequest) -> list[TrainingRequest]:
+def split_request_by_model(request: TrainingRequest) -> list[TrainingRequest]:
     """Returns one request for each model in `--sweep model=A,B`. The arms of one training share initial weights, so
     each model needs a separate training.
     """
@@ -232,11 +245,13 @@ def split_by_model(request: TrainingRequest) -> list[TrainingRequest]:
     ]
 
 
-def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
+def _make_named_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     if request.settings.make and len(request.dtypes) == 1 and not (request.sweep or request.reference):
         request = replace(request, dtypes=(UNTOUCHED, *request.dtypes))
     # A precision may have two spellings, such as 'fp8' and 'float8'.
-    modes = list(dict.fromkeys(word if word in MSAMP_LEVELS else precisions.canonical(word) for word in request.dtypes))
+    modes = list(
+        dict.fromkeys(word if word in MSAMP_LEVELS else precisions.find_canonical_name(word) for word in request.dtypes)
+    )
     reference_modes = [mode for mode in modes if mode not in MSAMP_LEVELS]
     if request.reference in MSAMP_LEVELS or not (reference_modes or request.reference):
         raise UsageError(
@@ -244,11 +259,11 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
         )
     reference = min(reference_modes, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
-        reference = precisions.canonical(request.reference)
+        reference = precisions.find_canonical_name(request.reference)
     # If only settings are swept, the candidates have the reference's precision.
-    modes_compared = [mode for mode in modes if mode != reference] or [reference]
+    compared_modes = [mode for mode in modes if mode != reference] or [reference]
     candidates = {}
-    for mode, settings in _list_swept_arms(request, modes_compared):
+    for mode, settings in _list_swept_arms(request, compared_modes):
         # A sweep must not change a setting that an MS-AMP level sets.
         arm_template = MSAMP_LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
@@ -264,7 +279,7 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
             f"{reference} has nothing to compare with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
     # Candidates are compared with the reference at its best rate, so the reference is trained at every swept rate.
-    reference_rates = () if reference in modes_compared else dict(request.sweep).get("rate", ())
+    reference_rates = () if reference in compared_modes else dict(request.sweep).get("rate", ())
     arms = [*_list_reference_arms(reference, request, reference_rates), *candidates.values()]
     if len(arms) > MAX_ARMS:
         raise UsageError(f"{len(arms)} arms are more than the {MAX_ARMS} that one training takes. Sweep less.")
@@ -298,12 +313,14 @@ def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator
                 elif value != getattr(request.settings, name):
                     changed_settings[name] = value
             if "micro_batches" in changed_settings:
-                changed_settings["batch"] = _divide_sequences(request.settings, int(changed_settings["micro_batches"]))
-            arm_precision = precision if precision in MSAMP_LEVELS else precisions.canonical(precision)
+                changed_settings["batch"] = _compute_micro_batch_size(
+                    request.settings, int(changed_settings["micro_batches"])
+                )
+            arm_precision = precision if precision in MSAMP_LEVELS else precisions.find_canonical_name(precision)
             yield arm_precision, tuple(changed_settings.items())
 
 
-def _divide_sequences(settings: TrainerSettings, micro_batches: int) -> int:
+def _compute_micro_batch_size(settings: TrainerSettings, micro_batches: int) -> int:
     """Returns the batch size with which `micro_batches` micro-batches have the same sequences as a step of the
     reference.
     """
@@ -317,11 +334,11 @@ def _divide_sequences(settings: TrainerSettings, micro_batches: int) -> int:
 
 
 def _parse_axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
-    setting = name.replace("-", "_")
-    if setting == "model":
+    setting_name = name.replace("-", "_")
+    if setting_name == "model":
         raise UsageError("--sweep model trains one model after the other, which the command does. Give each --model.")
-    if setting in _PARSER_BY_SETTING:
-        return setting, [_parse_value(setting, value) for value in values]
+    if setting_name in _PARSER_BY_SETTING:
+        return setting_name, [_parse_value(setting_name, value) for value in values]
     if not any(_has_precision_option(mode, name) for mode in modes):
         sweepable_names = {key.replace("_", "-") for key in _PARSER_BY_SETTING}
         for mode in modes:
@@ -349,30 +366,32 @@ def _list_precision_options(mode: str) -> Sequence[Option]:
     return () if mode in MSAMP_LEVELS else precisions.get(mode).options
 
 
-def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
+def add_arm_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     """Returns the arm with the device's support for it. The arm is native if the device multiplies in all of its
     precisions. It gets a reason in `skip` if the device refuses one of them.
     """
     settings = arm.merge_settings(request.settings)
     config = make_config(settings, 1)
     # The device must support all precisions of the arm.
-    later_precisions = [parse_change(settings.then)[0]] if settings.then else []
+    later_precisions = [parse_precision_change(settings.then)[0]] if settings.then else []
     precisions_used = (arm.precision, *later_precisions, *(word for _, word in settings.precision_map))
-    precision_supports = [find_support(settings, config, precisions.get(word), facts) for word in precisions_used]
-    refusals = [support.reason for support in precision_supports if support.level is Level.REFUSED]
-    is_native = all(support.level is Level.NATIVE for support in precision_supports)
-    return replace(arm, native=is_native, skip=facts.unusable or "".join(refusals[:1]))
+    support_per_precision = [
+        find_precision_support(settings, config, precisions.get(word), facts) for word in precisions_used
+    ]
+    refusal_reasons = [support.reason for support in support_per_precision if support.level is Level.REFUSED]
+    is_native = all(support.level is Level.NATIVE for support in support_per_precision)
+    return replace(arm, native=is_native, skip=facts.unusable or "".join(refusal_reasons[:1]))
 
 
 # The share of a device's memory that arms may use: context, fragmentation and readings need the rest.
-_USABLE_SHARE = 0.9
+_USABLE_MEMORY_SHARE = 0.9
 
 
-def check_memory(training: Training, costs: Iterable[ArmCost]) -> None:
+def check_training_memory(training: Training, costs: Iterable[ArmCost]) -> None:
     """Raises UsageError if all arms together do not fit into memory. Does nothing if an arm's memory is unknown."""
     facts = training.device
     # Each rank on a GPU has separate memory. Ranks on a CPU share the memory.
-    available_bytes = int(_USABLE_SHARE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
+    available_bytes = int(_USABLE_MEMORY_SHARE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
     reference, *_ = arms = select_arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
     # Add each arm's memory between steps, and the largest additional memory of a step: arms train one at a time.
@@ -381,9 +400,9 @@ def check_memory(training: Training, costs: Iterable[ArmCost]) -> None:
         cost = costs_by_arm.get(reference.name if arm.is_chance_arm else arm.name)
         if cost is None or cost.memory is None:
             return
-        kept_bytes = sum(bytes_kept for _, bytes_kept in cost.kept)
-        required_bytes += kept_bytes
-        largest_step_bytes = max(largest_step_bytes, cost.memory.peak - kept_bytes)
+        state_bytes = sum(bytes_kept for _, bytes_kept in cost.kept)
+        required_bytes += state_bytes
+        largest_step_bytes = max(largest_step_bytes, cost.memory.peak - state_bytes)
     required_bytes += largest_step_bytes
     if available_bytes and required_bytes > available_bytes:
         raise UsageError(

@@ -15,11 +15,11 @@ from typing import Any
 from fp8bench.errors import UsageError
 from fp8bench.features.train.kind import KIND, find_training, load_training, load_training_header, newest_checkpoint
 from fp8bench.features.train.lab.models import list_layers, make_config
-from fp8bench.features.train.request import TrainingRequest, find_start_file
+from fp8bench.features.train.request import TrainingRequest, find_start_weights_file
 from fp8bench.features.train.tasks import TASK_TEXT_PREFIX, make_task_text
-from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingText
+from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingTokens
 from fp8bench.files import MEMORY_BYTES, check_file, open_file, parse_json, read_file
-from fp8bench.plan.corpus import byte_tokens, name_user_text, read_named_text, replace_tokens
+from fp8bench.plan.corpus import make_byte_tokens, name_user_corpus, read_named_text, replace_tokens
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.store.runs.listing import collect_scales, load_stored_run, merge_largest_scales, require_scales
@@ -38,43 +38,43 @@ _HELD_OUT_SPLITS = ("validation", "valid", "test")
 
 
 @dataclass(frozen=True)
-class _SourceText:
-    """A text in two parts: one for training, one held out. `is_one_text` means that the held-out part follows directly
-    after the first part in the same text.
+class _SplitText:
+    """A text in two parts: one for training, one held out. `is_single_text` means that the held-out part follows
+    directly after the first part in the same text.
     """
 
     name: str
     train: bytes
     held_out: bytes
-    is_one_text: bool = True
+    is_single_text: bool = True
 
     @classmethod
-    def divide(cls, name: str, text: bytes) -> _SourceText:
+    def split_held_out_text(cls, name: str, text: bytes) -> _SplitText:
         train_byte_count = len(text) - len(text) // _HELD_OUT_PARTS
         return cls(name, text[:train_byte_count], text[train_byte_count:])
 
 
-def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
+def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingTokens:
     """Returns the text of a training. Token files are created in `folder`, once per text. Raises UsageError if the
     text is missing or too short."""
     # Token files are mapped. Any other text is converted to tokens.
-    files = None if data is None else _find_token_files(Path(data))
+    token_files = None if data is None else _find_token_files(Path(data))
     if data is not None and data.startswith(TASK_TEXT_PREFIX):
-        text = _tokenize(_SourceText(*make_task_text(data, sequence), is_one_text=False), folder, sequence)
+        text = _tokenize(_SplitText(*make_task_text(data, sequence), is_single_text=False), folder, sequence)
         # Documents of tasks are as long as a window, so every window has to begin with a document.
         text = replace(text, train=replace(text.train, every=sequence))
-    elif files is None:
+    elif token_files is None:
         text = _tokenize(_read_source(data), folder, sequence)
     else:
-        text = _map_tokens(files, sequence)
+        text = _map_token_files(token_files, sequence)
     # Too short a text would have no separate part for validation.
     title = "Python's own sources" if data is None else f"--data {data}"
-    _check_length(f"{title}: the part to train on", text.train, sequence)
-    _check_length(f"{title}: the held-out part", text.held_out, sequence)
+    _check_text_length(f"{title}: the part to train on", text.train, sequence)
+    _check_text_length(f"{title}: the held-out part", text.held_out, sequence)
     return text
 
 
-def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
+def _check_text_length(title: str, span: TokenSpan, sequence: int) -> None:
     length = max(0, span.stop - span.start)
     required_length = MIN_WINDOWS * sequence + 1
     if length < required_length:
@@ -83,32 +83,32 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
         )
 
 
-def _tokenize(source: _SourceText, folder: Path, sequence: int) -> TrainingText:
+def _tokenize(source: _SplitText, folder: Path, sequence: int) -> TrainingTokens:
     text = source.train + source.held_out
     # The file's name is the digest of the text: equal texts share a file, and an edited text gets a new one.
     digest = hashlib.sha256(text).hexdigest()
     train_token_count = len(source.train)
     path = folder / f"{digest[:16]}.tokens"
-    tokens = byte_tokens(text)
+    tokens = make_byte_tokens(text)
     # after a crash, a file of the right length may have wrong content
     if not path.is_file() or read_file(path) != tokens:
         replace_tokens(path, tokens)
     # A gap of one window separates the windows of the two parts.
     file_name = str(path.resolve())
-    held_out_start = train_token_count + (sequence if source.is_one_text else 0)
-    held_out_span = TokenSpan(file_name, held_out_start, len(text))
-    return TrainingText(
-        TokenSpan(file_name, 0, train_token_count), held_out_span, 256, "bytes", f"{source.name}:{digest[:8]}"
+    held_out_start = train_token_count + (sequence if source.is_single_text else 0)
+    held_out_token_span = TokenSpan(file_name, held_out_start, len(text))
+    return TrainingTokens(
+        TokenSpan(file_name, 0, train_token_count), held_out_token_span, 256, "bytes", f"{source.name}:{digest[:8]}"
     )
 
 
-def _read_source(data: str | None) -> _SourceText:
+def _read_source(data: str | None) -> _SplitText:
     if data is None or not Path(data).is_dir():
         text, name = read_named_text(data, MAX_TEXT_BYTES)
-        return _SourceText.divide(name, text)
+        return _SplitText.split_held_out_text(name, text)
     folder = Path(data)
     if (folder / "state.json").is_file():
-        return _SourceText.divide(name_user_text(data), _read_dataset_text(folder))
+        return _SplitText.split_held_out_text(name_user_corpus(data), _read_dataset_text(folder))
     notes = folder / "dataset_dict.json"
     split_names = _read_json(notes).get("splits", []) if notes.is_file() else []
     if "train" not in split_names:
@@ -119,8 +119,8 @@ def _read_source(data: str | None) -> _SourceText:
     text = _read_dataset_text(folder / "train")
     held_out_split = next((split for split in _HELD_OUT_SPLITS if split in split_names), None)
     if held_out_split is None:
-        return _SourceText.divide(name_user_text(data), text)
-    return _SourceText(name_user_text(data), text, _read_dataset_text(folder / held_out_split), is_one_text=False)
+        return _SplitText.split_held_out_text(name_user_corpus(data), text)
+    return _SplitText(name_user_corpus(data), text, _read_dataset_text(folder / held_out_split), is_single_text=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _read_dataset_text(folder: Path) -> bytes:
     """Returns at most the first 128 MiB of a saved dataset: its documents, each followed by a line break."""
     documents = []
     total = 0
-    for document in _read_documents(folder):
+    for document in _read_parquet_texts(folder):
         documents.append(f"{document}\n".encode(errors="replace"))
         total += len(documents[-1])
         if total >= MAX_TEXT_BYTES:
@@ -143,7 +143,7 @@ def _read_dataset_text(folder: Path) -> bytes:
     return b"".join(documents)[:MAX_TEXT_BYTES]
 
 
-def _read_documents(folder: Path) -> Iterator[str]:
+def _read_parquet_texts(folder: Path) -> Iterator[str]:
     """Yields the text of each row: its column 'text', or its only column of strings."""
     try:
         import pyarrow
@@ -152,10 +152,10 @@ def _read_documents(folder: Path) -> Iterator[str]:
             f"--data {folder} is a saved dataset, which pyarrow reads: pip install pyarrow, or give a text file."
         ) from None
     try:
-        files = [str(entry["filename"]) for entry in _read_json(folder / "state.json")["_data_files"]]
+        document_files = [str(entry["filename"]) for entry in _read_json(folder / "state.json")["_data_files"]]
     except (KeyError, TypeError):
         raise UsageError(f"--data: {folder / 'state.json'} names no files. Save the dataset again.") from None
-    for name in files:
+    for name in document_files:
         try:
             check_file(folder / name, most=None)
             with pyarrow.memory_map(str(folder / name)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
@@ -183,25 +183,29 @@ def _find_token_files(data: Path) -> tuple[Path, Path | None] | None:
     return train, held_out_path if train.name == "train.bin" and held_out_path.is_file() else None
 
 
-def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
+def _map_token_files(files: tuple[Path, Path | None], sequence: int) -> TrainingTokens:
     """Maps token files in place, and returns their tokens as the text of a training. The highest token in the files
     determines the size of the vocabulary.
     """
     train, val = files
-    length, highest_token, digest = _read_tokens(train)
+    length, highest_token_id, digest = _read_tokens(train)
     if val is None:
         train_token_count = length - length // _HELD_OUT_PARTS
-        held_out_span = TokenSpan(str(train.resolve()), train_token_count + sequence, length)
+        held_out_token_span = TokenSpan(str(train.resolve()), train_token_count + sequence, length)
         length = train_token_count
     else:
         # The validation file may have tokens that the training file does not have.
-        stop, held_out_highest, held_out_digest = _read_tokens(val)
-        held_out_span = TokenSpan(str(val.resolve()), 0, stop)
-        highest_token = max(highest_token, held_out_highest)
+        validation_length, held_out_highest, held_out_digest = _read_tokens(val)
+        held_out_token_span = TokenSpan(str(val.resolve()), 0, validation_length)
+        highest_token_id = max(highest_token_id, held_out_highest)
         digest = hashlib.sha256((digest + held_out_digest).encode()).hexdigest()
-    name = name_user_text(str(train.parent if train.name == "train.bin" else train))
-    return TrainingText(
-        TokenSpan(str(train.resolve()), 0, length), held_out_span, highest_token + 1, "given", f"{name}:{digest[:8]}"
+    name = name_user_corpus(str(train.parent if train.name == "train.bin" else train))
+    return TrainingTokens(
+        TokenSpan(str(train.resolve()), 0, length),
+        held_out_token_span,
+        highest_token_id + 1,
+        "given",
+        f"{name}:{digest[:8]}",
     )
 
 
@@ -215,27 +219,27 @@ def _read_tokens(path: Path) -> tuple[int, int, str]:
         with open_file(path, most=_MAX_TOKEN_BYTES) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             length = file.tell() // _BYTES_PER_TOKEN
-        highest_token = int(np.memmap(path, dtype=np.uint16, mode="r").max()) if length else 0
+        highest_token_id = int(np.memmap(path, dtype=np.uint16, mode="r").max()) if length else 0
     except OSError as error:
         raise UsageError(
             f"--data {path} cannot be read ({error.strerror}). Give a .bin as nanoGPT writes it."
         ) from None
-    return length, highest_token, digest
+    return length, highest_token_id, digest
 
 
-def resolve_beginnings(request: TrainingRequest, store: Path) -> TrainingRequest:
+def resolve_start_and_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     """Returns the request with the weights and scales that --start and --scales-from name. Raises UsageError."""
-    return resolve_scales(resolve_start(request, store), store)
+    return resolve_scales(resolve_training_start(request, store), store)
 
 
-def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
+def resolve_training_start(request: TrainingRequest, store: Path) -> TrainingRequest:
     """Returns the request with its --start resolved: 'TRAINING' or 'TRAINING:ARM' is replaced by the path of a
     checkpoint. The path of a file gets the digest of the file, so that a resumed training reads the same weights.
     Raises UsageError.
     """
     if not request.settings.start:
         return request
-    if (file := find_start_file(request.settings.start)) is not None:
+    if (file := find_start_weights_file(request.settings.start)) is not None:
         try:
             with open_file(file, most=MEMORY_BYTES) as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -247,29 +251,30 @@ def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
     path = find_training(training_name, store)
     training = load_training_header(path)
     checkpoint = newest_checkpoint(path)
-    trained_settings = training.request.settings
+    earlier_training_settings = training.request.settings
     arm = arm_name or training.arms[0].name
-    refusals = (
+    refusal_rules = (
         (
             arm not in [known_arm.name for known_arm in training.arms],
             f"it has no arm {arm!r:.80}, but {', '.join(known_arm.name for known_arm in training.arms)}",
         ),
         (
-            bool(trained_settings.make)
-            or trained_settings.parallel not in ("", "ddp")
-            or trained_settings.master != "fp32",
+            bool(earlier_training_settings.make)
+            or earlier_training_settings.parallel not in ("", "ddp")
+            or earlier_training_settings.master != "fp32",
             (
                 "it has no whole fp32 weights of a built-in model, because of its function, its --parallel or its "
                 "--master"
             ),
         ),
         (
-            (trained_settings.arch, trained_settings.model) != (request.settings.arch, request.settings.model),
-            f"it trained --arch {trained_settings.arch} --model {trained_settings.model}",
+            (earlier_training_settings.arch, earlier_training_settings.model)
+            != (request.settings.arch, request.settings.model),
+            f"it trained --arch {earlier_training_settings.arch} --model {earlier_training_settings.model}",
         ),
         (checkpoint is None, f"it has no checkpoint: {training.request.steps} steps, --keep {training.request.keep}"),
     )
-    for is_refused, reason in refusals:
+    for is_refused, reason in refusal_rules:
         if is_refused:
             raise UsageError(f"--start {training_name}: {reason}. Choose another training or arm.")
     assert checkpoint is not None
@@ -283,8 +288,10 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     scales of its last watched steps. Raises UsageError if no layer could use scales from data.
     """
     settings = request.settings
-    is_renewal_swept = any(name in ("refresh-scales", "saturation-bound") for name, _ in request.sweep)
-    renews_scales = settings.refresh_scales is not None or settings.saturation_bound is not None or is_renewal_swept
+    is_scale_renewal_swept = any(name in ("refresh-scales", "saturation-bound") for name, _ in request.sweep)
+    renews_scales = (
+        settings.refresh_scales is not None or settings.saturation_bound is not None or is_scale_renewal_swept
+    )
     if settings.scales or (request.scales_from is None and not renews_scales):
         return request
     precisions_used = {*request.dtypes, *dict(settings.precision_map).values()}

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fp8bench.features.train.frame import Row, list_rows
+from fp8bench.features.train.frame import LongTableRow, list_rows
 from fp8bench.features.train.values import StreamLine, Training
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import list_notes
+from fp8bench.features.train.view import list_training_notes
 from fp8bench.features.train.words import describe_arm, describe_chance, describe_verdict
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.file_names import make_safe
-from fp8bench.report.data.loggers import LoggedScalar, LogSource, logged_facts, seconds_since_1970
-from fp8bench.report.data.plain import Rows
+from fp8bench.model.file_names import make_safe_file_name
+from fp8bench.report.data.loggers import LoggedScalar, LogSource, seconds_since_1970, select_logged_facts
+from fp8bench.report.data.plain import PlainRows
 
 CSV_COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 
@@ -37,7 +37,7 @@ def training_to_json(judged: JudgedTraining) -> dict[str, Any]:
         "scores": encode(judged.scores),
         "repeat_band": encode(verdicts.repeat_band),
         "bands": list(describe_chance(verdicts)),
-        "notes": list(list_notes(judged)),
+        "notes": list(list_training_notes(judged)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in stored_training.lines],
         "troubles": list(stored_training.troubles),
     }
@@ -46,12 +46,16 @@ def training_to_json(judged: JudgedTraining) -> dict[str, Any]:
 def list_arm_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
     """Returns the figures of an arm by name, as the table shows them. An unknown figure is None."""
     judged_arm = summary.verdict.judged if summary.verdict and not summary.arm.skip else None
-    learned, matters = (judged_arm.learned.value, judged_arm.matters) if judged_arm else (None, None)
-    facts = {"verdict": learned, "matters": matters and matters.value, "words": describe_arm(summary, verdicts)}
+    learning_verdict, matters = (judged_arm.learned.value, judged_arm.matters) if judged_arm else (None, None)
+    facts = {
+        "verdict": learning_verdict,
+        "matters": matters and matters.value,
+        "words": describe_arm(summary, verdicts),
+    }
     return {**list_figures(summary, verdicts), **facts}
 
 
-def list_csv_rows(judged: JudgedTraining) -> Rows:
+def list_csv_rows(judged: JudgedTraining) -> PlainRows:
     """Returns the CSV's columns and rows in full precision. The figures of each arm over all seeds come first, then
     those of each line of the stream.
     """
@@ -66,7 +70,7 @@ def _yield_csv_rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[A
         for figure, value in list_arm_figures(summary, judged.verdicts).items():
             if value is not None:
                 yield {**arms[summary.arm.name], "line": "Summary", "figure": figure, "value": value}
-    for kind, sentences in (("band", describe_chance(judged.verdicts)), ("note", list_notes(judged))):
+    for kind, sentences in (("band", describe_chance(judged.verdicts)), ("note", list_training_notes(judged))):
         for sentence in sentences:
             yield {"line": "Summary", "figure": kind, "value": sentence}
     # Rows with speeds are left out, because they can be computed from seconds and tokens.
@@ -76,11 +80,11 @@ def _yield_csv_rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[A
 
 
 def make_log_source(training: Training) -> LogSource:
-    name = make_safe(training.id)
+    name = make_safe_file_name(training.id)
     if training.is_watched:
         return LogSource(training.id, f"loop {training.id}", seconds_since_1970(training.started), {}, folder=name)
     config = {
-        **logged_facts(training.environment),
+        **select_logged_facts(training.environment),
         "command": training.command,
         "request": encode(training.request),
         "parameters": training.parameters,
@@ -98,10 +102,10 @@ def list_scalars(training: Training, lines: Iterable[StreamLine]) -> Iterator[Lo
         tag = _find_curve_name(row)
         if tag and row.arm:  # a figure without an arm has no curve
             value = 1.0 if row.line == "TrainingEvent" else float(row.value)
-            yield LoggedScalar(f"{make_safe(row.arm)} seed {row.seed}/{tag}", row.step, value)
+            yield LoggedScalar(f"{make_safe_file_name(row.arm)} seed {row.seed}/{tag}", row.step, value)
 
 
-def _find_curve_name(row: Row) -> str:
+def _find_curve_name(row: LongTableRow) -> str:
     """Returns the name of a figure's curve in TensorBoard or wandb; '' if the figure has no curve."""
     match row.line, row.figure:
         case "StepRow", "tokens" | "seconds":
@@ -123,4 +127,6 @@ def list_summary_scalars(judged: JudgedTraining) -> Iterator[LoggedScalar]:
     for summary in judged.summaries:
         for figure, value in list_figures(summary, judged.verdicts).items():
             if value is not None:
-                yield LoggedScalar(f"{make_safe(summary.arm.name)}/summary/{figure}", judged.request.steps, value)
+                yield LoggedScalar(
+                    f"{make_safe_file_name(summary.arm.name)}/summary/{figure}", judged.request.steps, value
+                )

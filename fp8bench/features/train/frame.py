@@ -31,7 +31,7 @@ TOKEN_SPEED = "tokens_per_second"
 STEP_SPEED = "steps_per_second"
 
 
-class Row(NamedTuple):
+class LongTableRow(NamedTuple):
     """One figure in the long table. `line` is the type of the stream's line with this figure, such as 'StepRow'. `of`
     names what a validation was computed on.
     """
@@ -50,22 +50,22 @@ class Row(NamedTuple):
 @dataclass(frozen=True)
 class Figure:
     """How a figure is shown. Only a figure with a `title` has a chart. Each point of the chart covers the steps since
-    the previous point, and `pick` reduces their values to one, as `window` describes in the caption. `unit` is the unit
-    of the axis. A `folded` chart shows only its title until a reader opens it. `shared` means that all arms together
-    have one value. Only a figure with a `heading` has a column on the terminal, whose values `show` formats.
-    `over_ranks` combines the values of all ranks.
+    the previous point, and `reduce_values` reduces their values to one, as `window` describes in the caption. `unit` is
+    the unit of the axis. A `folded` chart shows only its title until a reader opens it. `shared` means that all arms
+    together have one value. Only a figure with a `heading` has a column on the terminal, whose values `show` formats.
+    `combine_over_ranks` combines the values of all ranks.
     """
 
     name: str
     title: str = ""
     heading: str = ""
     show: Callable[[float], str] = "{:.3g}".format
-    pick: Callable[[Sequence[float]], float] = lambda values: values[-1]
+    reduce_values: Callable[[Sequence[float]], float] = lambda values: values[-1]
     folded: bool = True
     shared: bool = False
     unit: str = ""
     window: str = "the values of single steps"
-    over_ranks: Callable[[Sequence[float]], float] | None = None
+    combine_over_ranks: Callable[[Sequence[float]], float] | None = None
 
 
 _FIGURES = (
@@ -76,27 +76,35 @@ _FIGURES = (
     Figure("clipped", "share of the gradient norm that clipping removed", "clipped", units.percent),
     Figure("loss_scale", "loss scale", "loss scale"),
     Figure("rate", "learning rate", "rate"),
-    Figure(TOKEN_SPEED, "throughput in tokens/s", pick=statistics.median, window="of native arms, the median"),
-    Figure(STEP_SPEED, "throughput in steps/s", pick=statistics.median, window="the median"),
+    Figure(TOKEN_SPEED, "throughput in tokens/s", reduce_values=statistics.median, window="of native arms, the median"),
+    Figure(STEP_SPEED, "throughput in steps/s", reduce_values=statistics.median, window="the median"),
     # Figures that are measured in watched steps only.
-    Figure("memory", "memory in use", pick=max, shared=True, unit="B", window="in watched steps", over_ranks=max),
-    Figure("watched_seconds", over_ranks=max),
+    Figure(
+        "memory",
+        "memory in use",
+        reduce_values=max,
+        shared=True,
+        unit="B",
+        window="in watched steps",
+        combine_over_ranks=max,
+    ),
+    Figure("watched_seconds", combine_over_ranks=max),
     # Figures of a layer or a tensor in a watched step.
-    Figure("output_amax", over_ranks=max),
-    Figure("attention_score", over_ranks=max),
-    Figure("batch_norm_drift", over_ranks=max),
+    Figure("output_amax", combine_over_ranks=max),
+    Figure("attention_score", combine_over_ranks=max),
+    Figure("batch_norm_drift", combine_over_ranks=max),
 )
 FIGURES: dict[str, Figure] = {figure.name: figure for figure in _FIGURES}
 
 # Fields that identify a line. All others are figures.
-_KEY_FIELDS = ("arm", "seed", "step", "layer", "role", "of", "name")
+_LINE_KEY_FIELDS = ("arm", "seed", "step", "layer", "role", "of", "name")
 _FIGURE_FIELDS: Mapping[type, Sequence[str]] = {
-    kind: [field.name for field in fields(kind) if field.name not in _KEY_FIELDS]
+    kind: [field.name for field in fields(kind) if field.name not in _LINE_KEY_FIELDS]
     for kind in (StepRow, LayerReading, StepFigure, Validation)
 }
 
 
-def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
+def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[LongTableRow]:
     """Yields a row for every known figure of the given lines, and a row with the speed of each timed step. Only native
     arms have speeds, because the speed of emulation is meaningless.
     """
@@ -107,22 +115,22 @@ def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]
         row_key = (line.arm, line.seed, line.step, type(line).__name__, text, layer, str(role or tensor))
         for figure, value in _list_figures(line):
             if value is not None:
-                yield Row(*row_key, figure, value)
+                yield LongTableRow(*row_key, figure, value)
         if isinstance(line, StepRow) and line.arm in native_arms and line.seconds > 0:
-            yield Row(*row_key, TOKEN_SPEED if line.tokens else STEP_SPEED, (line.tokens or 1) / line.seconds)
+            yield LongTableRow(*row_key, TOKEN_SPEED if line.tokens else STEP_SPEED, (line.tokens or 1) / line.seconds)
 
 
 def _list_figures(line: StreamLine) -> Iterator[tuple[str, Any]]:
     if isinstance(line, TrainingEvent):
         yield line.kind, line.words
     elif isinstance(line, ArmCost):
-        yield from _list_costs(line)
+        yield from _list_cost_figures(line)
     else:
         for name in _FIGURE_FIELDS[type(line)]:
             yield getattr(line, "name", name), getattr(line, name)
 
 
-def _list_costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
+def _list_cost_figures(cost: ArmCost) -> Iterator[tuple[str, Any]]:
     """Yields the figures of a cost by name. An unknown figure is None."""
     yield from ((f"kept {name}", size) for name, size in cost.kept)
     if cost.memory is not None:

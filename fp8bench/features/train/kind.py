@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.features.train.lines import LINE_KINDS, line_from_json, line_to_json
-from fp8bench.features.train.streams import is_stream, load_loops
+from fp8bench.features.train.lines import LINE_TYPE_BY_KIND, line_from_json, line_to_json
+from fp8bench.features.train.streams import is_stream_file, load_recorded_loops
 from fp8bench.features.train.values import (
     ArmRole,
-    KeptTraining,
     LayerReading,
     Lines,
     ModelSweep,
+    StoredTraining,
     StreamLine,
     Training,
     WatchedLoops,
@@ -45,7 +45,7 @@ from fp8bench.files import (
     remove_checksum,
     write_whole,
 )
-from fp8bench.jobs.kinds import Kind, SparePart, View
+from fp8bench.jobs.kinds import RemovableFiles, ResultKind, ResultView
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.file_names import format_start_time
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
@@ -53,7 +53,7 @@ from fp8bench.store.kept_lines import (
     LineContent,
     UnknownKind,
     parse_file_lines,
-    process_lines,
+    process_line_contents,
     read_file_lines,
     read_header,
 )
@@ -95,14 +95,14 @@ class TrainingWriter(LineWriter):
 
     def make_checkpoint_folder(self, number: int, step: int) -> Path:
         """Returns a path for a checkpoint before a step. Nothing exists at this path."""
-        folder = _checkpoints_folder(self.path) / f"{number}-{step}"
+        folder = _get_checkpoints_folder(self.path) / f"{number}-{step}"
         with convert_write_errors(self.path.parent, _FULL_DISK_ADVICE):
             folder.parent.mkdir(exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         return folder
 
     def checkpoint_folder(self, place: ResumePoint) -> Path:
-        return _checkpoints_folder(self.path) / place.folder
+        return _get_checkpoints_folder(self.path) / place.folder
 
     def store_point(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
         """Stores a point where the training can be resumed, and drops earlier points whose checkpoints are not needed
@@ -115,23 +115,25 @@ class TrainingWriter(LineWriter):
         )
         # Keep the resume point before a seed's first step: it works even if all checkpoints are damaged.
         earlier_resume_points = [old for old in self.points if old.number == number and old.step < step]
-        first_resume_points = earlier_resume_points[:1]
+        seed_start_resume_points = earlier_resume_points[:1]
         checkpoints = earlier_resume_points[1:][1 - _CHECKPOINT_COUNT :]
         with convert_write_errors(self.path.parent, _FULL_DISK_ADVICE):
-            self._write_resume_points((*first_resume_points, *checkpoints, point))
+            self._write_resume_points((*seed_start_resume_points, *checkpoints, point))
 
-    def go_back(self, point: ResumePoint) -> None:
+    def truncate_at_resume_point(self, point: ResumePoint) -> None:
         """Truncates the stream at a resume point. Keeps later events about the training itself, such as 'resumed'."""
         points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
         with convert_write_errors(self.path.parent, _FULL_DISK_ADVICE):
             if points != self.points:  # drop the resume points after `point`
                 self._write_resume_points(points)
-            cut_lines = parse_file_lines(read_file(self.path)[point.length :]).lines
+            truncated_lines = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
             self._count_lines()
         # Append events such as 'resumed' again, because the repeated steps do not write them.
-        events = [content for _, content in cut_lines if content.get("event", {}).get("kind") in _STAYING_EVENTS]
+        events = [
+            content for _, content in truncated_lines if content.get("event", {}).get("kind") in _UNREPEATED_EVENT_KINDS
+        ]
         self._append_numbered_lines(events)
 
     def _write_resume_points(self, places: tuple[ResumePoint, ...]) -> None:
@@ -143,7 +145,7 @@ class TrainingWriter(LineWriter):
 
 
 # Events that stay when the stream is truncated, because repeated steps do not write them again.
-_STAYING_EVENTS = ("resumed", "restarted", "out")
+_UNREPEATED_EVENT_KINDS = ("resumed", "restarted", "out")
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
@@ -187,23 +189,27 @@ def _read_resume_points(path: Path) -> tuple[ResumePoint, ...]:
             f"{file}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
     # Use a resume point only if the stream before it is unchanged, bit for bit.
-    stream = read_file(path)
-    first_resume_point = ResumePoint(0, 0, stream.find(b"\n") + 1)
+    stream_bytes = read_file(path)
+    stream_start_resume_point = ResumePoint(0, 0, stream_bytes.find(b"\n") + 1)
 
     def is_usable_point(point: ResumePoint) -> bool:
-        start = parse_file_lines(stream[: point.length])
-        return point.length <= len(stream) and not start.lost and digest_checksums(start.sums) == point.digest
+        start = parse_file_lines(stream_bytes[: point.length])
+        return (
+            point.length <= len(stream_bytes)
+            and not start.has_lost_line
+            and digest_checksums(start.sums) == point.digest
+        )
 
-    return tuple(filter(is_usable_point, points)) or (first_resume_point,)
+    return tuple(filter(is_usable_point, points)) or (stream_start_resume_point,)
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePoint] | None:
     """Returns the folder of the newest checkpoint, and its resume point. Returns None if there is no checkpoint."""
     point = _read_resume_points(path)[-1]
-    return (_checkpoints_folder(path) / point.folder, point) if point.folder else None
+    return (_get_checkpoints_folder(path) / point.folder, point) if point.folder else None
 
 
-def _checkpoints_folder(path: Path) -> Path:
+def _get_checkpoints_folder(path: Path) -> Path:
     return path.parent.resolve() / _CHECKPOINTS_FOLDER
 
 
@@ -211,18 +217,22 @@ def remove_old_checkpoints(folder: Path, places: Iterable[ResumePoint]) -> None:
     """Removes all checkpoint folders that no resume point in `places` refers to: old ones, and incomplete ones of a
     killed process.
     """
-    used_folders = {place.folder for place in places}
+    used_checkpoint_folders = {place.folder for place in places}
     for path in (folder / _CHECKPOINTS_FOLDER).glob("*"):
-        if path.name not in used_folders:
+        if path.name not in used_checkpoint_folders:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def find_training(word: str, store: Path) -> Path:
     """Returns the path that `word` names: an id, a folder, or 'last' for the newest training. Raises RunNotFound."""
-    newest_path = KIND.newest(store)
-    path = newest_path if word == "last" else KIND.find(word, store)
+    newest_training_path = KIND.newest(store)
+    path = newest_training_path if word == "last" else KIND.find(word, store)
     if path is None:
-        hint = f" The newest is {newest_path.parent.name}." if newest_path else " The store has no trainings yet."
+        hint = (
+            f" The newest is {newest_training_path.parent.name}."
+            if newest_training_path
+            else " The store has no trainings yet."
+        )
         raise RunNotFound(f"no training {word!r:.200} in {store}.{hint} Give an id, its folder, or 'last'.")
     return path
 
@@ -247,7 +257,7 @@ def load_training_header(path: Path) -> Training:
         raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
 
 
-def load_training(path: Path) -> KeptTraining:
+def load_training(path: Path) -> StoredTraining:
     """Reads a training. Broken lines are left out, and described in `troubles`. Raises StoreError for a file of another
     kind.
     """
@@ -255,29 +265,29 @@ def load_training(path: Path) -> KeptTraining:
     training = read_header(file_lines, path, "training", _decode_training)
     names = {"", *(arm.name for arm in training.arms)}
     lines: list[StreamLine] = []
-    end_reasons = []
+    arm_end_reasons = []
 
     def take_line(content: LineContent) -> None:
         ((name, value),) = content.items()
         if name == "end":
-            end_reasons.append(value)
-        elif name in LINE_KINDS:
+            arm_end_reasons.append(value)
+        elif name in LINE_TYPE_BY_KIND:
             if value["arm"] in names:
                 lines.append(line_from_json(content))
         else:
             raise UnknownKind
 
-    troubles = process_lines(file_lines, take_line, except_line=1)
-    return KeptTraining(training, tuple(lines), end_reasons[-1:] == ["finished"], str(path), tuple(troubles))
+    troubles = process_line_contents(file_lines, take_line, except_line=1)
+    return StoredTraining(training, tuple(lines), arm_end_reasons[-1:] == ["finished"], str(path), tuple(troubles))
 
 
-class TrainingKind(Kind[KeptTraining]):
+class TrainingKind(ResultKind[StoredTraining]):
     """Reads, shows and reports stored trainings. Tables of a report leave out the readings of tensors, because there
     may be millions. `fp8bench show --csv` includes them.
     """
 
     name = "training"
-    holds = KeptTraining
+    holds = StoredTraining
     pattern = f"trainings/*/{STREAM_FILE}"
 
     load = staticmethod(load_training)
@@ -285,19 +295,19 @@ class TrainingKind(Kind[KeptTraining]):
     def newest(self, store: Path) -> Path | None:
         return next(iter(self.files(store)), None)
 
-    def view(self, stored: KeptTraining) -> View:
+    def view(self, stored: StoredTraining) -> ResultView:
         from fp8bench.features.train.data import list_csv_rows, training_to_json
         from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import render_answer
 
         judged_training = JudgedTraining(stored)
-        return View(
+        return ResultView(
             partial(render_answer, judged_training),
             partial(training_to_json, judged_training),
             partial(list_csv_rows, judged_training),
         )
 
-    def whole_view(self, stored: KeptTraining) -> View:
+    def make_complete_view(self, stored: StoredTraining) -> ResultView:
         from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import render_all
 
@@ -306,26 +316,26 @@ class TrainingKind(Kind[KeptTraining]):
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_describe_training, path) for path in self.files(store))
 
-    def spare(self, store: Path) -> Iterator[SparePart]:
+    def spare(self, store: Path) -> Iterator[RemovableFiles]:
         for path in self.files(store):
             if (path.parent / _CHECKPOINTS_FOLDER).is_dir():
                 try:
                     # The last line is enough to know whether the training is finished.
-                    last_lines = parse_file_lines(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
+                    last_log_lines = parse_file_lines(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
                 except OSError:  # an unreadable file does not show whether its training is finished
                     continue
-                finished = bool(last_lines) and last_lines[0][1].get("end") == "finished"
+                finished = bool(last_log_lines) and last_log_lines[0][1].get("end") == "finished"
                 state = (
                     "which is finished"
                     if finished
                     else "which was cut off: `train --resume` would start at its first step"
                 )
                 description = f"checkpoints of the training {self.names(path)[0]}, {state}"
-                yield SparePart(
+                yield RemovableFiles(
                     [path.with_name(_RESUME_POINTS_FILE), path.parent / _CHECKPOINTS_FOLDER], description, path
                 )
 
-    def report(self, stored: KeptTraining) -> View:
+    def report(self, stored: StoredTraining) -> ResultView:
         from fp8bench.features.train.data import list_csv_rows
         from fp8bench.features.train.page import render_page
         from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -334,17 +344,17 @@ class TrainingKind(Kind[KeptTraining]):
         training_without_readings = replace(
             stored, lines=tuple(line for line in stored.lines if not isinstance(line, LayerReading))
         )
-        return View(
+        return ResultView(
             partial(render_page, JudgedTraining(stored)),
             rows=partial(list_csv_rows, JudgedTraining(training_without_readings)),
         )
 
-    def log_source(self, stored: KeptTraining) -> LogSource:
+    def log_source(self, stored: StoredTraining) -> LogSource:
         from fp8bench.features.train.data import make_log_source
 
         return make_log_source(stored.training)
 
-    def scalars(self, stored: KeptTraining) -> Iterator[LoggedScalar]:
+    def scalars(self, stored: StoredTraining) -> Iterator[LoggedScalar]:
         from fp8bench.features.train.data import list_scalars, list_summary_scalars
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
@@ -370,27 +380,27 @@ class StreamKind(TrainingKind):
     pattern = ""
 
     def find(self, word: str, store: Path) -> Path | None:
-        return path if is_stream(path := Path(word)) else None
+        return path if is_stream_file(path := Path(word)) else None
 
     def names(self, path: Path) -> tuple[str, str]:
         # Many streams have equal file names, so the folder is added to the name.
         return path.stem, f"{path.resolve().parent.name}-{path.stem}"
 
-    def load(self, path: Path) -> KeptTraining:
-        return load_loops([[path]])
+    def load(self, path: Path) -> StoredTraining:
+        return load_recorded_loops([[path]])
 
-    def join(self, words: Sequence[str], store: Path) -> KeptTraining | None:
+    def join(self, words: Sequence[str], store: Path) -> StoredTraining | None:
         """Returns loops recorded by `fp8bench.watch` as the arms of one training. Each word is the file of a loop or,
         for several seeds, their files, separated by commas. Returns None if a word is not such a file.
         """
-        files = [list(map(Path, word.split(","))) for word in words]
-        return load_loops(files) if all(is_stream(paths[0]) for paths in files) else None
+        stream_files = [list(map(Path, word.split(","))) for word in words]
+        return load_recorded_loops(stream_files) if all(is_stream_file(paths[0]) for paths in stream_files) else None
 
-    def view(self, stored: KeptTraining) -> View:
-        return self.whole_view(stored)
+    def view(self, stored: StoredTraining) -> ResultView:
+        return self.make_complete_view(stored)
 
 
-class SizesKind(Kind[ModelSweep]):
+class ModelSizesKind(ResultKind[ModelSweep]):
     """Shows several trainings with different models as one comparison."""
 
     name = "comparison of sizes"
@@ -407,34 +417,36 @@ class SizesKind(Kind[ModelSweep]):
         raise StoreError(f"{path} is several trainings. Name each of them.")
 
     def join(self, words: Sequence[str], store: Path) -> ModelSweep | None:
-        from fp8bench.features.train.sizes import SizeComparison
+        from fp8bench.features.train.sizes import ModelSizeComparison
 
         paths = [path for word in words if (path := KIND.find(word, store)) is not None]
         if len(paths) < len(words) or len(paths) < 2:
             return None
         trainings = tuple(map(load_training, paths))
-        sizes = SizeComparison(trainings, "+".join(training.training.id for training in trainings))
+        sizes = ModelSizeComparison(trainings, "+".join(training.training.id for training in trainings))
         model_names = {training.request.settings.model for training in trainings}
         # Gaps show the effect of model size only if the requests are equal in everything else.
         requests = [training.request for training in trainings]
         same_model_requests = {
             replace(request, settings=replace(request.settings, model="nano")) for request in requests
         }
-        comparable = len(model_names) == len(paths) and len(same_model_requests) == 1 and not requests[0].settings.make
-        return sizes if comparable and sizes.arms else None
+        are_sizes_comparable = (
+            len(model_names) == len(paths) and len(same_model_requests) == 1 and not requests[0].settings.make
+        )
+        return sizes if are_sizes_comparable and sizes.arms else None
 
-    def view(self, sweep: ModelSweep) -> View:
-        from fp8bench.features.train.sizes import SizeComparison, list_csv_rows, render_page, sizes_to_json
+    def view(self, sweep: ModelSweep) -> ResultView:
+        from fp8bench.features.train.sizes import ModelSizeComparison, list_csv_rows, render_page, sizes_to_json
 
-        sizes = SizeComparison(sweep.kept, sweep.path)
-        return View(partial(render_page, sizes), partial(sizes_to_json, sizes), partial(list_csv_rows, sizes))
+        sizes = ModelSizeComparison(sweep.kept, sweep.path)
+        return ResultView(partial(render_page, sizes), partial(sizes_to_json, sizes), partial(list_csv_rows, sizes))
 
-    def report(self, sweep: ModelSweep) -> View:
+    def report(self, sweep: ModelSweep) -> ResultView:
         return self.view(sweep)
 
 
 KIND = TrainingKind()
 STREAM_KIND = StreamKind()
-SIZES_KIND = SizesKind()
+MODEL_SIZES_KIND = ModelSizesKind()
 # Try StreamKind first, because a stream's file may have the same name as a training's file.
-KINDS = (STREAM_KIND, KIND, SIZES_KIND)
+KINDS = (STREAM_KIND, KIND, MODEL_SIZES_KIND)

@@ -17,7 +17,7 @@ from fp8bench.model.codec import decode, encode
 from fp8bench.store.kept_lines import LineContent
 
 # Names of the kinds of lines in the stream.
-LINE_KINDS: dict[str, type] = {
+LINE_TYPE_BY_KIND: dict[str, type] = {
     "step": StepRow,
     "reading": LayerReading,
     "figure": StepFigure,
@@ -25,17 +25,17 @@ LINE_KINDS: dict[str, type] = {
     "event": TrainingEvent,
     "cost": ArmCost,
 }
-_NAME_BY_KIND = {kind: name for name, kind in LINE_KINDS.items()}
+_NAME_BY_LINE_KIND = {kind: name for name, kind in LINE_TYPE_BY_KIND.items()}
 
 
 def line_to_json(line: StreamLine) -> dict[str, Any]:
-    return {_NAME_BY_KIND[type(line)]: encode(line)}
+    return {_NAME_BY_LINE_KIND[type(line)]: encode(line)}
 
 
-def is_stream_line(content: object) -> bool:
-    return isinstance(content, dict) and len(content) == 1 and content.keys() <= LINE_KINDS.keys()
+def is_stream_line_content(content: object) -> bool:
+    return isinstance(content, dict) and len(content) == 1 and content.keys() <= LINE_TYPE_BY_KIND.keys()
 
 
 def line_from_json(content: LineContent) -> StreamLine:
     ((name, value),) = content.items()
-    return cast(StreamLine, decode(LINE_KINDS[name], value))
+    return cast(StreamLine, decode(LINE_TYPE_BY_KIND[name], value))

@@ -9,7 +9,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.features.train.lab.models import make_config
 from fp8bench.features.train.seed import FIRST_CALL_SECONDS, call_lab
 from fp8bench.features.train.values import Arm, SeedTask, Training
-from fp8bench.measure.capacity import LARGEST_BATCH, BatchAttempt, NoSearch, NumberSearch
+from fp8bench.measure.capacity import LARGEST_BATCH, BatchAttempt, LargestNumberSearch, NoSearch
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.passes import ran_out_of_memory
 from fp8bench.model import Capacity
@@ -20,17 +20,17 @@ _WARM_UP_STEPS = 2
 _TIMED_STEPS = 8
 
 
-def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> Capacity:
+def find_largest_arm_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> Capacity:
     """Returns the largest batch whose tensors fit into `limit` bytes, and the seconds of steps with this batch. The
     worker drops all arms that it has.
     """
     # The arm's setting `batch` would replace the batch size that is tried.
     arm = replace(arm, settings=tuple(pair for pair in arm.settings if pair[0] != "batch"))
-    batch_search = NumberSearch(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
+    largest_batch_search = LargestNumberSearch(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
     lab = call_lab(worker, FIRST_CALL_SECONDS)
 
     def make_task(batch: int, times: int = 1) -> SeedTask:
-        task = training.make_task((arm,))
+        task = training.make_seed_task((arm,))
         micro_batches = times * task.settings.micro_batches
         return replace(task, settings=replace(task.settings, batch=batch, micro_batches=micro_batches))
 
@@ -53,11 +53,11 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
         return state.tokens, [lab.loop(arm.name, 1) for _ in range(_TIMED_STEPS)]
 
     try:
-        batch_search.run(try_batch)
+        largest_batch_search.run(try_batch)
         if training.device.accelerated:
             worker.restart()  # counting memory may leave a profiler attached, which would slow down kernel launches
-        largest_fitting_attempt = batch_search.largest_fitting
-        smallest_failing_attempt = batch_search.smallest_failing
+        largest_fitting_attempt = largest_batch_search.largest_fitting_batch
+        smallest_failing_attempt = largest_batch_search.smallest_failing_batch
         failing_batch, reason = (
             (smallest_failing_attempt.number, smallest_failing_attempt.why)
             if smallest_failing_attempt is not None

@@ -20,13 +20,13 @@ from fp8bench import units
 from fp8bench.features.train import view
 from fp8bench.features.train.frame import FIGURES, list_rows
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, Validation
+from fp8bench.features.train.values import ArmCost, ArmRole, LayerReading, StoredTraining, Validation
 from fp8bench.features.train.verdicts.curves import (
-    HELD_OUT,
-    Curve,
+    HELD_OUT_PART,
+    LossCurve,
     average_gaps,
-    count_tail_steps,
-    measure_gaps,
+    count_endpoint_steps,
+    measure_loss_gaps,
     select_curves,
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -36,11 +36,11 @@ from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
     ChartAxis,
+    ChartMark,
     Column,
     Element,
     Field,
     Lines,
-    Mark,
     Page,
     Part,
     Table,
@@ -49,7 +49,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import is_worth_drawing
 from fp8bench.report.panels import together
-from fp8bench.report.words.legend import MEMORY_WORDS
+from fp8bench.report.words.legend import MEMORY_ROLE_DESCRIPTIONS
 from fp8bench.report.words.naming import join_words, many
 
 _MAX_PAGE_EVENTS = 300
@@ -57,17 +57,21 @@ _MAX_PAGE_EVENTS = 300
 
 def render_page(judged: JudgedTraining) -> Page:
     """Returns the page that a terminal shows, with charts after its tables."""
-    stored = judged.kept
+    stored_training = judged.kept
     training = judged.training
     text = view.render_all(judged, _MAX_PAGE_EVENTS)
-    end_steps = choose_ends(judged.request.steps)
-    losses = (_chart_gaps(judged, end_steps), _chart_losses(judged, end_steps), _chart_held_out_losses(stored))
+    end_steps = choose_point_steps(judged.request.steps)
+    losses = (
+        _chart_loss_gaps(judged, end_steps),
+        _chart_losses(judged, end_steps),
+        _chart_held_out_losses(stored_training),
+    )
     parts = []
     for part in (
         *text.parts,
         Part("curves", "Losses", losses),
-        Part("memory", "Memory by purpose", tuple(_render_memory(stored))),
-        Part("tensors", "Tensors by layer", (*render_worst_readings(stored), *draw_tensors(stored))),
+        Part("memory", "Memory by purpose", tuple(_render_memory(stored_training))),
+        Part("tensors", "Tensors by layer", (*render_worst_readings(stored_training), *draw_tensors(stored_training))),
         Part("figures", "Gradients, updates and rates", tuple(draw_figures(judged))),
     ):
         elements = tuple(filter(_is_worth_showing, part.elements))
@@ -85,7 +89,7 @@ def _is_worth_showing(element: Element) -> bool:
     return not isinstance(element, Lines) or (is_worth_drawing(element) and bool(element.series))
 
 
-def _render_memory(stored: KeptTraining) -> Iterator[Element]:
+def _render_memory(stored: StoredTraining) -> Iterator[Element]:
     memory_by_arm = {cost.arm: cost.memory for cost in stored.select_lines(ArmCost) if cost.memory is not None}
     # Compare memory at the end of the first forward pass: peaks may occur at different moments in different arms.
     has_forward = any(use.forward for use in memory_by_arm.values())  # older trainings did not store this size
@@ -96,23 +100,25 @@ def _render_memory(stored: KeptTraining) -> Iterator[Element]:
     columns: list[Col[str]] = [
         Col("arm", str),
         Col("highest point", lambda name: memory_by_arm[name].peak, show=units.size),
-        *(Col(MEMORY_WORDS[role], sizes[role].get, show=units.size) for role in MemoryRole if role in sizes),
+        *(
+            Col(MEMORY_ROLE_DESCRIPTIONS[role], sizes[role].get, show=units.size)
+            for role in MemoryRole
+            if role in sizes
+        ),
     ]
     if memory_by_arm:
-        point_in_step_words = (
-            "when the first forward pass has ended" if has_forward else "at the highest point of a step"
-        )
-        yield table("memory", f"Tensors {point_in_step_words}, each arm alone in memory", columns, list(memory_by_arm))
+        step_moment_words = "when the first forward pass has ended" if has_forward else "at the highest point of a step"
+        yield table("memory", f"Tensors {step_moment_words}, each arm alone in memory", columns, list(memory_by_arm))
 
 
 # A chart of tensors has at most this many points on a line.
 _MAX_POINTS_PER_LINE = 30
 # The tensors of at most this many arms are drawn.
-_MAX_DRAWN_ARMS = 3
+_MAX_CHARTED_ARMS = 3
 # A chart of tensors has at most this many layers.
-_MAX_DRAWN_LAYERS = 4
+_MAX_CHARTED_LAYERS = 4
 # For each figure: its title, whether the minimum or the maximum is worst, how to get it from a reading, and its format.
-_WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
+_WORST_READING_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
     ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
     ("most underflow", max, lambda reading: reading.underflow, units.percent),
     ("most saturated", max, lambda reading: reading.saturated, units.percent),
@@ -121,40 +127,42 @@ _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Ca
 )
 
 
-def render_worst_readings(stored: KeptTraining) -> Iterator[Element]:
+def render_worst_readings(stored: StoredTraining) -> Iterator[Element]:
     """Yields a table with the worst figures of each candidate's inputs, weights and gradients in any seed, and the
     layers and steps that had them.
     """
     shown_arm_names = {arm.name for arm in stored.training.arms_with_casts}
     readings = (reading for reading in stored.select_lines(LayerReading) if reading.arm in shown_arm_names)
-    readings_by_role = together(((reading.arm, reading.role), reading) for reading in readings)
+    readings_by_arm_and_role = together(((reading.arm, reading.role), reading) for reading in readings)
     rows = []
-    for (arm, role), readings_of_role in readings_by_role.items():
-        for name, pick, value_of, show in _WORST_FIGURES:
-            pairs = ((value_of(reading), reading) for reading in readings_of_role)
+    for (arm, role), readings_of_role in readings_by_arm_and_role.items():
+        for name, pick, value_of, show in _WORST_READING_FIGURES:
+            value_reading_pairs = ((value_of(reading), reading) for reading in readings_of_role)
             finite_value_readings = [
-                (value, reading) for value, reading in pairs if value is not None and math.isfinite(value)
+                (value, reading) for value, reading in value_reading_pairs if value is not None and math.isfinite(value)
             ]
             if finite_value_readings:
                 value, worst_reading = pick(finite_value_readings, key=itemgetter(0))
                 if stored.training.is_watched and not value:  # usually the loop has no casts to measure
                     continue
-                location = f"{worst_reading.layer}, step {worst_reading.step}" if value else ""
-                rows.append((Field(arm), Field(role), Field(name), Field(show(value), value), Field(location)))
+                reading_location_text = f"{worst_reading.layer}, step {worst_reading.step}" if value else ""
+                rows.append(
+                    (Field(arm), Field(role), Field(name), Field(show(value), value), Field(reading_location_text))
+                )
     if rows:
         columns = Column("arm"), Column("tensors"), Column("figure"), Column("worst", number=True), Column("where")
         yield Table("worst", "Where each arm rounds worst", columns, tuple(rows))
 
 
-def draw_tensors(stored: KeptTraining) -> Iterator[Element]:
+def draw_tensors(stored: StoredTraining) -> Iterator[Element]:
     seed = stored.request.seed
     readings = together((reading.arm, reading) for reading in stored.select_lines(LayerReading) if reading.seed == seed)
-    drawn_arms = [arm.name for arm in stored.training.arms_with_casts if arm.name in readings]
-    for number, name in enumerate(drawn_arms[:_MAX_DRAWN_ARMS], 1):
-        yield from _chart_magnitudes(f"tensors-{number}", name, readings[name])
-    if drawn_arms[_MAX_DRAWN_ARMS:]:
+    names_of_arms_with_readings = [arm.name for arm in stored.training.arms_with_casts if arm.name in readings]
+    for arm_number, name in enumerate(names_of_arms_with_readings[:_MAX_CHARTED_ARMS], 1):
+        yield from _chart_magnitudes(f"tensors-{arm_number}", name, readings[name])
+    if names_of_arms_with_readings[_MAX_CHARTED_ARMS:]:
         yield Text(
-            f"{join_words(drawn_arms[_MAX_DRAWN_ARMS:])} are not drawn: "
+            f"{join_words(names_of_arms_with_readings[_MAX_CHARTED_ARMS:])} are not drawn: "
             f"`fp8bench show {stored.training.id} --csv FILE` has readings."
         )
 
@@ -175,80 +183,87 @@ def _chart_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> 
                 layers.setdefault(reading.layer, {})[reading.step] = math.log2(scaled_magnitude)
         if not layers:
             continue
-        series = []
-        layers_by_change = sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values()))
-        for layer in layers_by_change[:_MAX_DRAWN_LAYERS]:
+        magnitude_series = []
+        layers_by_magnitude_change = sorted(
+            layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values())
+        )
+        for layer in layers_by_magnitude_change[:_MAX_CHARTED_LAYERS]:
             # Each line is centred at its median, because layers differ by many octaves.
             octaves_by_step = layers[layer]
             median_octaves = median(layers[layer].values())
             line_marks = [
-                Mark("", octaves_by_step[step] - median_octaves) if step in octaves_by_step else None for step in steps
+                ChartMark("", octaves_by_step[step] - median_octaves) if step in octaves_by_step else None
+                for step in steps
             ]
-            series.append((layer, tuple(line_marks)))
+            magnitude_series.append((layer, tuple(line_marks)))
         yield Lines(
             f"{name}-{role}s",
             f"{arm}: largest magnitudes of {role}s by layer",
-            f"The {_MAX_DRAWN_LAYERS} layers that change most, in watched steps of the first seed: the largest "
+            f"The {_MAX_CHARTED_LAYERS} layers that change most, in watched steps of the first seed: the largest "
             "magnitude (times the scale, if there is one), relative to the middle of its line. A scale that follows "
             "its tensor keeps the line flat.",
             tuple(map(units.whole, steps)),
             ChartAxis("octaves from its middle"),
-            tuple(series),
+            tuple(magnitude_series),
         )
 
 
 # A pair of an arm's name and the arm's points in a chart.
-ArmMarks = tuple[str, tuple[Mark | None, ...]]
+ArmChartMarks = tuple[str, tuple[ChartMark | None, ...]]
 # At most this many points of a curve are drawn; the CSV has every number.
 _MAX_CURVE_POINTS = 60
 
 
-def choose_ends(steps: int) -> tuple[int, ...]:
+def choose_point_steps(steps: int) -> tuple[int, ...]:
     """Returns the numbers of steps at which a curve has its points: 1, the multiples of a round number such as 5, and
     the number of all steps.
     """
     power_of_ten = 10 ** max(0, len(str(steps)) - 3)
-    candidate_strides = (round_number * power_of_ten for round_number in (1, 2, 5, 10, 20))
-    point_stride = next(point_stride for point_stride in candidate_strides if steps / point_stride <= _MAX_CURVE_POINTS)
-    return tuple(sorted({1, *range(point_stride, steps, point_stride), steps}))
+    candidate_point_strides = (round_number * power_of_ten for round_number in (1, 2, 5, 10, 20))
+    steps_per_curve_point = next(
+        steps_per_curve_point
+        for steps_per_curve_point in candidate_point_strides
+        if steps / steps_per_curve_point <= _MAX_CURVE_POINTS
+    )
+    return tuple(sorted({1, *range(steps_per_curve_point, steps, steps_per_curve_point), steps}))
 
 
 def _chart_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     request = judged.request
-    series = []
+    loss_series = []
     for arm in judged.training.arms:
         if not arm.is_chance_arm:
             # Compute the mean of each seed's window, and then the mean over seeds.
             seeds = [_compute_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_seed_band = arm.role is ArmRole.REFERENCE
-            series.append(
+            loss_series.append(
                 (arm.name, tuple(_make_loss_mark(losses, has_seed_band) for losses in zip(*seeds, strict=True)))
             )
-    window = f"the last {many(count_tail_steps(request.steps), 'step')}"
+    window = f"the last {many(count_endpoint_steps(request.steps), 'step')}"
     caption = f"Means over {window}. Alarms are at their steps."
     if request.seeds > 1:
         caption = (
             f"Means over seeds, each over {window}. The band is the range of the reference over its seeds. Alarms of "
             "any seed are at their steps."
         )
-    flagged_series = _flag_alarms(judged.kept, series, ends)
+    flagged_series = _flag_alarms(judged.kept, loss_series, ends)
     return Lines(
         "loss", "Training loss over steps", caption, _format_steps(ends), _make_loss_axis(request), flagged_series
     )
 
 
-def _chart_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
+def _chart_loss_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     reference = judged.verdicts.reference
     reference_curves = select_curves(judged.curves, reference)
-    series = []
+    gap_series = []
     for arm in judged.training.arms:
         if arm.role is ArmRole.CANDIDATE:
             seeds = [
-                measure_gaps(reference_curves[seed], curve, ends)
+                measure_loss_gaps(reference_curves[seed], curve, ends)
                 for seed, curve in select_curves(judged.curves, arm.name).items()
                 if seed in reference_curves
             ]
-            series.append((arm.name, tuple(map(_make_gap_mark, zip(*seeds, strict=True)))))
+            gap_series.append((arm.name, tuple(map(_make_loss_gap_mark, zip(*seeds, strict=True)))))
     margin = 100 * judged.request.margin
     margin_text = units.percent(judged.request.margin)
     caption = (
@@ -262,50 +277,56 @@ def _chart_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
         caption,
         _format_steps(ends),
         ChartAxis("gap of the loss, by steps done", "%"),
-        _flag_alarms(judged.kept, series, ends),
+        _flag_alarms(judged.kept, gap_series, ends),
         settled=len(ends) // 3,
         levels=((margin, f"margin +{margin_text}"), (-margin, f"margin -{margin_text}")),
     )
 
 
-def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Sequence[int]) -> tuple[ArmMarks, ...]:
+def _flag_alarms(
+    training: StoredTraining, series: Iterable[ArmChartMarks], ends: Sequence[int]
+) -> tuple[ArmChartMarks, ...]:
     """Marks each alarm in a chart at its step. If the chart has no finite value at that step, marks it at the last
     finite point before.
     """
     flagged_series = []
     for name, marks in series:
-        flagged_marks = list(marks)
+        marks_with_alarms = list(marks)
         # An alarm is shown at the last drawn point that is not later than the alarm.
         drawn_point_indices = [index for index, last_mark in enumerate(marks) if last_mark is not None]
-        rules_by_point = together(
+        alarm_rules_by_point = together(
             (bisect_right(drawn_point_indices, bisect_left(ends, event.step + 1)), event.rule)
             for event in training.alarms
             if event.arm == name
         )
-        for count, rules_at_point in rules_by_point.items():
+        for count, rules_at_point in alarm_rules_by_point.items():
             last_mark = marks[drawn_point_indices[count - 1]] if count else None
             if last_mark is not None:
                 alarm_names = ", ".join(dict.fromkeys(rules_at_point))
-                flagged_marks[drawn_point_indices[count - 1]] = replace(last_mark, tone=Tone.BAD, flag=alarm_names)
-        flagged_series.append((name, tuple(flagged_marks)))
+                marks_with_alarms[drawn_point_indices[count - 1]] = replace(last_mark, tone=Tone.BAD, flag=alarm_names)
+        flagged_series.append((name, tuple(marks_with_alarms)))
     return _drop_empty_series(flagged_series)
 
 
-def _chart_held_out_losses(training: KeptTraining) -> Lines:
+def _chart_held_out_losses(training: StoredTraining) -> Lines:
     losses = together(
         ((validation.arm, validation.step), validation.loss)
         for validation in training.select_lines(Validation)
-        if validation.of == HELD_OUT and math.isfinite(validation.loss)
+        if validation.of == HELD_OUT_PART and math.isfinite(validation.loss)
     )
     steps = sorted({step for _, step in losses})
-    series = []
+    held_out_series = []
     for arm in training.training.arms:
         if not arm.is_chance_arm:
-            loss_marks = tuple(_make_loss_mark(losses.get((arm.name, step), ()), has_band=False) for step in steps)
-            series.append((arm.name, loss_marks))
+            loss_chart_marks = tuple(
+                _make_loss_mark(losses.get((arm.name, step), ()), has_band=False) for step in steps
+            )
+            held_out_series.append((arm.name, loss_chart_marks))
     caption = "Text that was never trained on; means over seeds."
     axis = _make_loss_axis(training.request)
-    return Lines("held-out", "Loss on held-out text", caption, _format_steps(steps), axis, _drop_empty_series(series))
+    return Lines(
+        "held-out", "Loss on held-out text", caption, _format_steps(steps), axis, _drop_empty_series(held_out_series)
+    )
 
 
 def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
@@ -324,18 +345,22 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
         is_value_shared = figure.shared and not judged.training.is_watched
         # Watched figures exist in some steps only, so a chart has points at these steps only.
         steps = sorted({row.step for row in rows})
-        point_end_steps = [steps[end - 1] + 1 for end in choose_ends(len(steps))]
-        series = []
+        chart_point_end_steps = [steps[end - 1] + 1 for end in choose_point_steps(len(steps))]
+        chart_series = []
         distinct_values = set[float]()
         for name in ["all arms"] if is_value_shared else [arm.name for arm in arms]:
             # Collect the values of each point in the chart, in the order of their steps.
             values = sorted((row.step, row.value) for row in rows if is_value_shared or row.arm == name)
-            values_by_end = together((bisect_left(point_end_steps, step + 1), value) for step, value in values)
+            values_by_point_index = together(
+                (bisect_left(chart_point_end_steps, step + 1), value) for step, value in values
+            )
             points = [
-                figure.pick(values_by_end[place]) if place in values_by_end else math.nan
-                for place in range(len(point_end_steps))
+                figure.reduce_values(values_by_point_index[place]) if place in values_by_point_index else math.nan
+                for place in range(len(chart_point_end_steps))
             ]
-            series.append((name, tuple(Mark("", point) if math.isfinite(point) else None for point in points)))
+            chart_series.append(
+                (name, tuple(ChartMark("", point) if math.isfinite(point) else None for point in points))
+            )
             distinct_values.update(filter(math.isfinite, points))
         if len(distinct_values) > 1:
             window = f"First seed, {figure.window}" if judged.request.seeds > 1 else _capitalize(figure.window)
@@ -343,11 +368,11 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
                 f"{figure.name.replace('_', '-')}-over-steps",
                 _capitalize(figure.title),
                 f"{window}. The axis fits the last two thirds.",
-                _format_steps(point_end_steps),
+                _format_steps(chart_point_end_steps),
                 ChartAxis(f"{figure.title}, by steps done", figure.unit),
-                _drop_empty_series(series),
+                _drop_empty_series(chart_series),
                 folded=figure.folded,
-                settled=len(point_end_steps) // 3,
+                settled=len(chart_point_end_steps) // 3,
             )
 
 
@@ -355,32 +380,32 @@ def _capitalize(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _compute_window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
+def _compute_window_means(curve: LossCurve, ends: Sequence[int]) -> list[float]:
     """Returns the mean loss before each of the `ends`, over as many steps as the final loss. A mean is NaN if the curve
     ends earlier, or if one of these losses is not finite.
     """
-    window = count_tail_steps(curve.steps)
+    window = count_endpoint_steps(curve.steps)
     window_means = []
     # The losses before a watched script's first row are unknown, and would make the means NaN. Leave them out.
-    first_known_step = len(curve.losses) - len(curve.rows)
+    first_recorded_step = len(curve.losses) - len(curve.rows)
     for end in ends:
-        losses = curve.losses[max(first_known_step, end - window) : end] if end <= len(curve.losses) else ()
+        losses = curve.losses[max(first_recorded_step, end - window) : end] if end <= len(curve.losses) else ()
         window_means.append(fmean(losses) if losses and all(map(math.isfinite, losses)) else math.nan)
     return window_means
 
 
-def _make_loss_mark(losses: Sequence[float], has_band: bool) -> Mark | None:
+def _make_loss_mark(losses: Sequence[float], has_band: bool) -> ChartMark | None:
     """Returns a point of a chart of losses: the mean over seeds and, with `has_band`, the range over seeds."""
     finite_losses = [loss for loss in losses if math.isfinite(loss)]
     if not finite_losses:
         return None
     mean = fmean(finite_losses)
     if has_band and len(finite_losses) > 1:
-        return Mark("", mean, min(finite_losses), max(finite_losses))
-    return Mark("", mean)
+        return ChartMark("", mean, min(finite_losses), max(finite_losses))
+    return ChartMark("", mean)
 
 
-def _make_gap_mark(gaps: Sequence[float]) -> Mark | None:
+def _make_loss_gap_mark(gaps: Sequence[float]) -> ChartMark | None:
     """Returns a mark for the chart of loss gaps: the mean over seeds in percent, with an interval if there are several
     seeds. Returns None without finite gaps.
     """
@@ -388,15 +413,15 @@ def _make_gap_mark(gaps: Sequence[float]) -> Mark | None:
     if gap is None:
         return None
     if gap.shown is None:
-        return Mark("", gap.point)
-    return Mark("", gap.point, gap.shown.low, gap.shown.high)
+        return ChartMark("", gap.point)
+    return ChartMark("", gap.point, gap.shown.low, gap.shown.high)
 
 
 def _format_steps(steps: Iterable[int]) -> tuple[str, ...]:
     return tuple(map(units.whole, steps))
 
 
-def _drop_empty_series(series: Iterable[ArmMarks]) -> tuple[ArmMarks, ...]:
+def _drop_empty_series(series: Iterable[ArmChartMarks]) -> tuple[ArmChartMarks, ...]:
     return tuple((name, marks) for name, marks in series if any(marks))
 
 

@@ -18,17 +18,17 @@ from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, describe_time_left, is_watched
-from fp8bench.cli.streams import complain
+from fp8bench.cli.streams import write_sentence_to_stderr
 from fp8bench.errors import StoreError
 from fp8bench.features.train.data import list_scalars, list_summary_scalars, make_log_source
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.page import render_page
-from fp8bench.features.train.streams import load_loops
+from fp8bench.features.train.streams import load_recorded_loops
 from fp8bench.features.train.values import (
     Arm,
-    KeptTraining,
     Lines,
     StepRow,
+    StoredTraining,
     StreamLine,
     Training,
     TrainingEvent,
@@ -45,8 +45,8 @@ from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
 # Events with which an arm ends early: it was excluded, or it stopped at NaN or infinity.
-_EXCLUDED_EVENT = "out"
-_STOPPED_EVENT = "stopped"
+_ARM_EXCLUDED_EVENT = "out"
+_ARM_STOPPED_EVENT = "stopped"
 # A log gets a line at least this often.
 _MAX_SILENT_SECONDS = 25.0
 
@@ -69,7 +69,7 @@ class _ProgressObserver(TrainingObserver):
             self._number = number
             self._common_steps = 0
             for arm_progress in self._arms.values():
-                arm_progress.begin_seed()
+                arm_progress.reset_for_new_seed()
         for line in lines:
             if line.arm in self._arms:
                 self._arms[line.arm].read_line(line)
@@ -163,7 +163,7 @@ class TrainingBoard(_ProgressObserver):
         # A terminal that is redrawn after each turn would flicker.
         if self._arms_with_loss and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
-            page = render_board(position, self._arms_with_loss)
+            page = render_arm_progress(position, self._arms_with_loss)
             self._block.show(render(page, self._block.num_columns, self._color))
 
     def note(self, sentence: str) -> None:
@@ -188,16 +188,16 @@ class ArmProgress:
     tokens: int = 0
     seconds: float = 0.0
     alarms: int = 0
-    last_alarm: str = ""
+    last_alarm_position: str = ""
     ended: str = ""
     steps: int = 0
     newest_loss: float | None = None
 
-    def begin_seed(self) -> None:
+    def reset_for_new_seed(self) -> None:
         self.loss = None
         self.held_out = None
         self.steps = 0
-        if not self.ended.startswith(_EXCLUDED_EVENT):  # an excluded arm stays excluded in later seeds
+        if not self.ended.startswith(_ARM_EXCLUDED_EVENT):  # an excluded arm stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
@@ -211,8 +211,8 @@ class ArmProgress:
                 self.held_out = line.loss
             case TrainingEvent(kind="alarm"):
                 self.alarms += 1
-                self.last_alarm = f"seed {line.seed}, step {line.step}"
-            case TrainingEvent() if line.kind in (_EXCLUDED_EVENT, _STOPPED_EVENT):
+                self.last_alarm_position = f"seed {line.seed}, step {line.step}"
+            case TrainingEvent() if line.kind in (_ARM_EXCLUDED_EVENT, _ARM_STOPPED_EVENT):
                 self.ended = f"{line.kind} in step {line.step}"
 
     @property
@@ -224,10 +224,10 @@ class ArmProgress:
         """Returns the reason why the arm ended early, or otherwise a text on its alarms."""
         if self.ended or not self.alarms:
             return self.ended or "no alarm"
-        return f"{many(self.alarms, 'alarm')}, last in {self.last_alarm}"
+        return f"{many(self.alarms, 'alarm')}, last in {self.last_alarm_position}"
 
 
-def render_board(position: str, arms: Sequence[ArmProgress]) -> Page:
+def render_arm_progress(position: str, arms: Sequence[ArmProgress]) -> Page:
     columns: list[Col[ArmProgress]] = [
         Col("arm", "arm.name"),
         Col("loss", "loss", show="{:.4f}".format),
@@ -239,11 +239,11 @@ def render_board(position: str, arms: Sequence[ArmProgress]) -> Page:
 
 
 @contextmanager
-def on_terminal() -> Iterator[TrainingObserver]:
+def observe_on_terminal() -> Iterator[TrainingObserver]:
     if not is_watched(sys.stderr, os.environ):
-        yield TrainingLines(complain)
+        yield TrainingLines(write_sentence_to_stderr)
         return
-    with closing(TrainingBoard(sys.stderr, os.environ, complain)) as observer:
+    with closing(TrainingBoard(sys.stderr, os.environ, write_sentence_to_stderr)) as observer:
         yield observer
 
 
@@ -254,7 +254,7 @@ PrintLine = Callable[[str], None]
 
 
 @contextmanager
-def with_outputs(
+def add_training_outputs(
     inner: TrainingObserver,
     store_or_stream: Path,
     live: Path | None,
@@ -268,7 +268,7 @@ def with_outputs(
     # A failure of one output does not affect the training or the other outputs.
     output_observers: list[_OutputObserver] = []
     if live is not None:
-        output_observers.append(LivePage(live, store_or_stream, inner.note))
+        output_observers.append(LiveTrainingPage(live, store_or_stream, inner.note))
     if log:
         output_observers.append(LiveLog(log, store_or_stream, inner.note))
     if on_alarm:
@@ -293,12 +293,12 @@ class _OutputObserver(TrainingObserver):
     def begun(self, training: Training) -> None:
         self._training = training
 
-    def _load_training(self) -> KeptTraining | None:
+    def _load_training(self) -> StoredTraining | None:
         """Returns the training with all lines that are stored by now; None if the training has not begun."""
         if self._training is None:
             return None
         if self._training.is_watched:
-            return load_loops([[self._store_or_stream]])
+            return load_recorded_loops([[self._store_or_stream]])
         path = KIND.find(self._training.id, self._store_or_stream)
         return None if path is None else load_training(path)
 
@@ -325,7 +325,7 @@ class _ForwardingObserver(TrainingObserver):
             observer.trained(number, step, lines)
 
 
-class LivePage(_OutputObserver):
+class LiveTrainingPage(_OutputObserver):
     """Writes an HTML report of the lines stored so far. A browser that shows the file reloads it until the training
     ends.
     """
@@ -361,14 +361,16 @@ class LivePage(_OutputObserver):
 
     def _write_page(self, state: str) -> None:
         try:
-            stored = self._load_training()
-            if stored is None:
+            stored_training = self._load_training()
+            if stored_training is None:
                 return
             # While the training runs, the page must not call it interrupted.
-            page = render_page(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
+            page = render_page(
+                JudgedTraining(replace(stored_training, finished=stored_training.finished or bool(state)))
+            )
             if state:
-                state_part = Part("live", "In progress", (Text(state, Tone.DOUBT),))
-                page = replace(page, parts=(state_part, *page.parts), refresh=round(3 * PAGE_INTERVAL_SECONDS))
+                progress_part = Part("live", "In progress", (Text(state, Tone.DOUBT),))
+                page = replace(page, parts=(progress_part, *page.parts), refresh=round(3 * PAGE_INTERVAL_SECONDS))
             write_whole(self._file, html.render(page), sync=False)
         except Exception as error:  # noqa: BLE001 - a broken page must not end a training of days
             reason = f"--live {self._file} was not written ({error}); the training goes on"
@@ -397,9 +399,9 @@ class LiveLog(_OutputObserver):
         if self._training is None or self._logger is None:
             return
         with contextlib.suppress(StoreError):
-            stored = None if self._training.is_watched else self._load_training()
-            if stored is not None and stored.finished:
-                self._log_scalars(list_summary_scalars(JudgedTraining(stored)))
+            stored_training = None if self._training.is_watched else self._load_training()
+            if stored_training is not None and stored_training.finished:
+                self._log_scalars(list_summary_scalars(JudgedTraining(stored_training)))
         self._logger.close()
         self._logger = None
 

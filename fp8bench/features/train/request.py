@@ -16,7 +16,7 @@ from fp8bench.model.request import (
     REQUEST_RULES,
     Request,
     Rule,
-    check_fields,
+    check_request_fields,
     list_request_options,
     number,
     option,
@@ -29,8 +29,8 @@ ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
 # Kinds of parameters for which users can set separate learning rates.
 PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
 # The kinds of groups of gradients. Each group is clipped by its joint norm.
-CLIP_GROUPS = ("kind", "block", "tensor")
-LOSS_SCALES = ("auto", "dynamic")
+GRADIENT_CLIP_GROUPS = ("kind", "block", "tensor")
+LOSS_SCALE_KEYWORDS = ("auto", "dynamic")
 MAX_LOSS_SCALE = float(1 << 32)
 MAX_STEPS = 10_000_000
 # Classes of torch.optim that --optimizer accepts, with the keys that may be set and their defaults here.
@@ -66,23 +66,23 @@ PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # the formats in which ranks can send values to each other
 WIRE_FORMATS = ("fp32", "bf16", "fp8")
 # the kinds of parallelism that can send in several formats
-PARALLEL_WITH_WIRE = ("zero", "sp")
+PARALLELISMS_WITH_WIRE_FORMAT = ("zero", "sp")
 # the kinds of parallelism that divide each block of a model among ranks
-CUTTING_PARALLEL = ("tp", "sp")
+TENSOR_CUTTING_METHODS = ("tp", "sp")
 # Tasks that a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
 # Arms that repeat the reference to show the effect of chance.
-CHANCE_ROLES = ("repeat", "one-ulp")
+CHANCE_ARM_ROLES = ("repeat", "one-ulp")
 
 
-def _are_rates(rates: tuple[Any, ...]) -> bool:
+def _are_valid_rate_factors(rates: tuple[Any, ...]) -> bool:
     return all(
         isinstance(name, str) and name and isinstance(factor, int | float) and 0 <= factor < math.inf
         for name, factor in rates
     )
 
 
-def parse_change(then: str) -> tuple[str, float]:
+def parse_precision_change(then: str) -> tuple[str, float]:
     """Splits a --then such as 'bf16@80%' into the dtype and the share of steps before it, 0.8; '' becomes '' and 1."""
     word, _, percent_text = then.rpartition("@")
     return word, parse_number(percent_text.removesuffix("%")) / 100 if then else 1.0
@@ -91,11 +91,11 @@ def parse_change(then: str) -> tuple[str, float]:
 def _is_valid_change(then: str) -> bool:
     if not then.endswith("%"):
         return then == ""
-    precision, share = parse_change(then)
+    precision, share = parse_precision_change(then)
     return bool(precision) and 0 < share < 1
 
 
-def parse_clip(clip: float | str) -> tuple[float, str]:
+def parse_clip_option(clip: float | str) -> tuple[float, str]:
     """Returns the largest norm in `--clip`, and the kind of groups that are clipped separately ('' for none)."""
     max_norm, _, group = str(clip).partition("/")
     return parse_number(max_norm), group
@@ -104,8 +104,8 @@ def parse_clip(clip: float | str) -> tuple[float, str]:
 def _is_clip_value(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return False
-    max_norm, group = parse_clip(value)
-    return 0 <= max_norm < math.inf and ("/" in str(value)) == (group in CLIP_GROUPS)
+    max_norm, group = parse_clip_option(value)
+    return 0 <= max_norm < math.inf and ("/" in str(value)) == (group in GRADIENT_CLIP_GROUPS)
 
 
 def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
@@ -129,13 +129,13 @@ def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
     name, _, keys = word.partition(":")
     if name not in SCHEDULES:
         raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}.")
-    defaults = {"warmup": 0.1} if name == "constant" else _SCHEDULE_KEY_DEFAULTS
-    return name, _parse_key_values("schedule", name, keys, defaults)
+    schedule_key_defaults = {"warmup": 0.1} if name == "constant" else _SCHEDULE_KEY_DEFAULTS
+    return name, _parse_key_values("schedule", name, keys, schedule_key_defaults)
 
 
 def _split_into_key_value_pairs(keys: str) -> list[tuple[str, str]]:
-    pairs = [pair.partition("=") for pair in keys.split(":") if pair]
-    return [(key, value) for key, _, value in pairs]
+    key_value_pairs = [pair.partition("=") for pair in keys.split(":") if pair]
+    return [(key, value) for key, _, value in key_value_pairs]
 
 
 def _parse_key_values(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,17 +145,17 @@ def _parse_key_values(option: str, name: str, keys: str, defaults: Mapping[str, 
     for key, text in _split_into_key_value_pairs(keys):
         if key not in defaults:
             raise UsageError(f"{option} must be {name} with only the keys {', '.join(defaults)}, got {key!r:.80}.")
-        default = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
+        key_defaults = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
         numbers = tuple(parse_number(part) for part in text.split(","))
         low, high = _BOUNDS_BY_KEY[key]
-        if len(numbers) != len(default) or not all(low <= number <= high for number in numbers):
-            expected = "two numbers" if len(default) > 1 else "a number"
-            default_text = ",".join(map(str, default))
+        if len(numbers) != len(key_defaults) or not all(low <= number <= high for number in numbers):
+            expected = "two numbers" if len(key_defaults) > 1 else "a number"
+            default_text = ",".join(map(str, key_defaults))
             raise UsageError(
                 f"{option} must be {name} with {expected} from {low} to {high:g} as {key}, like {key}={default_text}, "
                 f"got {text!r:.80}."
             )
-        values[key] = numbers if len(default) > 1 else numbers[0]
+        values[key] = numbers if len(key_defaults) > 1 else numbers[0]
     return values
 
 
@@ -168,9 +168,9 @@ def _make_tuple_rule(words: str, holds: Callable[[tuple[Any, ...]], object]) -> 
 
 
 MODEL = "what to train"
-LENGTH_TITLE = "how long, and how sure"
+TRAINING_LENGTH_TITLE = "how long, and how sure"
 LEARNING_TITLE = "how it learns"
-_RUN_OPTIONS = list_request_options(Request)
+_RUN_REQUEST_OPTIONS = list_request_options(Request)
 
 
 def _make_choice(default: str, names: tuple[str, ...], help_text: str = "", group: str = LEARNING_TITLE) -> Any:
@@ -178,20 +178,20 @@ def _make_choice(default: str, names: tuple[str, ...], help_text: str = "", grou
     return option(default, rule, help_text, group=group, choices=names)
 
 
-def _make_count(default: int, maximum: int, help_text: str, group: str = LENGTH_TITLE) -> Any:
+def _make_count_option(default: int, maximum: int, help_text: str, group: str = TRAINING_LENGTH_TITLE) -> Any:
     return option(default, whole_number(1, maximum), help_text, "N", group)
 
 
-def _reuse_option(default: Any, name: str, help_text: str = "", group: str = LENGTH_TITLE) -> Any:
+def _reuse_option(default: Any, name: str, help_text: str = "", group: str = TRAINING_LENGTH_TITLE) -> Any:
     """Returns an option that trainings and runs have. In trainings its default differs from that in runs, and its help
     text if `help_text` is given."""
-    shared = _RUN_OPTIONS[name]
+    shared = _RUN_REQUEST_OPTIONS[name]
     return option(
         default, shared.rule, help_text or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse
     )
 
 
-def find_start_file(start: str) -> Path | None:
+def find_start_weights_file(start: str) -> Path | None:
     """Returns the path of the file that --start names, without a '::DIGEST' after it. Returns None if --start names a
     training or a checkpoint.
     """
@@ -205,10 +205,10 @@ def check_ranks_options(request: Any) -> None:
     if ranks is not None and not settings.parallel:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
     # An option needs --ranks even if only --sweep sets it.
-    swept_options = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
+    swept_option_names = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
     rank_options = {"--parallel": settings.parallel, "--wire": settings.wire != "fp32"}
     for option_name, is_set in rank_options.items():
-        if ranks is None and (is_set or option_name in swept_options):
+        if ranks is None and (is_set or option_name in swept_option_names):
             raise UsageError(f"{option_name} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
         raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
@@ -249,7 +249,7 @@ class TrainerSettings:
         "N",
         MODEL,
     )
-    micro_batches: int = _make_count(1, 1024, "micro-batches that a step accumulates; default {default}", MODEL)
+    micro_batches: int = _make_count_option(1, 1024, "micro-batches that a step accumulates; default {default}", MODEL)
     rate: float = option(
         1e-3,
         number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
@@ -262,7 +262,7 @@ class TrainerSettings:
         _make_tuple_rule(
             f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
             "embedding=0.5,attn=2,blocks.0=0.1",
-            _are_rates,
+            _are_valid_rate_factors,
         ),
         "factors of the rate: by kind of parameters or layers (attn, mlp), or the beginning of their path (blocks.0)",
         "NAME=FACTOR,...",
@@ -291,7 +291,7 @@ class TrainerSettings:
     )
     clip: float | str = option(
         1.0,
-        Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(CLIP_GROUPS)})", _is_clip_value),
+        Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(GRADIENT_CLIP_GROUPS)})", _is_clip_value),
         "norm of all gradients above which they are clipped; 0: never; 1.0/kind, 1.0/block or 1.0/tensor: norm of each "
         "kind (attn, mlp, embedding, norm, head), block or tensor; default {default}",
         "NUMBER[/GROUP]",
@@ -332,7 +332,7 @@ class TrainerSettings:
         "auto",
         _make_text_rule(
             "auto, dynamic, or a number from 1 to 2^32",
-            lambda text: text in LOSS_SCALES or 1.0 <= parse_number(text) <= MAX_LOSS_SCALE,
+            lambda text: text in LOSS_SCALE_KEYWORDS or 1.0 <= parse_number(text) <= MAX_LOSS_SCALE,
         ),
         "auto (the precision's own), dynamic (from 2^16, halved at an overflow, doubled after 200 steps without), or a "
         "number from 1 to 2^32; default {default}",
@@ -388,18 +388,18 @@ class TrainerSettings:
         ("", *PARALLEL),
         "how ranks divide the work: ddp (the batch), zero (also whole weights), fsdp (also rows of weights), tp (parts "
         "of each block), sp (tp, and tokens between blocks)",
-        LENGTH_TITLE,
+        TRAINING_LENGTH_TITLE,
     )
     wire: str = _make_choice(
         "fp32",
         WIRE_FORMATS,
         "widest format that is sent: zero's gradients and weights, sp's activations, unless the arm's dtype is "
         "narrower; fp8: codes, with a scale for each tensor; default {default}",
-        LENGTH_TITLE,
+        TRAINING_LENGTH_TITLE,
     )
 
     def __post_init__(self) -> None:
-        check_fields(self, SETTINGS_RULES)
+        check_request_fields(self, SETTINGS_RULES)
 
     @property
     def display_name(self) -> str:
@@ -420,15 +420,15 @@ class TrainingRequest:
     seeds: int = option(5, whole_number(1, 10_000), group="")
     seed: int = _reuse_option(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
-        CHANCE_ROLES,
+        CHANCE_ARM_ROLES,
         _make_tuple_rule(
-            f"none, or some of {', '.join(CHANCE_ROLES)}",
-            lambda names: names == ("none",) or set(names) <= set(CHANCE_ROLES),
+            f"none, or some of {', '.join(CHANCE_ARM_ROLES)}",
+            lambda names: names == ("none",) or set(names) <= set(CHANCE_ARM_ROLES),
         ),
         "arms that show the effect of chance on the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
         "seed), or none; default both",
         "NAME,...",
-        LENGTH_TITLE,
+        TRAINING_LENGTH_TITLE,
     )
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
@@ -448,15 +448,15 @@ class TrainingRequest:
         _make_text_rule("a device's name", bool),
         "cpu, cuda, cuda:1; default the first GPU, else cpu",
         "NAME",
-        LENGTH_TITLE,
+        TRAINING_LENGTH_TITLE,
     )
     threads: int = _reuse_option(1, "threads")
     data: str | None = _reuse_option(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=MODEL
     )
-    stride: int = _make_count(10, MAX_STEPS, "steps from one watched step to the next; default {default}")
-    evaluate: int = _make_count(50, MAX_STEPS, "steps between validations; default {default}")
-    keep: int = _make_count(50, MAX_STEPS, "steps between checkpoints; default {default}")
+    stride: int = _make_count_option(10, MAX_STEPS, "steps from one watched step to the next; default {default}")
+    evaluate: int = _make_count_option(50, MAX_STEPS, "steps between validations; default {default}")
+    keep: int = _make_count_option(50, MAX_STEPS, "steps between checkpoints; default {default}")
     energy: bool = _reuse_option(
         True, "energy", "measure no energy; by default it is measured after the last step if the device has a counter"
     )
@@ -472,7 +472,7 @@ class TrainingRequest:
         MEMORY_SIZE_RULE,
         "also find the largest batch of each native arm in SIZE of memory, like 2GiB, and compare arms at them",
         "SIZE",
-        LENGTH_TITLE,
+        TRAINING_LENGTH_TITLE,
         parse="memory",
     )
     imports: tuple[str, ...] = _reuse_option((), "imports", group=MODEL)
@@ -480,7 +480,7 @@ class TrainingRequest:
     ranks: int | None = _reuse_option(None, "ranks", "train every arm in N processes together, each on a separate GPU")
 
     def __post_init__(self) -> None:
-        check_fields(self, TRAINING_RULES)
+        check_request_fields(self, TRAINING_RULES)
         if not self.dtypes:
             raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
         check_ranks_options(self)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.arms import select_arms_of_seed
-from fp8bench.features.train.health.health import Health
+from fp8bench.features.train.health.health import TrainingHealth
 from fp8bench.features.train.kind import ResumePoint, TrainingWriter, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import (
@@ -37,7 +37,7 @@ from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.model.readings import Reading
 
 # The number of steps in an arm's turn. Turns are short, so that a slow phase of the machine slows all arms.
-STEPS_PER_TURN = 5
+STEPS_PER_ARM_TURN = 5
 # The time limit in seconds of the first turn, whose duration is unknown and includes compiling.
 FIRST_CALL_SECONDS = 1800.0
 _MAX_FAILURES = 2
@@ -59,7 +59,7 @@ class SeedPace:
 
 
 def call_lab(worker: Worker, seconds: float) -> Lab:
-    return cast(Lab, worker.within(seconds))
+    return cast(Lab, worker.with_time_limit(seconds))
 
 
 class _WorkerLost(Exception):
@@ -83,26 +83,26 @@ class TrainingRun:
 
 @dataclass
 class SeedRun(TrainingRun):
-    """Trains all arms of one seed. `number` is the number of the seed, counted from 0. `excluded` has the reasons why
-    some arms are no longer trained. `device` reads the device's utilization, if that is possible.
+    """Trains all arms of one seed. `number` is the number of the seed, counted from 0. `exclusion_reason_by_arm` has
+    the reasons why some arms are no longer trained. `device` reads the device's utilization, if that is possible.
     """
 
     number: int
     pace: SeedPace
-    excluded: dict[str, str]
+    exclusion_reason_by_arm: dict[str, str]
     device: DeviceReader | None = None
     _last_device_reading_time: float = -math.inf
     _failures_by_arm: dict[str, int] = field(default_factory=dict)
-    _health: Health = field(init=False)
+    _training_health: TrainingHealth = field(init=False)
 
     def run(self, from_start: bool) -> None:
         """Trains to the last step. Begins at the first step, or at the newest checkpoint that can be used."""
-        self._health = Health(self.training.arms, self.training.request.settings)
+        self._training_health = TrainingHealth(self.training.arms, self.training.request.settings)
         if from_start:
-            self.writer.store_point(self.number, 0, None, tuple(self.excluded.items()))
+            self.writer.store_point(self.number, 0, None, tuple(self.exclusion_reason_by_arm.items()))
         while True:
             try:
-                self._train_in_turns(self._begin_seed())
+                self._train_arms_in_turns(self._begin_seed())
                 return
             except _WorkerLost as lost:
                 self._restart_worker(lost)
@@ -120,35 +120,37 @@ class SeedRun(TrainingRun):
         """Returns the task with all arms that began the seed, including arms that were excluded later. Checkpoints have
         the states of all of these arms.
         """
-        excluded_at_start = dict(self.writer.points[0].out)
-        return self.training.make_task(
-            tuple(arm for arm in self._arms_of_seed if arm.name not in excluded_at_start), self.number
+        initially_excluded_arms = dict(self.writer.points[0].out)
+        return self.training.make_seed_task(
+            tuple(arm for arm in self._arms_of_seed if arm.name not in initially_excluded_arms), self.number
         )
 
     @property
     def _active_arms(self) -> list[Arm]:
-        return [arm for arm in self.task.arms if arm.name not in self.excluded]
+        return [arm for arm in self.task.arms if arm.name not in self.exclusion_reason_by_arm]
 
     def _begin_seed(self) -> int:
         """Builds the arms, restores the newest usable checkpoint, and returns the next step."""
         lab = call_lab(self.worker, START_SECONDS)
-        with _convert_faults():
-            states = lab.begin(self.task)
-        if not states:  # no arm could be built although none was loaded, so a fresh worker would fail as well
+        with _convert_worker_errors():
+            arm_states = lab.begin(self.task)
+        if not arm_states:  # no arm could be built although none was loaded, so a fresh worker would fail as well
             lab.validate(self.task.arms[0].name)
         point = self._restore_checkpoint(lab)
-        self.writer.go_back(point)
-        self._health = Health(self._arms_of_seed, self.training.request.settings)
+        self.writer.truncate_at_resume_point(point)
+        self._training_health = TrainingHealth(self._arms_of_seed, self.training.request.settings)
         # Health rules need the earlier lines of the seed too, so replay the stored lines.
-        self._health.find_alarms(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
+        self._training_health.find_alarms(
+            line for line in load_training(self.writer.path).lines if line.seed == self.seed
+        )
         if not point.step:
             lines: list[StreamLine] = []
-            for state in states:
+            for state in arm_states:
                 for role, byte_count in state.bytes_per_parameter:
                     lines.append(StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, byte_count, role))
             self._store_lines(lines, 0)
         for arm in self.task.arms:
-            if arm.name in self.excluded:
+            if arm.name in self.exclusion_reason_by_arm:
                 lab.drop(arm.name)
         return point.step
 
@@ -156,14 +158,14 @@ class SeedRun(TrainingRun):
         seed_start, *checkpoints = self.writer.points
         for point in reversed(checkpoints):
             try:
-                with _convert_faults():
+                with _convert_worker_errors():
                     lab.restore(str(self.writer.checkpoint_folder(point)))
                 return point
             except StoreError as error:
                 self.observer.note(f"{error} The previous checkpoint is used.")
         return seed_start
 
-    def _train_in_turns(self, step: int) -> None:
+    def _train_arms_in_turns(self, step: int) -> None:
         """Trains every arm in turns until the last step. The order of arms in a round is drawn from the seed."""
         request = self.training.request
         if step == 0:
@@ -171,7 +173,7 @@ class SeedRun(TrainingRun):
         while step < request.steps:
             # An arm's turn ends early if a validation or a checkpoint is due.
             turn_end_step = min(
-                step + STEPS_PER_TURN,
+                step + STEPS_PER_ARM_TURN,
                 request.steps,
                 _find_next_multiple(step, request.evaluate),
                 _find_next_multiple(step, request.keep),
@@ -183,14 +185,14 @@ class SeedRun(TrainingRun):
             step = turn_end_step
             for arm in arms:
                 self._store_lines(self._call_lab(arm, step_count, "advance", arm.name, step_count), step)
-            if utilization := tuple(self._read_device_use(step)):
+            if utilization := tuple(self._yield_utilization_figures(step)):
                 self._store_lines(utilization, step)
             if step == request.steps or step % request.evaluate == 0:
                 self._validate_arms(step)
             if step < request.steps and step % request.keep == 0:
                 self._save_checkpoint(step)
 
-    def _read_device_use(self, step: int) -> Iterator[StepFigure]:
+    def _yield_utilization_figures(self, step: int) -> Iterator[StepFigure]:
         """Yields the utilization figures that the driver reports. They are averages over about the last second, and
         belong to no arm.
         """
@@ -208,26 +210,28 @@ class SeedRun(TrainingRun):
     def _call_lab(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
         """Calls a method of the lab. `steps` is the number of training steps in the call, which sets the time limit."""
         start = time.monotonic()
-        with _convert_faults(arm):
+        with _convert_worker_errors(arm):
             # The slowest step sets the time limit, so that a slow machine does not seem to hang.
-            answer = getattr(call_lab(self.worker, self.pace.time_limit(max(steps, STEPS_PER_TURN))), name)(*arguments)
+            answer = getattr(call_lab(self.worker, self.pace.time_limit(max(steps, STEPS_PER_ARM_TURN))), name)(
+                *arguments
+            )
         if steps:
             self.pace.record(time.monotonic() - start, steps)
         return answer
 
     def _store_lines(self, lines: Lines, step: int) -> None:
         # Alarms are stored with the lines that caused them, so that a resumed training has both.
-        lines = (*lines, *self._health.find_alarms(lines))
+        lines = (*lines, *self._training_health.find_alarms(lines))
         with hold_back_interrupts():
             self.writer.append(lines)
         self.observer.trained(self.number, step, lines)
 
     def _save_checkpoint(self, step: int) -> None:
         folder = self.writer.make_checkpoint_folder(self.number, step)
-        with _convert_faults():
+        with _convert_worker_errors():
             call_lab(self.worker, START_SECONDS).save(str(folder))
         with hold_back_interrupts():
-            self.writer.store_point(self.number, step, folder, tuple(self.excluded.items()))
+            self.writer.store_point(self.number, step, folder, tuple(self.exclusion_reason_by_arm.items()))
 
     def _restart_worker(self, lost: _WorkerLost) -> None:
         """Starts a fresh worker. Excludes an arm that fails for the second time. If this is the reference, or no
@@ -243,11 +247,11 @@ class SeedRun(TrainingRun):
         if self._failures_by_arm[name] == _MAX_FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
                 raise lost.error
-            self.excluded[name] = str(lost.error)
+            self.exclusion_reason_by_arm[name] = str(lost.error)
             kind = "out"
             sentence = f"{lost.error}; this arm is excluded"
         point = self.writer.points[-1]
-        self.writer.go_back(point)
+        self.writer.truncate_at_resume_point(point)
         self._store_lines((TrainingEvent(name, self.seed, point.step, kind, sentence),), point.step)
 
 
@@ -256,7 +260,7 @@ def _find_next_multiple(step: int, interval: int) -> int:
 
 
 @contextlib.contextmanager
-def _convert_faults(arm: Arm | None = None) -> Iterator[None]:
+def _convert_worker_errors(arm: Arm | None = None) -> Iterator[None]:
     """Converts errors that a worker raises inside the `with` block. A StoreError is raised again in this process. Any
     other error is raised as _WorkerLost, for `arm` or for all arms.
     """

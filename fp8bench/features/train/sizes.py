@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from fp8bench import units
 from fp8bench.features.train import words
 from fp8bench.features.train.values import ModelSweep
-from fp8bench.features.train.verdicts.curves import MIN_PAIRS, Gap, average_gaps, find_deciding_interval
+from fp8bench.features.train.verdicts.curves import MIN_PAIRS, LossGap, average_gaps, find_deciding_interval
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures, list_gap_figures
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Items, Page, Part, Text
+from fp8bench.report.data.plain import PlainRows
+from fp8bench.report.elements import Page, Part, Text, TextList
 from fp8bench.report.words.naming import join_words
 
 
@@ -33,7 +33,7 @@ class SizedArm(NamedTuple):
     verdict: ArmVerdict
 
 
-class SizeComparison(ModelSweep):
+class ModelSizeComparison(ModelSweep):
     """Trainings of several models, the smallest model first. `trends` has the change of each arm's gap for ten times
     the parameters, as a share of the loss. Each seed has such a change, and the interval of the trend is Student's t
     over the seeds.
@@ -54,11 +54,11 @@ class SizeComparison(ModelSweep):
         return {name: sizes for name, sizes in sized_arms_by_name.items() if len(sizes) == len(self.kept)}
 
     @cached_property
-    def trends(self) -> dict[str, Gap | None]:
+    def trends(self) -> dict[str, LossGap | None]:
         return {name: measure_trend(sizes) for name, sizes in self.arms.items()}
 
 
-def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
+def measure_trend(sizes: Sequence[SizedArm]) -> LossGap | None:
     log_parameters = [math.log10(sized_arm.training.training.parameters) for sized_arm in sizes]
     gaps_by_seed: dict[int, list[float]] = defaultdict(list)
     for sized_arm in sizes:
@@ -71,13 +71,13 @@ def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
     return average_gaps([linear_regression(log_parameters, values).slope for values in gaps_of_complete_seeds])
 
 
-def describe_trend(name: str, trend: Gap | None) -> str:
+def describe_trend(name: str, trend: LossGap | None) -> str:
     """Returns a sentence such as 'fp8: the gap changes with size: +0.2 points [+0.1, +0.3] (95%) for ten times the
     parameters'."""
     interval = find_deciding_interval(trend)
     if trend is None or trend.shown is None or interval is None:
-        pairs = trend.pairs if trend else 0
-        return f"{name}: trend unknown: {pairs} seeds count in every model, fewer than {MIN_PAIRS}"
+        trend_pair_count = trend.pairs if trend else 0
+        return f"{name}: trend unknown: {trend_pair_count} seeds count in every model, fewer than {MIN_PAIRS}"
     # The conclusion uses the 99% interval, as verdicts do.
     conclusion = "no trend is visible" if interval.low <= 0 <= interval.high else "the gap changes with size"
     low = 100 * trend.shown.low
@@ -86,38 +86,38 @@ def describe_trend(name: str, trend: Gap | None) -> str:
     return f"{name}: {conclusion}: {points} for ten times the parameters"
 
 
-def render_page(sizes: SizeComparison) -> Page:
+def render_page(sizes: ModelSizeComparison) -> Page:
     arms = [*chain.from_iterable(sizes.arms.values())]
     columns: list[Col[SizedArm]] = [
         Col("arm", "summary.arm.name", shared=True),
         Col("model", "training.request.settings.model"),
         Col("parameters", "training.training.parameters", show=units.count),
-        Col("gap", lambda size: _format_gap(size.verdict.judged.gap), number=True),
+        Col("gap", lambda size: _format_loss_gap(size.verdict.judged.gap), number=True),
         Col("verdict", lambda size: words.describe_verdict(size.verdict, size.training.verdicts)),
     ]
-    answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
+    trend_items = TextList(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
     largest = units.count(sizes.trainings[-1].training.parameters)
     limit_note = f"a trend among these sizes does not extend to models beyond {largest} parameters"
     question = "Does the gap change with the model's size?"
     arm_table = table("sizes", "", columns, arms, main=True)
     models = join_words(judged.request.settings.model for judged in sizes.trainings)
     title = f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}"
-    return Page(title, "", (Part("trend", question, (answers, arm_table, Text(limit_note))),))
+    return Page(title, "", (Part("trend", question, (trend_items, arm_table, Text(limit_note))),))
 
 
-def _format_gap(gap: Gap | None) -> str:
+def _format_loss_gap(gap: LossGap | None) -> str:
     if gap is None:
         return units.NONE
     interval = f" [{100 * gap.shown.low:+.2g}%, {100 * gap.shown.high:+.2g}%]" if gap.shown else ""
     return f"{100 * gap.point:+.2g}%{interval}"
 
 
-def list_csv_rows(sizes: SizeComparison) -> Rows:
+def list_csv_rows(sizes: ModelSizeComparison) -> PlainRows:
     rows = list(_yield_csv_rows(sizes))
     return tuple(rows[0]) if rows else ("arm", "model"), rows
 
 
-def _yield_csv_rows(sizes: SizeComparison) -> Iterator[dict[str, Any]]:
+def _yield_csv_rows(sizes: ModelSizeComparison) -> Iterator[dict[str, Any]]:
     """Yields the figures of every arm in every model, then how the arm's gap changes with the number of parameters."""
     for name, by_size in sizes.arms.items():
         for sized_arm in by_size:
@@ -127,5 +127,5 @@ def _yield_csv_rows(sizes: SizeComparison) -> Iterator[dict[str, Any]]:
         yield {"arm": name, "model": "ten times the parameters", **list_gap_figures("gap", sizes.trends[name])}
 
 
-def sizes_to_json(sizes: SizeComparison) -> dict[str, Any]:
+def sizes_to_json(sizes: ModelSizeComparison) -> dict[str, Any]:
     return {"trainings": [judged.training.id for judged in sizes.trainings], "sizes": encode(list_csv_rows(sizes)[1])}

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.features.train.lab.arm_model import SILENT
-from fp8bench.features.train.lab.own_model import OwnModel, check_batches
+from fp8bench.features.train.lab.arm_model import UNTIMED_PHASE_MARKERS
+from fp8bench.features.train.lab.own_model import UserArmModel, check_user_batches
 from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.step_optimizer import derive_seed
-from fp8bench.features.train.lab.trainer import CastState, Trainer
+from fp8bench.features.train.lab.trainer import CastsAndStatistics, Trainer
 from fp8bench.features.train.lab.watched_step import FaultyTensor, FaultyTensorFinder
 from fp8bench.features.train.values import (
     FALLBACK_EVENT,
@@ -27,14 +27,14 @@ from fp8bench.features.train.values import (
     StreamLine,
 )
 from fp8bench.model.step import Coverage
-from fp8bench.nn.parallel.wire import StepWire
+from fp8bench.nn.parallel.wire import StepTrafficWatch
 from fp8bench.protocols import Phases
 from fp8bench.report.panels import together as group_values
 from fp8bench.user_code import own_words
 from fp8bench.worker.products import identify_product
 
 
-def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> Iterator[StreamLine]:
+def advance(trainer: Trainer, phase: Phases = UNTIMED_PHASE_MARKERS, watched: bool = True) -> Iterator[StreamLine]:
     """Takes the next step of an arm and yields the lines of this step. Yields no lines if the arm has stopped or
     finished.
     """
@@ -53,7 +53,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     optimizer = trainer.optimizer
     parallelism = trainer.parallelism
     start = time.perf_counter()
-    trainer.arm_model.renew_scales(trainer.are_scales_due)
+    trainer.arm_model.set_scale_renewal(trainer.are_new_scales_due)
     is_measured = watched
     watched = watched and trainer.step % trainer.task.stride == 0
 
@@ -63,7 +63,9 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     scale = trainer.loss_scale.scale
     casts = trainer.copy_casts()
     rate = optimizer.rate * scheduled_rate_share  # the update may call a user's schedule, which changes the rate
-    step_wire = StepWire(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
+    step_wire = (
+        StepTrafficWatch(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
+    )
     watch_hooks = trainer.watch.watch_step() if watched else nullcontext()
     with step_wire or nullcontext(), trainer.materialise(phase), watch_hooks as readings:
         # 2. Forward and backward: gradients of the scaled loss add up over the micro-batches.
@@ -76,8 +78,8 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = parallelism.join_norms(optimizer.gradients.norms())
         gradient_norm = join_norms(norms) / scale
         gradients = [size / scale for size in norms] if readings is not None else []
-        skip_flag = (~(loss + gradient_norm).isfinite()).to(torch.float32)
-        clip_divisors, clip_factor = compute_clipping(
+        skip_step_flag = (~(loss + gradient_norm).isfinite()).to(torch.float32)
+        clip_divisors, clip_factor = compute_clip_divisors(
             norms, gradient_norm, scale, trainer.max_norm, trainer.clip_groups
         )
         gradient_divisors = [divisor * scale for divisor in parallelism.select_stored_values(clip_divisors)]
@@ -85,7 +87,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         # 5. Update the weights, and round low-precision state.
         optimizer.weights.seed_rounding(derive_seed("round", trainer.task.seed, trainer.step))
         with phase.optimizer_step:
-            optimizer.step(scheduled_rate_share, gradient_divisors, skip_flag, is_measured)
+            optimizer.step(scheduled_rate_share, gradient_divisors, skip_step_flag, is_measured)
 
         # 6. Read the step's figures: only here the host waits for the device.
         norms = parallelism.join_norms([*optimizer.update_norms, *optimizer.weight_norms])
@@ -100,7 +102,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
             parallelism.load_weights(phase)
             names = trainer.parameters
             readings.record_gradients(dict(zip(names, gradients, strict=True)))
-            readings.record_update(
+            readings.record_update_norms(
                 dict(zip(names, change_norms, strict=True)), dict(zip(names, weight_norms, strict=True))
             )
     seconds = time.perf_counter() - start
@@ -109,7 +111,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     row = _make_step_row(trainer, figures, rate, scale, 0.0 if watched else seconds)
     yield row
     if readings is not None:
-        yield from trainer.watch.make_lines(trainer.step, readings)
+        yield from trainer.watch.make_stream_lines(trainer.step, readings)
         row_key = row.arm, row.seed, row.step
         yield StepFigure(*row_key, WATCHED_SECONDS, time.perf_counter() - start)
         for message in messages:
@@ -129,12 +131,12 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
     # The gradients of the previous step were kept for inspection. Release them now.
     trainer.optimizer.gradients.begin()
     with arm_model.cached_weights.cast(phase):  # each weight is cast once, for all micro-batches
-        for number in range(micro_batches):
+        for micro_batch_number in range(micro_batches):
             # a. The batch, which depends only on seed, step and micro-batch.
             with phase.data_load:
-                batch = arm_model.read_batch(trainer.step, number)
+                batch = arm_model.read_batch(trainer.step, micro_batch_number)
             # b. Forward, with the same random numbers in every arm.
-            with arm_model.seed_batch(trainer.step, number):
+            with arm_model.seed_batch(trainer.step, micro_batch_number):
                 loss = arm_model.compute_loss(batch, phase, is_finding)
                 # c. Backward from the scaled loss, so that small gradients do not underflow.
                 (loss * (scale / micro_batches)).backward()  # type: ignore[no-untyped-call]
@@ -143,7 +145,7 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
         return trainer.parallelism.average_loss(torch.stack(losses).mean())
 
 
-def compute_clipping(
+def compute_clip_divisors(
     norms: list[Tensor], norm: Tensor, scale: float, max_norm: float, groups: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
     """Returns the divisor by which clipping shrinks each gradient, and the factor by which it shrinks their joint norm.
@@ -157,20 +159,20 @@ def compute_clipping(
         clip_divisor = (norm / max_norm).clamp(min=1.0)
         return [clip_divisor] * len(norms), clip_divisor
     group_norms = {group: join_norms(values) / scale for group, values in norms_by_group.items()}
-    divisor_by_group = {group: (part / max_norm).clamp(min=1.0) for group, part in group_norms.items()}
-    clipped_norm = join_norms([part / divisor_by_group[group] for group, part in group_norms.items()])
-    return [divisor_by_group[group] for group in groups], (norm / clipped_norm).clamp(min=1.0)
+    clip_divisor_by_group = {group: (part / max_norm).clamp(min=1.0) for group, part in group_norms.items()}
+    clipped_norm = join_norms([part / clip_divisor_by_group[group] for group, part in group_norms.items()])
+    return [clip_divisor_by_group[group] for group in groups], (norm / clipped_norm).clamp(min=1.0)
 
 
-def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> FaultyTensor | None:
+def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastsAndStatistics) -> FaultyTensor | None:
     """Repeats the step without an update, and returns its first tensor with NaN or infinity. Returns None if all
     tensors are finite this time.
     """
     trainer.restore_casts(casts)
     tensor_finder = FaultyTensorFinder()
-    with trainer.materialise(SILENT), tensor_finder.attach_hooks(trainer.model):
-        accumulate_gradients(trainer, scale, SILENT, is_finding=True)
-    trainer.restore_casts(CastState({}, casts.statistics))
+    with trainer.materialise(UNTIMED_PHASE_MARKERS), tensor_finder.attach_hooks(trainer.model):
+        accumulate_gradients(trainer, scale, UNTIMED_PHASE_MARKERS, is_finding=True)
+    trainer.restore_casts(CastsAndStatistics({}, casts.statistics))
     return tensor_finder.faulty_tensor
 
 
@@ -196,16 +198,16 @@ def _make_step_row(trainer: Trainer, figures: list[float], rate: float, scale: f
     )
 
 
-def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
+def examine_arm_coverages(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
     """Takes a step of each arm of a user's model, and returns how much of the model each arm converts. Raises
     UsageError if the model cannot be trained.
     """
-    named_coverages = []
+    arm_names_and_coverages = []
     for index, arm in enumerate(task.arms):
         trainer = Trainer(task, arm)
-        assert isinstance(trainer.arm_model, OwnModel)
+        assert isinstance(trainer.arm_model, UserArmModel)
         if index == 0:
-            check_batches(task.settings.make, trainer.arm_model.user_parts, task.seed, task.facts)
+            check_user_batches(task.settings.make, trainer.arm_model.user_parts, task.seed, task.facts)
         try:
             for _ in advance(trainer, watched=False):
                 pass
@@ -216,5 +218,5 @@ def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
             raise UsageError(f"{task.settings.make}: a step of {arm.name} failed: {own_words(error)}.") from error
         coverage = trainer.arm_model.coverage()
         if coverage is not None:
-            named_coverages.append((arm.name, coverage))
-    return tuple(named_coverages)
+            arm_names_and_coverages.append((arm.name, coverage))
+    return tuple(arm_names_and_coverages)

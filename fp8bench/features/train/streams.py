@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, UsageError
-from fp8bench.features.train.lines import is_stream_line, line_from_json
+from fp8bench.features.train.lines import is_stream_line_content, line_from_json
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
     WATCHED_NAME,
@@ -34,12 +34,12 @@ _MAX_LINE_LENGTH = 1 << 16
 _MAX_NAME_LENGTH = 100
 
 
-def is_stream(path: Path) -> bool:
+def is_stream_file(path: Path) -> bool:
     """Returns whether the file begins with a line of `fp8bench.watch`."""
     with contextlib.suppress(OSError, ValueError):
         if is_not_folder(path):
             with open_file(path) as file:
-                return is_stream_line(parse_json(file.readline(_MAX_LINE_LENGTH)))
+                return is_stream_line_content(parse_json(file.readline(_MAX_LINE_LENGTH)))
     return False
 
 
@@ -54,22 +54,22 @@ def read_stream(path: Path) -> list[StreamLine]:
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not a stream of fp8bench.watch: it is not text.") from None
     lines = []
-    for number, text in enumerate(texts, 1):
+    for line_number, text in enumerate(texts, 1):
         try:
             lines.append(line_from_json(parse_json(text)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             # A killed loop may leave a last line that is cut off.
-            if number == len(texts) and number > 1:
+            if line_number == len(texts) and line_number > 1:
                 break
             raise UsageError(
-                f"line {number} of {path} is not from a stream of fp8bench.watch ({error!s:.80})."
+                f"line {line_number} of {path} is not from a stream of fp8bench.watch ({error!s:.80})."
             ) from None
     if not any(isinstance(line, StepRow) for line in lines):
         raise UsageError(f"{path} has no row of a step: its loss was never seen. Its events may say why.")
     return lines
 
 
-def load_loops(files: Sequence[Sequence[Path]], margin: float = 0.01) -> WatchedLoops:
+def load_recorded_loops(files: Sequence[Sequence[Path]], margin: float = 0.01) -> WatchedLoops:
     """Returns recorded loops as the arms of a training. `files` has a list for each loop, with one file for each
     seed. The first loop is the reference. `margin` is the tolerated share of the reference's loss. Raises UsageError
     if loops have different numbers of seeds.
@@ -83,7 +83,7 @@ def load_loops(files: Sequence[Sequence[Path]], margin: float = 0.01) -> Watched
             "each."
         )
     streams_by_loop = [list(map(read_stream, paths)) for paths in files]
-    names = _name_loops(files, streams_by_loop)
+    names = _make_loop_names(files, streams_by_loop)
     lines: list[StreamLine] = []
     for name, seeds in zip(names, streams_by_loop, strict=True):
         for seed, seed_lines in enumerate(seeds):
@@ -108,7 +108,7 @@ def make_watched_training(
     return Training(identity, "", "", request, tuple(arms), facts, Environment({}), text, 0)
 
 
-def _name_loops(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) -> list[str]:
+def _make_loop_names(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) -> list[str]:
     """Returns a different name for each loop: the names that the streams contain or, if two of these are equal, the
     names of the files. Equal file names get numbers. A loop with several seeds gets the common part of their names.
     """

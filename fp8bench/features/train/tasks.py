@@ -53,7 +53,7 @@ class TaskItem:
     choices: bytes = b""
 
 
-def _make_copy_text(generator: random.Random, length: int) -> bytes:
+def _make_copy_task_text(generator: random.Random, length: int) -> bytes:
     """Returns random letters, '=', and the same letters again: 'qwrtz=qwrtz'."""
     letters = bytes(generator.choices(LETTERS, k=(length - 1) // 2))
     return letters + b"=" + letters
@@ -91,10 +91,10 @@ def make_documents(tasks: Sequence[str], sequence: int, seed: str, count: int) -
     """
     generator = random.Random(f"{seed}/{sequence}")
     documents = []
-    for number in range(count):
-        round_number, task = divmod(number, len(tasks))
+    for document_number in range(count):
+        round_number, task = divmod(document_number, len(tasks))
         if tasks[task] == "copy":
-            document = _make_copy_text(generator, sequence)
+            document = _make_copy_task_text(generator, sequence)
         elif round_number % 2:
             document = _make_retrieval_text(generator, generator.choice(list_retrieval_lengths(sequence)))
         else:
@@ -124,21 +124,27 @@ def check_sequence(option: str, sequence: int) -> None:
         )
 
 
-def make_items(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:
+def make_task_items(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:
     """Yields lists of questions of a task, each list with the name of its figure. The questions are the same for every
     arm and seed.
     """
     generator = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
-        for length in list_retrieval_lengths(sequence):
-            texts = [_make_retrieval_text(generator, length) for _ in range(QUESTION_COUNT)]
-            yield f"retrieval@{length}", [_make_task_item(text, (length - 1,), DIGITS) for text in texts]
+        for max_question_bytes in list_retrieval_lengths(sequence):
+            texts = [_make_retrieval_text(generator, max_question_bytes) for _ in range(QUESTION_COUNT)]
+            yield (
+                f"retrieval@{max_question_bytes}",
+                [_make_task_item(text, (max_question_bytes - 1,), DIGITS) for text in texts],
+            )
     elif task == "copy":
-        letter_count = (sequence - 1) // 2
-        texts = [_make_copy_text(generator, sequence) for _ in range(QUESTION_COUNT)]
+        question_letter_count = (sequence - 1) // 2
+        texts = [_make_copy_task_text(generator, sequence) for _ in range(QUESTION_COUNT)]
         yield (
             "copy",
-            [_make_task_item(text, tuple(range(letter_count + 1, 2 * letter_count + 1)), LETTERS) for text in texts],
+            [
+                _make_task_item(text, tuple(range(question_letter_count + 1, 2 * question_letter_count + 1)), LETTERS)
+                for text in texts
+            ],
         )
     else:
         yield "cloze", list(_make_cloze_items(generator, sequence, held_out))
@@ -153,24 +159,28 @@ def _make_cloze_items(generator: random.Random, sequence: int, text: bytes) -> I
     Raises UsageError for a text with too few words.
     """
     # Choices are as long as the hidden word, so that the length does not show the answer.
-    length = min(sequence, _MAX_CLOZE_BYTES)
-    matches = [match for match in _WORD_PATTERN.finditer(text) if match.end() > length]
+    max_question_bytes = min(sequence, _MAX_CLOZE_BYTES)
+    word_matches = [match for match in _WORD_PATTERN.finditer(text) if match.end() > max_question_bytes]
     words_by_length = defaultdict(list)
-    for match in matches:
+    for match in word_matches:
         words_by_length[len(match[0])].append(match[0])
-    lengths = {length for length, words in words_by_length.items() if len(set(words)) >= _CLOZE_CHOICE_COUNT}
+    lengths = {
+        max_question_bytes
+        for max_question_bytes, words in words_by_length.items()
+        if len(set(words)) >= _CLOZE_CHOICE_COUNT
+    }
     # Hide only words for which the text has at least three alternatives of the same length.
-    suitable_matches = [match for match in matches if len(match[0]) in lengths]
+    suitable_matches = [match for match in word_matches if len(match[0]) in lengths]
     if len(suitable_matches) < QUESTION_COUNT:
         raise UsageError(
             f"--tasks cloze hides {QUESTION_COUNT} words, and the held-out text has {len(suitable_matches)}. Give a "
             "longer text."
         )
     for match in generator.sample(suitable_matches, QUESTION_COUNT):
-        drawn_words = {match[0]}
-        right_word = match[0]
-        while len(drawn_words) < _CLOZE_CHOICE_COUNT:
-            drawn_words.add(generator.choice(words_by_length[len(right_word)]))
-        candidates = generator.sample(sorted(drawn_words), _CLOZE_CHOICE_COUNT)
-        passage = text[match.end() - length : match.start()]
-        yield TaskItem(tuple(passage + word for word in candidates), (candidates.index(right_word),))
+        choice_words = {match[0]}
+        correct_word = match[0]
+        while len(choice_words) < _CLOZE_CHOICE_COUNT:
+            choice_words.add(generator.choice(words_by_length[len(correct_word)]))
+        candidates = generator.sample(sorted(choice_words), _CLOZE_CHOICE_COUNT)
+        cloze_passage = text[match.end() - max_question_bytes : match.start()]
+        yield TaskItem(tuple(cloze_passage + word for word in candidates), (candidates.index(correct_word),))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from fp8bench.features.train.request import CHANCE_ROLES, TrainerSettings, TrainingRequest
+from fp8bench.features.train.request import CHANCE_ARM_ROLES, TrainerSettings, TrainingRequest
 from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.run import Environment
@@ -26,7 +26,7 @@ class TokenSpan:
 
 
 @dataclass(frozen=True)
-class TrainingText:
+class TrainingTokens:
     """The tokens of a training: one part for training, one part for validation (`held_out`). `tokens` is 'bytes' if
     each token is a byte, or 'given' for a token file whose bytes are unknown. `identity` names the text, with its
     digest.
@@ -39,10 +39,10 @@ class TrainingText:
     identity: str
 
 
-def make_empty_text(tokens: str, identity: str = "") -> TrainingText:
+def make_empty_text(tokens: str, identity: str = "") -> TrainingTokens:
     """Returns an empty text, for a training whose batches come from the user's code."""
-    empty_span = TokenSpan("", 0, 0)
-    return TrainingText(empty_span, empty_span, 0, tokens, identity)
+    empty_token_span = TokenSpan("", 0, 0)
+    return TrainingTokens(empty_token_span, empty_token_span, 0, tokens, identity)
 
 
 class ArmRole(StrEnum):
@@ -60,7 +60,7 @@ class ArmRole(StrEnum):
 
 
 # Settings that only candidates can change. All other arms have these values.
-_CANDIDATE_ONLY_DEFAULTS: dict[str, Any] = {
+_CANDIDATE_SETTING_DEFAULTS: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
     "refresh_scales": None,
@@ -86,19 +86,19 @@ class Arm:
     @property
     def is_chance_arm(self) -> bool:
         """Returns whether the arm is the reference again, to show how much chance changes its loss."""
-        return self.role.value in CHANCE_ROLES
+        return self.role.value in CHANCE_ARM_ROLES
 
     def with_precision(self, precision: str) -> Arm:
         """Returns the arm as it is after its change of precision. All layers then have the given precision, with scales
         computed from each tensor.
         """
-        return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_ONLY_DEFAULTS.items()))
+        return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_SETTING_DEFAULTS.items()))
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
         """Returns the settings of the training with the values that this arm overrides."""
         arm_settings: dict[str, Any] = dict(self.settings)
-        defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_ONLY_DEFAULTS
-        return replace(settings, **defaults, **arm_settings)
+        setting_defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_SETTING_DEFAULTS
+        return replace(settings, **setting_defaults, **arm_settings)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class SeedTask:
     settings: TrainerSettings
     steps: int
     stride: int
-    text: TrainingText
+    text: TrainingTokens
     facts: DeviceFacts
 
 
@@ -138,7 +138,7 @@ class Training:
     arms: tuple[Arm, ...]
     device: DeviceFacts
     environment: Environment
-    text: TrainingText
+    text: TrainingTokens
     parameters: int
 
     @property
@@ -156,7 +156,7 @@ class Training:
         """Returns the arms whose tensors are shown: the candidates or, among recorded loops, every loop."""
         return [arm for arm in self.compared_arms if self.is_watched or arm.role is ArmRole.CANDIDATE]
 
-    def make_task(self, arms: tuple[Arm, ...], seed_number: int = 0) -> SeedTask:
+    def make_seed_task(self, arms: tuple[Arm, ...], seed_number: int = 0) -> SeedTask:
         request = self.request
         seed = self.request.seed + seed_number
         return SeedTask(seed, arms, request.settings, request.steps, request.stride, self.text, self.device)
@@ -296,8 +296,8 @@ class TrainingEvent(StreamLine):
         seed = "" if is_watched else f", seed {self.seed}"
         source = f"{self.arm}{seed}, step {self.step}" if self.arm else f"seed {self.seed}"
         text = f"{source}: {self.words}{f' ({self.place})' if self.place and self.layer not in self.words else ''}"
-        full_stop = "" if text.endswith("?") else "."
-        return f"{text}{full_stop} What may help: {self.remedy}" if self.remedy else text
+        final_period = "" if text.endswith("?") else "."
+        return f"{text}{final_period} What may help: {self.remedy}" if self.remedy else text
 
     @property
     def rule(self) -> str:
@@ -321,7 +321,7 @@ class ArmCost(StreamLine):
 
 
 @dataclass(frozen=True)
-class KeptTraining:
+class StoredTraining:
     """A training as read from a store, with all lines that could be read. `troubles` has a sentence for each problem
     with the other lines.
     """
@@ -345,7 +345,7 @@ class KeptTraining:
 
 
 @dataclass(frozen=True)
-class WatchedLoops(KeptTraining):
+class WatchedLoops(StoredTraining):
     """Loops that `fp8bench.watch` has recorded, as the arms of a training."""
 
 
@@ -353,12 +353,12 @@ class WatchedLoops(KeptTraining):
 class ModelSweep:
     """Trainings that differ only in their model."""
 
-    kept: tuple[KeptTraining, ...]
+    kept: tuple[StoredTraining, ...]
     path: str
 
 
 @dataclass(frozen=True)
-class RankLines:
+class RankTrainingLines:
     """One rank's lines of some steps. `same` has digests that must be equal on all ranks, because they train the same
     model.
     """

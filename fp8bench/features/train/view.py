@@ -23,29 +23,29 @@ from fp8bench.features.train.values import (
     ArmCost,
     ArmRole,
     ArmState,
-    KeptTraining,
     StepRow,
+    StoredTraining,
     Training,
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, InconclusiveReason
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, find_tone, render_scores
+from fp8bench.features.train.verdicts.curves import HELD_OUT_PART, MIN_PAIRS, InconclusiveReason
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, find_verdict_tone, render_scores
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Element, Elements, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Elements, Page, Part, Table, Text, TextList, Tone
 from fp8bench.report.panels import join_parts, together
 from fp8bench.report.terminal.layout import make_list_part
-from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
+from fp8bench.report.terminal.short_answer import PrecisionAnswer, as_sentence, short_answer
 from fp8bench.report.topics.answers import remove_option
-from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
+from fp8bench.report.topics.own_batch import LargestBatch, own_batch_table
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
 _MAX_SHOWN_EVENTS = 12
 # Columns of the complete page that the short answer leaves out.
 _COMPLETE_PAGE_ONLY_COLUMNS = ("how", "B/param", "on a device", "events", "to the same loss")
-POSITION_PREFIX = "position:"
+POSITION_LOSS_PREFIX = "position:"
 _VALIDATION_TITLE = "After the last step, on text that was never trained on"
 
 
@@ -56,51 +56,58 @@ def render_answer(judged: JudgedTraining) -> Page:
     verdicts = judged.verdicts
     # Arms that repeat the reference have no verdict, so the short answer leaves them out.
     rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
-    arms = replace(render_arms(rows, _COMPLETE_PAGE_ONLY_COLUMNS), caption="")
+    arms = replace(render_arm_table(rows, _COMPLETE_PAGE_ONLY_COLUMNS), caption="")
     store = _format_store_option(stored)
     training_length_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
-    size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if training.request.seeds >= MIN_PAIRS else ""
+    size_advice = f". {words.MODEL_SIZE_ADVICE.capitalize()}{hint}" if training.request.seeds >= MIN_PAIRS else ""
     title = make_title(training, describe_changed_settings(training.request))
     answer_part = short_answer(
         f"{title} on {describe_devices([training.device])}: {training_length_words}",
         f"Does it learn as well as {verdicts.reference}?",
-        find_answers(judged.summaries, verdicts),
+        find_arm_answers(judged.summaries, verdicts),
         warnings=_list_warnings(stored),
         action=_propose_command(judged, store),
         tables=(
             arms,
             *render_own_batches(judged),
-            Text(f"Smallest visible gap: {words.describe_visible_gap(verdicts)}{size_advice}"),
+            Text(f"Smallest visible gap: {words.describe_smallest_visible_gap(verdicts)}{size_advice}"),
         ),
         closing_facts=(("More", f"fp8bench show {training.id}{store} --all"),),
     )
-    return Page("", "", (answer_part,), _list_column_hints(arms))
+    return Page("", "", (answer_part,), _list_arm_column_hints(arms))
 
 
-def _format_store_option(stored: KeptTraining) -> str:
+def _format_store_option(stored: StoredTraining) -> str:
     """Returns ' --store DIR', with which another command finds the training. Returns '' for the default store."""
     store = Path(stored.path).parent.parent.parent
     return "" if store == Path(".fp8bench") else f" --store {shlex.quote(str(store))}"
 
 
-def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
+def find_arm_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[PrecisionAnswer]:
     """Returns, for each arm with a verdict, whether it learns as well as the reference. For an arm that was not
     trained, returns the reason. Leaves out arms that learn better at another learning rate.
     """
     peak_memory_by_arm = {summary.arm.name: summary.peak_memory for summary in summaries}
-    answers = []
+    arm_answers = []
     for summary in summaries:
         arm = summary.arm
         verdict = summary.verdict
         if arm.skip:
-            answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
+            arm_answers.append(PrecisionAnswer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
         elif verdict is not None and verdict.judged.why is not InconclusiveReason.OTHER_RATE:
-            costs = (_describe_speed(summary), _describe_memory(summary, peak_memory_by_arm.get(verdicts.reference)))
+            cost_texts = (
+                _describe_speed(summary),
+                _describe_memory(summary, peak_memory_by_arm.get(verdicts.reference)),
+            )
             verdict_word = words.VERDICT_WORDS[verdict.judged.learned]
             reason = words.describe_verdict(verdict, verdicts).removeprefix(f"{verdict_word}: ")
-            answers.append(Answer(arm.name, verdict_word, find_tone(verdict.judged), costs=costs, reason=reason))
-    return answers
+            arm_answers.append(
+                PrecisionAnswer(
+                    arm.name, verdict_word, find_verdict_tone(verdict.judged), costs=cost_texts, reason=reason
+                )
+            )
+    return arm_answers
 
 
 def _describe_speed(summary: ArmSummary) -> str:
@@ -121,12 +128,12 @@ def _describe_memory(summary: ArmSummary, peak_of_reference: int | None) -> str:
     return f"memory {units.change(peak / peak_of_reference)}{'' if is_native else ' (est.)'}"
 
 
-def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
+def _list_warnings(stored: StoredTraining) -> Iterator[Text]:
     yield from _warn_of_missing_steps(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE_EVENT]
     if events:
-        more_events_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
-        yield Text(f"{events[0].describe()}{more_events_words}", Tone.BAD)
+        further_events_text = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
+        yield Text(f"{events[0].describe()}{further_events_text}", Tone.BAD)
     yield from (Text(trouble, Tone.DOUBT) for trouble in stored.troubles)
 
 
@@ -155,29 +162,31 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_SHOWN_EVENTS) -> 
     training = judged.training
     stored = judged.kept
     verdicts = judged.verdicts
-    arms = render_arms(judged.summaries, without=("how",) if training.is_watched else ())
-    answers = find_answers(judged.summaries, verdicts)
-    sentences = tuple(map(as_sentence, answers))
-    if training.is_watched and not answers:
+    arms = render_arm_table(judged.summaries, without=("how",) if training.is_watched else ())
+    arm_answers = find_arm_answers(judged.summaries, verdicts)
+    sentences = tuple(map(as_sentence, arm_answers))
+    if training.is_watched and not arm_answers:
         sentences = tuple(words.describe_loops(judged))
-    answer = [Items(sentences)] if sentences else []
-    question = "Does it still learn?" if answers else "How it learned"
-    own_batch = tuple(render_own_batches(judged))
-    size_advice = (words.SIZE_ADVICE,) if answers else ()
+    answer = [TextList(sentences)] if sentences else []
+    question = "Does it still learn?" if arm_answers else "How it learned"
+    own_batch_elements = tuple(render_own_batches(judged))
+    size_advice = (words.MODEL_SIZE_ADVICE,) if arm_answers else ()
     parts = (
-        Part("verdict", question, (*answer, arms, *render_wire(judged))),
-        *make_list_part("notes", "Notes", (*words.describe_chance(verdicts), *size_advice, *list_notes(judged))),
+        Part("verdict", question, (*answer, arms, *render_wire_table(judged))),
+        *make_list_part(
+            "notes", "Notes", (*words.describe_chance(verdicts), *size_advice, *list_training_notes(judged))
+        ),
         *(() if training.is_watched else render_validations(stored)),
         *render_scores(judged.scores),
         *render_last_figures(judged),
-        *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
-        Part("health", "What happened", tuple(_render_events(stored, most_events))),
+        *([Part("own-batch", "Each arm at its own batch", own_batch_elements)] if own_batch_elements else []),
+        Part("health", "What happened", tuple(_render_training_events(stored, most_events))),
         Part("ending", "", tuple(map(Text, _list_closing_lines(stored)))),
     )
-    return Page(make_title(training), "", parts, _list_column_hints(arms), tuple(list_facts(training)))
+    return Page(make_title(training), "", parts, _list_arm_column_hints(arms), tuple(list_training_facts(training)))
 
 
-def _list_column_hints(arms: Table) -> tuple[str, ...]:
+def _list_arm_column_hints(arms: Table) -> tuple[str, ...]:
     return tuple(f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
 
 
@@ -189,13 +198,13 @@ def render_own_batches(judged: JudgedTraining) -> Elements:
         if capacity is None:
             continue
         if capacity.batch:
-            rows.append(OwnBatch(cost.arm, capacity, rates.get(cost.arm), capacity.update))
+            rows.append(LargestBatch(cost.arm, capacity, rates.get(cost.arm), capacity.update))
         else:
             yield Text(f"{cost.arm}: no largest batch was found: {capacity.why}", Tone.DOUBT)
     yield from own_batch_table(rows)
 
 
-def render_wire(judged: JudgedTraining) -> Iterator[Table]:
+def render_wire_table(judged: JudgedTraining) -> Iterator[Table]:
     summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_chance_arm]
     columns: list[Col[ArmSummary]] = [
         Col("arm", "arm.name"),
@@ -216,13 +225,13 @@ def render_plan(training: Training, reference: ArmState) -> Page:
     columns: list[Col[Arm]] = [
         Col("arm", "name"),
         Col("role", "role.value"),
-        Col("how", _describe_arithmetic),
+        Col("how", _describe_support_level),
         Col("why not", "skip", below=True),
     ]
     trained_arms = [arm for arm in training.arms if not arm.skip]
     # The one-ulp arm is trained in the first seed only.
-    chaos_arms = sum(arm.role is ArmRole.CHAOS for arm in trained_arms)
-    steps = request.steps * ((len(trained_arms) - chaos_arms) * request.seeds + chaos_arms)
+    chaos_arm_count = sum(arm.role is ArmRole.CHAOS for arm in trained_arms)
+    steps = request.steps * ((len(trained_arms) - chaos_arm_count) * request.seeds + chaos_arm_count)
     training_fact_texts = (
         f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(trained_arms), 'arm')} in "
@@ -243,11 +252,11 @@ def make_title(training: Training, changed: str = "") -> str:
         seeds = f" in {request.seeds} seeds" if request.seeds > 1 else ""
         return f"watched: {names}, {many(request.steps, 'step')}{seeds}"
     architecture = "" if settings.make else settings.arch
-    details = join_parts(architecture, f"{units.count(training.parameters)} parameters", changed)
-    return f"training of {settings.display_name} ({details})"
+    model_details = join_parts(architecture, f"{units.count(training.parameters)} parameters", changed)
+    return f"training of {settings.display_name} ({model_details})"
 
 
-def list_facts(training: Training) -> Iterator[tuple[str, str]]:
+def list_training_facts(training: Training) -> Iterator[tuple[str, str]]:
     request = training.request
     if training.is_watched:
         return
@@ -264,12 +273,14 @@ def list_facts(training: Training) -> Iterator[tuple[str, str]]:
 
 def describe_changed_settings(request: TrainingRequest) -> str:
     """Returns the settings that differ from their defaults, without those that the title shows."""
-    defaults = TrainerSettings()
+    default_trainer_settings = TrainerSettings()
     settings = request.settings
     setting_names_in_title = {"make", "model", "arch", "scales", "parallel"}
     names = [name for name in SETTINGS_RULES if name not in setting_names_in_title]
     changed_settings = {
-        name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(defaults, name)
+        name: getattr(settings, name)
+        for name in names
+        if getattr(settings, name) != getattr(default_trainer_settings, name)
     }
     changed_settings |= {"scales_from": request.scales_from} if request.scales_from else {}
     return ", ".join(f"{name.replace('_', '-')} {_format_value(value)}" for name, value in changed_settings.items())
@@ -281,16 +292,16 @@ def _format_value(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _describe_arithmetic(arm: Arm) -> str:
+def _describe_support_level(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
+def render_arm_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     columns: tuple[Col[ArmSummary], ...] = (
         Col("arm", lambda row: f"{row.arm.name}{' (first seed)' * (row.arm.role is ArmRole.CHAOS)}"),
         Col(
             "how",
-            lambda row: _describe_arithmetic(row.arm),
+            lambda row: _describe_support_level(row.arm),
             hint="native: the device multiplies in this precision",
             tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN,
         ),
@@ -332,7 +343,7 @@ def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Ta
         Col("events", "events", show=str),
         Col(
             "to the same loss",
-            lambda row: words.format_speed(row.verdict.speed) if row.verdict else None,
+            lambda row: words.format_adjusted_speed(row.verdict.speed) if row.verdict else None,
             hint="how much sooner a native arm reaches the same loss: by the speed and the number of its steps",
         ),
     )
@@ -360,7 +371,7 @@ def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
         yield Part("last-step", title, (table("last-step", "each arm", columns, names),))
 
 
-def render_validations(stored: KeptTraining) -> Iterator[Part]:
+def render_validations(stored: StoredTraining) -> Iterator[Part]:
     """Yields a table of the losses on held-out text after the last step, as means over seeds."""
     losses = together(
         ((validation.of, validation.arm), validation.loss)
@@ -370,12 +381,12 @@ def render_validations(stored: KeptTraining) -> Iterator[Part]:
     means_by_text: dict[str, dict[str, float]] = {}
     for (name, arm_name), values in losses.items():
         means_by_text.setdefault(name, {})[arm_name] = fmean(values)
-    position_names = [name for name in means_by_text if name.startswith(POSITION_PREFIX)]
-    held_out = means_by_text.get(HELD_OUT, {})
+    position_range_names = [name for name in means_by_text if name.startswith(POSITION_LOSS_PREFIX)]
+    held_out = means_by_text.get(HELD_OUT_PART, {})
     arms = [arm.name for arm in stored.training.arms if not arm.is_chance_arm and arm.name in held_out]
     cols: list[Col[str]] = [Col("arm", str)]
     for name, mean_by_arm in means_by_text.items():
-        if name not in position_names[1:-1]:  # show only the first and the last range of positions
+        if name not in position_range_names[1:-1]:  # show only the first and the last range of positions
             cols.append(Col(name, mean_by_arm.get, show="{:.3f}".format))
     if not stored.request.settings.make:  # the loss of a user's model may not be a cross entropy
         perplexities = {arm: math.exp(min(loss, 700.0)) for arm, loss in held_out.items()}
@@ -384,28 +395,28 @@ def render_validations(stored: KeptTraining) -> Iterator[Part]:
         yield Part("texts", _VALIDATION_TITLE, (table("looks", "loss", cols, arms),))
 
 
-def list_notes(judged: JudgedTraining) -> Iterator[str]:
+def list_training_notes(judged: JudgedTraining) -> Iterator[str]:
     stored = judged.kept
     verdicts = judged.verdicts
-    costs = stored.select_lines(ArmCost)
+    arm_costs = stored.select_lines(ArmCost)
     yield from dict.fromkeys(
         event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE_EVENT
     )
     is_watched = stored.training.is_watched
     # A single watched loop is compared with nothing, so held-out text would not improve a verdict.
     if not verdicts.has_held_out and (verdicts.arms or not is_watched):
-        loop_advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
-        advice = loop_advice if is_watched else "return held_out from make()"
+        held_out_advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
+        advice = held_out_advice if is_watched else "return held_out from make()"
         yield f"nothing was held out, so that the training loss alone decides: {advice}"
     if is_watched and verdicts.arms:
         yield "loops are assumed to have had the same initial weights and batches in each seed: streams do not show it"
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
             yield from words.list_void_seeds(verdict)
-    yield from (f"{cost.arm}: {cost.why}" for cost in costs if cost.why)
-    measured_names = {cost.arm for cost in costs}
-    if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured_names]:
-        has_derived_memory = any(cost.memory and cost.memory.on_device for cost in costs if cost.arm in names)
+    yield from (f"{cost.arm}: {cost.why}" for cost in arm_costs if cost.why)
+    measured_arm_names = {cost.arm for cost in arm_costs}
+    if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured_arm_names]:
+        has_derived_memory = any(cost.memory and cost.memory.on_device for cost in arm_costs if cost.arm in names)
         derived_words = "; memory on a device is derived" if has_derived_memory else ""
         yield (
             f"memory and energy of {join_words(names)} are of emulation, not of a device with the format{derived_words}"
@@ -413,7 +424,7 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
     if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     # A resumed training may measure energy again. The last measurement of an arm replaces earlier ones.
-    energies = {cost.arm: cost.energy for cost in costs if cost.energy}
+    energies = {cost.arm: cost.energy for cost in arm_costs if cost.energy}
     reasons = {
         arm: use.why or ("" if energy_samples(use) else "no window was measured") for arm, use in energies.items()
     }
@@ -422,7 +433,7 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
     yield from stored.troubles
 
 
-def _warn_of_missing_steps(stored: KeptTraining) -> Iterator[Text]:
+def _warn_of_missing_steps(stored: StoredTraining) -> Iterator[Text]:
     if not stored.finished:
         steps = ((row.seed, row.step) for row in stored.select_lines(StepRow))
         seed, step = max(steps, default=(stored.request.seed, -1))
@@ -430,7 +441,7 @@ def _warn_of_missing_steps(stored: KeptTraining) -> Iterator[Text]:
         yield Text(sentence, Tone.DOUBT)
 
 
-def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
+def _render_training_events(stored: StoredTraining, most: int) -> Iterator[Element]:
     yield from _warn_of_missing_steps(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE_EVENT]
     if not events:
@@ -452,7 +463,7 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
         yield Text(f"and {len(events) - most} more: the CSV has them")
 
 
-def _list_closing_lines(stored: KeptTraining) -> Iterator[str]:
+def _list_closing_lines(stored: StoredTraining) -> Iterator[str]:
     if stored.training.is_watched:
         yield "curves, tensors by layer and alarms: fp8bench report STREAM"
     else:

@@ -9,19 +9,19 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
 from fp8bench import units
-from fp8bench.analysis.energy import Range
+from fp8bench.analysis.energy import WindowRange
 from fp8bench.features.train.values import ArmRole, LayerReading
 from fp8bench.features.train.verdicts.curves import (
     MIN_PAIRS,
     InconclusiveReason,
     JudgedArm,
-    Learned,
+    LearningVerdict,
     VoidReason,
     bound_single_gap,
-    compute_smallest_effect,
+    compute_detectable_gap,
 )
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, describe_importance
-from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
+from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatDifferences, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
 from fp8bench.report.elements import Text, Tone
@@ -29,7 +29,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.topics.shares import describe_coverage, list_unconverted_products
 from fp8bench.report.words.naming import join_words, many
 
-_ROLE_WORDS = {
+_ARM_ROLE_WORDS = {
     ArmRole.REFERENCE: "the reference",
     ArmRole.REPEAT: "the reference repeated",
     ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
@@ -38,12 +38,12 @@ _ROLE_WORDS = {
 # The most reasons for unconverted layers that are listed, and the most layer names per reason.
 _MAX_LISTED = 3
 VERDICT_WORDS = {
-    Learned.DIVERGED: "no: diverges",
-    Learned.DID_NOT_LEARN: "cannot tell",
-    Learned.WORSE: "learns worse",
-    Learned.WITHIN_NOISE: "as well",
-    Learned.BETTER: "learns better",
-    Learned.INCONCLUSIVE: "cannot tell",
+    LearningVerdict.DIVERGED: "no: diverges",
+    LearningVerdict.DID_NOT_LEARN: "cannot tell",
+    LearningVerdict.WORSE: "learns worse",
+    LearningVerdict.WITHIN_NOISE: "as well",
+    LearningVerdict.BETTER: "learns better",
+    LearningVerdict.INCONCLUSIVE: "cannot tell",
 }
 
 
@@ -63,13 +63,13 @@ def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
     if summary.verdict is not None:
         return describe_verdict(summary.verdict, verdicts)
     if arm.role is ArmRole.CHAOS and verdicts.chaos is not None:
-        return f"{_ROLE_WORDS[arm.role]}: {100 * verdicts.chaos.gap:+.2g}% from it there"
-    if arm.name == verdicts.reference and verdicts.rate_count > 1:
-        return f"{_ROLE_WORDS[arm.role]} at its best rate, with which arms are compared"
-    return _ROLE_WORDS[arm.role]
+        return f"{_ARM_ROLE_WORDS[arm.role]}: {100 * verdicts.chaos.gap:+.2g}% from it there"
+    if arm.name == verdicts.reference and verdicts.learning_rate_count > 1:
+        return f"{_ARM_ROLE_WORDS[arm.role]} at its best rate, with which arms are compared"
+    return _ARM_ROLE_WORDS[arm.role]
 
 
-def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
+def _describe_gap_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
     """Returns text with an upper bound of the gap of an arm with too few seeds for a verdict; '' if no bound is known.
     For a single seed, the bound comes from the effect of one ulp (weights one unit in the last place apart).
     """
@@ -77,23 +77,23 @@ def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
     if gap is None or arm.judged.why is not InconclusiveReason.FEW_PAIRS:
         return ""
     if gap.shown is not None:
-        return f"{describe_bound_above(gap.shown)} (95%); "
+        return f"{describe_upper_bound(gap.shown)} (95%); "
     if verdicts.chaos is None or arm.pairs[0].seed != verdicts.chaos.seed:
         return ""
     bound = bound_single_gap(gap.point, verdicts.chaos.gap)
     if bound is None:
         return ""
-    return f"{describe_bound_above(bound)} in seed {verdicts.chaos.seed} (95%, by what one ulp does there); "
+    return f"{describe_upper_bound(bound)} in seed {verdicts.chaos.seed} (95%, by what one ulp does there); "
 
 
-def describe_bound_above(interval: Interval) -> str:
+def describe_upper_bound(interval: Interval) -> str:
     """Returns a text such as 'at most 0.24% worse'."""
     if interval.high <= 0:
         return "at most 0% worse"
-    return f"at most {_bounds_in_percent(interval)[1]:.{_count_decimals(interval)}f}% worse"
+    return f"at most {_convert_bounds_to_percent(interval)[1]:.{_count_decimals(interval)}f}% worse"
 
 
-def _bounds_in_percent(interval: Interval) -> tuple[float, float]:
+def _convert_bounds_to_percent(interval: Interval) -> tuple[float, float]:
     """Returns the bounds of an interval in percent, rounded outward. Rounding inward would claim more than was
     measured.
     """
@@ -122,15 +122,15 @@ def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
     """Returns a text such as 'worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate'."""
     judged = arm.judged
     seeds = len(verdicts.seeds)
-    if judged.learned is Learned.DIVERGED:
+    if judged.learned is LearningVerdict.DIVERGED:
         return f"diverged in {len(arm.diverged_in)} of {many(seeds, 'seed')} ({_format_seeds(arm.diverged_in)})"
-    if judged.learned is Learned.DID_NOT_LEARN:
-        return f"no verdict: the reference did not learn ({describe_missing_fall(verdicts)})"
-    if judged.learned is Learned.INCONCLUSIVE:
-        return f"{VERDICT_WORDS[judged.learned]}: {_describe_bound(arm, verdicts)}{describe_inconclusive(judged)}"
+    if judged.learned is LearningVerdict.DID_NOT_LEARN:
+        return f"no verdict: the reference did not learn ({describe_missing_loss_fall(verdicts)})"
+    if judged.learned is LearningVerdict.INCONCLUSIVE:
+        return f"{VERDICT_WORDS[judged.learned]}: {_describe_gap_bound(arm, verdicts)}{describe_inconclusive(judged)}"
     assert judged.gap is not None and judged.gap.decides is not None
     interval = judged.gap.decides
-    if judged.learned is Learned.WITHIN_NOISE:
+    if judged.learned is LearningVerdict.WITHIN_NOISE:
         if arm.same_bits:
             return "within noise: every loss is the reference's, bit for bit; does this arm take effect?"
         return f"within noise: {_format_interval(interval)}, inside +-{100 * verdicts.margin:.4g}%"
@@ -141,7 +141,11 @@ def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
 # The values that --fail-on accepts.
 ALARM = "alarm"
 FAILURE_WORDS = (
-    *(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)),
+    *(
+        word.replace(" ", "-")
+        for word in LearningVerdict
+        if word not in (LearningVerdict.BETTER, LearningVerdict.WITHIN_NOISE)
+    ),
     ALARM,
 )
 
@@ -149,8 +153,8 @@ FAILURE_WORDS = (
 def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -> Iterator[str]:
     for arm in judged.verdicts.arms:
         # Neither a gap within the margin nor an unsuitable learning rate is a failure of the precision.
-        is_failure = not arm.judged.is_tolerated and arm.judged.why is not InconclusiveReason.OTHER_RATE
-        if is_failure and arm.judged.learned.replace(" ", "-") in requested_failures:
+        has_arm_failed = not arm.judged.is_tolerated and arm.judged.why is not InconclusiveReason.OTHER_RATE
+        if has_arm_failed and arm.judged.learned.replace(" ", "-") in requested_failures:
             yield f"{arm.arm.name}: {describe_verdict(arm, judged.verdicts)}"
     if ALARM in requested_failures:
         for event in judged.kept.alarms:
@@ -171,32 +175,36 @@ def describe_inconclusive(judged: JudgedArm) -> str:
     if judged.why in (InconclusiveReason.SAME_BITS, InconclusiveReason.FALLBACK, InconclusiveReason.OTHER_RATE):
         return str(judged.why)
     if judged.why is InconclusiveReason.FEW_PAIRS:
-        pairs = judged.gap.pairs if judged.gap else 0
-        pair_words = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {MIN_PAIRS}"
+        seed_pair_count = judged.gap.pairs if judged.gap else 0
+        counted_seeds_text = (
+            f"{many(seed_pair_count, 'seed')} {'counts' if seed_pair_count == 1 else 'count'}, fewer than {MIN_PAIRS}"
+        )
         if judged.void:
-            return f"{pair_words}: {judged.void}{_ADVICE_BY_VOID_REASON.get(judged.void, '')}"
-        return f"{pair_words}; {further_seeds_words}"
+            return f"{counted_seeds_text}: {judged.void}{_ADVICE_BY_VOID_REASON.get(judged.void, '')}"
+        return f"{counted_seeds_text}; {further_seeds_words}"
     if judged.why is InconclusiveReason.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
-        bound = describe_bound_above(judged.gap.decides)
+        bound = describe_upper_bound(judged.gap.decides)
         interval_text = _format_interval(judged.gap.decides)
         return f"{bound}, as {interval_text} is too wide to tell; {further_seeds_words} in four of five cases"
     if judged.why is InconclusiveReason.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
-    training_change_words = units.change(1 + judged.gap.point)
-    return f"{training_change_words} on training text, but {units.change(1 + judged.held_out.point)} on held-out text"
+    training_loss_change_text = units.change(1 + judged.gap.point)
+    return (
+        f"{training_loss_change_text} on training text, but {units.change(1 + judged.held_out.point)} on held-out text"
+    )
 
 
-def describe_missing_fall(verdicts: TrainingVerdicts) -> str:
-    required_fall = units.percent(verdicts.least_fall)
-    smallest_loss_fall = min(verdicts.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
-    loss_fall_words = (
+def describe_missing_loss_fall(verdicts: TrainingVerdicts) -> str:
+    required_loss_fall = units.percent(verdicts.least_loss_fall)
+    smallest_loss_fall = min(verdicts.loss_fall_by_seed.values(), key=lambda fall: (not math.isnan(fall), fall))
+    loss_fall_text = (
         "its loss was not a number in the end"
         if math.isnan(smallest_loss_fall)
         else f"its loss fell by {units.percent(smallest_loss_fall)}"
     )
-    return f"in one seed {loss_fall_words}; every seed needs at least {required_fall}"
+    return f"in one seed {loss_fall_text}; every seed needs at least {required_loss_fall}"
 
 
 def list_void_seeds(arm: ArmVerdict) -> Iterator[str]:
@@ -211,7 +219,7 @@ def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
     gap that would have been visible.
     """
     if verdicts.repeat_band is not None:
-        yield describe_repeat(verdicts.repeat_band)
+        yield describe_nondeterminism(verdicts.repeat_band)
     if verdicts.chaos is not None:
         yield (
             f"one ulp moves the reference by {100 * verdicts.chaos.gap:+.2g}% in seed {verdicts.chaos.seed}: one seed "
@@ -224,16 +232,16 @@ def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
             "100 trainings would call any of them worse or better"
         )
     if arm_count:
-        yield describe_visible_gap(verdicts)
+        yield describe_smallest_visible_gap(verdicts)
 
 
-def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
+def describe_smallest_visible_gap(verdicts: TrainingVerdicts) -> str:
     """Returns a sentence on the smallest gap that would have been visible in all arms: that of the arm with the widest
     interval.
     """
-    arm_gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
-    visible_gaps = [compute_smallest_effect(gap) for gap in arm_gaps if gap.pairs >= MIN_PAIRS]
-    largest_pair_count = max((gap.pairs for gap in arm_gaps), default=0)
+    arm_loss_gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
+    visible_gaps = [compute_detectable_gap(gap) for gap in arm_loss_gaps if gap.pairs >= MIN_PAIRS]
+    largest_pair_count = max((gap.pairs for gap in arm_loss_gaps), default=0)
     if visible_gaps:
         return f"a gap of {100 * max(visible_gaps):.2g}% or more would have shown in about three of four such trainings"
     return (
@@ -241,10 +249,10 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
     )
 
 
-SIZE_ADVICE = "these verdicts hold for this size of model only: train the size that you will use"
+MODEL_SIZE_ADVICE = "these verdicts hold for this size of model only: train the size that you will use"
 
 
-def describe_repeat(band: RepeatBand) -> str:
+def describe_nondeterminism(band: RepeatDifferences) -> str:
     if band.first is None:
         return (
             f"nondeterminism is zero: the repeat has the same loss in each of {many(band.steps, 'step')}, bit for bit"
@@ -252,7 +260,7 @@ def describe_repeat(band: RepeatBand) -> str:
     return f"the repeat differs from step {band.first} on, by at most {units.percent(band.largest, 3)} of a step's loss"
 
 
-def format_speed(speed: AdjustedSpeed | None) -> str | None:
+def format_adjusted_speed(speed: AdjustedSpeed | None) -> str | None:
     """Returns a text such as '1.42x [1.35x, 1.49x] (1.50x by steps)'."""
     if speed is None:
         return None
@@ -267,7 +275,7 @@ def format_speed(speed: AdjustedSpeed | None) -> str | None:
     )
 
 
-def format_joules(joules: Range | None) -> str | None:
+def format_joules(joules: WindowRange | None) -> str | None:
     """Returns the median energy of a step with the range over windows, such as '1.90 J [1.88 J, 1.91 J]'."""
     if joules is None:
         return None
@@ -279,13 +287,15 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
     largest shares of a tensor that underflow and saturate in a cast.
     """
     for (name, seed), curve in judged.curves.items():
-        first = curve.rows[0]
+        first_row = curve.rows[0]
         last = curve.rows[-1]
         alarms = [alarm for alarm in judged.kept.alarms if (alarm.arm, alarm.seed) == (name, seed)]
         first_alarm_words = "".join(f", the first in step {alarm.step}: {alarm.words}" for alarm in alarms[:1])
-        verb, tone = ("fell", Tone.PLAIN) if last.loss < first.loss else ("rose", Tone.BAD if alarms else Tone.PLAIN)
+        verb, tone = (
+            ("fell", Tone.PLAIN) if last.loss < first_row.loss else ("rose", Tone.BAD if alarms else Tone.PLAIN)
+        )
         yield Text(
-            f"{name}: the loss {verb} from {first.loss:.4g} in step {first.step} to {last.loss:.4g} in step "
+            f"{name}: the loss {verb} from {first_row.loss:.4g} in step {first_row.step} to {last.loss:.4g} in step "
             f"{last.step}; {many(len(alarms), 'alarm')}{first_alarm_words}",
             tone,
         )
@@ -300,8 +310,8 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
 
 def _format_interval(interval: Interval) -> str:
     decimals = _count_decimals(interval)
-    percentages = (100 * interval.point, *_bounds_in_percent(interval))
-    point, low, high = (f"{round(value, decimals) + 0.0:+.{decimals}f}%" for value in percentages)
+    interval_percentages = (100 * interval.point, *_convert_bounds_to_percent(interval))
+    point, low, high = (f"{round(value, decimals) + 0.0:+.{decimals}f}%" for value in interval_percentages)
     return f"{point} [{low}, {high}] ({units.percent(interval.level, 0)})"
 
 

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
-from fp8bench.cli.outputs import check_files
-from fp8bench.cli.streams import complain
+from fp8bench.cli.options import add_common_options
+from fp8bench.cli.outputs import check_output_files
+from fp8bench.cli.streams import write_sentence_to_stderr
 from fp8bench.errors import UsageError
 from fp8bench.features.watch.script import Script, run_script
 from fp8bench.files import make_store
 from fp8bench.model.request import whole_number
 from fp8bench.registry import precisions
-from fp8bench.report.data.loggers import check_target
+from fp8bench.report.data.loggers import check_log_target
 
 EXAMPLES = (
     "fp8bench watch train.py --lr 3e-4  # options after train.py are passed to the script",
@@ -72,8 +72,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="run a shell command for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment",
     )
-    add_common(parser, "--log", help="log curves during training to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
-    add_common(parser, "--store", help="the folder for streams; default .fp8bench")
+    add_common_options(
+        parser, "--log", help="log curves during training to tensorboard[:DIR] or wandb[:PROJECT]; repeatable"
+    )
+    add_common_options(parser, "--store", help="the folder for streams; default .fp8bench")
 
 
 def run(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -88,25 +90,25 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     options = {
         "stride": arguments.stride,
         "eager": arguments.eager,
-        "precision": precisions.canonical(arguments.precision),
+        "precision": precisions.find_canonical_name(arguments.precision),
         "on_alarm": arguments.on_alarm,
         "log": tuple(map(str, arguments.log)),
         "live": arguments.live and arguments.live.absolute(),
     }
     for target in arguments.log:
-        check_target(target)
+        check_log_target(target)
     # Launchers such as torchrun start one process per rank and set RANK. Only rank 0 writes. Other programs may set
     # RANK to any text.
     rank_text = os.environ.get("RANK", "")
     rank = int(rank_text) if rank_text.isdecimal() else 0
     stream = arguments.stream.absolute() if arguments.stream else _choose_stream_file(arguments.store, path.stem, rank)
     if rank == 0:
-        check_files({"stream": stream, "live": arguments.live})
+        check_output_files({"stream": stream, "live": arguments.live})
         if stream.exists():
             raise UsageError(f"{stream} exists, and streams are never overwritten. Give another --stream FILE.")
     store, script_arguments = arguments.store.absolute(), tuple(arguments.arguments)
     script = Script(str(path.absolute()), arguments.script, script_arguments, stream, store, options, rank == 0)
-    return partial(run_script, script, complain)
+    return partial(run_script, script, write_sentence_to_stderr)
 
 
 def _choose_stream_file(store: Path, stem: str, rank: int) -> Path:

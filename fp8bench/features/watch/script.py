@@ -21,10 +21,10 @@ from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from fp8bench.features.train.lab.script_loops import ScriptLoops
+    from fp8bench.features.train.lab.script_loops import ScriptLoopWatch
 
 # The module with the base class of all torch optimizers. `import torch` imports it.
-_OPTIMIZER_MODULE = "torch.optim.optimizer"
+_TORCH_OPTIMIZER_MODULE_NAME = "torch.optim.optimizer"
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
     """Runs the script in this process, then ends the process as Python would: with the script's exit code, traceback
     or signal."""
     script_watch = _ScriptWatch(script, say if script.is_writer else lambda _: None)
-    ending_signals: list[signal.Signals] = []
+    received_end_signals: list[signal.Signals] = []
     # This handler is registered first, so that it runs after all exit handlers of the script.
-    atexit.register(_end_by_signal, ending_signals)
+    atexit.register(_end_by_signal, received_end_signals)
     script_watch.start()
     exit_code: Any = None
     try:
@@ -61,7 +61,7 @@ def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
         sys.excepthook(type(error), error.with_traceback(script_traceback), script_traceback)
         exit_code = 1
         if isinstance(error, KeyboardInterrupt):
-            ending_signals.append(signal.SIGINT)
+            received_end_signals.append(signal.SIGINT)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -93,12 +93,12 @@ def _skip_outer_frames(traceback: TracebackType | None, path: str) -> TracebackT
 
 def _end_by_signal(signals: list[signal.Signals]) -> None:
     """Ends this process by the signal that ended the script, so that the parent process sees the signal."""
-    for number in signals:
+    for signal_number in signals:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
 
 
 class _ScriptWatch:
@@ -108,14 +108,14 @@ class _ScriptWatch:
     def __init__(self, script: Script, say: Callable[[str], None]) -> None:
         self._script, self._say = script, say
         self._own_pid = os.getpid()
-        self._loops: ScriptLoops | None = None
+        self._loops: ScriptLoopWatch | None = None
         self._has_failed = self._has_ended = False
 
     def start(self) -> None:
-        if _OPTIMIZER_MODULE in sys.modules:
-            self._add_hook(sys.modules[_OPTIMIZER_MODULE])
+        if _TORCH_OPTIMIZER_MODULE_NAME in sys.modules:
+            self._add_hook(sys.modules[_TORCH_OPTIMIZER_MODULE_NAME])
         else:
-            sys.meta_path.insert(0, _ImportHook(_OPTIMIZER_MODULE, self._add_hook))
+            sys.meta_path.insert(0, _ImportHook(_TORCH_OPTIMIZER_MODULE_NAME, self._add_hook))
         # By default, SIGTERM would end the process without the last rows.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle_sigterm)
@@ -152,9 +152,9 @@ class _ScriptWatch:
         with self._stop_on_error():
             if self._loops is None:
                 script = self._script
-                from fp8bench.features.train.lab.script_loops import ScriptLoops
+                from fp8bench.features.train.lab.script_loops import ScriptLoopWatch
 
-                self._loops = ScriptLoops(script.stream, script.store, script.options, self._say)
+                self._loops = ScriptLoopWatch(script.stream, script.store, script.options, self._say)
             self._loops.watch_optimizer(optimizer)
 
     @contextlib.contextmanager

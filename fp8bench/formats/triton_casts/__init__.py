@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp8bench.formats.compiling import Definition
 
 # The first compute capability with instructions that convert to FP8.
-FIRST_CAPABILITY = (8, 9)
+MIN_COMPUTE_CAPABILITY = (8, 9)
 # The state is the same for all threads, because autograd casts in other threads. `failure` is the reason why a kernel
 # did not compile, or ''.
 _TRITON_STATE = SimpleNamespace(chosen=True, failure="")
@@ -47,7 +47,7 @@ def disable_triton(reason: str) -> None:
 
 
 @contextmanager
-def choose_casts(allows_triton: bool) -> Iterator[None]:
+def choose_cast_compiler(allows_triton: bool) -> Iterator[None]:
     previous_choice, _TRITON_STATE.chosen = _TRITON_STATE.chosen, allows_triton
     try:
         yield
@@ -74,6 +74,6 @@ def explain_no_triton(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     device_capability = torch.cuda.get_device_capability(device)
-    if device_capability < FIRST_CAPABILITY:
+    if device_capability < MIN_COMPUTE_CAPABILITY:
         return f"compute capability {device_capability[0]}.{device_capability[1]} has no conversion to FP8"
     return ""

@@ -13,11 +13,11 @@ import triton.language as tl
 INFINITY_BITS = tl.constexpr(0x7F800000)
 MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 HALF_MAGNITUDE_MASK = tl.constexpr(0x7FFF)
-ONE_BITS = tl.constexpr(0x3F800000)
-LARGEST_FACTOR = tl.constexpr(2.0**126)
+FLOAT_ONE_BITS = tl.constexpr(0x3F800000)
+LARGEST_SCALE_FACTOR = tl.constexpr(2.0**126)
 LARGEST_EXPONENT = tl.constexpr(126)
 EXPONENT_BIAS = tl.constexpr(127)
-TWICE_ONE_BITS = tl.constexpr(2 * 0x3F800000)
+DOUBLED_BITS_OF_ONE = tl.constexpr(2 * 0x3F800000)
 MANTISSA_BITS = tl.constexpr(23)
 SMALLEST_POWER_BITS = tl.constexpr(1 << 22)
 LARGEST_POWER_BITS = tl.constexpr(254 << 23)
@@ -52,22 +52,22 @@ def scale_factor(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Returns the factor by which elements are multiplied before their cast. `bits` are the bits of the largest
     magnitude among these elements. The factor is that of `blocks.float_factor`.
     """
-    usable = (bits > 0) & (bits < INFINITY_BITS)
-    amax = tl.where(usable, bits, ONE_BITS)
+    is_usable_amax = (bits > 0) & (bits < INFINITY_BITS)
+    amax = tl.where(is_usable_amax, bits, FLOAT_ONE_BITS)
     if POWER_OF_TWO:
         # Compute the exponent of LARGEST / amax, rounded down. A division would need more registers in each thread.
         largest = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True)
         exponent = tl.minimum((-amax + largest) >> MANTISSA_BITS, LARGEST_EXPONENT)
         factor = ((exponent + EXPONENT_BIAS) << MANTISSA_BITS).to(tl.float32, bitcast=True)
     else:
-        factor = tl.minimum(divide(LARGEST, amax.to(tl.float32, bitcast=True)), LARGEST_FACTOR)
-    return tl.where(usable, factor, 1.0)
+        factor = tl.minimum(divide(LARGEST, amax.to(tl.float32, bitcast=True)), LARGEST_SCALE_FACTOR)
+    return tl.where(is_usable_amax, factor, 1.0)
 
 
 @triton.jit
 def scale_inverse(factor, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
-        return (-factor.to(tl.int32, bitcast=True) + TWICE_ONE_BITS).to(tl.float32, bitcast=True)
+        return (-factor.to(tl.int32, bitcast=True) + DOUBLED_BITS_OF_ONE).to(tl.float32, bitcast=True)
     return divide(1.0, factor)
 
 
@@ -95,12 +95,12 @@ def combine_maxima(state, bits):
     counted happens before what the last program does.
     """
     tl.atomic_max(state, bits, sem="relaxed")
-    last = tl.atomic_add(state + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    is_last_program = tl.atomic_add(state + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1
     largest = bits * 0
-    if last:
+    if is_last_program:
         largest = tl.atomic_xchg(state, 0, sem="relaxed")
         tl.atomic_xchg(state + 1, 0, sem="relaxed")
-    return last, largest
+    return is_last_program, largest
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "inverse", "state"])
@@ -111,9 +111,9 @@ def find_scale(x, scale, inverse, state, size, LARGEST: tl.constexpr, POWER_OF_T
     for start in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         values = tl.load(x + start + offsets, mask=start + offsets < size, other=0.0)
         largest = tl.maximum(largest, magnitude_bits(values))
-    last, bits = combine_maxima(state, widen_bits(tl.max(largest, axis=0), x.dtype.element_ty))
+    is_last_program, bits = combine_maxima(state, widen_bits(tl.max(largest, axis=0), x.dtype.element_ty))
     # Only the last program has the maximum of all programs, so it writes the scale.
-    if last:
+    if is_last_program:
         factor = scale_factor(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale, factor)
         tl.store(inverse, scale_inverse(factor, POWER_OF_TWO))
@@ -137,25 +137,25 @@ def renew_scale(
     """Stores this cast's scale and inverse scale, then updates the delayed scale as code_kernels.DelayedScaleKernel
     does. Only one program of a launch may call it.
     """
-    current = tl.load(scale)
-    tl.store(used, current)
-    tl.store(inverse, divide(1.0, current))
+    current_scale = tl.load(scale)
+    tl.store(used, current_scale)
+    tl.store(inverse, divide(1.0, current_scale))
     # An amax that is not finite changes neither the history nor the scale.
     finite = amax_bits < INFINITY_BITS
     entry = tl.where(finite, amax_bits, 0).to(tl.float32, bitcast=True)
     count = tl.load(casts)
-    entry_index = count % HISTORY
+    history_index = count % HISTORY
     largest = entry
     if not MOST_RECENT:
         for start in range(0, HISTORY, CHUNK):
             offsets = start + tl.arange(0, CHUNK)
             entries = tl.load(history + offsets, mask=offsets < HISTORY, other=0.0)
-            largest = tl.maximum(largest, tl.max(tl.where(offsets == entry_index, 0.0, entries), axis=0))
-    tl.store(history + entry_index, entry)
+            largest = tl.maximum(largest, tl.max(tl.where(offsets == history_index, 0.0, entries), axis=0))
+    tl.store(history + history_index, entry)
     tl.store(casts, count + 1)
     next_scale = scale_factor(largest.to(tl.int32, bitcast=True), LARGEST, False) * SHRINK
     is_due = finite & (largest > 0) & ((count + 1) % INTERVAL == 0)
-    tl.store(scale, tl.where(is_due, next_scale, current))
+    tl.store(scale, tl.where(is_due, next_scale, current_scale))
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "state", "history", "casts", "used", "inverse"])
@@ -192,26 +192,26 @@ def cast(
     factor = 1.0
     if SCALED:
         factor = tl.load(scale)
-    across = tl.cdiv(columns, ACROSS)
+    tiles_across = tl.cdiv(columns, ACROSS)
     # A variable keeps its type in a loop, so the running maximum starts as a tile of zeros.
     if DELAYED:
         largest = magnitude_bits(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
     # There may be more tiles than programs, so each program takes several.
-    for tile in range(tl.program_id(0), tl.cdiv(rows, DOWN) * across, tl.num_programs(0)):
-        row = (tile // across) * DOWN + tl.arange(0, DOWN)[:, None]
-        column = (tile % across) * ACROSS + tl.arange(0, ACROSS)[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(rows, DOWN) * tiles_across, tl.num_programs(0)):
+        row = (tile // tiles_across) * DOWN + tl.arange(0, DOWN)[:, None]
+        column = (tile % tiles_across) * ACROSS + tl.arange(0, ACROSS)[None, :]
         in_bounds = (row < rows) & (column < columns)
         values = tl.load(x + row * columns + column, mask=in_bounds, other=0)
         if LARGEST is None:
-            encoded = values
+            encoded_values = values
         else:
-            encoded = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
+            encoded_values = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
         if DELAYED:
             largest = tl.maximum(largest, magnitude_bits(values))
         if STRAIGHT:
-            tl.store(codes + row * columns + column, encoded, mask=in_bounds)
+            tl.store(codes + row * columns + column, encoded_values, mask=in_bounds)
         if TURNED:
-            tl.store(turned + column * rows + row, encoded, mask=in_bounds)
+            tl.store(turned + column * rows + row, encoded_values, mask=in_bounds)
     # Only the last program knows the largest magnitude of all.
     if DELAYED:
         last, bits = combine_maxima(state, widen_bits(tl.max(tl.max(largest, axis=1), axis=0), x.dtype.element_ty))
@@ -259,11 +259,11 @@ def cast_rows(
             tl.store(inverse + row, scale_inverse(factor, POWER_OF_TWO), mask=row < rows)
             tl.store(codes + offset, encode(values, factor[:, None], LARGEST, codes.dtype.element_ty), mask=in_bounds)
     if PEAKS:
-        columns_of_peaks = tl.arange(0, WIDTH)
+        peak_columns = tl.arange(0, WIDTH)
         tl.atomic_max(
-            peaks + columns_of_peaks,
+            peaks + peak_columns,
             widen_bits(largest, x.dtype.element_ty),
-            mask=columns_of_peaks < columns,
+            mask=peak_columns < columns,
             sem="relaxed",
         )
 
@@ -296,20 +296,20 @@ def cast_long_rows(
     for start in range(0, columns, WIDTH):
         in_bounds = start + offsets < columns
         values = tl.load(x + row_start + start + offsets, mask=in_bounds, other=0.0, eviction_policy="evict_first")
-        encoded = encode(values, factor, LARGEST, codes.dtype.element_ty)
-        tl.store(codes + row_start + start + offsets, encoded, mask=in_bounds)
+        encoded_values = encode(values, factor, LARGEST, codes.dtype.element_ty)
+        tl.store(codes + row_start + start + offsets, encoded_values, mask=in_bounds)
 
 
 @triton.jit(do_not_specialize_on_alignment=["peaks"])
 def find_peaks(x, peaks, rows, columns, LINES: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
     """Finds the largest magnitude of each column. A program handles LINES rows of ACROSS columns."""
-    across = tl.cdiv(columns, ACROSS)
-    column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
+    tiles_across = tl.cdiv(columns, ACROSS)
+    column = (tl.program_id(0) % tiles_across) * ACROSS + tl.arange(0, ACROSS)
     largest = magnitude_bits(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
     # Find the maximum of several tiles before the atomic operation. One atomic operation for each tile would limit the
     # speed.
     for step in range(0, LINES, DOWN):
-        row = (tl.program_id(0) // across) * LINES + step + tl.arange(0, DOWN)
+        row = (tl.program_id(0) // tiles_across) * LINES + step + tl.arange(0, DOWN)
         in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
         values = tl.load(x + row[:, None] * columns + column[None, :], mask=in_bounds, other=0.0)
         largest = tl.maximum(largest, magnitude_bits(values))
@@ -334,18 +334,18 @@ def cast_columns(
     """Casts the transpose of a matrix to codes, with a scale for each row of the transpose. `peaks` has the largest
     magnitudes of these rows.
     """
-    across = tl.cdiv(columns, ACROSS)
-    tile_row = tl.program_id(0) // across
+    tiles_across = tl.cdiv(columns, ACROSS)
+    tile_row = tl.program_id(0) // tiles_across
     row = tile_row * DOWN + tl.arange(0, DOWN)
-    column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
+    column = (tl.program_id(0) % tiles_across) * ACROSS + tl.arange(0, ACROSS)
     factor = scale_factor(tl.load(peaks + column, mask=column < columns, other=0), LARGEST, POWER_OF_TWO)
     # All tiles of a column compute the same inverse scale. The first of them writes it.
     if tile_row == 0:
         tl.store(inverse + column, scale_inverse(factor, POWER_OF_TWO), mask=column < columns)
     in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(x + row[:, None] * columns + column[None, :], mask=in_bounds, other=0.0)
-    encoded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
-    tl.store(turned + column[None, :] * rows + row[:, None], encoded, mask=in_bounds)
+    encoded_values = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
+    tl.store(turned + column[None, :] * rows + row[:, None], encoded_values, mask=in_bounds)
 
 
 @triton.jit(do_not_specialize_on_alignment=["inverse", "turned_inverse"])
@@ -387,11 +387,11 @@ def cast_blocks(
         )
         tl.store(inverse + tile_row * stride + tile_column, scale_inverse(factor, POWER_OF_TWO))
         tl.store(turned_inverse + tile_column * turned_stride + tile_row, scale_inverse(factor, POWER_OF_TWO))
-        encoded = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
+        encoded_values = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
         if STRAIGHT:
-            tl.store(codes + offset, encoded, mask=in_bounds)
+            tl.store(codes + offset, encoded_values, mask=in_bounds)
         if TURNED:
-            tl.store(turned + column[None, :] * rows + row[:, None], encoded, mask=in_bounds)
+            tl.store(turned + column[None, :] * rows + row[:, None], encoded_values, mask=in_bounds)
     else:
         if STRAIGHT:
             factor = scale_factor(widen_bits(tl.max(bits, axis=1), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
@@ -404,8 +404,8 @@ def cast_blocks(
                 scale_inverse(factor, POWER_OF_TWO),
                 mask=column < columns,
             )
-            encoded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
-            tl.store(turned + column[None, :] * rows + row[:, None], encoded, mask=in_bounds)
+            encoded_values = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
+            tl.store(turned + column[None, :] * rows + row[:, None], encoded_values, mask=in_bounds)
 
 
 @triton.jit
@@ -424,10 +424,10 @@ def encode_mx(values, bits, exponent, LARGEST: tl.constexpr, E5M2: tl.constexpr)
     # The constant comes last, because triton 3.7's interpreter cannot subtract a tensor from a constant.
     inverse = power_of_two(-exponent + LARGEST_POWER_BITS)
     if E5M2:
-        encoded = encode(finite, inverse, LARGEST, tl.float8e5)
+        encoded_values = encode(finite, inverse, LARGEST, tl.float8e5)
     else:
-        encoded = encode(finite, inverse, LARGEST, tl.float8e4nv)
-    return encoded.to(tl.uint8, bitcast=True)
+        encoded_values = encode(finite, inverse, LARGEST, tl.float8e4nv)
+    return encoded_values.to(tl.uint8, bitcast=True)
 
 
 @triton.jit
@@ -436,13 +436,13 @@ def mx_scale_byte(bits, exponent):
 
 
 @triton.jit
-def scale_index(row, block, across, TILED: tl.constexpr):
+def compute_scale_index(row, block, across, TILED: tl.constexpr):
     """Returns the index of a block's scale in memory. With TILED, scales are in tiles of 128 x 4 (scale_layouts.py),
     otherwise row by row.
     """
     if TILED:
-        tile = (row // 128) * (across // 4) + block // 4
-        return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
+        tile_index = (row // 128) * (across // 4) + block // 4
+        return tile_index * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
     return row * across + block
 
 
@@ -484,9 +484,9 @@ def cast_mx(
         encoded = encode_mx(parts, bits[:, :, None], exponent[:, :, None], LARGEST, E5M2)
         tl.store(codes + offset, tl.reshape(encoded, (DOWN, ACROSS)), mask=in_bounds)
         block = tile_column * (ACROSS // 32) + tl.arange(0, ACROSS // 32)
-        is_block = (row < rows)[:, None] & (block < columns // 32)[None, :]
-        scale_offset = scale_index(row[:, None], block[None, :], columns // 32, TILED)
-        tl.store(scales + scale_offset, mx_scale_byte(bits, exponent), mask=is_block)
+        block_mask = (row < rows)[:, None] & (block < columns // 32)[None, :]
+        scale_offset = compute_scale_index(row[:, None], block[None, :], columns // 32, TILED)
+        tl.store(scales + scale_offset, mx_scale_byte(bits, exponent), mask=block_mask)
     if TURNED:
         parts = tl.reshape(values, (DOWN // 32, 32, ACROSS))
         bits = widen_bits(tl.max(magnitude_bits(parts), axis=1), x.dtype.element_ty)
@@ -494,6 +494,6 @@ def cast_mx(
         encoded = encode_mx(parts, bits[:, None, :], exponent[:, None, :], LARGEST, E5M2)
         tl.store(turned + column[None, :] * rows + row[:, None], tl.reshape(encoded, (DOWN, ACROSS)), mask=in_bounds)
         block = tile_row * (DOWN // 32) + tl.arange(0, DOWN // 32)
-        is_block = (block < rows // 32)[:, None] & (column < columns)[None, :]
-        scale_offset = scale_index(column[None, :], block[:, None], rows // 32, TURNED_TILED)
-        tl.store(turned_scales + scale_offset, mx_scale_byte(bits, exponent), mask=is_block)
+        block_mask = (block < rows // 32)[:, None] & (column < columns)[None, :]
+        scale_offset = compute_scale_index(column[None, :], block[:, None], rows // 32, TURNED_TILED)
+        tl.store(turned_scales + scale_offset, mx_scale_byte(bits, exponent), mask=block_mask)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fp8bench.formats.compiling import Compiled, Definition
 from fp8bench.formats.triton_casts import disable_triton, kernels
-from fp8bench.formats.triton_casts.plans import Argument, Counter, Plan, Pointer, Zeros, plan_launches
+from fp8bench.formats.triton_casts.plans import Counter, LaunchArgument, Plan, TensorArgument, Zeros, plan_launches
 
 # Vector instructions need addresses that are multiples of this many bytes. They access these arguments.
 ALIGNMENT = 16
-_VECTORIZED_ARGUMENTS = ("x", "codes", "turned")
+_VECTORIZED_ARGUMENT_NAMES = ("x", "codes", "turned")
 # Without a GPU, launches are planned for this number of multiprocessors.
 _PROCESSORS_WITHOUT_GPU = 4
 # The counter of programs for each device and stream.
@@ -30,7 +30,7 @@ _PROGRAM_COUNTERS: dict[tuple[int | None, int], Tensor] = {}
 
 
 @dataclass(frozen=True)
-class Specialised:
+class SpecialisedFunction:
     """The part of a plan that Triton compiles: a function, the types of its arguments, and its constants."""
 
     function: str
@@ -39,7 +39,7 @@ class Specialised:
     constants: tuple[tuple[str, float | bool | None], ...]
 
     @classmethod
-    def of(cls, plan: Plan, tensors: Sequence[Tensor]) -> Specialised:
+    def of(cls, plan: Plan, tensors: Sequence[Tensor]) -> SpecialisedFunction:
         argument_types = tuple(
             (name, _find_argument_type(argument, tensors)) for name, argument in plan.arguments.items()
         )
@@ -53,12 +53,12 @@ class Specialised:
         return function.warmup(*(values[name] for name in function.arg_names), num_warps=self.warps, grid=(1,))
 
 
-def _find_argument_type(argument: Argument, tensors: Sequence[Tensor]) -> object:
+def _find_argument_type(argument: LaunchArgument, tensors: Sequence[Tensor]) -> object:
     """Returns the type for which Triton compiles an argument. For a pointer this is a dtype. For a size it is a number:
     1 for a size of 1, 16 for other multiples of 16, and 17 for all other sizes.
     """
     match argument:
-        case Pointer(index=index):
+        case TensorArgument(index=index):
             return tensors[index].dtype
         case Counter() | Zeros():
             return torch.int32
@@ -72,7 +72,7 @@ class TritonKernels(Definition):
     """The Triton kernels of one definition, compiled for arguments with certain shapes, strides and dtypes."""
 
     definition: Definition
-    launches: tuple[Specialised, ...]
+    launches: tuple[SpecialisedFunction, ...]
 
     @property
     def device(self) -> str:  # type: ignore[override]
@@ -96,7 +96,7 @@ class TritonKernels(Definition):
 
     def _run(self, *tensors: Tensor) -> Repeat:
         plans = plan_for_device(self.definition, tensors)
-        return Repeat(plans, run_plans(plans, tensors), tensors[0].device)
+        return Repeat(plans, run_launch_plans(plans, tensors), tensors[0].device)
 
 
 def make_triton_kernels(definition: Definition, tensors: Sequence[Tensor]) -> TritonKernels | None:
@@ -104,7 +104,7 @@ def make_triton_kernels(definition: Definition, tensors: Sequence[Tensor]) -> Tr
     plans = plan_for_device(definition, tensors)
     if not plans or any(tensors[index].data_ptr() % ALIGNMENT for index in _list_vector_tensors(plans)):
         return None
-    return TritonKernels(definition, tuple(Specialised.of(plan, tensors) for plan in plans))
+    return TritonKernels(definition, tuple(SpecialisedFunction.of(launch_plan, tensors) for launch_plan in plans))
 
 
 def plan_for_device(definition: Definition, tensors: Sequence[Tensor]) -> list[Plan]:
@@ -116,19 +116,23 @@ def plan_for_device(definition: Definition, tensors: Sequence[Tensor]) -> list[P
     return plan_launches(definition, tensors, multiprocessor_count)
 
 
-def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
+def run_launch_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     """Launches plans through Triton, and returns the compiled kernels."""
     device = tensors[0].device
     compiled_kernels = []
     with _make_device_current(device):
         counter, zeros = _allocate_scratch(_find_required_scratch(plans), device, _get_current_stream(device))
         # Triton compiles a kernel when it is first launched. `Repeat` launches the compiled kernels again.
-        for plan in plans:
-            values: dict[str, object] = {**plan.constants}
+        for launch_plan in plans:
+            values: dict[str, object] = {**launch_plan.constants}
             # Replace each reference to a tensor by the tensor of this call.
-            for name, argument in plan.arguments.items():
-                values[name] = _resolve_argument(argument, tensors, counter, zeros)
-            compiled_kernels.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
+            for name, argument in launch_plan.arguments.items():
+                values[name] = _resolve_kernel_argument(argument, tensors, counter, zeros)
+            compiled_kernels.append(
+                getattr(kernels, launch_plan.function)[(launch_plan.grid_program_count,)](
+                    **values, num_warps=launch_plan.warps
+                )
+            )
     return compiled_kernels
 
 
@@ -140,19 +144,29 @@ class Repeat:
         self._scratch = _find_required_scratch(plans)
         # `operands` has the addresses of tensors, and ends with those of the counter (-2) and of the zeros (-1).
         self._launches = []
-        for plan, kernel in zip(plans, compiled, strict=True):
+        for launch_plan, kernel in zip(plans, compiled, strict=True):
             # The compiled function takes the constants too, in the order of the kernel's parameters.
-            names = getattr(kernels, plan.function).arg_names
-            values = [plan.arguments[name] if name in plan.arguments else plan.constants[name] for name in names]
-            pointer_positions = []
+            names = getattr(kernels, launch_plan.function).arg_names
+            values = [
+                launch_plan.arguments[name] if name in launch_plan.arguments else launch_plan.constants[name]
+                for name in names
+            ]
+            pointer_operand_positions = []
             for position, value in enumerate(values):
-                if isinstance(value, Pointer | Counter | Zeros):
+                if isinstance(value, TensorArgument | Counter | Zeros):
                     operand_position = (
-                        value.index if isinstance(value, Pointer) else -2 if isinstance(value, Counter) else -1
+                        value.index if isinstance(value, TensorArgument) else -2 if isinstance(value, Counter) else -1
                     )
-                    pointer_positions.append((position, operand_position))
+                    pointer_operand_positions.append((position, operand_position))
             self._launches.append(
-                (kernel.run, plan.programs, kernel.function, kernel.packed_metadata, values, pointer_positions)
+                (
+                    kernel.run,
+                    launch_plan.grid_program_count,
+                    kernel.function,
+                    kernel.packed_metadata,
+                    values,
+                    pointer_operand_positions,
+                )
             )
 
     def __call__(self, addresses: Sequence[int]) -> bool:
@@ -181,15 +195,17 @@ class Repeat:
 
 def _list_vector_tensors(plans: Sequence[Plan]) -> set[int]:
     """Returns the indices of the tensors that are read or written 16 bytes at once."""
-    vector_pointers = [plan.arguments.get(name) for plan in plans for name in _VECTORIZED_ARGUMENTS]
-    return {argument.index for argument in vector_pointers if isinstance(argument, Pointer)}
+    vectorized_arguments = [
+        launch_plan.arguments.get(name) for launch_plan in plans for name in _VECTORIZED_ARGUMENT_NAMES
+    ]
+    return {argument.index for argument in vectorized_arguments if isinstance(argument, TensorArgument)}
 
 
-def _resolve_argument(
-    argument: Argument, tensors: Sequence[Tensor], counter: Tensor | None, zeros: Tensor | None
+def _resolve_kernel_argument(
+    argument: LaunchArgument, tensors: Sequence[Tensor], counter: Tensor | None, zeros: Tensor | None
 ) -> object:
     match argument:
-        case Pointer(index=index):
+        case TensorArgument(index=index):
             return tensors[index]
         case Counter():
             return counter
@@ -200,7 +216,7 @@ def _resolve_argument(
 
 def _find_required_scratch(plans: Sequence[Plan]) -> tuple[bool, int]:
     """Returns whether the launches of a cast need a counter of finished programs, and how many `Zeros` they need."""
-    arguments = [argument for plan in plans for argument in plan.arguments.values()]
+    arguments = [argument for launch_plan in plans for argument in launch_plan.arguments.values()]
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 
 
@@ -208,8 +224,8 @@ def _allocate_scratch(
     scratch: tuple[bool, int], device: torch.device, stream: int
 ) -> tuple[Tensor | None, Tensor | None]:
     counts, zeros = scratch
-    memory = torch.zeros(zeros, dtype=torch.int32, device=device) if zeros else None
-    return _get_program_counter(device, stream) if counts else None, memory
+    scratch_memory = torch.zeros(zeros, dtype=torch.int32, device=device) if zeros else None
+    return _get_program_counter(device, stream) if counts else None, scratch_memory
 
 
 def _get_program_counter(device: torch.device, stream: int) -> Tensor:

@@ -13,18 +13,18 @@ from typing import Any
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
-from fp8bench.model.ranks import FailedRank, Heartbeat, Overlap, RankCalls, RankMemory, RankScaling, Sent
+from fp8bench.model.ranks import FailedRank, Heartbeat, Overlap, RankCalls, RankMemory, RankScaling, SentBytes
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 # The software whose version must be equal on all ranks.
-_COMMON_VERSIONS = ("torch", "torch_git", "cudnn", "cublaslt")
-_COMMUNICATION_CODE = CELL_PHASES.index(Phase.COMMUNICATION)
+_RANK_VERSION_KEYS = ("torch", "torch_git", "cudnn", "cublaslt")
+_COMMUNICATION_PHASE_CODE = CELL_PHASES.index(Phase.COMMUNICATION)
 
 
-MergeFunctions = Mapping[str, Callable[[Sequence[Any]], Any]]
+MergeFunctionByRequest = Mapping[str, Callable[[Sequence[Any]], Any]]
 
 
-def merge_answers(name: str, answers: Sequence[Any], more_merges: MergeFunctions = MappingProxyType({})) -> Any:
+def merge_answers(name: str, answers: Sequence[Any], more_merges: MergeFunctionByRequest = MappingProxyType({})) -> Any:
     """Merges the answers of all ranks to one request. The answers are in the order of ranks. Raises RanksDisagree if
     they contradict each other.
 
@@ -48,14 +48,14 @@ def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
         RankCalls(rank, tuple(map(_sum_step_ns, slot.steps)), tuple(map(_sum_communication_ns, slot.steps)))
         for rank, slot in enumerate(slots)
     )
-    retry_counts = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
+    memory_retry_counts = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
     wall_seconds = max(slot.wall_seconds for slot in slots)
     return replace(
         slowest_rank_slot,
         steps=calls,
         wall_seconds=wall_seconds,
         ranks=calls_by_rank,
-        memory_retries=sum(retry_counts) if retry_counts else None,
+        memory_retries=sum(memory_retry_counts) if memory_retry_counts else None,
     )
 
 
@@ -64,31 +64,31 @@ def _sum_step_ns(step: RawStep) -> int:
 
 
 def _sum_communication_ns(step: RawStep) -> int:
-    return sum(ns for code, ns in zip(step.codes, step.intervals_ns, strict=True) if code == _COMMUNICATION_CODE)
+    return sum(ns for code, ns in zip(step.codes, step.intervals_ns, strict=True) if code == _COMMUNICATION_PHASE_CODE)
 
 
 def _merge_devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
-    common_keys = {device.key for device in answers[0]}
+    common_device_keys = {device.key for device in answers[0]}
     for devices in answers:
-        common_keys &= {device.key for device in devices}
-    return tuple(device for device in answers[0] if device.key in common_keys)
+        common_device_keys &= {device.key for device in devices}
+    return tuple(device for device in answers[0] if device.key in common_device_keys)
 
 
 def _merge_equal_numbers(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float] | str:
     """Returns the numbers of rank 0. Raises RanksDisagree if another rank has different ones, because a sum over all
     ranks must be equal on each of them.
     """
-    first_answer = answers[0]
+    first_rank_answer = answers[0]
     for rank, numbers in enumerate(answers):
-        if numbers == first_answer or isinstance(first_answer, str) or isinstance(numbers, str):
+        if numbers == first_rank_answer or isinstance(first_rank_answer, str) or isinstance(numbers, str):
             continue
-        for name, value in first_answer.items():
+        for name, value in first_rank_answer.items():
             if numbers.get(name) != value and not (math.isnan(value) and math.isnan(numbers.get(name, 0.0))):
                 raise RanksDisagree(f"{name} is {value!r} on rank 0 and {numbers.get(name)!r} on rank {rank}")
-    return first_answer
+    return first_rank_answer
 
 
-def merge_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
+def merge_memory_of_ranks(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
     memory_uses = [answer for answer in answers if isinstance(answer, MemoryUse)]
     if len(memory_uses) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
@@ -96,7 +96,7 @@ def merge_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
     return replace(max(memory_uses, key=lambda use: use.peak), ranks=rank_memory)
 
 
-def _merge_checks(answers: Sequence[StateCheck]) -> StateCheck:
+def _merge_state_checks(answers: Sequence[StateCheck]) -> StateCheck:
     for rank, answer in enumerate(answers):
         if answer.wrong:
             return replace(answer, wrong=f"rank {rank} of {len(answers)}: {answer.wrong}")
@@ -109,7 +109,7 @@ def _merge_software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str,
     """
     for rank, answer in enumerate(answers):
         # Ranks with different builds would run different programs.
-        for name in _COMMON_VERSIONS:
+        for name in _RANK_VERSION_KEYS:
             first_version, rank_version = answers[0].get(name), answer.get(name)
             if rank_version != first_version:
                 raise RanksDisagree(
@@ -128,12 +128,12 @@ def _merge_texts(answers: Sequence[str]) -> str:
     return next(filter(None, answers), "")
 
 
-StepPartsAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
+StepPartsAnswer = tuple[tuple[SentBytes, ...], Mapping[str, Sequence[float]]]
 
 
-def _merge_step_parts(
+def _merge_step_part_answers(
     answers: Sequence[StepPartsAnswer | str | None],
-) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
+) -> tuple[tuple[SentBytes, ...], Overlap, RankScaling | None] | None:
     """Merges the bytes that all ranks sent in a step, and the times of the step's parts. In each round, the time of a
     part is that of the slowest rank.
     """
@@ -142,34 +142,38 @@ def _merge_step_parts(
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
     messages, ranks = zip(*measured_answers, strict=True)
     sent_messages = tuple(chain.from_iterable(messages))
-    slowest_part_seconds = {}
+    slowest_rank_seconds_by_part = {}
     for name in ranks[0]:
         part_seconds_by_rank = [rank[name] for rank in ranks]
-        slowest_part_seconds[name] = tuple(map(max, zip(*part_seconds_by_rank, strict=True)))
+        slowest_rank_seconds_by_part[name] = tuple(map(max, zip(*part_seconds_by_rank, strict=True)))
     scaling = (
-        RankScaling(slowest_part_seconds["whole"], slowest_part_seconds["share"], slowest_part_seconds["both"])
-        if "whole" in slowest_part_seconds
+        RankScaling(
+            slowest_rank_seconds_by_part["whole"],
+            slowest_rank_seconds_by_part["share"],
+            slowest_rank_seconds_by_part["both"],
+        )
+        if "whole" in slowest_rank_seconds_by_part
         else None
     )
     step_overlap = Overlap(
-        slowest_part_seconds["compute"],
-        slowest_part_seconds["communication"],
-        slowest_part_seconds["both"],
-        slowest_part_seconds["in_turn"],
+        slowest_rank_seconds_by_part["compute"],
+        slowest_rank_seconds_by_part["communication"],
+        slowest_rank_seconds_by_part["both"],
+        slowest_rank_seconds_by_part["in_turn"],
     )
     return sent_messages, step_overlap, scaling
 
 
-_MERGE_FUNCTIONS: MergeFunctions = {
+_MERGE_FUNCTIONS: MergeFunctionByRequest = {
     "slot": merge_slots,
     "replay": merge_slots,
     "loop": max,
     "loop_phase": max,
     "probe": _merge_devices,
     "error": _merge_equal_numbers,
-    "memory": merge_memory,
-    "step_parts": _merge_step_parts,
-    "check": _merge_checks,
+    "memory": merge_memory_of_ranks,
+    "step_parts": _merge_step_part_answers,
+    "check": _merge_state_checks,
     "release": lambda answers: tuple(f"rank {rank}: {name}" for rank, names in enumerate(answers) for name in names),
     "software": _merge_software,
     "trial": _merge_texts,
@@ -181,7 +185,7 @@ _MERGE_FUNCTIONS: MergeFunctions = {
 
 # The exit statuses of ranks that are not to blame: they waited for other ranks in vain, or were ended because others
 # failed.
-_VICTIM_EXIT_STATUSES = (-signal.SIGABRT, -signal.SIGTERM)
+_INNOCENT_EXIT_STATUSES = (-signal.SIGABRT, -signal.SIGTERM)
 # Errors that gloo and NCCL raise in a rank because another rank failed. A suite may raise such errors as well.
 _ERRORS_OF_OTHER_RANKS = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
 
@@ -195,7 +199,7 @@ class RankState:
     """
 
     heartbeat: Heartbeat
-    answered: bool = False
+    has_answered: bool = False
     fault: tuple[str, str] = ("", "")
     ended: str = ""
     status: int | None = None
@@ -206,21 +210,22 @@ class RankState:
 
     @property
     def has_finished_request(self) -> bool:
-        return self.answered and not self.fault[0]
+        return self.has_answered and not self.fault[0]
 
     @property
     def raised_first_error(self) -> bool:
         return bool(self.fault[0]) and _ERRORS_OF_OTHER_RANKS.match(self.fault[0]) is None
 
 
-def find_rank_behind(states: Sequence[RankState]) -> RankState:
+def find_rank_furthest_behind(states: Sequence[RankState]) -> RankState:
     """Returns the rank that is furthest behind: the one whose heartbeat has the lowest number. If several have it,
     ranks without an answer come first, then ranks that still run, then the earliest heartbeat. A rank that finished
     the request is returned only if all ranks finished it.
     """
     states = [state for state in states if not state.has_finished_request] or states
     return min(
-        states, key=lambda state: (state.heartbeat.sequence, state.answered, bool(state.ended), state.heartbeat.seconds)
+        states,
+        key=lambda state: (state.heartbeat.sequence, state.has_answered, bool(state.ended), state.heartbeat.seconds),
     )
 
 
@@ -228,28 +233,28 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
     """Returns the rank that failed first: its process ended without being a victim of other ranks, or it raised an
     error that no other rank causes. Otherwise returns the rank that is furthest behind.
     """
-    rank_furthest_behind = find_rank_behind(states)
-    ended_ranks = [state for state in states if state.ended]
-    failed_processes = [state for state in ended_ranks if state.status not in _VICTIM_EXIT_STATUSES]
+    rank_furthest_behind = find_rank_furthest_behind(states)
+    ended_rank_states = [state for state in states if state.ended]
+    failed_processes = [state for state in ended_rank_states if state.status not in _INNOCENT_EXIT_STATUSES]
     if failed_processes:
         return failed_processes[0]
     if failed_ranks := [state for state in states if state.raised_first_error]:
-        return find_rank_behind(failed_ranks)
-    if ended_ranks and rank_furthest_behind.heartbeat.sequence >= min(
-        state.heartbeat.sequence for state in ended_ranks
+        return find_rank_furthest_behind(failed_ranks)
+    if ended_rank_states and rank_furthest_behind.heartbeat.sequence >= min(
+        state.heartbeat.sequence for state in ended_rank_states
     ):
-        return next((state for state in ended_ranks if state.status != -signal.SIGTERM), ended_ranks[0])
+        return next((state for state in ended_rank_states if state.status != -signal.SIGTERM), ended_rank_states[0])
     return rank_furthest_behind
 
 
-def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
+def find_suspect_ranks(states: Sequence[RankState]) -> tuple[RankState, ...]:
     """Returns the rank that failed. If this is unclear, returns all ranks with the same phase and heartbeat as the most
     likely one: each of them may have waited for the others, even if it raised the first error.
     """
-    likeliest_culprit = find_culprit(states)
-    if likeliest_culprit.ended or likeliest_culprit.raised_first_error:
-        return (likeliest_culprit,)
-    suspect_progress = likeliest_culprit.heartbeat.sequence, likeliest_culprit.heartbeat.phase
+    likeliest_culprit_rank = find_culprit(states)
+    if likeliest_culprit_rank.ended or likeliest_culprit_rank.raised_first_error:
+        return (likeliest_culprit_rank,)
+    suspect_progress = likeliest_culprit_rank.heartbeat.sequence, likeliest_culprit_rank.heartbeat.phase
     waiting_ranks = [state for state in states if not state.has_finished_request] or states
     equal_progress_ranks = [
         state for state in waiting_ranks if (state.heartbeat.sequence, state.heartbeat.phase) == suspect_progress
@@ -262,7 +267,7 @@ def make_failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
 
 
 def describe_failure(states: Sequence[RankState], now: float) -> str:
-    suspect_ranks = find_suspects(states)
+    suspect_ranks = find_suspect_ranks(states)
     return _describe_suspect_ranks(suspect_ranks, len(states), now) + "".join(
         f"; rank {state.rank} said: {_shorten_fault_text(state.fault[0])}"
         for state in states
@@ -271,7 +276,7 @@ def describe_failure(states: Sequence[RankState], now: float) -> str:
 
 
 def describe_delay(states: Sequence[RankState], now: float) -> str:
-    return f": {_describe_suspect_ranks(find_suspects(states), len(states), now)}"
+    return f": {_describe_suspect_ranks(find_suspect_ranks(states), len(states), now)}"
 
 
 def _describe_suspect_ranks(named_ranks: Sequence[RankState], ranks: int, now: float) -> str:
@@ -280,11 +285,11 @@ def _describe_suspect_ranks(named_ranks: Sequence[RankState], ranks: int, now: f
         return (
             f"rank {first_rank.rank} of {ranks}, in {first_rank.heartbeat.doing}, {_describe_problem(first_rank, now)}"
         )
-    rank_list = f"{', '.join(str(state.rank) for state in named_ranks[:-1])} and {named_ranks[-1].rank} of {ranks}"
-    oldest_seconds = now - min(state.heartbeat.seconds for state in named_ranks)
+    rank_list_text = f"{', '.join(str(state.rank) for state in named_ranks[:-1])} and {named_ranks[-1].rank} of {ranks}"
+    oldest_heartbeat_seconds = now - min(state.heartbeat.seconds for state in named_ranks)
     return (
-        f"it is unclear which of ranks {rank_list} failed: all are in {first_rank.heartbeat.doing}, at heartbeat "
-        f"number {first_rank.heartbeat.sequence}, {oldest_seconds:.1f} s old"
+        f"it is unclear which of ranks {rank_list_text} failed: all are in {first_rank.heartbeat.doing}, at heartbeat "
+        f"number {first_rank.heartbeat.sequence}, {oldest_heartbeat_seconds:.1f} s old"
     )
 
 

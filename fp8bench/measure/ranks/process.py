@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from fp8bench.errors import RanksDisagree, WorkerLost
 from fp8bench.measure.process import WorkerProcess, describe_exit, describe_last_line, unpickle_answer
 from fp8bench.measure.ranks.answers import (
-    MergeFunctions,
+    MergeFunctionByRequest,
     RankState,
     describe_delay,
     describe_failure,
     find_culprit,
-    find_rank_behind,
-    find_suspects,
+    find_rank_furthest_behind,
+    find_suspect_ranks,
     make_failed_rank,
     merge_answers,
 )
@@ -45,26 +45,26 @@ _EXIT_SECONDS = 10.0
 _LAUNCHER_EXIT_SECONDS = 2.5
 # Seconds to wait for the launcher's report about ended ranks. On a loaded machine, the launcher must wait for a core.
 _LAUNCHER_REPORT_SECONDS = 30.0
-_ENDED_NORMALLY = "ended without an error, before it had answered"
+_ENDED_NORMALLY_TEXT = "ended without an error, before it had answered"
 _ENDED_WITHOUT_REPORT = "ended, and the launcher of the ranks did not report how"
 # The longest path of a temporary folder in which sockets are made. The complete path of a socket may have 103
 # characters (Linux: 107).
 _MAX_PATH_LENGTH = 70
-Reply = tuple[int, tuple[Any, ...]]
+RankReply = tuple[int, tuple[Any, ...]]
 
 
 class Launch(NamedTuple):
     """Defines how ranks are started.
 
     `wait_seconds` is how long a collective waits, and `start_seconds` how long the start of all ranks may take. Each
-    rank runs `module`. `merges` defines how answers to the requests of that module are merged.
+    rank runs `module`. `merge_functions` defines how answers to the requests of that module are merged.
     """
 
     ranks: int
     wait_seconds: float
     start_seconds: float
     module: str
-    merges: MergeFunctions = MappingProxyType({})
+    merge_functions: MergeFunctionByRequest = MappingProxyType({})
 
 
 @dataclass
@@ -73,7 +73,7 @@ class _RankConnections:
     pid: int = 0
     requests: Connection | None = None
     lifeline: Connection | None = None
-    reply: Reply | None = None
+    reply: RankReply | None = None
     ended_at: float | None = None
 
     def close(self) -> None:
@@ -90,8 +90,8 @@ class RanksProcess(WorkerProcess):
 
     def __init__(self, python: str, environment: Mapping[str, str], launch: Launch) -> None:
         self._launch = launch
-        is_long_path = len(os.fsencode(tempfile.gettempdir())) > _MAX_PATH_LENGTH
-        self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-", dir="/tmp" if is_long_path else None))
+        is_temp_path_too_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_PATH_LENGTH
+        self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-", dir="/tmp" if is_temp_path_too_long else None))
         self._ranks = [_RankConnections(number) for number in range(launch.ranks)]
         self._request = "start"
         self._started_at = time.monotonic()
@@ -145,32 +145,32 @@ class RanksProcess(WorkerProcess):
 
     def receive_answer(self) -> Any:
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
-        rank_faults = [reply for _, reply in replies if reply[0] == "fault"]
+        fault_replies = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
         # 1. If all ranks have answered this request, merge their answers.
-        if not rank_faults and {reply_number for reply_number, _ in replies} == {number}:
+        if not fault_replies and {reply_number for reply_number, _ in replies} == {number}:
             try:
                 return number, (
                     "ok",
-                    merge_answers(self._request, [reply[1] for _, reply in replies], self._launch.merges),
+                    merge_answers(self._request, [reply[1] for _, reply in replies], self._launch.merge_functions),
                 )
             except RanksDisagree as error:
                 return number, ("fault", "the ranks disagree", str(error), "", False)
         # 2. If all ranks have the same fault, none of them waits for another one. So the worker can go on.
-        if len(rank_faults) == len(self._ranks) and len({fault[1] for fault in rank_faults}) == 1:
-            kind, text, trace, _ = rank_faults[0][1:]
+        if len(fault_replies) == len(self._ranks) and len({fault[1] for fault in fault_replies}) == 1:
+            kind, text, trace, _ = fault_replies[0][1:]
             return number, (
                 "fault",
                 kind,
-                f"{text} (on all {len(rank_faults)} ranks)",
+                f"{text} (on all {len(fault_replies)} ranks)",
                 trace,
-                all(fault[4] for fault in rank_faults),
+                all(fault[4] for fault in fault_replies),
             )
         # 3. If only some ranks failed, the other ranks may wait for them forever. So no rank gets more requests.
         self.is_broken = True
-        states = self._store_failed_rank()
-        description = describe_failure(states, time.monotonic())
-        return number, ("fault", description, "", find_culprit(states).fault[1], False)
+        rank_states = self._store_failed_rank()
+        description = describe_failure(rank_states, time.monotonic())
+        return number, ("fault", description, "", find_culprit(rank_states).fault[1], False)
 
     def describe_delay(self) -> str:
         return describe_delay(self._store_failed_rank(), time.monotonic())
@@ -180,14 +180,18 @@ class RanksProcess(WorkerProcess):
         return "SIGKILL" in find_culprit(self._collect_rank_states()).ended
 
     def describe_end(self) -> str:
-        states = self._store_failed_rank()
+        rank_states = self._store_failed_rank()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._has_ended_rank):
-            rank_behind = find_rank_behind(states)  # the launcher ended, which ended all ranks in an arbitrary order
-            self.failed = make_failed_rank(rank_behind.heartbeat, len(states), time.monotonic())
-            location = f"with rank {rank_behind.rank} in {rank_behind.heartbeat.doing}{describe_last_line(self._log)}"
-            return f"the launcher of the ranks {describe_exit(status)}, {location}"
-        return describe_failure(states, time.monotonic())
+            lagging_rank = find_rank_furthest_behind(
+                rank_states
+            )  # the launcher ended, which ended all ranks in an arbitrary order
+            self.failed = make_failed_rank(lagging_rank.heartbeat, len(rank_states), time.monotonic())
+            rank_location_text = (
+                f"with rank {lagging_rank.rank} in {lagging_rank.heartbeat.doing}{describe_last_line(self._log)}"
+            )
+            return f"the launcher of the ranks {describe_exit(status)}, {rank_location_text}"
+        return describe_failure(rank_states, time.monotonic())
 
     def close(self) -> None:
         self.kill()
@@ -198,12 +202,12 @@ class RanksProcess(WorkerProcess):
 
         The launcher gets time to notice that its ranks have ended, so that it leaves no process running.
         """
-        self._end_ranks()
+        self._close_ranks()
         if hasattr(self, "_popen"):
-            has_launcher = self._is_launcher_alive()
-            self._close_lifeline()
+            is_launcher_alive = self._is_launcher_alive()
+            self._close_lifeline_descriptor()
             deadline = time.monotonic() + _EXIT_SECONDS
-            while has_launcher and self._folder.exists() and time.monotonic() < deadline:
+            while is_launcher_alive and self._folder.exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(_LAUNCHER_EXIT_SECONDS)
@@ -247,28 +251,40 @@ class RanksProcess(WorkerProcess):
 
     def _store_failed_rank(self) -> list[RankState]:
         """Returns the states of all ranks, and stores which rank failed. The caller ends all ranks right afterwards."""
-        states = self._collect_rank_states()
-        suspects = find_suspects(states)
-        self.undecided = len(suspects) > 1
-        self.failed = None if self.undecided else make_failed_rank(suspects[0].heartbeat, len(states), time.monotonic())
-        return states
+        rank_states = self._collect_rank_states()
+        suspected_ranks = find_suspect_ranks(rank_states)
+        self.undecided = len(suspected_ranks) > 1
+        self.failed = (
+            None
+            if self.undecided
+            else make_failed_rank(suspected_ranks[0].heartbeat, len(rank_states), time.monotonic())
+        )
+        return rank_states
 
     def _collect_rank_states(self) -> list[RankState]:
-        statuses = self._find_statuses()
-        ordered_ranks = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
-        return [self._make_rank_state(rank, statuses) for rank in ordered_ranks]
+        exit_statuses = self._find_statuses()
+        ranks_in_end_order = sorted(
+            self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number)
+        )
+        return [self._make_rank_state(rank, exit_statuses) for rank in ranks_in_end_order]
 
     def _make_rank_state(self, rank: _RankConnections, statuses: Mapping[int, int] | None) -> RankState:
         heartbeat = parse_heartbeat(rank.number, self._read_rank_file(heartbeat_file(rank.number)))
         if not heartbeat.sequence:
             heartbeat = replace(heartbeat, seconds=self._started_at)
-        reply = rank.reply[1] if rank.reply is not None else ()
-        fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
+        rank_reply = rank.reply[1] if rank.reply is not None else ()
+        rank_fault = (
+            (": ".join(filter(None, rank_reply[1:3])), rank_reply[3])
+            if rank_reply and rank_reply[0] == "fault"
+            else ("", "")
+        )
         status, ended = (statuses or {}).get(rank.number), ""
         if rank.ended_at is not None:
-            ended = _ENDED_WITHOUT_REPORT if statuses is None else describe_exit(status) if status else _ENDED_NORMALLY
+            ended = (
+                _ENDED_WITHOUT_REPORT if statuses is None else describe_exit(status) if status else _ENDED_NORMALLY_TEXT
+            )
             ended += self._describe_last_line(rank)
-        return RankState(heartbeat, rank.reply is not None, fault, ended, status)
+        return RankState(heartbeat, rank.reply is not None, rank_fault, ended, status)
 
     def _describe_last_line(self, rank: _RankConnections) -> str:
         try:
@@ -294,7 +310,7 @@ class RanksProcess(WorkerProcess):
         if not self._has_ended_rank:
             return None
         if not hasattr(self, "_exit_statuses"):
-            self._end_ranks()
+            self._close_ranks()
         return self._read_statuses()
 
     def _read_statuses(self) -> Mapping[int, int] | None:
@@ -324,12 +340,14 @@ class RanksProcess(WorkerProcess):
             elif time.monotonic() > deadline:
                 # If one rank is missing, it is to blame. Several missing ranks may have waited for each other.
                 numbers = {rank.number for rank in missing_ranks}
-                missing_states = [state for state in self._collect_rank_states() if state.rank in numbers]
-                self.undecided = len(missing_states) > 1
+                missing_rank_states = [state for state in self._collect_rank_states() if state.rank in numbers]
+                self.undecided = len(missing_rank_states) > 1
                 if not self.undecided:
-                    self.failed = make_failed_rank(missing_states[0].heartbeat, len(self._ranks), time.monotonic())
+                    self.failed = make_failed_rank(missing_rank_states[0].heartbeat, len(self._ranks), time.monotonic())
                 delay_text = f"did not start within {time.monotonic() - started_at:.0f} s"
-                raise self._make_lost_error(" and ".join(f"rank {state.rank} {delay_text}" for state in missing_states))
+                raise self._make_worker_lost_error(
+                    " and ".join(f"rank {state.rank} {delay_text}" for state in missing_rank_states)
+                )
 
     def _make_start_error(self) -> WorkerLost:
         """Returns the error for a rank or launcher that ended while ranks were starting, perhaps before it connected to
@@ -338,13 +356,13 @@ class RanksProcess(WorkerProcess):
         self._receive_replies(0.0)
         for number in self._read_statuses() or ():
             self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
-        return self._make_lost_error(self.describe_end())
+        return self._make_worker_lost_error(self.describe_end())
 
-    def _make_lost_error(self, reason: str) -> WorkerLost:
-        lost_error = WorkerLost(f"the ranks could not be started: {reason}", self.was_killed)
-        lost_error.rank, lost_error.undecided = self.failed, self.undecided
-        return lost_error
+    def _make_worker_lost_error(self, reason: str) -> WorkerLost:
+        worker_lost_error = WorkerLost(f"the ranks could not be started: {reason}", self.was_killed)
+        worker_lost_error.rank, worker_lost_error.undecided = self.failed, self.undecided
+        return worker_lost_error
 
-    def _end_ranks(self) -> None:
+    def _close_ranks(self) -> None:
         for rank in self._ranks:
             rank.close()

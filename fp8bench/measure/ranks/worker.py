@@ -10,7 +10,7 @@ from typing import Any
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import RANK_MODULE, START_SECONDS, ProcessWorker
 from fp8bench.measure.process import WorkerProcess
-from fp8bench.measure.ranks.answers import MergeFunctions
+from fp8bench.measure.ranks.answers import MergeFunctionByRequest
 from fp8bench.measure.ranks.process import Launch, RanksProcess
 from fp8bench.model.raw import Settings
 
@@ -19,7 +19,7 @@ WAIT_SECONDS = 30.0
 
 
 # Environment variables that would send ranks to a different machine, or let them connect late. They are removed.
-_REMOVED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
+_REMOVED_ENV_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
 # Requests for planning a run. If a rank fails before the first case, a single process answers them.
 _PLANNING_REQUESTS = ("probe", "software", "overheads")
 
@@ -39,7 +39,7 @@ class RanksWorker(ProcessWorker):
         ranks: int,
         wait_seconds: float | None = None,
         module: str = RANK_MODULE,
-        merges: MergeFunctions = MappingProxyType({}),
+        merges: MergeFunctionByRequest = MappingProxyType({}),
     ) -> None:
         super().__init__(settings, module=module)
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
@@ -51,8 +51,8 @@ class RanksWorker(ProcessWorker):
             try:
                 return super().ask(limit, name, *arguments)
             except WorkerError as error:
-                is_culprit_unknown = error.rank is None and not error.undecided
-                if is_culprit_unknown or name not in _PLANNING_REQUESTS:
+                is_failing_rank_unknown = error.rank is None and not error.undecided
+                if is_failing_rank_unknown or name not in _PLANNING_REQUESTS:
                     raise
                 self.restart()
                 self._rank_start_error = error
@@ -76,15 +76,15 @@ class RanksWorker(ProcessWorker):
         keeps NCCL's debugging port closed.
         """
         inherited_variables = {
-            name: text for name, text in super()._environment().items() if name not in _REMOVED_VARIABLES
+            name: text for name, text in super()._environment().items() if name not in _REMOVED_ENV_VARIABLES
         }
         loopback_interface_name = "lo0" if sys.platform == "darwin" else "lo"
-        network_variables = {
+        rank_network_variables = {
             "GLOO_SOCKET_IFNAME": loopback_interface_name,
             "NCCL_SOCKET_IFNAME": f"={loopback_interface_name}",
             "NCCL_RAS_ENABLE": "0",
         }
-        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **network_variables}
+        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **rank_network_variables}
 
     def _exchange_request(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:

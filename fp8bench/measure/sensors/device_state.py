@@ -15,7 +15,7 @@ from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import NVML_LIBRARY, AbsentDevice, Library, list_devices
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import list_throttle_reasons
-from fp8bench.model.readings import NoReading, Reading, Unavailable, describe_missing_readings
+from fp8bench.model.readings import NoReading, Reading, UnavailableReading, describe_missing_readings
 
 # The facts from the driver that are stored in the environment. The device's name is stored elsewhere.
 _STORED_FACT_NAMES = (
@@ -56,8 +56,8 @@ _DOCTOR_LINE_TEMPLATES = {
 def _format_reading(name: str, readings: Mapping[str, Reading]) -> str:
     value, unit = readings[name].value, readings[name].unit
     if name == "power_cap":
-        default = readings["power_cap_default"].value if "power_cap_default" in readings else value
-        return f"{value:g} W" + (f" of {default:g} W" if default != value else "")
+        default_power_cap = readings["power_cap_default"].value if "power_cap_default" in readings else value
+        return f"{value:g} W" + (f" of {default_power_cap:g} W" if default_power_cap != value else "")
     if unit == "mask":
         limiting_reasons = ", ".join(list_throttle_reasons(int(value)))
         return f"held back by {limiting_reasons}" if limiting_reasons else "not held back"
@@ -75,7 +75,9 @@ def read_device_settings(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar |
     state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
         stored_facts = {name: fact for name, fact in meter.device.facts().items() if name in _STORED_FACT_NAMES}
-        state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in stored_facts.items()}
+        state = {
+            name: None if isinstance(fact, UnavailableReading) else fact.value for name, fact in stored_facts.items()
+        }
         state["unknown"] = "; ".join(describe_missing_readings(stored_facts)) or None
     state["energy_source"] = meter.kind.value
     state["energy_period"] = _find_counter_period(meter)
@@ -105,8 +107,8 @@ def describe_driver(library: Library = NVML_LIBRARY) -> str:
     try:
         library.open()
         with closing(library):
-            driver_version = library.within_timeout(lambda: library.call("nvmlSystemGetDriverVersion"))
-            devices, reasons = library.within_timeout(lambda: list_devices(library.call))
+            driver_version = library.call_within_timeout(lambda: library.call("nvmlSystemGetDriverVersion"))
+            devices, reasons = library.call_within_timeout(lambda: list_devices(library.call))
     except NoReading as failure:
         return f"NVML says: {failure.reason}"
     return "; ".join([f"driver {driver_version}, {len(devices)} device(s)", *reasons])
@@ -116,12 +118,14 @@ def describe_energy_source(meter: Meter) -> str:
     """Describes the energy source, for example 'counter, changes every 100 ms', or why it is missing."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
-    counter_period = _find_counter_period(meter)
-    source_phrases = [meter.kind.value + (f", changes every {units.seconds(counter_period)}" if counter_period else "")]
-    source_phrases += [f"no better source: {meter.why}"] if meter.why else []
-    return "; ".join(source_phrases)
+    energy_counter_period = _find_counter_period(meter)
+    energy_source_phrases = [
+        meter.kind.value + (f", changes every {units.seconds(energy_counter_period)}" if energy_counter_period else "")
+    ]
+    energy_source_phrases += [f"no better source: {meter.why}"] if meter.why else []
+    return "; ".join(energy_source_phrases)
 
 
 def _find_counter_period(meter: Meter) -> float | None:
     source = meter.source
-    return source.rhythm.period if source is not None and source.rhythm is not None else None
+    return source.counter_rhythm.period if source is not None and source.counter_rhythm is not None else None

@@ -41,35 +41,35 @@ HOST_CLOCK = Clock()
 
 # The most seconds for a call. A normal call takes microseconds. A call to a sleeping GPU without persistence mode
 # takes about a second.
-CALL_TIMEOUT = 5.0
+DRIVER_CALL_TIMEOUT = 5.0
 
 
 class NoAnswer(NoReading):
     """A call to the driver did not return in time."""
 
 
-def call_within(seconds: float, function: Callable[[], T], name: str) -> T:
+def call_with_timeout(seconds: float, function: Callable[[], T], name: str) -> T:
     """Calls `function` in a thread: returns its result or raises its NoReading. Raises NoAnswer after `seconds`."""
-    returned: list[T] = []
-    raised: list[NoReading] = []
+    returned_values: list[T] = []
+    raised_errors: list[NoReading] = []
 
     def run_function() -> None:
         try:
-            returned.append(function())
+            returned_values.append(function())
         except NoReading as failure:
-            raised.append(failure)
+            raised_errors.append(failure)
 
     thread = threading.Thread(target=run_function, name=name, daemon=True)
     thread.start()
-    has_thread_ended = has_ended(thread, seconds)
-    if returned:
-        return returned[0]
-    if raised:
-        raise raised[0]
-    raise NoAnswer(f"{name} ended without an answer" if has_thread_ended else describe_silence(name, seconds))
+    has_thread_ended = wait_for_thread_end(thread, seconds)
+    if returned_values:
+        return returned_values[0]
+    if raised_errors:
+        raise raised_errors[0]
+    raise NoAnswer(f"{name} ended without an answer" if has_thread_ended else describe_driver_silence(name, seconds))
 
 
-def has_ended(thread: threading.Thread, seconds: float) -> bool:
+def wait_for_thread_end(thread: threading.Thread, seconds: float) -> bool:
     """Waits up to `seconds` for a thread to end, and returns whether it has ended. The time is divided into two equal
     waits. If this process is suspended for a while, only one of them is lost.
     """
@@ -78,7 +78,7 @@ def has_ended(thread: threading.Thread, seconds: float) -> bool:
     return not thread.is_alive()
 
 
-def describe_silence(name: str, seconds: float) -> str:
+def describe_driver_silence(name: str, seconds: float) -> str:
     return f"{name} gave no answer for {seconds:g} s"
 
 
@@ -87,9 +87,9 @@ T = TypeVar("T")
 
 # A function that calls a library function for one device. Its arguments are the name of the library function, and the
 # arguments that follow the device's handle.
-AskLibrary = Callable[..., Any]
+CallLibraryFunction = Callable[..., Any]
 
-ReadValue = Callable[[AskLibrary], Reading]
+ReadValue = Callable[[CallLibraryFunction], Reading]
 
 
 class QuerySubject(Enum):
@@ -101,7 +101,7 @@ class QuerySubject(Enum):
 
 
 @dataclass(frozen=True)
-class DeviceQuery:
+class DeviceValueQuery:
     """A named value of a device, and the function that reads it."""
 
     name: str

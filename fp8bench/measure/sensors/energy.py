@@ -19,26 +19,26 @@ from operator import or_
 from statistics import median
 from typing import Any, Self
 
-from fp8bench.measure.sensors.driver import Clock, NoAnswer, describe_silence, has_ended
+from fp8bench.measure.sensors.driver import Clock, NoAnswer, describe_driver_silence, wait_for_thread_end
 from fp8bench.measure.sensors.mean_power import (
-    MAX_BRISK_UNCERTAINTY,
+    MAX_BRISK_POWER_UNCERTAINTY,
     MAX_UNCERTAINTY,
-    MIN_INTERVALS,
+    MIN_TICK_INTERVALS,
     CounterRhythm,
+    CounterTick,
     PowerSample,
     PowerStretch,
-    Tick,
     has_enough_samples,
     is_resolved,
     measure_mean_power,
     measure_tick_power,
 )
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
+from fp8bench.model.readings import NoReading, Reading, ReadingOrUnavailable, Readings, UnavailableReading
 
 # Seconds between two readings of a counter shortly before it changes, of a counter that changes often, and of a power
 # sensor.
 TICK_PAUSE_SECONDS = 2e-3
-FAST_PAUSE_SECONDS = 20e-3
+FAST_COUNTER_PAUSE_SECONDS = 20e-3
 POWER_PAUSE_SECONDS = 10e-3
 # The thread wakes up for a tick (change of the counter) at most once in this many seconds. If a counter changes more
 # often, the thread skips some ticks.
@@ -47,14 +47,14 @@ _TICK_INTERVAL_SECONDS = 0.05
 # more, because _ADVANCE_SECONDS are added to the window's duration.
 _MAX_CPU_SHARE = 0.005
 _CPU_ADVANCE_SECONDS = 1.0
-_PAUSE_GROWTH_FACTOR = 1.5
+_READING_PAUSE_GROWTH = 1.5
 _MAX_TICK_INTERVAL_SECONDS = 0.4
-_MAX_PAUSE_SECONDS = 50e-3
+_MAX_READING_PAUSE_SECONDS = 50e-3
 # The longest pause between two readings near a tick: at each end of a window of one second, 0.5% of the window.
-_MAX_TICK_PAUSE_SECONDS = 5e-3
+_MAX_NEAR_TICK_PAUSE_SECONDS = 5e-3
 
 
-class Polling:
+class SamplerPolling:
     """Computes how long the sampler sleeps between two readings. It adapts to how far the counter's changes (ticks)
     deviate from its period, and to the CPU time that readings take. `blind` means that the counter may change more than
     once during the sleep, so that the time of the next tick is unknown. With `every_tick`, the sampler wakes up for
@@ -65,7 +65,9 @@ class Polling:
         is_fast_counter = rhythm is not None and rhythm.period < 3 * TICK_PAUSE_SECONDS
         self.blind = False
         self._rhythm = None if is_fast_counter else rhythm
-        self._pause = (FAST_PAUSE_SECONDS if is_fast_counter else TICK_PAUSE_SECONDS) if counts else POWER_PAUSE_SECONDS
+        self._pause = (
+            (FAST_COUNTER_PAUSE_SECONDS if is_fast_counter else TICK_PAUSE_SECONDS) if counts else POWER_PAUSE_SECONDS
+        )
         self._margin = 2 * TICK_PAUSE_SECONDS + rhythm.spread if rhythm else 0.0
         self._every_tick = every_tick
         self._tick_interval = 0.0 if every_tick else _TICK_INTERVAL_SECONDS
@@ -73,32 +75,32 @@ class Polling:
         self._last_wake_at = math.inf  # when the sampler last woke up to wait for a tick
         self._is_resting = False
 
-    def next(self, now: float, tick: Tick | None, count: int) -> float:
+    def next(self, now: float, tick: CounterTick | None, count: int) -> float:
         was_resting, self._is_resting, was_blind, self.blind = self._is_resting, False, self.blind, False
         if was_resting:
             self._last_wake_at = now
         if tick is None or was_blind or self._rhythm is None:
             return self._pause
-        counter_period = self._rhythm.period
+        energy_counter_period = self._rhythm.period
         if count == 1:
             self._first_tick_at = tick.time
-        has_precise_time = tick.time_range < counter_period / 2
+        has_precise_time = tick.time_range < energy_counter_period / 2
         last_tick_at = (
             tick.time
             if has_precise_time
-            else self._first_tick_at + (now - self._first_tick_at) // counter_period * counter_period
+            else self._first_tick_at + (now - self._first_tick_at) // energy_counter_period * energy_counter_period
         )
-        if count < MIN_INTERVALS and not self._every_tick:
-            return max(last_tick_at + 1.5 * counter_period - now, self._pause)
-        if (self._every_tick or count > MIN_INTERVALS) and (
+        if count < MIN_TICK_INTERVALS and not self._every_tick:
+            return max(last_tick_at + 1.5 * energy_counter_period - now, self._pause)
+        if (self._every_tick or count > MIN_TICK_INTERVALS) and (
             was_resting or tick.time - self._last_wake_at > 2 * self._margin
         ):
             # The sampler woke up too late: the tick came while it slept, or it missed the tick and `tick` is the next
             # one.
-            self._margin = min(2 * self._margin, counter_period)
-        return self._pause_until_tick(counter_period, last_tick_at - now)
+            self._margin = min(2 * self._margin, energy_counter_period)
+        return self._compute_pause_until_tick(energy_counter_period, last_tick_at - now)
 
-    def _pause_until_tick(self, period: float, last_tick: float) -> float:
+    def _compute_pause_until_tick(self, period: float, last_tick: float) -> float:
         """Returns how many seconds to sleep, to wake up just before the next tick. `last_tick` is the time of the last
         tick relative to now.
         """
@@ -108,15 +110,15 @@ class Polling:
         self.blind = self._is_resting and awaited_tick_count > 1
         return max(seconds, self._pause)
 
-    def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
+    def limit_polling_cost(self, cpu_seconds: float, seconds: float) -> None:
         if cpu_seconds <= _MAX_CPU_SHARE * (seconds + _CPU_ADVANCE_SECONDS):
             return
         if self._rhythm is None:
-            self._pause = min(_PAUSE_GROWTH_FACTOR * self._pause, _MAX_PAUSE_SECONDS)
+            self._pause = min(_READING_PAUSE_GROWTH * self._pause, _MAX_READING_PAUSE_SECONDS)
         elif self._every_tick:
-            self._pause = min(_PAUSE_GROWTH_FACTOR * self._pause, _MAX_TICK_PAUSE_SECONDS)
+            self._pause = min(_READING_PAUSE_GROWTH * self._pause, _MAX_NEAR_TICK_PAUSE_SECONDS)
         else:
-            self._tick_interval = min(_PAUSE_GROWTH_FACTOR * self._tick_interval, _MAX_TICK_INTERVAL_SECONDS)
+            self._tick_interval = min(_READING_PAUSE_GROWTH * self._tick_interval, _MAX_TICK_INTERVAL_SECONDS)
 
 
 class SourceKind(StrEnum):
@@ -131,12 +133,12 @@ class SourceKind(StrEnum):
 @dataclass(frozen=True)
 class Source:
     """An energy source. `read` returns the joules of a counter or the watts of a sensor. It may raise NoReading, or
-    hang. `rhythm` is how often a counter changes, None until it is measured.
+    hang. `counter_rhythm` is how often a counter changes, None until it is measured.
     """
 
     kind: SourceKind
     read: Callable[[], float]
-    rhythm: CounterRhythm | None = None
+    counter_rhythm: CounterRhythm | None = None
 
     @property
     def is_counter(self) -> bool:
@@ -148,7 +150,7 @@ THREAD_NAME = "fp8bench-sampler"
 _STATE_READING_INTERVAL_SECONDS = 0.2
 # Seconds between two checks of the CPU time of sampling and of the precision of the energy.
 _PRECISION_CHECK_INTERVAL_SECONDS = 0.05
-_TICK_AGE_FACTOR = 1.5
+_MAX_TICK_AGE_FACTOR = 1.5
 
 
 class Sampler:
@@ -166,7 +168,7 @@ class Sampler:
         satisfied: Callable[[Sampler], bool] | None = None,
         every_tick: bool = False,
     ) -> None:
-        self.ticks: list[Tick] = []
+        self.ticks: list[CounterTick] = []
         self.samples: list[PowerSample] = []
         self.looks: list[Readings] = []
         self.begun = 0.0
@@ -181,9 +183,9 @@ class Sampler:
         )
         self._stop = threading.Event()
         self._every_tick = every_tick
-        self._polling = Polling(source.is_counter, source.rhythm, every_tick)
+        self._polling = SamplerPolling(source.is_counter, source.counter_rhythm, every_tick)
         # The largest age of the counter's value: its longest interval, with a margin.
-        self._max_age = _TICK_AGE_FACTOR * source.rhythm.longest if source.rhythm else math.inf
+        self._max_age = _MAX_TICK_AGE_FACTOR * source.counter_rhythm.longest if source.counter_rhythm else math.inf
         self._state_due = self._check_due = 0.0
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -192,14 +194,14 @@ class Sampler:
 
     def is_resolved(self) -> bool:
         if self._energy_source.is_counter:
-            return is_resolved(self.ticks, MAX_BRISK_UNCERTAINTY if self._every_tick else MAX_UNCERTAINTY)
+            return is_resolved(self.ticks, MAX_BRISK_POWER_UNCERTAINTY if self._every_tick else MAX_UNCERTAINTY)
         return has_enough_samples(self.samples)
 
     def stop(self, timeout: float) -> None:
         """Ends the thread. Raises NoReading if the source or the thread failed, and NoAnswer if a call hangs."""
         self._stop.set()
-        if not has_ended(self._thread, timeout):
-            raise NoAnswer(describe_silence("the energy source", timeout))
+        if not wait_for_thread_end(self._thread, timeout):
+            raise NoAnswer(describe_driver_silence("the energy source", timeout))
         if self.failure or not self.ended:
             raise NoReading(self.failure or "the sampler's thread ended early")
 
@@ -222,9 +224,9 @@ class Sampler:
     def _sample_energy_counter(self) -> None:
         clock, read = self._clock, self._energy_source.read
         read_start_time = clock.now()
-        last_joules, tick = read(), None
-        last_change_at = clock.now()
-        while not clock.sleep(self._polling.next(clock.now(), tick, len(self.ticks)), self._stop):
+        last_joules, counter_tick = read(), None
+        last_counter_change_time = clock.now()
+        while not clock.sleep(self._polling.next(clock.now(), counter_tick, len(self.ticks)), self._stop):
             previous_read_start, read_start_time = read_start_time, clock.now()
             joules = read()
             read_end_time = clock.now()
@@ -232,20 +234,20 @@ class Sampler:
                 raise NoReading(f"the energy counter went back from {last_joules:.6g} J to {joules:.6g} J")
             # The tick came after the last reading with the old value began, and before the reading with the new value
             # ended.
-            tick = (
-                Tick(max(previous_read_start, read_start_time - self._max_age), read_end_time, joules)
+            counter_tick = (
+                CounterTick(max(previous_read_start, read_start_time - self._max_age), read_end_time, joules)
                 if joules > last_joules
                 else None
             )
-            if tick is None and read_start_time - last_change_at > self._max_age:
+            if counter_tick is None and read_start_time - last_counter_change_time > self._max_age:
                 # The counter is slower than its measured period, so the times of its ticks are wrong.
                 self.ticks.clear()
                 self._max_age = math.inf
-                self._polling = Polling(counts=True)
-            if tick is not None:
-                last_joules, last_change_at = joules, read_end_time
+                self._polling = SamplerPolling(counts=True)
+            if counter_tick is not None:
+                last_joules, last_counter_change_time = joules, read_end_time
                 if not self._polling.blind:
-                    self.ticks.append(tick)
+                    self.ticks.append(counter_tick)
                     # Read the device's state right after a tick, when no other tick can be missed.
                     self._read_state_if_due(read_end_time)
             self._check_sampling_if_due(read_end_time)
@@ -270,7 +272,7 @@ class Sampler:
     def _check_sampling_if_due(self, now: float) -> None:
         if now >= self._check_due:
             self._check_due = now + _PRECISION_CHECK_INTERVAL_SECONDS
-            self._polling.limit_cost(self._clock.cpu() - self._cpu_at_start, now - self.begun)
+            self._polling.limit_polling_cost(self._clock.cpu() - self._cpu_at_start, now - self.begun)
             self.is_enough = self.is_enough or self._has_enough(self)
 
 
@@ -294,10 +296,12 @@ def summarise_readings(looks: Sequence[Readings]) -> Readings:
     return summaries
 
 
-def _summarise_reads(reads: Sequence[Read], summarise: Callable[[Sequence[float]], float]) -> Read:
+def _summarise_reads(
+    reads: Sequence[ReadingOrUnavailable], summarise: Callable[[Sequence[float]], float]
+) -> ReadingOrUnavailable:
     if not reads:
-        return Unavailable("the window ended before the first reading")
-    first_unavailable_read = next((read for read in reads if isinstance(read, Unavailable)), None)
+        return UnavailableReading("the window ended before the first reading")
+    first_unavailable_read = next((read for read in reads if isinstance(read, UnavailableReading)), None)
     if first_unavailable_read is not None:
         return first_unavailable_read
     readings = [read for read in reads if isinstance(read, Reading)]
@@ -324,54 +328,54 @@ class Energy:
         return self.watts * self.seconds
 
 
-_WINDOW_NOT_ENDED = Unavailable("the window has not ended yet")
+_WINDOW_NOT_ENDED = UnavailableReading("the window has not ended yet")
 
 
 @dataclass
-class Window:
+class WorkloadWindow:
     """A window in which a workload runs: run it until `window.is_enough`, and read `window.energy` after the `with`
     block.
     """
 
-    _sampler: Sampler
+    _energy_sampler: Sampler
     _energy_source: Source
     _clock: Clock
     _max_window_seconds: float
     _stop_sampler: Callable[[Sampler], None]
     _started_at: float = 0.0
-    energy: Energy | Unavailable = _WINDOW_NOT_ENDED
+    energy: Energy | UnavailableReading = _WINDOW_NOT_ENDED
 
     @property
     def is_enough(self) -> bool:
         """Whether the window can end: its energy is precise enough, or its longest duration is over."""
-        return self._sampler.is_enough or self._clock.now() >= self._started_at + self._max_window_seconds
+        return self._energy_sampler.is_enough or self._clock.now() >= self._started_at + self._max_window_seconds
 
     @property
     def has_failed(self) -> bool:
-        return bool(self._sampler.failure)
+        return bool(self._energy_sampler.failure)
 
     def __enter__(self) -> Self:
-        self._sampler.start()
+        self._energy_sampler.start()
         self._started_at = self._clock.now()
         return self
 
     def __exit__(self, *exc: object) -> None:
         seconds = self._clock.now() - self._started_at
         try:
-            self._stop_sampler(self._sampler)
+            self._stop_sampler(self._energy_sampler)
             self.energy = Energy(
                 self._energy_source.kind,
                 self._measure_power_stretch(),
                 seconds,
-                summarise_readings(self._sampler.looks),
+                summarise_readings(self._energy_sampler.looks),
             )
         except NoReading as failure:
-            self.energy = Unavailable(failure.reason)
+            self.energy = UnavailableReading(failure.reason)
 
     def _measure_power_stretch(self) -> PowerStretch:
         if self._energy_source.is_counter:
-            return measure_tick_power(self._sampler.ticks)
-        return measure_mean_power(self._sampler.samples)
+            return measure_tick_power(self._energy_sampler.ticks)
+        return measure_mean_power(self._energy_sampler.samples)
 
 
 class NoWindow(AbstractContextManager["NoWindow"]):
@@ -380,7 +384,7 @@ class NoWindow(AbstractContextManager["NoWindow"]):
     is_enough = has_failed = True
 
     def __init__(self, reason: str) -> None:
-        self.energy = Unavailable(reason)
+        self.energy = UnavailableReading(reason)
 
     def __exit__(self, *error: object) -> None:
         return None

@@ -17,20 +17,22 @@ from fp8bench.model.consumed import MIN_COUNTER_CHANGES, TICK_INTERVALS
 from fp8bench.model.readings import NoReading
 
 # The fewest intervals between ticks from which power is computed.
-MIN_INTERVALS = MIN_COUNTER_CHANGES
+MIN_TICK_INTERVALS = MIN_COUNTER_CHANGES
 # A window is precise enough (resolved) below this relative uncertainty.
 MAX_UNCERTAINTY = 0.005
 # The largest relative uncertainty of a window in a brisk run (one that takes about 10 s). It may be larger than
 # MAX_UNCERTAINTY, because a brisk run compares two windows of each case.
-MAX_BRISK_UNCERTAINTY = 0.01
+MAX_BRISK_POWER_UNCERTAINTY = 0.01
 # The measured part may lose a second at either end, if the tick at the new end is timed more precisely by at least this
 # many seconds.
 _PRECISION_GAIN_PER_SECOND = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """A change of an energy counter to `joules`. It happened between the times `after` and `seen_at`, in seconds."""
+class CounterTick:
+    """A change of an energy counter to `joules`. It happened between the times `after` and `seen_at`, in
+    seconds.
+    """
 
     after: float
     seen_at: float
@@ -75,14 +77,14 @@ class CounterRhythm:
     longest: float
 
 
-def measure_tick_power(ticks: Sequence[Tick]) -> PowerStretch:
+def measure_tick_power(ticks: Sequence[CounterTick]) -> PowerStretch:
     """Computes the power between the first and the last tick, or nearby ticks with more precise times.
 
     Raises NoReading if there are too few ticks.
     """
-    if len(ticks) <= MIN_INTERVALS:
+    if len(ticks) <= MIN_TICK_INTERVALS:
         intervals = max(0, len(ticks) - 1)
-        raise NoReading(f"not measurable: {intervals} {TICK_INTERVALS}, {MIN_INTERVALS} are needed")
+        raise NoReading(f"not measurable: {intervals} {TICK_INTERVALS}, {MIN_TICK_INTERVALS} are needed")
     first_index, last_index = _choose_end_ticks(ticks)
     start, end = ticks[first_index], ticks[last_index]
     seconds = end.time - start.time
@@ -91,33 +93,35 @@ def measure_tick_power(ticks: Sequence[Tick]) -> PowerStretch:
     )
 
 
-def is_resolved(ticks: Sequence[Tick], bound: float = MAX_UNCERTAINTY) -> bool:
-    return len(ticks) > MIN_INTERVALS and (measure_tick_power(ticks).uncertainty or 0.0) <= bound
+def is_resolved(ticks: Sequence[CounterTick], bound: float = MAX_UNCERTAINTY) -> bool:
+    return len(ticks) > MIN_TICK_INTERVALS and (measure_tick_power(ticks).uncertainty or 0.0) <= bound
 
 
-def measure_rhythm(ticks: Sequence[Tick]) -> CounterRhythm:
+def measure_counter_rhythm(ticks: Sequence[CounterTick]) -> CounterRhythm:
     """Measures how often a counter changes, from consecutive ticks (changes of the counter)."""
-    intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
-    median_interval = median(intervals)
+    tick_intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
+    median_tick_interval = median(tick_intervals)
     return CounterRhythm(
-        median_interval, max(abs(interval - median_interval) for interval in intervals), max(intervals)
+        median_tick_interval,
+        max(abs(interval - median_tick_interval) for interval in tick_intervals),
+        max(tick_intervals),
     )
 
 
-def _choose_end_ticks(ticks: Sequence[Tick]) -> tuple[int, int]:
+def _choose_end_ticks(ticks: Sequence[CounterTick]) -> tuple[int, int]:
     """Returns the indices of the two ticks between which the power is computed. These are the first and the last tick,
     unless the time of a tick between them is known much more precisely.
     """
     start, end = ticks[0].time, ticks[-1].time
-    first_index = min(
-        range(len(ticks) - MIN_INTERVALS),
+    first_tick_index = min(
+        range(len(ticks) - MIN_TICK_INTERVALS),
         key=lambda index: ticks[index].time_range + _PRECISION_GAIN_PER_SECOND * (ticks[index].time - start),
     )
     last_index = min(
-        range(len(ticks) - 1, first_index + MIN_INTERVALS - 1, -1),
+        range(len(ticks) - 1, first_tick_index + MIN_TICK_INTERVALS - 1, -1),
         key=lambda index: ticks[index].time_range + _PRECISION_GAIN_PER_SECOND * (end - ticks[index].time),
     )
-    return first_index, last_index
+    return first_tick_index, last_index
 
 
 # Power must be read for this many seconds: some sensors measure only a quarter of the time, in several parts.

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.measure.sensors import rapl
-from fp8bench.measure.sensors.driver import CALL_TIMEOUT, HOST_CLOCK, Clock, NoAnswer
-from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
-from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, measure_rhythm
+from fp8bench.measure.sensors.driver import DRIVER_CALL_TIMEOUT, HOST_CLOCK, Clock, NoAnswer
+from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, WorkloadWindow
+from fp8bench.measure.sensors.mean_power import MIN_TICK_INTERVALS, measure_counter_rhythm
 from fp8bench.measure.sensors.nvml import (
     NVML_LIBRARY,
-    READ_ENERGY,
+    READ_TOTAL_ENERGY,
     AbsentDevice,
     DeviceReader,
     Library,
@@ -27,7 +27,7 @@ from fp8bench.measure.sensors.nvml import (
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.measure.sensors.rapl import HostDevice
 from fp8bench.model import DeviceFacts
-from fp8bench.model.readings import NoReading, Reading, Unavailable
+from fp8bench.model.readings import NoReading, Reading, UnavailableReading
 
 # After this many seconds a window ends even if its energy is not precise enough.
 MAX_WINDOW_SECONDS = 5.0
@@ -35,7 +35,7 @@ IDLE_SECONDS = 3.0
 # How often a counter changes is measured for at most this many seconds. This number of changes (ticks) is enough.
 _CALIBRATION_SECONDS = 2.5
 _CALIBRATION_TICKS = 7
-_MIN_TICKS = 3
+_MIN_COUNTER_TICKS = 3
 _MIN_SENSOR_SAMPLES = 3
 
 
@@ -52,14 +52,14 @@ class Meter(AbstractContextManager["Meter"]):
         device: DeviceReader,
         why_none: str = "",
         clock: Clock = HOST_CLOCK,
-        timeout: float = CALL_TIMEOUT,
+        timeout: float = DRIVER_CALL_TIMEOUT,
         hung: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.device = device
         self.refused: tuple[tuple[SourceKind, str], ...] = ()
         self._why_none = why_none
         self._power_limits: tuple[float, ...] = ()
-        self._idle: Energy | Unavailable | None = None
+        self._idle: Energy | UnavailableReading | None = None
         self._clock, self._timeout, self._hung = clock, timeout, hung
         self.source: Source | None = None
         self.read_power_limits()  # the power limit at the beginning of the run
@@ -79,7 +79,7 @@ class Meter(AbstractContextManager["Meter"]):
         """Why an energy source, or a better one, is missing; '' for the best source."""
         return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
-    def window(self, cap: float = MAX_WINDOW_SECONDS, every_tick: bool = False) -> Window | NoWindow:
+    def window(self, cap: float = MAX_WINDOW_SECONDS, every_tick: bool = False) -> WorkloadWindow | NoWindow:
         """Opens a window in which a workload runs and its energy is measured. After `cap` seconds the window ends in
         any case.
 
@@ -89,16 +89,16 @@ class Meter(AbstractContextManager["Meter"]):
         if self.source is None:
             return NoWindow(self.why)
         sampler = Sampler(self.source, self._clock, self.device.read_in_this_thread, every_tick=every_tick)
-        return Window(sampler, self.source, self._clock, cap, self._stop_sampler)
+        return WorkloadWindow(sampler, self.source, self._clock, cap, self._stop_sampler)
 
-    def measure_idle(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:
+    def measure_idle(self, seconds: float = IDLE_SECONDS) -> Energy | UnavailableReading:
         """Measures the energy while the caller does nothing. The device keeps the contexts that are open on it."""
         with self.window() as window:
             idle_end_time = self._clock.now() + seconds
             self._clock.wait(lambda: window.has_failed or self._clock.now() >= idle_end_time)
         return window.energy
 
-    def measure_idle_once(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:
+    def measure_idle_energy_once(self, seconds: float = IDLE_SECONDS) -> Energy | UnavailableReading:
         """Measures the idle energy when it is first called. Returns the same result on every later call. If the
         measurement fails, the next call tries again.
         """
@@ -148,15 +148,15 @@ class Meter(AbstractContextManager["Meter"]):
 
 
 def _add_counter_rhythm(source: Source, sampler: Sampler) -> Source:
-    if len(sampler.ticks) < _MIN_TICKS:
+    if len(sampler.ticks) < _MIN_COUNTER_TICKS:
         raise NoReading(f"the counter changed only {len(sampler.ticks)} time(s) in {_CALIBRATION_SECONDS:g} s")
-    measured_rhythm = measure_rhythm(sampler.ticks)
-    if (MIN_INTERVALS + 1) * measured_rhythm.period > MAX_WINDOW_SECONDS:
+    counter_rhythm = measure_counter_rhythm(sampler.ticks)
+    if (MIN_TICK_INTERVALS + 1) * counter_rhythm.period > MAX_WINDOW_SECONDS:
         raise NoReading(
-            f"the counter changes every {measured_rhythm.period:.2g} s: {MIN_INTERVALS} intervals do not fit in "
+            f"the counter changes every {counter_rhythm.period:.2g} s: {MIN_TICK_INTERVALS} intervals do not fit in "
             f"{MAX_WINDOW_SECONDS:g} s"
         )
-    return replace(source, rhythm=measured_rhythm)
+    return replace(source, counter_rhythm=counter_rhythm)
 
 
 # The environment variable that names an NVML device (UUID or PCI address) to read in place of the cases' device.
@@ -171,12 +171,16 @@ def open_meter(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, ener
     """
     device_name = environ.get(NVML_DEVICE_VARIABLE, "")
     if device_name:
-        identity = DeviceIdentity(pci_address=device_name) if ":" in device_name else DeviceIdentity(uuid=device_name)
-        return open_nvml_meter(identity, energy=energy)
+        meter_device_identity = (
+            DeviceIdentity(pci_address=device_name) if ":" in device_name else DeviceIdentity(uuid=device_name)
+        )
+        return open_nvml_meter(meter_device_identity, energy=energy)
     if facts.kind == "cpu":
         return open_rapl_meter(energy=energy)
     if facts.kind != "cuda" or facts.hip:
-        return _make_absent_meter(f"fp8bench cannot read the energy of {'AMD' if facts.hip else facts.kind} devices")
+        return _make_unavailable_meter(
+            f"fp8bench cannot read the energy of {'AMD' if facts.hip else facts.kind} devices"
+        )
     return open_nvml_meter(DeviceIdentity(facts.uuid, facts.pci), energy=energy)
 
 
@@ -186,9 +190,9 @@ def open_nvml_meter(
     try:
         device = NvmlDevice(identity, library)
     except NoReading as failure:
-        return _make_absent_meter(failure.reason, clock)
+        return _make_unavailable_meter(failure.reason, clock)
     sources = (
-        Source(SourceKind.COUNTER, lambda: READ_ENERGY(device.ask).number),
+        Source(SourceKind.COUNTER, lambda: READ_TOTAL_ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
     )
     if not energy:
@@ -200,10 +204,10 @@ def open_nvml_meter(
             f"{instance_count} MIG instances share the GPU, and only the energy of the whole GPU is known",
             clock,
         )
-    return Meter(sources, device, "", clock, library.timeout, library.stop_calls)
+    return Meter(sources, device, "", clock, library.timeout, library.mark_library_hung)
 
 
-def _make_absent_meter(reason: str, clock: Clock = HOST_CLOCK) -> Meter:
+def _make_unavailable_meter(reason: str, clock: Clock = HOST_CLOCK) -> Meter:
     return Meter((), AbsentDevice(reason), reason, clock)
 
 
@@ -214,7 +218,7 @@ def open_rapl_meter(root: Path = rapl.RAPL_FOLDER, clock: Clock = HOST_CLOCK, en
     if not energy:
         return Meter((), device, _NO_ENERGY_REASON, clock)
     try:
-        energy_counter = rapl.EnergyCounter(rapl.list_domains(root), clock.now)
+        energy_counter = rapl.EnergyCounter(rapl.list_energy_domains(root), clock.now)
     except NoReading as failure:
         return Meter((), device, failure.reason, clock)
     return Meter((Source(SourceKind.RAPL, energy_counter.read),), device, "", clock)

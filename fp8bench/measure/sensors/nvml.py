@@ -11,30 +11,30 @@ from functools import partial
 from typing import Any, ClassVar
 
 from fp8bench.measure.sensors.driver import (
-    CALL_TIMEOUT,
-    AskLibrary,
-    DeviceQuery,
+    DRIVER_CALL_TIMEOUT,
+    CallLibraryFunction,
+    DeviceValueQuery,
     NoAnswer,
     QuerySubject,
     ReadValue,
     T,
-    call_within,
+    call_with_timeout,
 )
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match_device
 from fp8bench.model import consumed
 from fp8bench.model.readings import (
     NoReading,
-    Read,
     Reading,
+    ReadingOrUnavailable,
     Readings,
-    Unavailable,
+    UnavailableReading,
     read_first_available,
     require_positive,
     try_reading,
 )
 
 NOT_SUPPORTED = 3
-NOT_FOUND = 6
+NVML_NOT_FOUND = 6
 FUNCTION_NOT_FOUND = 13
 
 ERROR_REASONS: dict[int, str] = {
@@ -86,7 +86,7 @@ class Library:
     call would wait.
     """
 
-    def __init__(self, timeout: float = CALL_TIMEOUT) -> None:
+    def __init__(self, timeout: float = DRIVER_CALL_TIMEOUT) -> None:
         self.timeout = timeout
         self.hung = ""
         self._module: Any = None
@@ -96,7 +96,7 @@ class Library:
     def open(self) -> None:
         with self._lock:
             if not self._users:
-                self.within_timeout(self._initialise)
+                self.call_within_timeout(self._initialise)
             self._users += 1
 
     def close(self) -> None:
@@ -104,10 +104,10 @@ class Library:
             self._users -= 1
             if not self._users:
                 with suppress(NoReading):
-                    self.within_timeout(lambda: self.call("nvmlShutdown"))
+                    self.call_within_timeout(lambda: self.call("nvmlShutdown"))
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Calls an NVML function, which may hang: use it in `within_timeout` or in a daemon thread."""
+        """Calls an NVML function, which may hang: use it in `call_within_timeout` or in a daemon thread."""
         if self.hung:
             raise NoReading(self.hung)
         nvml_function = getattr(self._module, function, None)
@@ -122,17 +122,17 @@ class Library:
                 raise
             raise NoReading(describe_error(error.value), error.value) from error
 
-    def within_timeout(self, function: Callable[[], T]) -> T:
+    def call_within_timeout(self, function: Callable[[], T]) -> T:
         """Runs a function that calls NVML, and raises NoReading if it takes longer than the timeout."""
         if self.hung:
             raise NoReading(self.hung)
         try:
-            return call_within(self.timeout, function, LIBRARY_NAME)
+            return call_with_timeout(self.timeout, function, LIBRARY_NAME)
         except NoAnswer as failure:
-            self.stop_calls(failure.reason)
+            self.mark_library_hung(failure.reason)
             raise NoReading(self.hung) from failure
 
-    def stop_calls(self, reason: str) -> None:
+    def mark_library_hung(self, reason: str) -> None:
         self.hung = self.hung or f"{reason}, and is not called again"
 
     def _initialise(self) -> None:
@@ -156,7 +156,7 @@ _INSTANT_POWER_FIELD = 186
 _MEMORY_STRUCTURE_V2 = 0x02000028
 
 
-def read_field(ask: AskLibrary, number: int) -> float:
+def read_nvml_field(ask: CallLibraryFunction, number: int) -> float:
     (value,) = ask("nvmlDeviceGetFieldValues", [number])
     if value.nvmlReturn:
         raise NoReading(describe_error(value.nvmlReturn))
@@ -172,7 +172,7 @@ def _make_reader(
     return lambda ask: Reading(of(ask(function, *arguments)), unit, function)
 
 
-def _make_positive_reader(function: str, factor: float, unit: str, *arguments: Any) -> ReadValue:
+def _make_positive_value_reader(function: str, factor: float, unit: str, *arguments: Any) -> ReadValue:
     return lambda ask: require_positive(ask(function, *arguments) * factor, unit, function)
 
 
@@ -194,7 +194,7 @@ def _format_cuda_version(number: int) -> str:
 _PROCESSES_FUNCTION = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-def make_other_processes_query(pid: int) -> DeviceQuery:
+def make_other_processes_query(pid: int) -> DeviceValueQuery:
     """Returns a query for the number of processes on the device, not counting `pid`. In a container the driver may
     list this process under a different number. So if no process has the number `pid`, one process is counted as this
     one.
@@ -204,12 +204,16 @@ def make_other_processes_query(pid: int) -> DeviceQuery:
         other_processes = [process for process in processes if process.pid != pid]
         return len(other_processes) - (0 < len(other_processes) == len(processes))
 
-    return DeviceQuery("others", _make_reader(_PROCESSES_FUNCTION, "", of=count_strangers), QuerySubject.MIG_INSTANCE)
+    return DeviceValueQuery(
+        "others", _make_reader(_PROCESSES_FUNCTION, "", of=count_strangers), QuerySubject.MIG_INSTANCE
+    )
 
 
-def make_process_memory_query(pid: int) -> DeviceQuery:
+def make_process_memory_query(pid: int) -> DeviceValueQuery:
     """Returns a query for the bytes that a process holds on the device, its context included."""
-    return DeviceQuery("process_memory", _make_reader(_PROCESSES_FUNCTION, "B", of=partial(_find_process_bytes, pid)))
+    return DeviceValueQuery(
+        "process_memory", _make_reader(_PROCESSES_FUNCTION, "B", of=partial(_find_process_bytes, pid))
+    )
 
 
 def _find_process_bytes(pid: int, processes: Sequence[Any]) -> int:
@@ -224,77 +228,81 @@ def _find_process_bytes(pid: int, processes: Sequence[Any]) -> int:
     return int(used_bytes[0])
 
 
-def _read_throttled_seconds(violation: consumed.Violation) -> ReadValue:
+def _read_throttled_seconds(violation: consumed.ThrottlingLimit) -> ReadValue:
     """Returns a function that reads for how many seconds one limit has throttled the clocks since the driver was
     loaded. 0 is a valid value.
     """
     if violation.field is not None:
         number = violation.field
-        return lambda ask: Reading(read_field(ask, number) * _NANO, "s", f"field {number}")
+        return lambda ask: Reading(read_nvml_field(ask, number) * _NANO, "s", f"field {number}")
     return _make_reader(
         "nvmlDeviceGetViolationStatus", "s", violation.policy, of=lambda status: status.violationTime * _NANO
     )
 
 
-FACT_QUERIES: tuple[DeviceQuery, ...] = (
-    DeviceQuery("driver", _make_reader("nvmlSystemGetDriverVersion", ""), QuerySubject.DRIVER),
-    DeviceQuery(
+FACT_QUERIES: tuple[DeviceValueQuery, ...] = (
+    DeviceValueQuery("driver", _make_reader("nvmlSystemGetDriverVersion", ""), QuerySubject.DRIVER),
+    DeviceValueQuery(
         "cuda_driver", _make_reader("nvmlSystemGetCudaDriverVersion", "", of=_format_cuda_version), QuerySubject.DRIVER
     ),
-    DeviceQuery("uuid", _make_reader("nvmlDeviceGetUUID", ""), QuerySubject.MIG_INSTANCE),
-    DeviceQuery("pci", _make_reader("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
-    DeviceQuery("vbios", _make_reader("nvmlDeviceGetVbiosVersion", "")),
-    DeviceQuery("power_cap", _make_positive_reader("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
-    DeviceQuery("power_cap_default", _make_positive_reader("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
-    DeviceQuery("sm_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM_CLOCK)),
-    DeviceQuery("memory_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
-    DeviceQuery("persistence", _make_switch_reader("nvmlDeviceGetPersistenceMode")),
-    DeviceQuery("ecc", _make_switch_reader("nvmlDeviceGetEccMode", lambda modes: modes[0])),
-    DeviceQuery("mig", _make_switch_reader("nvmlDeviceGetMigMode", lambda modes: modes[0])),
+    DeviceValueQuery("uuid", _make_reader("nvmlDeviceGetUUID", ""), QuerySubject.MIG_INSTANCE),
+    DeviceValueQuery("pci", _make_reader("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
+    DeviceValueQuery("vbios", _make_reader("nvmlDeviceGetVbiosVersion", "")),
+    DeviceValueQuery("power_cap", _make_positive_value_reader("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
+    DeviceValueQuery(
+        "power_cap_default", _make_positive_value_reader("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")
+    ),
+    DeviceValueQuery("sm_clock_max", _make_positive_value_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM_CLOCK)),
+    DeviceValueQuery(
+        "memory_clock_max", _make_positive_value_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)
+    ),
+    DeviceValueQuery("persistence", _make_switch_reader("nvmlDeviceGetPersistenceMode")),
+    DeviceValueQuery("ecc", _make_switch_reader("nvmlDeviceGetEccMode", lambda modes: modes[0])),
+    DeviceValueQuery("mig", _make_switch_reader("nvmlDeviceGetMigMode", lambda modes: modes[0])),
 )
 
 # Joules since the driver was loaded. The counter changes once per period.
-READ_ENERGY = _make_positive_reader("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
+READ_TOTAL_ENERGY = _make_positive_value_reader("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
 # NVML's power usage: on current devices the mean of the last second, on A100 and older devices the present power.
-READ_AVERAGE_POWER = _make_positive_reader("nvmlDeviceGetPowerUsage", _MILLI, "W")
+READ_AVERAGE_POWER = _make_positive_value_reader("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
 
-def instant_power(ask: AskLibrary) -> Reading:
+def instant_power(ask: CallLibraryFunction) -> Reading:
     return require_positive(
-        read_field(ask, _INSTANT_POWER_FIELD) * _MILLI, "W", f"field {_INSTANT_POWER_FIELD} (instant)"
+        read_nvml_field(ask, _INSTANT_POWER_FIELD) * _MILLI, "W", f"field {_INSTANT_POWER_FIELD} (instant)"
     )
 
 
 # Values that are read within a window. Power is not among them, because the energy is measured.
-CHANGING_QUERIES: tuple[DeviceQuery, ...] = (
-    DeviceQuery("sm_clock", _make_positive_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
+IN_WINDOW_QUERIES: tuple[DeviceValueQuery, ...] = (
+    DeviceValueQuery("sm_clock", _make_positive_value_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
     # The chip's temperature. Older drivers have only the second function; current drivers deprecate it.
-    DeviceQuery("temperature", _make_fallback_reader(
+    DeviceValueQuery("temperature", _make_fallback_reader(
         _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_TEMPERATURE_SENSOR),
         _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_TEMPERATURE_SENSOR),
     )),
     # A bit mask of throttle reasons; 0 if the clocks are not throttled.
-    DeviceQuery("throttle", _make_fallback_reader(
+    DeviceValueQuery("throttle", _make_fallback_reader(
         _make_reader("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
         _make_reader("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
     )),
 )  # fmt: skip
-STATE_QUERIES: tuple[DeviceQuery, ...] = (
-    DeviceQuery("power", _make_fallback_reader(instant_power, READ_AVERAGE_POWER)),
-    *CHANGING_QUERIES,
-    DeviceQuery("use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
-    DeviceQuery(
+DEVICE_STATE_QUERIES: tuple[DeviceValueQuery, ...] = (
+    DeviceValueQuery("power", _make_fallback_reader(instant_power, READ_AVERAGE_POWER)),
+    *IN_WINDOW_QUERIES,
+    DeviceValueQuery("use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
+    DeviceValueQuery(
         "memory_use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)
     ),
     # Version 2 of NVML's memory structure reports the memory of the driver separately from used memory.
-    DeviceQuery(
+    DeviceValueQuery(
         "memory_used",
         _make_reader("nvmlDeviceGetMemoryInfo", "B", _MEMORY_STRUCTURE_V2, of=lambda memory: memory.used),
         QuerySubject.MIG_INSTANCE,
     ),
 )
-THROTTLE_QUERIES: tuple[DeviceQuery, ...] = tuple(
-    DeviceQuery(violation.name, _read_throttled_seconds(violation)) for violation in consumed.VIOLATIONS
+THROTTLE_QUERIES: tuple[DeviceValueQuery, ...] = tuple(
+    DeviceValueQuery(violation.name, _read_throttled_seconds(violation)) for violation in consumed.VIOLATIONS
 )
 
 
@@ -310,12 +318,12 @@ class DeviceReader(ABC):
         """Reads what is constant during a run: name, driver, limits, modes."""
         return self._read_queries(FACT_QUERIES)
 
-    def power_limit(self) -> Read:
+    def power_limit(self) -> ReadingOrUnavailable:
         facts = self._read_queries(tuple(query for query in FACT_QUERIES if query.name == "power_cap"))
-        return facts.get("power_cap", Unavailable("the device reports no power limit"))
+        return facts.get("power_cap", UnavailableReading("the device reports no power limit"))
 
     def state(self) -> Readings:
-        return self._read_queries(STATE_QUERIES)
+        return self._read_queries(DEVICE_STATE_QUERIES)
 
     def read_throttled_seconds(self) -> Readings:
         """Reads for how many seconds each limit has throttled the clocks since some fixed time. The caller takes the
@@ -323,28 +331,28 @@ class DeviceReader(ABC):
         """
         return self._read_queries(THROTTLE_QUERIES)
 
-    def process_memory(self, pid: int | None = None) -> Read:
+    def process_memory(self, pid: int | None = None) -> ReadingOrUnavailable:
         """Reads the bytes that a process (by default this one) holds on the device, its context included."""
         memory_query = make_process_memory_query(os.getpid() if pid is None else pid)
         return self._read_queries((memory_query,))[memory_query.name]
 
-    def count_other_processes(self, pid: int) -> Read:
+    def count_other_processes(self, pid: int) -> ReadingOrUnavailable:
         """Reads how many processes other than `pid` use the device."""
         process_count_query = make_other_processes_query(pid)
         return self._read_queries((process_count_query,))[process_count_query.name]
 
     def read_changing_state(self) -> Readings:
         """Reads the state that may change every second: clocks, temperature, throttle reasons."""
-        return self._read_queries(CHANGING_QUERIES)
+        return self._read_queries(IN_WINDOW_QUERIES)
 
     def read_in_this_thread(self) -> Readings:
         """Reads the same values as `read_changing_state`, but in the calling thread, which may then hang."""
-        return self._read_queries(CHANGING_QUERIES)
+        return self._read_queries(IN_WINDOW_QUERIES)
 
     def close(self) -> None: ...
 
     @abstractmethod
-    def _read_queries(self, queries: tuple[DeviceQuery, ...]) -> Readings: ...
+    def _read_queries(self, queries: tuple[DeviceValueQuery, ...]) -> Readings: ...
 
 
 class AbsentDevice(DeviceReader):
@@ -353,9 +361,9 @@ class AbsentDevice(DeviceReader):
     has_no_sensors = True
 
     def __init__(self, reason: str) -> None:
-        self._why = Unavailable(reason)
+        self._why = UnavailableReading(reason)
 
-    def _read_queries(self, queries: tuple[DeviceQuery, ...]) -> Readings:
+    def _read_queries(self, queries: tuple[DeviceValueQuery, ...]) -> Readings:
         return {query.name: self._why for query in queries}
 
 
@@ -370,7 +378,7 @@ class NvmlDevice(DeviceReader):
         self._identity, self._library = identity, library
         library.open()
         try:
-            self._handle, self._part = library.within_timeout(self._find_nvml_handles)
+            self._handle, self._part = library.call_within_timeout(self._find_nvml_handles)
         except NoReading:
             library.close()
             raise
@@ -386,42 +394,42 @@ class NvmlDevice(DeviceReader):
         except NoReading as failure:
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
         self.mig_instance_count = len(device.instances) if device.is_split_by_mig else 0
-        device_handle = call("nvmlDeviceGetHandleByUUID", device.uuid)
-        return device_handle, call("nvmlDeviceGetHandleByUUID", instance) if instance else device_handle
+        nvml_device_handle = call("nvmlDeviceGetHandleByUUID", device.uuid)
+        return nvml_device_handle, call("nvmlDeviceGetHandleByUUID", instance) if instance else nvml_device_handle
 
     def close(self) -> None:
         self._library.close()
 
     def read_in_this_thread(self) -> Readings:
-        return {query.name: self._try_device_query(query) for query in CHANGING_QUERIES}
+        return {query.name: self._try_device_query(query) for query in IN_WINDOW_QUERIES}
 
     def ask(self, function: str, *arguments: Any) -> Any:
         return self._library.call(function, self._handle, *arguments)
 
-    def _try_device_query(self, query: DeviceQuery) -> Read:
-        handles_by_subject = {
+    def _try_device_query(self, query: DeviceValueQuery) -> ReadingOrUnavailable:
+        handle_arguments_by_subject = {
             QuerySubject.DRIVER: (),
             QuerySubject.DEVICE: (self._handle,),
             QuerySubject.MIG_INSTANCE: (self._part,),
         }
-        handle_arguments = handles_by_subject[query.subject]
+        subject_handles = handle_arguments_by_subject[query.subject]
         return try_reading(
-            lambda: query.read(lambda function, *arguments: self._library.call(function, *handle_arguments, *arguments))
+            lambda: query.read(lambda function, *arguments: self._library.call(function, *subject_handles, *arguments))
         )
 
-    def _read_queries(self, queries: tuple[DeviceQuery, ...]) -> Readings:
-        reads_by_name: dict[str, Read] = {}
+    def _read_queries(self, queries: tuple[DeviceValueQuery, ...]) -> Readings:
+        readings_by_name: dict[str, ReadingOrUnavailable] = {}
 
         def run_all_queries() -> None:
             for query in queries:
-                reads_by_name[query.name] = self._try_device_query(query)
+                readings_by_name[query.name] = self._try_device_query(query)
 
         try:
-            self._library.within_timeout(run_all_queries)
+            self._library.call_within_timeout(run_all_queries)
         except NoReading as failure:
-            missing_read = Unavailable(failure.reason)
-            return {query.name: reads_by_name.get(query.name, missing_read) for query in queries}
-        return reads_by_name
+            unavailable_reading = UnavailableReading(failure.reason)
+            return {query.name: readings_by_name.get(query.name, unavailable_reading) for query in queries}
+        return readings_by_name
 
 
 def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:
@@ -438,10 +446,12 @@ def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str
 def _describe_device(call: Callable[..., Any], handle: Any) -> ListedDevice:
     uuid = call("nvmlDeviceGetUUID", handle)
     # If the address cannot be read, the device can still be matched by its UUID.
-    pci_address_read = try_reading(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
-    address = str(pci_address_read.value) if isinstance(pci_address_read, Reading) else ""
+    pci_address_reading = try_reading(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
+    address = str(pci_address_reading.value) if isinstance(pci_address_reading, Reading) else ""
     is_split_by_mig = _is_split_by_mig(call, handle)
-    return ListedDevice(uuid, address, is_split_by_mig, tuple(_list_instances(call, handle)) if is_split_by_mig else ())
+    return ListedDevice(
+        uuid, address, is_split_by_mig, tuple(_list_mig_instances(call, handle)) if is_split_by_mig else ()
+    )
 
 
 def _is_split_by_mig(call: Callable[..., Any], handle: Any) -> bool:
@@ -456,14 +466,14 @@ def _is_split_by_mig(call: Callable[..., Any], handle: Any) -> bool:
         raise
 
 
-def _list_instances(call: Callable[..., Any], handle: Any) -> list[str]:
+def _list_mig_instances(call: Callable[..., Any], handle: Any) -> list[str]:
     """Returns the UUIDs of the MIG instances. Instance numbers that are not in use are skipped."""
     uuids = []
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:
             instance_handle = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         except NoReading as failure:
-            if failure.code == NOT_FOUND:
+            if failure.code == NVML_NOT_FOUND:
                 continue
             raise
         uuids.append(call("nvmlDeviceGetUUID", instance_handle))

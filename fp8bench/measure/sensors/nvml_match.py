@@ -40,14 +40,14 @@ def match_device(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> t
 
     The instance is None without MIG, and if it is unclear which instance is used.
     """
-    uuid, address = _strip_prefix(identity.uuid), parse_address(identity.pci_address)
+    uuid, address = _strip_prefix(identity.uuid), parse_pci_address(identity.pci_address)
     for device in devices:
         for instance in device.instances:
             if uuid and _strip_prefix(instance) == uuid:
                 return device, instance
     matching_device = next((device for device in devices if uuid and _strip_prefix(device.uuid) == uuid), None)
     matching_device = matching_device or next(
-        (device for device in devices if address and parse_address(device.pci_address) == address), None
+        (device for device in devices if address and parse_pci_address(device.pci_address) == address), None
     )
     if matching_device is None:
         raise NoReading(
@@ -58,11 +58,11 @@ def match_device(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> t
 
 def _strip_prefix(uuid: str) -> str:
     """Returns a UUID without its prefix, in lower case; '' if it is empty or all zeros, as in virtual devices."""
-    digits = uuid.strip().lower().removeprefix("gpu-").removeprefix("mig-")
-    return digits if digits.strip("0-") else ""
+    uuid_digits = uuid.strip().lower().removeprefix("gpu-").removeprefix("mig-")
+    return uuid_digits if uuid_digits.strip("0-") else ""
 
 
-def parse_address(pci_address: str) -> tuple[int, ...] | None:
+def parse_pci_address(pci_address: str) -> tuple[int, ...] | None:
     """Parses a PCI address into domain, bus and device, without the function after the dot. Returns None if it is
     invalid.
     """

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, require_positive, try_reading
+from fp8bench.model.readings import NoReading, Reading, ReadingOrUnavailable, Readings, require_positive, try_reading
 
 RAPL_FOLDER = Path("/sys/class/powercap")
 _CPUINFO = Path("/proc/cpuinfo")
-_MICRO = 1e-6
+_JOULES_PER_MICROJOULE = 1e-6
 # A counter with a smaller value than before has wrapped around. If this would mean more than this power in watts, it
 # was reset instead.
 _MAX_COUNTER_WATTS = 10e3
@@ -34,7 +34,7 @@ class EnergyDomain:
     range_uj: int | None
 
 
-def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[EnergyDomain, ...]:
+def list_energy_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[EnergyDomain, ...]:
     """Lists the processor packages, and memory that is counted separately. Raises NoReading without a package,
     or if a counter cannot be read.
 
@@ -78,14 +78,14 @@ class EnergyCounter:
             for part, old, new in zip(self._parts, last_energies, energies, strict=True):
                 self._total_uj += _measure_energy_growth_uj(part, old, new, elapsed)
         self._last_energies, self._read_at = energies, now
-        return self._total_uj * _MICRO
+        return self._total_uj * _JOULES_PER_MICROJOULE
 
 
 def _measure_energy_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -> int:
     if new >= old:
         return new - old
     wrapped_growth_uj = new - old + (part.range_uj or 0)
-    if part.range_uj is None or not 0 <= wrapped_growth_uj * _MICRO <= _MAX_COUNTER_WATTS * elapsed:
+    if part.range_uj is None or not 0 <= wrapped_growth_uj * _JOULES_PER_MICROJOULE <= _MAX_COUNTER_WATTS * elapsed:
         raise NoReading(f"the energy counter of {part.name} went back from {old} uJ to {new} uJ")
     return wrapped_growth_uj
 
@@ -165,7 +165,7 @@ def _list_temperature_sensors(root: Path) -> Iterator[Path]:
         yield from name.parent.glob("temp*_input") if is_processor else ()
 
 
-def _read_highest_value(files: list[Path], factor: float, unit: str) -> Read:
+def _read_highest_value(files: list[Path], factor: float, unit: str) -> ReadingOrUnavailable:
     def read() -> Reading:
         values: list[float] = []
         for file in files:

@@ -20,18 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear, region
-from fp8bench.nn.parallel.division import Division, Witness
-from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, WireWitness, is_silent
-from fp8bench.nn.parallel.ways import Job
+from fp8bench.nn.parallel.division import RankModelPart, ScaleOrWireWitness
+from fp8bench.nn.parallel.exchanges import FP8ExchangeWitness, FP8Wire, RankGroup, RankOwnedTensors, is_silent
+from fp8bench.nn.parallel.ways import ModelPartSetup
 from fp8bench.protocols import Phases, SilentPhases
 
 Hook = Callable[[GradBucket], Future[Tensor]]
 
 
-class DDPModel(Division):
+class DDPModel(RankModelPart):
     """torch's DistributedDataParallel. If gradients are sent in fewer than 32 bits, a hook converts them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ModelPartSetup) -> None:
         model = job.make()
         super().__init__(dict(model.named_parameters()), job.loss_scale)
         self.module = model
@@ -42,16 +42,16 @@ class DDPModel(Division):
         self._ddp = DistributedDataParallel(model, devices, process_group=job.group, gradient_as_bucket_view=True)
         self._wire = job.options["wire"]
         self._fp8 = FP8Wire(job.group, self._wire)
-        self._witness: WireWitness | None = None
-        hook = self._choose_hook(self._wire)
+        self._witness: FP8ExchangeWitness | None = None
+        communication_hook = self._choose_communication_hook(self._wire)
         # torch checks the annotations of a hook, which are strings in this module, so pass a lambda
-        if hook is not None:
-            self._ddp.register_comm_hook(None, lambda state, bucket: self._send_bucket(hook, bucket))
+        if communication_hook is not None:
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._send_bucket(communication_hook, bucket))
 
-    def witnesses(self) -> list[Witness]:
+    def witnesses(self) -> list[ScaleOrWireWitness]:
         witnesses = super().witnesses()
         if self._wire.startswith("fp8"):
-            self._witness = WireWitness(self.group)
+            self._witness = FP8ExchangeWitness(self.group)
             witnesses.append(self._witness)
         return witnesses
 
@@ -60,14 +60,14 @@ class DDPModel(Division):
             return hook(bucket)
         gradients = bucket.buffer().clone()
         future = hook(bucket)
-        self._witness.compare_exchange(gradients, future.wait(), self._fp8.average_over_ranks)
+        self._witness.verify_exchange_result(gradients, future.wait(), self._fp8.average_over_ranks)
         return future
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._phase = phase
         return self._ddp(tokens, targets, phase)
 
-    def _choose_hook(self, wire: str) -> Hook | None:
+    def _choose_communication_hook(self, wire: str) -> Hook | None:
         if is_silent(self.group) and not wire.startswith("fp8"):
             return lambda bucket: _make_done_future(bucket.buffer())
         if wire == "bf16":
@@ -97,7 +97,7 @@ def _make_done_future(values: Tensor) -> Future[Tensor]:
     return future
 
 
-class ZeroModel(Division):
+class ZeroModel(RankModelPart):
     """ZeRO-1: each weight has one rank that owns it, keeps its moments and updates it. Gradients are sent to the
     owners. Updated weights are sent from the owners to all ranks.
 
@@ -105,7 +105,7 @@ class ZeroModel(Division):
     the weights in the format in which they were sent. In FP8 each weight and each gradient has its own scale.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ModelPartSetup) -> None:
         self.module = job.make()
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
         self.group = self.batch_group = job.group
@@ -113,10 +113,10 @@ class ZeroModel(Division):
         self._all_weights = self.weights
         self._exchanges = RankGroup(job.group)
         sizes = [weight.numel() for weight in self.weights]
-        self._owned = OwnedTensors(self._exchanges, sizes, job.options["wire"])
+        self._owned = RankOwnedTensors(self._exchanges, sizes, job.options["wire"])
         self.fp8_wire = self._owned.fp8
-        self.names = self._owned.select_own_items(self.names)
-        self.weights = self._owned.select_own_items(self.weights)
+        self.names = self._owned.select_items_of_own_rank(self.names)
+        self.weights = self._owned.select_items_of_own_rank(self.weights)
         # In float32 the weight itself is sent, so no copy is needed.
         if job.options["wire"] != "fp32":
             self.weights = [weight.clone() for weight in self.weights]
@@ -142,21 +142,21 @@ class ZeroModel(Division):
 _TORCHAO_PREFIX = "torchao_"
 
 
-class FSDPModel(Division):
+class FSDPModel(RankModelPart):
     """torch's fully_shard, with one group of weights for each block and one group for all other weights. Weights are
     gathered in the format `wire`, and gradients are reduced in float32.
     """
 
     module: GPT
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ModelPartSetup) -> None:
         self.group = self.batch_group = job.group
         self.module = job.make()
-        wire = job.options["wire"]
-        self._gathers_codes = wire == "torchao_fp8"
-        if wire.startswith(_TORCHAO_PREFIX):
+        wire_format = job.options["wire"]
+        self._gathers_codes = wire_format == "torchao_fp8"
+        if wire_format.startswith(_TORCHAO_PREFIX):
             use_torchao_layers(self.module, job.emulated, self._gathers_codes)
-        shard_model(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
+        shard_model(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire_format)
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
         # torchao wraps its weights. Use the plain tensors inside.
         self.weights = [getattr(weight, "_tensor", weight) for weight in self.weights]
@@ -195,9 +195,9 @@ def use_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
         if isinstance(layer, Linear):
             outputs, inputs = layer.weight.shape
             # On the meta device a layer draws no random numbers.
-            plain_layer = nn.Linear(inputs, outputs, bias=False, device="meta")
-            plain_layer.weight = layer.weight
-            float8_layer = Float8Linear.from_float(plain_layer, config)
+            unconverted_layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+            unconverted_layer.weight = layer.weight
+            float8_layer = Float8Linear.from_float(unconverted_layer, config)
             multiply = float8_layer.forward
             carrier = layer.arithmetic.carrier
             float8_layer.forward = lambda x, phase, multiply=multiply, carrier=carrier: region(

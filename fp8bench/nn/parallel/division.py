@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from fp8bench.model import MemoryRole
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.exchanges import FP8Wire, RankGroup, WireWitness
+from fp8bench.nn.parallel.exchanges import FP8ExchangeWitness, FP8Wire, RankGroup
 from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.protocols import Phases, Role
 
-Witness = ScaleWitness | WireWitness
+ScaleOrWireWitness = ScaleWitness | FP8ExchangeWitness
 
 
-class Division:
+class RankModelPart:
     """One rank's part of a model, and how the rank trains it.
 
     A step calls `loss` and `gradients`, updates `weights` in place, and then calls `send_updates` and `drop_gradients`.
@@ -28,7 +28,7 @@ class Division:
     ranks of `batch_group` divide a batch among them. It is None if each rank reads the whole batch. `fp8_wire` is set
     if tensors are sent in FP8.
 
-    The ranks of `_shared_group` exchange tensors inside the model. Each of them holds `common_parameters`,
+    The ranks of `_rank_group` exchange tensors inside the model. Each of them holds `common_parameters`,
     whose gradients they sum.
     """
 
@@ -36,7 +36,7 @@ class Division:
     module: nn.Module
     batch_group: ProcessGroup | None = None
     fp8_wire: FP8Wire | None = None
-    _shared_group: RankGroup | None = None
+    _rank_group: RankGroup | None = None
     common_parameters: Sequence[nn.Parameter] = ()
 
     def __init__(self, named: Mapping[str, nn.Parameter], loss_scale: float) -> None:
@@ -47,7 +47,7 @@ class Division:
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         """Runs forward and backward for a batch. Returns the mean loss over this rank's share of the batch."""
-        shared_group = self._shared_group
+        shared_group = self._rank_group
         if shared_group is not None:
             shared_group.phase = phase
         with phase.elementwise:
@@ -95,9 +95,9 @@ class Division:
     def list_shared_roles(self, layer: str) -> Collection[Role]:
         return ()
 
-    def witnesses(self) -> list[Witness]:
-        wire_witnesses = [self.fp8_wire.watch()] if self.fp8_wire is not None else []
-        return [ScaleWitness(self.layers(), self.list_shared_roles, self.group), *wire_witnesses]
+    def witnesses(self) -> list[ScaleOrWireWitness]:
+        fp8_wire_witnesses = [self.fp8_wire.watch()] if self.fp8_wire is not None else []
+        return [ScaleWitness(self.layers(), self.list_shared_roles, self.group), *fp8_wire_witnesses]
 
     def layers(self) -> dict[str, Linear]:
         return {path: layer for path, layer in self.module.named_modules() if isinstance(layer, Linear)}
@@ -113,7 +113,7 @@ def to_local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def make_silent_group() -> ProcessGroup:
+def make_silent_process_group() -> ProcessGroup:
     """Returns a group of all ranks that sends nothing, to time a step without communication."""
     # This import registers the backend `fake`, which sends nothing.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
@@ -121,7 +121,7 @@ def make_silent_group() -> ProcessGroup:
     return dist.new_group(list(range(dist.get_world_size())), backend="fake")
 
 
-class UndividedModel(Division):
+class UndividedModel(RankModelPart):
     """One rank that trains the whole model alone. All parallel methods are compared with it."""
 
     def __init__(self, model: GPT, loss_scale: float) -> None:
@@ -131,5 +131,5 @@ class UndividedModel(Division):
     def average_loss(self, loss: Tensor) -> Tensor:
         return loss
 
-    def witnesses(self) -> list[Witness]:
+    def witnesses(self) -> list[ScaleOrWireWitness]:
         return []

@@ -29,7 +29,7 @@ from fp8bench.numerics.collectives import (
     gather_parts,
     gather_tensors,
 )
-from fp8bench.numerics.rank_programs import Program, run_on_this_rank, simulate
+from fp8bench.numerics.rank_programs import ExchangeProgram, run_on_this_rank, simulate
 from fp8bench.protocols import Phases, SilentPhases
 
 _TOKEN_DIMENSION = 1
@@ -90,9 +90,11 @@ class RankGroup:
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:
         with self.phase.communication:
-            own_part = parts.new_empty(1, *parts.shape[1:])
-            find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")(own_part, parts, group=self.handle)
-            return own_part[0]
+            reduced_rank_part = parts.new_empty(1, *parts.shape[1:])
+            find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")(
+                reduced_rank_part, parts, group=self.handle
+            )
+            return reduced_rank_part[0]
 
     def exchange_rows(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
         """Sends `sent_counts[r]` rows of x to each rank r. Returns the rows that the ranks have sent to this rank,
@@ -172,7 +174,7 @@ def scatter_tokens(x: Tensor, group: RankGroup) -> Tensor:
     return exchange_tensors(x, group.scatter_tokens, group.gather_tokens)
 
 
-def gather_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_rank_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns the answers of all ranks of a group, in the order of ranks. Answers are sent as JSON, because torch
     would unpickle any object. So tuples become lists.
     """
@@ -188,15 +190,15 @@ def gather_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[
     return [json.loads(bytes(codes.tolist())) for codes in encoded_answers]
 
 
-def find_first_fault(fault: str, group: dist.ProcessGroup) -> str:
-    for rank, rank_fault in enumerate(gather_answers(fault, group)):
+def find_first_rank_fault(fault: str, group: dist.ProcessGroup) -> str:
+    for rank, rank_fault in enumerate(gather_rank_answers(fault, group)):
         if rank_fault:
             return f"rank {rank} {rank_fault}"
     return ""
 
 
 # A function that makes the program of one rank in an exchange, from the rank's values and its number.
-RankProgram = Callable[[Tensor, int], Program[Tensor]]
+RankProgram = Callable[[Tensor, int], ExchangeProgram[Tensor]]
 
 
 class FP8Wire:
@@ -207,24 +209,24 @@ class FP8Wire:
         self.algorithm = algorithm
         self._rank = group.rank()
         self._size = group.size()
-        self._witness: WireWitness | None = None
+        self._witness: FP8ExchangeWitness | None = None
 
-    def watch(self) -> WireWitness:
-        self._witness = WireWitness(self.group)
+    def watch(self) -> FP8ExchangeWitness:
+        self._witness = FP8ExchangeWitness(self.group)
         return self._witness
 
-    def average_over_ranks(self, values: Tensor, rank: int) -> Program[Tensor]:
+    def average_over_ranks(self, values: Tensor, rank: int) -> ExchangeProgram[Tensor]:
         padded_values = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
         mean = yield from compute_fp8_mean(self.algorithm, padded_values, POST_SCALING, rank, self._size, AutoScale())
         return mean.values[: values.numel()]
 
-    def average_own_part(self, values: Tensor, rank: int) -> Program[Tensor]:
+    def average_rank_part(self, values: Tensor, rank: int) -> ExchangeProgram[Tensor]:
         mean = yield from compute_fp8_mean(
             TWOSHOT, values, POST_SCALING, rank, self._size, AutoScale(), whole_vector=False
         )
         return mean.values
 
-    def join_parts(self, part: Tensor, rank: int) -> Program[Tensor]:
+    def join_parts(self, part: Tensor, rank: int) -> ExchangeProgram[Tensor]:
         joined_vector = yield from gather_parts(part)
         return joined_vector.values
 
@@ -235,10 +237,10 @@ class FP8Wire:
         with phase.cast:
             received_values = self._run_program(program(values, self._rank), phase)
         if self._witness is not None:
-            self._witness.compare_exchange(values, received_values, program)
+            self._witness.verify_exchange_result(values, received_values, program)
         return received_values
 
-    def _run_program(self, program: Program[Tensor], phase: Phases) -> Tensor:
+    def _run_program(self, program: ExchangeProgram[Tensor], phase: Phases) -> Tensor:
         return run_on_this_rank(program, None, phase.communication, self.group)
 
 
@@ -256,13 +258,13 @@ class FP8Group(RankGroup):
         return self._send_in_fp8(self.wire.join_parts, x).view(self.size, *x.shape).to(x.dtype)
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:
-        return (self._send_in_fp8(self.wire.average_own_part, parts) * self.size).view(parts.shape[1:]).to(parts.dtype)
+        return (self._send_in_fp8(self.wire.average_rank_part, parts) * self.size).view(parts.shape[1:]).to(parts.dtype)
 
     def _send_in_fp8(self, program: RankProgram, x: Tensor) -> Tensor:
         return self.wire.send(program, x.to(torch.float32).flatten(), self.phase)
 
 
-class WireWitness:
+class FP8ExchangeWitness:
     """Checks FP8 exchanges. One process computes the exchange from the values of all ranks, and its result must equal
     this rank's result bit for bit.
     """
@@ -271,37 +273,37 @@ class WireWitness:
         self._group = group
         self._fault = ""
 
-    def compare_exchange(self, values: Tensor, received_values: Tensor, program: RankProgram) -> None:
+    def verify_exchange_result(self, values: Tensor, received_values: Tensor, program: RankProgram) -> None:
         """Computes an exchange again from the `values` of all ranks, and stores a fault if this rank's
         `received_values` differ from the result. All ranks must call it for every exchange.
         """
-        lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
+        lengths = gather_rank_answers(len(values), self._group)  # vectors of different ranks may differ in length
         padded_values = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
         padded_values_of_ranks = RankGroup(self._group).gather_from_ranks(padded_values)
         values_of_ranks = [tensor[:length] for tensor, length in zip(padded_values_of_ranks, lengths, strict=True)]
         expected_result = simulate([program(tensor, rank) for rank, tensor in enumerate(values_of_ranks)])[
             self._group.rank()
         ]
-        wrong_count = int((received_values != expected_result).sum())
-        if wrong_count and not self._fault:
-            numbers = f"{wrong_count:,} of {received_values.numel():,} FP8 numbers"
+        wrong_value_count = int((received_values != expected_result).sum())
+        if wrong_value_count and not self._fault:
+            numbers = f"{wrong_value_count:,} of {received_values.numel():,} FP8 numbers"
             self._fault = f"has received {numbers} that do not follow from all ranks' values"
 
     def find_fault(self) -> str:
-        return find_first_fault(self._fault, self._group)
+        return find_first_rank_fault(self._fault, self._group)
 
 
 T = TypeVar("T")
 
 
-class OwnedTensors:
+class RankOwnedTensors:
     """Tensors that are distributed over ranks: one rank owns each tensor. `sizes` are their numbers of elements, and
     `wire` is the format in which they are sent.
     """
 
     def __init__(self, group: RankGroup, sizes: Sequence[int], wire: str) -> None:
         self._group = group
-        self.owners = assign_owners(sizes, group.size)
+        self.owners = assign_owner_ranks(sizes, group.size)
         self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
         self.sent_dtype = torch.bfloat16 if wire == "bf16" else torch.float32
         sizes_by_owner = [self.select_items_of(owner_rank, sizes) for owner_rank in range(group.size)]
@@ -310,7 +312,7 @@ class OwnedTensors:
     def select_items_of(self, owner: int, items: Sequence[T]) -> list[T]:
         return [item for item, item_owner in zip(items, self.owners, strict=True) if item_owner == owner]
 
-    def select_own_items(self, items: Sequence[T]) -> list[T]:
+    def select_items_of_own_rank(self, items: Sequence[T]) -> list[T]:
         return self.select_items_of(self._group.rank, items)
 
     def average_gradients(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
@@ -320,38 +322,40 @@ class OwnedTensors:
                 _flatten_tensors(self.select_items_of(owner_rank, gradients)) for owner_rank in range(self._group.size)
             ]
             mean = partial(average_tensors, tensors_by_rank=self._tensors_by_rank)
-            return _split_like(
-                self.fp8.send(mean, torch.cat(gradients_by_owner), phase), self.select_own_items(gradients)
+            return _split_row_like(
+                self.fp8.send(mean, torch.cat(gradients_by_owner), phase), self.select_items_of_own_rank(gradients)
             )
         self._group.phase = phase
         with phase.cast:
             sent_gradients = [gradient.to(self.sent_dtype) for gradient in gradients]  # no copy if the dtypes are equal
         self._group.reduce_to_owners(sent_gradients, self.owners)
-        means = [tensor.to(torch.float32) for tensor in self.select_own_items(sent_gradients)]
-        torch._foreach_div_(means, self._group.size)
-        return means
+        averaged_gradients = [tensor.to(torch.float32) for tensor in self.select_items_of_own_rank(sent_gradients)]
+        torch._foreach_div_(averaged_gradients, self._group.size)
+        return averaged_gradients
 
     def send_updated_tensors(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor], phase: Phases) -> None:
         """Sends this rank's tensors `owned` to all ranks, and copies the tensors of all owners into `all_tensors`.
         The copies are rounded to the format of the wire, on the owner too.
         """
         if self.fp8 is not None:
-            values_of_all_owners = self.fp8.send(
+            gathered_rank_values = self.fp8.send(
                 partial(gather_tensors, tensors_by_rank=self._tensors_by_rank), _flatten_tensors(owned), phase
             )
             for owner_rank, row in enumerate(
-                torch.split(values_of_all_owners, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
+                torch.split(gathered_rank_values, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
             ):
-                owner_tensors = self.select_items_of(owner_rank, all_tensors)
-                torch._foreach_copy_(owner_tensors, _split_like(row, owner_tensors))
+                tensors_of_owner_rank = self.select_items_of(owner_rank, all_tensors)
+                torch._foreach_copy_(tensors_of_owner_rank, _split_row_like(row, tensors_of_owner_rank))
             return
         self._group.phase = phase
         with phase.cast:
-            sent_tensors = [tensor.to(self.sent_dtype) for tensor in self.list_newest_tensors(owned, all_tensors)]
-        self._group.broadcast_from_owners(sent_tensors, self.owners)
+            tensors_to_send = [tensor.to(self.sent_dtype) for tensor in self.list_newest_tensors(owned, all_tensors)]
+        self._group.broadcast_from_owners(tensors_to_send, self.owners)
         # A tensor that was sent without conversion is already in place.
         changed_weight_pairs = [
-            (weight, tensor) for weight, tensor in zip(all_tensors, sent_tensors, strict=True) if weight is not tensor
+            (weight, tensor)
+            for weight, tensor in zip(all_tensors, tensors_to_send, strict=True)
+            if weight is not tensor
         ]
         if changed_weight_pairs:
             torch._foreach_copy_(
@@ -366,15 +370,15 @@ class OwnedTensors:
         ]
 
 
-def assign_owners(elements: Sequence[int], ranks: int) -> list[int]:
+def assign_owner_ranks(elements: Sequence[int], ranks: int) -> list[int]:
     """Returns the rank that owns each tensor. Tensors are assigned from the largest to the smallest, each to the rank
     that has the fewest elements at that time.
     """
-    elements_by_owner = [0] * ranks
+    element_counts_by_rank = [0] * ranks
     owner_by_tensor = [0] * len(elements)
     for index in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
-        owner_by_tensor[index] = elements_by_owner.index(min(elements_by_owner))
-        elements_by_owner[owner_by_tensor[index]] += elements[index]
+        owner_by_tensor[index] = element_counts_by_rank.index(min(element_counts_by_rank))
+        element_counts_by_rank[owner_by_tensor[index]] += elements[index]
     return owner_by_tensor
 
 
@@ -382,6 +386,6 @@ def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _split_like(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
+def _split_row_like(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in templates]
     return [piece.view_as(tensor) for piece, tensor in zip(torch.split(row, sizes), templates, strict=True)]

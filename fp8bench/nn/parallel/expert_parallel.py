@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from fp8bench.nn.block import Block
 from fp8bench.nn.experts import Experts, decode_rows, encode_rows
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.division import Division
+from fp8bench.nn.parallel.division import RankModelPart
 from fp8bench.nn.parallel.exchanges import RankGroup, exchange_tensors
-from fp8bench.nn.parallel.ways import Job
+from fp8bench.nn.parallel.ways import ModelPartSetup
 from fp8bench.protocols import Phases
 
 _EXPERTS_PATH = ".experts."
 
 
-class RankedExperts(Experts):
+class RankLocalExperts(Experts):
     """The experts of a block that this rank has. `rows` has the number of rows that each rank multiplied in the last
     step.
     """
@@ -63,19 +63,23 @@ class RankedExperts(Experts):
         sent_rows = [
             sum(sent_tokens[first : first + experts_per_rank]) for first in range(0, len(sent_tokens), experts_per_rank)
         ]
-        received_tokens = [tokens[self.own_experts.start : self.own_experts.stop] for tokens in self._tokens_by_rank]
-        received_counts = [sum(tokens) for tokens in received_tokens]
+        received_tokens_by_rank = [
+            tokens[self.own_experts.start : self.own_experts.stop] for tokens in self._tokens_by_rank
+        ]
+        received_counts = [sum(tokens) for tokens in received_tokens_by_rank]
         received_rows = self._exchange(rows, sent_rows, received_counts, self.wire)
 
         # 2. Sort the received rows as they would be on one rank, and run the experts.
-        row_order = torch.tensor(_order_by_expert(received_tokens), dtype=torch.int64, device=rows.device)
-        sizes = [sum(expert) for expert in zip(*received_tokens, strict=True)]
-        rows_by_expert = torch.split_with_sizes(received_rows[row_order], sizes)
+        expert_row_order = torch.tensor(
+            _order_by_expert(received_tokens_by_rank), dtype=torch.int64, device=rows.device
+        )
+        sizes = [sum(expert) for expert in zip(*received_tokens_by_rank, strict=True)]
+        rows_by_expert = torch.split_with_sizes(received_rows[expert_row_order], sizes)
         outputs = torch.cat(self._run_experts_on_parts(rows_by_expert, torch.tensor(sizes, device=rows.device), phase))
 
         # 3. Send the results back.
         return self._exchange(
-            outputs[row_order.argsort()], received_counts, sent_rows, _choose_return_format(self.wire)
+            outputs[expert_row_order.argsort()], received_counts, sent_rows, _choose_return_format(self.wire)
         )
 
     def _exchange(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], wire: str) -> Tensor:
@@ -90,8 +94,8 @@ class RankedExperts(Experts):
         if wire == "stream":
             return self.group.exchange_rows(x, sent_counts, received_counts)
         with self.group.phase.cast:
-            encoded = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
-        received_rows = [self.group.exchange_rows(part, sent_counts, received_counts) for part in encoded]
+            encoded_values = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
+        received_rows = [self.group.exchange_rows(part, sent_counts, received_counts) for part in encoded_values]
         with self.group.phase.cast:
             return (
                 decode_rows(received_rows[0], received_rows[1], x.dtype)
@@ -110,35 +114,36 @@ def _order_by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
     """
     experts = len(tokens[0])
     counts = list(chain.from_iterable(tokens))
-    part_ends = list(accumulate(counts))
-    row_order: list[int] = []
+    token_part_ends = list(accumulate(counts))
+    expert_row_order: list[int] = []
     for expert in range(experts):
         for part in range(expert, len(counts), experts):
-            row_order += range(part_ends[part] - counts[part], part_ends[part])
-    return row_order
+            expert_row_order += range(token_part_ends[part] - counts[part], token_part_ends[part])
+    return expert_row_order
 
 
-class ExpertsByRanks(Division):
+class ExpertsByRanks(RankModelPart):
     """This rank's experts, and a copy of all other parts of the model, for the rank's share of a batch."""
 
     module: GPT
-    _shared_group: RankGroup
+    _rank_group: RankGroup
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ModelPartSetup) -> None:
         self.group = self.batch_group = job.group
-        self._shared_group = RankGroup(job.group)
+        self._rank_group = RankGroup(job.group)
         self.module = job.make()
         for block in self.module.blocks:
             assert isinstance(block, Block) and isinstance(block.mlp, Experts)
-            block.mlp = RankedExperts(block.mlp, self._shared_group, job.options["wire"])
-        self._experts_per_rank = job.config.experts // self._shared_group.size
+            block.mlp = RankLocalExperts(block.mlp, self._rank_group, job.options["wire"])
+        self._experts_per_rank = job.config.experts // self._rank_group.size
         named_parameters = {
-            self._name_in_model(name, self._shared_group.rank): part for name, part in self.module.named_parameters()
+            self._name_in_undivided_model(name, self._rank_group.rank): part
+            for name, part in self.module.named_parameters()
         }
         super().__init__(named_parameters, job.loss_scale)
         self.common_parameters = [part for name, part in named_parameters.items() if _EXPERTS_PATH not in name]
 
-    def _name_in_model(self, name: str, rank: int) -> str:
+    def _name_in_undivided_model(self, name: str, rank: int) -> str:
         """Returns the name that a parameter of a rank has in the whole model."""
         block, experts, layer = name.partition(_EXPERTS_PATH)
         if not experts:
@@ -149,16 +154,16 @@ class ExpertsByRanks(Division):
     def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name, weight in zip(self.names, self.weights, strict=True):
-            shares = self._shared_group.gather_from_ranks(weight) if _EXPERTS_PATH in name else [weight]
+            shares = self._rank_group.gather_from_ranks(weight) if _EXPERTS_PATH in name else [weight]
             for rank, share in enumerate(shares):
-                weights[self._name_in_model(name, rank)] = share
+                weights[self._name_in_undivided_model(name, rank)] = share
         return weights
 
     def figures(self) -> dict[str, float]:
         """Returns how many rows the experts of each rank multiplied in the last step, over all blocks. Also returns
         the largest of these numbers divided by their mean.
         """
-        blocks = [block.mlp.rows for block in self.module.blocks if isinstance(block.mlp, RankedExperts)]
+        blocks = [block.mlp.rows for block in self.module.blocks if isinstance(block.mlp, RankLocalExperts)]
         rows = [sum(rank) for rank in zip(*blocks, strict=True)]
         figures = {f"rank{rank}_rows": float(count) for rank, count in enumerate(rows)}
         return {"load_ratio": max(rows) * len(rows) / sum(rows), **figures}

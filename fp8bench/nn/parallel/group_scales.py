@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fp8bench.formats.native_codes import current_scale
-from fp8bench.formats.recipes import Delayed, Treatment
+from fp8bench.formats.native_codes import compute_current_scale
+from fp8bench.formats.recipes import DelayedScaling, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import RecipeArithmetic
-from fp8bench.nn.parallel.ways import OUTPUT_DIMENSION, WeightCut
-from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
+from fp8bench.nn.parallel.ways import OUTPUT_DIMENSION, RankWeightCut
+from fp8bench.nn.tensor_scales import DelayedScale, ScaleAndInverse, ScaleSource
 from fp8bench.protocols import Arithmetic, Role
 
 # A function that takes this rank's largest magnitude, a float32 scalar tensor, and returns the largest magnitude on
@@ -31,15 +31,15 @@ class GroupCurrentScale:
 
     _max_over_ranks: MaxOverRanks
     treatment: Treatment
-    last_pair: ScalePair | None = None
+    last_pair: ScaleAndInverse | None = None
 
-    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
         if repeat and self.last_pair is not None:
             return self.last_pair
         scaling = self.treatment.scaling
         assert scaling is not None
         amax = self._max_over_ranks(largest_magnitude(x) if amax is None else amax)
-        self.last_pair = ScalePair(*current_scale(amax, self.treatment.fmt, scaling.rounding))
+        self.last_pair = ScaleAndInverse(*compute_current_scale(amax, self.treatment.fmt, scaling.rounding))
         return self.last_pair
 
 
@@ -48,17 +48,17 @@ class GroupDelayedScale(DelayedScale):
 
     is_local = False
 
-    def __init__(self, max_over_ranks: MaxOverRanks, delayed: Delayed, treatment: Treatment) -> None:
+    def __init__(self, max_over_ranks: MaxOverRanks, delayed: DelayedScaling, treatment: Treatment) -> None:
         super().__init__(delayed, treatment.fmt)
         self._max_over_ranks = max_over_ranks
 
-    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
         if repeat and self.last_pair is not None:
             return self.last_pair
         return super().next(x, repeat, self._max_over_ranks(largest_magnitude(x) if amax is None else amax))
 
 
-def cut_roles(cut: WeightCut) -> tuple[Role, ...]:
+def list_divided_roles(cut: RankWeightCut) -> tuple[Role, ...]:
     """Returns the roles of a layer's operands that the cut divides among the ranks. The operand of the third role is
     the same on all ranks.
     """
@@ -69,10 +69,10 @@ def use_group_scales(arithmetic: Arithmetic, roles: Iterable[Role], max_over_ran
     """Returns an arithmetic that casts operands with these roles by scales that all ranks share. Returns `arithmetic`
     unchanged if it has no tensor scales. All ranks must cast in the same order.
     """
-    if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor):
+    if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.has_tensor_scales_only):
         return arithmetic
     delayed = arithmetic.recipe.delayed
-    scales: dict[Role, NextScale] = dict(arithmetic.scales)
+    scales: dict[Role, ScaleSource] = dict(arithmetic.scales)
     for role in roles:
         treatment = arithmetic.treatments[role]
         scales[role] = (

@@ -13,13 +13,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.division import Division
-from fp8bench.nn.parallel.exchanges import gather_answers, is_silent
-from fp8bench.nn.parallel.ways import Job
+from fp8bench.nn.parallel.division import RankModelPart
+from fp8bench.nn.parallel.exchanges import gather_rank_answers, is_silent
+from fp8bench.nn.parallel.ways import ModelPartSetup
 from fp8bench.protocols import Phases, SilentPhases
 
 
-class StageModel(nn.Module):
+class PipelineStageModel(nn.Module):
     """One rank's blocks of the model. The first rank also has the embeddings, and the last rank the norm and the
     head.
     """
@@ -48,17 +48,17 @@ class StageModel(nn.Module):
         return self.model.read_logits(x, self.phase) if self.is_last else x
 
     def named_weights(self) -> dict[str, nn.Parameter]:
-        parameters = {}
+        stage_parameters = {}
         for name, parameter in self.model.named_parameters():
             path_parts = name.split(".")
             if path_parts[0] == "blocks":
                 path_parts[1] = str(int(path_parts[1]) + self.first_block)
             is_tied_weight = self.has_tied_weight and name == "head.weight"
-            parameters["embedding" if is_tied_weight else ".".join(path_parts)] = parameter
-        return parameters
+            stage_parameters["embedding" if is_tied_weight else ".".join(path_parts)] = parameter
+        return stage_parameters
 
 
-class MarkedStage(PipelineStage):
+class PhaseMarkedStage(PipelineStage):
     """A pipeline stage that marks its computing as a phase. Sending and waiting are in the phase communication.
 
     All stages know the shapes of inputs and outputs. So they need not exchange shapes, which is impossible in a group
@@ -66,16 +66,16 @@ class MarkedStage(PipelineStage):
     """
 
     def forward_one_chunk(self, *inputs: Any, **named: Any) -> Any:
-        with self._stage_phases.elementwise:
+        with self._submodule_phases.elementwise:
             return super().forward_one_chunk(*inputs, **named)
 
     def backward_one_chunk(self, *inputs: Any, **named: Any) -> None:
-        with self._stage_phases.elementwise:
+        with self._submodule_phases.elementwise:
             super().backward_one_chunk(*inputs, **named)
 
     @property
-    def _stage_phases(self) -> Phases:
-        assert isinstance(self.submod, StageModel)
+    def _submodule_phases(self) -> Phases:
+        assert isinstance(self.submod, PipelineStageModel)
         return self.submod.phase
 
     def _is_silent(self) -> bool:
@@ -92,25 +92,27 @@ class MarkedStage(PipelineStage):
         return super()._warmup_backward_result(received_result)
 
 
-class GPipe(Division):
+class GPipe(RankModelPart):
     """One stage of a pipeline with the schedule GPipe. Only the last rank knows the loss."""
 
-    module: StageModel
+    module: PipelineStageModel
     schedule: ClassVar[type[PipelineScheduleSingle]] = ScheduleGPipe
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ModelPartSetup) -> None:
         model = job.make()
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         rank = job.group.rank()
         ranks = job.group.size()
-        self.module = StageModel(model, rank, ranks)
+        self.module = PipelineStageModel(model, rank, ranks)
         super().__init__(self.module.named_weights(), job.loss_scale)
         self.group = job.group
         self._microbatches = int(job.options["microbatches"])
         device = torch.device(job.facts.key)
         example_input, example_output = self._make_examples(job)
-        marked_stage = MarkedStage(self.module, rank, ranks, device, example_input, example_output, group=job.group)
-        self._schedule = self.schedule(marked_stage, self._microbatches, self._compute_loss)
+        pipeline_stage = PhaseMarkedStage(
+            self.module, rank, ranks, device, example_input, example_output, group=job.group
+        )
+        self._schedule = self.schedule(pipeline_stage, self._microbatches, self._compute_loss)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self.module.phase = phase
@@ -131,13 +133,13 @@ class GPipe(Division):
         rank the part of the embedding.
         """
         assert weight.grad is not None
-        partner_gradient = torch.zeros_like(weight.grad)
+        partner_rank_gradient = torch.zeros_like(weight.grad)
         partner_rank = dist.get_global_rank(self.group, 0 if self.module.is_last else self.group.size() - 1)
         send_operation = dist.P2POp(dist.isend, weight.grad, partner_rank, self.group)
-        receive_operation = dist.P2POp(dist.irecv, partner_gradient, partner_rank, self.group)
-        for work in dist.batch_isend_irecv([send_operation, receive_operation]):
-            work.wait()
-        weight.grad += partner_gradient
+        receive_operation = dist.P2POp(dist.irecv, partner_rank_gradient, partner_rank, self.group)
+        for pending_operation in dist.batch_isend_irecv([send_operation, receive_operation]):
+            pending_operation.wait()
+        weight.grad += partner_rank_gradient
 
     def average_loss(self, loss: Tensor) -> Tensor:
         mean = loss.clone()
@@ -151,7 +153,7 @@ class GPipe(Division):
         own_stage_weights = dict(zip(self.names, self.weights, strict=True))
         weights: dict[str, Tensor] = {}
         # Go through the ranks in order, because every rank must take part in every broadcast.
-        for rank, names in enumerate(gather_answers(self.names, self.group)):
+        for rank, names in enumerate(gather_rank_answers(self.names, self.group)):
             for name in names:
                 weight = own_stage_weights.get(name)
                 weight_copy = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()
@@ -163,16 +165,18 @@ class GPipe(Division):
         with self.module.phase.elementwise:
             return self.module.model.compute_loss(logits, targets) * self.loss_scale
 
-    def _make_examples(self, job: Job) -> tuple[Tensor, Tensor]:
+    def _make_examples(self, job: ModelPartSetup) -> tuple[Tensor, Tensor]:
         model = self.module.model
-        sides = job.batch // self._microbatches, job.config.sequence
+        token_shape = job.batch // self._microbatches, job.config.sequence
         residual = model.around["residual"]
         dtype = model.carrier if residual is None else residual.carrier
-        residual_stream_example = torch.empty(*sides, job.config.width, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(sides, dtype=torch.int64, device="meta")
+        residual_stream_example = torch.empty(
+            *token_shape, job.config.width, dtype=dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty(token_shape, dtype=torch.int64, device="meta")
         if not self.module.is_last:
             return (tokens if self.module.is_first else residual_stream_example), residual_stream_example
-        logits = torch.empty(*sides, job.config.vocabulary, dtype=model.head.arithmetic.carrier, device="meta")
+        logits = torch.empty(*token_shape, job.config.vocabulary, dtype=model.head.arithmetic.carrier, device="meta")
         return (tokens if self.module.is_first else residual_stream_example), logits.requires_grad_()
 
 

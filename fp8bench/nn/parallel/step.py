@@ -19,7 +19,7 @@ has a much closer limit than a distance. The table shows the figures of correct 
 Weights and tokens that are sent in FP8 are cast again for products, so both roundings add up. Rounding can change
 which expert a router chooses for a token, if two experts have nearly equal scores. That changes the weights of the
 expert that gets the token. An expert with few tokens is then far off. So the limits of a router are added to those of
-the case's other row (`Limits.combine_with`), unless that is the first row.
+the case's other row (`RankDifferenceLimits.combine_limits`), unless that is the first row.
 
 A fault in scales, or in a mean that is sent in FP8, may change results far less than rounding does. witnesses.py and
 exchanges.py find such faults.
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.batches import TokenLoader
-from fp8bench.nn.parallel.division import Division
+from fp8bench.nn.parallel.division import RankModelPart
 from fp8bench.nn.training_step import make_adamw, skip_compiler_wrappers
 from fp8bench.protocols import Phases, Precision, SilentPhases
 
@@ -97,29 +97,36 @@ class RankDifference:
         }
 
 
-class Limits(NamedTuple):
+class RankDifferenceLimits(NamedTuple):
     """The largest differences between training on several ranks and on one rank that rounding can explain. `update`
-    limits the relative distance of all weights' changes, and `furthest` that of a single weight's change. `gain` limits
-    how far `WeightUpdate.gain` is from 1.
+    limits the relative distance of all weights' changes, and `max_weight_distance` that of a single weight's change.
+    `gain` limits how far `WeightUpdate.gain` is from 1.
     """
 
     update: float
-    furthest: float
+    max_weight_distance: float
     gain: float
 
-    def combine_with(self, further_limits: Limits) -> Limits:
+    def combine_limits(self, further_limits: RankDifferenceLimits) -> RankDifferenceLimits:
         """Returns the limits for the sum of two independent roundings. The new limit of a distance is the root of the
         summed squares, and that of the gain is the sum.
         """
-        distances = math.hypot(self.update, further_limits.update), math.hypot(self.furthest, further_limits.furthest)
-        return Limits(*distances, self.gain + further_limits.gain)
+        combined_limits = (
+            math.hypot(self.update, further_limits.update),
+            math.hypot(self.max_weight_distance, further_limits.max_weight_distance),
+        )
+        return RankDifferenceLimits(*combined_limits, self.gain + further_limits.gain)
 
-    def describe_excess(self, difference: RankDifference) -> str:
+    def describe_exceeded_limit(self, difference: RankDifference) -> str:
         name, furthest_update_of_weight = difference.furthest_update
         update = difference.update
         figures = (
             ("the relative distance of all weights' changes", update.error, self.update),
-            (f"the relative distance of the change of {name}", furthest_update_of_weight.error, self.furthest),
+            (
+                f"the relative distance of the change of {name}",
+                furthest_update_of_weight.error,
+                self.max_weight_distance,
+            ),
             (f"the distance from 1 of their gain {update.gain:.3g}", abs(update.gain - 1), self.gain),
         )
         sentences = []
@@ -129,38 +136,38 @@ class Limits(NamedTuple):
         return "; ".join(sentences)
 
 
-_LIMITS_FP32 = Limits(1e-3, 1e-3, 1e-3)
-_LIMITS_16_BITS = Limits(0.03, 0.04, 0.01)
-_LIMITS_BELOW_8_BITS = Limits(0.65, 0.9, 0.21)
-_LIMITS_FP8_GRADIENTS = Limits(0.12, 0.15, 0.01)
-_LIMITS_FP8_BLOCKS = Limits(0.2, 0.25, 0.02)
+_LIMITS_FP32 = RankDifferenceLimits(1e-3, 1e-3, 1e-3)
+_LIMITS_16_BITS = RankDifferenceLimits(0.03, 0.04, 0.01)
+_LIMITS_BELOW_8_BITS = RankDifferenceLimits(0.65, 0.9, 0.21)
+_LIMITS_FP8_GRADIENTS = RankDifferenceLimits(0.12, 0.15, 0.01)
+_LIMITS_FP8_BLOCKS = RankDifferenceLimits(0.2, 0.25, 0.02)
 _LIMITS_FP8_TOKENS = _LIMITS_FP8_BLOCKS
-_LIMITS_FP8_TENSORS = Limits(0.4, 0.5, 0.08)
-_LIMITS_ROUTER = Limits(0.4, 0.9, 0.1)
+_LIMITS_FP8_TENSORS = RankDifferenceLimits(0.4, 0.5, 0.08)
+_LIMITS_ROUTER = RankDifferenceLimits(0.4, 0.9, 0.1)
 _FP8_BITS = 8
 
 
-def find_limits(precisions: Iterable[Precision], wire: str, load: str = "") -> Limits:
+def find_difference_limits(precisions: Iterable[Precision], wire: str, load: str = "") -> RankDifferenceLimits:
     """Returns the differences from training on one rank that rounding can explain in a case. They depend on the
     precisions of the products, the format `wire` of exchanges ('' without that option), and the `load` of the experts.
     """
-    products = max(map(_find_product_limits, precisions))
+    products = max(map(_find_rank_difference_limits, precisions))
     if wire == "fp8":
-        limits = products.combine_with(_LIMITS_FP8_TOKENS)
+        limits = products.combine_limits(_LIMITS_FP8_TOKENS)
     elif wire in ("", "fp32", "stream", "torchao_fp32"):
         limits = max(products, _LIMITS_FP32)
     else:
         limits = max(products, _LIMITS_16_BITS if wire == "bf16" else _LIMITS_FP8_GRADIENTS)
-    return limits.combine_with(_LIMITS_ROUTER) if load == "router" and limits > _LIMITS_FP32 else limits
+    return limits.combine_limits(_LIMITS_ROUTER) if load == "router" and limits > _LIMITS_FP32 else limits
 
 
-def _find_product_limits(precision: Precision) -> Limits:
+def _find_rank_difference_limits(precision: Precision) -> RankDifferenceLimits:
     recipe = getattr(precision, "recipe", None)
     if recipe is None:
         return _LIMITS_FP32 if precision.name == "fp32" else _LIMITS_16_BITS
     if min(treatment.fmt.bits for treatment in recipe.treatments) < _FP8_BITS:
         return _LIMITS_BELOW_8_BITS
-    return _LIMITS_FP8_TENSORS if recipe.per_tensor else _LIMITS_FP8_BLOCKS
+    return _LIMITS_FP8_TENSORS if recipe.has_tensor_scales_only else _LIMITS_FP8_BLOCKS
 
 
 class RanksDisagree(RuntimeError):
@@ -173,7 +180,7 @@ class ParallelState:
     reads.
     """
 
-    model: Division
+    model: RankModelPart
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     loader: TokenLoader
@@ -196,7 +203,9 @@ class ParallelState:
         return loss
 
 
-def make_parallel_state(model: Division, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
+def make_parallel_state(
+    model: RankModelPart, loader: TokenLoader, facts: DeviceFacts, plain: bool = False
+) -> ParallelState:
     parameters = [torch.nn.Parameter(weight) for weight in model.weights]
     optimizer = (
         skip_compiler_wrappers(torch.optim.SGD)(parameters, lr=_SGD_LEARNING_RATE)
@@ -222,25 +231,25 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
 
     # 2. Check the recorded scales and exchanges. Continue after a fault, because every rank must take part in all
     # checks.
-    witness_faults = [witness.find_fault() for witness in witnesses]
-    for fault in filter(None, witness_faults):
+    faults_of_witnesses = [witness.find_fault() for witness in witnesses]
+    for fault in filter(None, faults_of_witnesses):
         raise RanksDisagree(fault)
 
     # 3. Compare the final weights, and how much each has changed since the start.
-    weights = parallel.model.gather_weights()
+    gathered_weights = parallel.model.gather_weights()
     reference_weights = single.model.gather_weights()
     distances = []
     updates_by_name = {}
     for name, tensor in initial_weights.items():
-        weight = weights[name].double()
+        weight = gathered_weights[name].double()
         reference_weight = reference_weights[name].double()
         distances.append((weight - reference_weight).abs().max())
-        weight_change = weight - tensor
+        weight_update = weight - tensor
         reference_weight_change = reference_weight - tensor
         weight_update_sums = (
-            (weight_change - reference_weight_change).square().sum(),
+            (weight_update - reference_weight_change).square().sum(),
             reference_weight_change.square().sum(),
-            (weight_change * reference_weight_change).sum(),
+            (weight_update * reference_weight_change).sum(),
         )
         updates_by_name[name] = WeightUpdate(*map(float, weight_update_sums))
     return RankDifference(float(max(loss_differences)), float(max(distances)), updates_by_name)

@@ -23,7 +23,7 @@ from fp8bench.nn.block import Block
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.data_parallel import shard_model
-from fp8bench.nn.parallel.division import Division, Witness
+from fp8bench.nn.parallel.division import RankModelPart, ScaleOrWireWitness
 from fp8bench.nn.parallel.exchanges import (
     FP8Group,
     RankGroup,
@@ -32,8 +32,8 @@ from fp8bench.nn.parallel.exchanges import (
     gather_tokens,
     scatter_tokens,
 )
-from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
-from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, find_cut, list_cuts
+from fp8bench.nn.parallel.group_scales import list_divided_roles, use_group_scales
+from fp8bench.nn.parallel.ways import OF_GROUP, OWN, ModelPartSetup, find_weight_cut, list_weight_cuts
 from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Phases, Role
@@ -41,7 +41,7 @@ from fp8bench.protocols import Phases, Role
 ExchangeTensor = Callable[[Tensor, RankGroup], Tensor]
 
 
-def share_blocks(
+def split_blocks_over_ranks(
     model: GPT,
     config: GPTConfig,
     group: RankGroup,
@@ -55,12 +55,12 @@ def share_blocks(
     """
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
-        for path, cut in list_cuts(config).items():
+        for path, cut in list_weight_cuts(config).items():
             layer = block.get_submodule(path)
             assert isinstance(layer, Linear)
             layer.weight = nn.Parameter(cut.share(layer.weight.detach(), group.rank, group.size).contiguous())
             if amax == OF_GROUP:
-                layer.arithmetic = use_group_scales(layer.arithmetic, cut_roles(cut), group.max_over_ranks)
+                layer.arithmetic = use_group_scales(layer.arithmetic, list_divided_roles(cut), group.max_over_ranks)
         queries, keys, values = (size // group.size for size in block.attn.sizes)
         block.attn.sizes = (queries, keys, values)
         for part in (block.attn, block.mlp):
@@ -68,36 +68,38 @@ def share_blocks(
             part.register_forward_hook(lambda _, inputs, y: exchange_after(y, group))
 
 
-class TensorCut(Division):
+class TensorCut(RankModelPart):
     """A rank's share of a model with tensor parallelism. All ranks read the whole batch."""
 
     exchange_before: ExchangeTensor = staticmethod(copy_to_ranks)
-    exchange_after: ExchangeTensor = staticmethod(add_over_ranks)
+    exchange_output: ExchangeTensor = staticmethod(add_over_ranks)
     module: GPT
-    _shared_group: RankGroup
+    _rank_group: RankGroup
 
-    def __init__(self, job: Job) -> None:
-        self._shared_group = self._make_group(job)
+    def __init__(self, job: ModelPartSetup) -> None:
+        self._rank_group = self._make_shared_group(job)
         self._config = job.config
         self._amax = job.options["amax"]
         self.module = job.make()
-        share_blocks(self.module, job.config, self._shared_group, self.exchange_before, self.exchange_after, self._amax)
+        split_blocks_over_ranks(
+            self.module, job.config, self._rank_group, self.exchange_before, self.exchange_output, self._amax
+        )
         named_parameters = dict(self.module.named_parameters())
-        self._cuts = [find_cut(name, job.config) for name in named_parameters]
+        self._cuts = [find_weight_cut(name, job.config) for name in named_parameters]
         super().__init__(named_parameters, job.loss_scale)
         self.group = job.group
 
-    def _make_group(self, job: Job) -> RankGroup:
+    def _make_shared_group(self, job: ModelPartSetup) -> RankGroup:
         return RankGroup(job.group)
 
     def list_shared_roles(self, layer: str) -> Collection[Role]:
-        cut = find_cut(f"{layer}.weight", self._config)
-        return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
+        cut = find_weight_cut(f"{layer}.weight", self._config)
+        return list_divided_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
 
     def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name, share, cut in zip(self.names, self._list_weight_shares(), self._cuts, strict=True):
-            weights[name] = share if cut is None else cut.join(self._shared_group.gather_from_ranks(share))
+            weights[name] = share if cut is None else cut.join(self._rank_group.gather_from_ranks(share))
         return weights
 
     def _list_weight_shares(self) -> list[Tensor]:
@@ -110,13 +112,13 @@ class SequenceCut(TensorCut):
     """
 
     exchange_before = staticmethod(gather_tokens)
-    exchange_after = staticmethod(scatter_tokens)
+    exchange_output = staticmethod(scatter_tokens)
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ModelPartSetup) -> None:
         super().__init__(job)
         self.common_parameters = [part for part, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
 
-    def _make_group(self, job: Job) -> RankGroup:
+    def _make_shared_group(self, job: ModelPartSetup) -> RankGroup:
         if job.options["wire"] != "fp8":
             return RankGroup(job.group)
         group = FP8Group(job.group)
@@ -124,7 +126,7 @@ class SequenceCut(TensorCut):
         return group
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        group = self._shared_group
+        group = self._rank_group
         stream = self.module.run_blocks(
             group.take_token_share(self.module.embed_tokens(tokens)), phase, tokens.shape[1]
         )
@@ -137,20 +139,20 @@ class TensorFSDP(TensorCut):
     share.
     """
 
-    def __init__(self, job: Job) -> None:
-        mesh = _make_pair_mesh(job.group, job.facts.kind)
-        self._pair = mesh.get_group("tensor")
-        self.batch_group = mesh.get_group("data")
+    def __init__(self, job: ModelPartSetup) -> None:
+        device_pair_mesh = _make_pair_mesh(job.group, job.facts.kind)
+        self._pair = device_pair_mesh.get_group("tensor")
+        self.batch_group = device_pair_mesh.get_group("data")
         super().__init__(replace(job, group=self._pair))
-        shard_model(self.module, mesh["data"], "fp32")
-        Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
+        shard_model(self.module, device_pair_mesh["data"], "fp32")
+        RankModelPart.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
         self.group = job.group
 
-    def witnesses(self) -> list[Witness]:
+    def witnesses(self) -> list[ScaleOrWireWitness]:
         pair = dist.get_process_group_ranks(self._pair)
         return [ScaleWitness(self.layers(), self.list_shared_roles, self.group, pair)]
 
-    def _list_shares(self) -> list[Tensor]:
+    def _gather_full_parameters(self) -> list[Tensor]:
         parameter_shards = [parameter.detach() for parameter in self.parameters]
         return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in parameter_shards]
 
@@ -162,12 +164,12 @@ def _make_pair_mesh(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
     """
     ranks = dist.get_process_group_ranks(group)
     mesh = torch.tensor(ranks).view(-1, 2)
-    own_global_rank = ranks[group.rank()]
+    global_rank = ranks[group.rank()]
     backend = dist.get_backend(group)
     groups = {}
     for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):
         for members in sets:  # every rank must take part in making every group
             new_group = dist.new_group(members, backend=backend)
-            if own_global_rank in members:
+            if global_rank in members:
                 groups[name] = new_group
     return DeviceMesh.from_group(list(groups.values()), kind, mesh=mesh, mesh_dim_names=tuple(groups))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from fp8bench.nn.gpt import GPT
-    from fp8bench.nn.parallel.division import Division
+    from fp8bench.nn.parallel.division import RankModelPart
 
 
 OUTPUT_DIMENSION = 0
@@ -38,11 +38,11 @@ DIVISION_OPTIONS = {
     "load": "how tokens get experts: uniform: round robin; zipf:1: by a Zipf law; router: as the router chooses",
     "amax": "the largest magnitude that scales a part of a tensor: own (that of the rank), or group (of all ranks)",
 }
-_AMAX_OPTION = {"amax": AMAX_GROUPS}
+_AMAX_GROUP_OPTION = {"amax": AMAX_GROUPS}
 _MICROBATCHES_OPTION = {"microbatches": ("2", "4")}
 # The values of option `wire` that replace linear layers by torchao's. Their weights are sent as float32 or as FP8
 # codes.
-_TORCHAO_WIRES = ("torchao_fp32", "torchao_fp8")
+_TORCHAO_WIRE_FORMATS = ("torchao_fp32", "torchao_fp8")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ParallelCase:
 
 
 @dataclass(frozen=True)
-class Job:
+class ModelPartSetup:
     """Everything that a rank needs to make its part of a model.
 
     `make` returns the whole model, with the same weights on every rank. All exchanges use `group`, whose backend may be
@@ -78,25 +78,26 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Way:
+class DivisionMethod:
     """A method of dividing one model among several ranks.
 
-    `refuse` returns why a case is impossible, or ''. `make_division` makes this rank's part of the model, and all ranks
-    call it together. `options` are those of DIVISION_OPTIONS that the method has, with all their values. `experts` is
-    the number of experts in each feed-forward part, or 0 for none. Each expert is half as wide as a feed-forward part.
+    `explain_impossible_case` returns why a case is impossible, or ''. `make_division` makes this rank's part of the
+    model, and all ranks call it together. `options` are those of DIVISION_OPTIONS that the method has, with all their
+    values. `experts` is the number of experts in each feed-forward part, or 0 for none. Each expert is half as wide as
+    a feed-forward part.
     """
 
     name: str
     summary: str
-    refuse: Callable[[ParallelCase], str]
-    make_division: Callable[[Job], Division]
+    explain_impossible_case: Callable[[ParallelCase], str]
+    make_division: Callable[[ModelPartSetup], RankModelPart]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     least_ranks: int = 2
     experts: int = 0
 
 
 @dataclass(frozen=True)
-class WeightCut:
+class RankWeightCut:
     """How a weight is cut along dimension `dim`. The weight consists of parts with the sizes `parts`. Each rank gets
     its share of every part.
     """
@@ -114,62 +115,62 @@ class WeightCut:
         import torch
 
         sizes = [size // len(shares) for size in self.parts]
-        pieces = [torch.split(share, sizes, self.dim) for share in shares]
-        joined_parts = [torch.cat(rank_pieces, self.dim) for rank_pieces in zip(*pieces, strict=True)]
+        rank_pieces_by_share = [torch.split(share, sizes, self.dim) for share in shares]
+        joined_parts = [torch.cat(rank_pieces, self.dim) for rank_pieces in zip(*rank_pieces_by_share, strict=True)]
         return torch.cat(joined_parts, self.dim)
 
 
-def list_cuts(config: GPTConfig) -> dict[str, WeightCut]:
+def list_weight_cuts(config: GPTConfig) -> dict[str, RankWeightCut]:
     keys = config.key_heads * config.head_width
     up_part_sizes = (config.hidden,) * (2 if config.is_llama_like else 1)
     return {
-        "attn.qkv": WeightCut(OUTPUT_DIMENSION, (config.width, keys, keys)),
-        "attn.out": WeightCut(INPUT_DIMENSION, (config.width,)),
-        "mlp.up": WeightCut(OUTPUT_DIMENSION, up_part_sizes),
-        "mlp.down": WeightCut(INPUT_DIMENSION, (config.hidden,)),
+        "attn.qkv": RankWeightCut(OUTPUT_DIMENSION, (config.width, keys, keys)),
+        "attn.out": RankWeightCut(INPUT_DIMENSION, (config.width,)),
+        "mlp.up": RankWeightCut(OUTPUT_DIMENSION, up_part_sizes),
+        "mlp.down": RankWeightCut(INPUT_DIMENSION, (config.hidden,)),
     }
 
 
-def find_cut(parameter: str, config: GPTConfig) -> WeightCut | None:
+def find_weight_cut(parameter: str, config: GPTConfig) -> RankWeightCut | None:
     path_parts = parameter.split(".")
-    return list_cuts(config).get(".".join(path_parts[2:-1])) if path_parts[0] == "blocks" else None
+    return list_weight_cuts(config).get(".".join(path_parts[2:-1])) if path_parts[0] == "blocks" else None
 
 
-def explain_unequal(count: int, things: str, ranks: int, advice: str = "") -> str:
+def explain_unequal_division(count: int, things: str, ranks: int, advice: str = "") -> str:
     """Returns why `count` things cannot be divided equally among the ranks, or '' if they can. The sentence ends with
     `advice`.
     """
     return f"{count} {things} have no equal share for each of {ranks} ranks{advice}" if count % ranks else ""
 
 
-def explain_uncuttable(config: GPTConfig, ranks: int) -> str:
+def explain_uncuttable_model(config: GPTConfig, ranks: int) -> str:
     """Returns why tensor parallelism cannot cut blocks into equal shares, or ''."""
     sizes = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
     for name, size in sizes.items():
-        if reason := explain_unequal(size, name, ranks, ": choose another size"):
+        if reason := explain_unequal_division(size, name, ranks, ": choose another size"):
             return reason
     return "tensor parallelism cannot divide experts: choose a size without experts" if config.experts else ""
 
 
-def _divide_by(path: str) -> Callable[[Job], Division]:
+def _make_division_factory(path: str) -> Callable[[ModelPartSetup], RankModelPart]:
     """Returns a function that makes this rank's part of a model. `path` names the class of the part, within this
     package. The class needs torch, so it is imported when the function is called.
     """
 
-    def make_division(job: Job) -> Division:
+    def make_division(job: ModelPartSetup) -> RankModelPart:
         return resolve_name(f"{__package__}.{path}")(job)
 
     return make_division
 
 
 def refuse_uneven_batch(case: ParallelCase) -> str:
-    return explain_unequal(case.batch, "sequences", case.ranks, f": choose a multiple of {case.ranks}")
+    return explain_unequal_division(case.batch, "sequences", case.ranks, f": choose a multiple of {case.ranks}")
 
 
-def refuse_rows(case: ParallelCase) -> str:
+def refuse_uneven_rows(case: ParallelCase) -> str:
     config = case.config
     ranks = case.ranks
-    wire = case.options["wire"]
+    wire_format = case.options["wire"]
     rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
     if not config.is_llama_like:
         rows["the sequence"] = config.sequence
@@ -181,24 +182,24 @@ def refuse_rows(case: ParallelCase) -> str:
                 "or fail with float8: choose another number of ranks"
             )
     # torchao's layers send weights in FP8 only if they also multiply in FP8.
-    if wire in _TORCHAO_WIRES and case.precision.mode != "fp8":
-        return f"wire={wire} uses torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
-    if wire in _TORCHAO_WIRES and case.facts.version_of("torchao") is None:
-        return f"wire={wire} needs the package torchao: pip install torchao"
+    if wire_format in _TORCHAO_WIRE_FORMATS and case.precision.mode != "fp8":
+        return f"wire={wire_format} uses torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
+    if wire_format in _TORCHAO_WIRE_FORMATS and case.facts.version_of("torchao") is None:
+        return f"wire={wire_format} needs the package torchao: pip install torchao"
     return refuse_uneven_batch(case)
 
 
-def refuse_owners(case: ParallelCase) -> str:
-    weights = 6 * case.config.layers
-    if case.ranks > weights:
-        return f"{case.ranks} ranks cannot each own a weight: the blocks of this model have only {weights}"
+def refuse_weight_owners(case: ParallelCase) -> str:
+    weight_count = 6 * case.config.layers
+    if case.ranks > weight_count:
+        return f"{case.ranks} ranks cannot each own a weight: the blocks of this model have only {weight_count}"
     return refuse_uneven_batch(case)
 
 
 def refuse_stages(case: ParallelCase, min_microbatches: int = 1) -> str:
     ranks = case.ranks
     microbatches = int(case.options["microbatches"])
-    if reason := explain_unequal(case.config.layers, "layers", ranks, ": choose another size"):
+    if reason := explain_unequal_division(case.config.layers, "layers", ranks, ": choose another size"):
         return reason
     if case.batch % microbatches:
         return f"{case.batch} sequences cannot be cut into {microbatches} equal microbatches: choose another batch"
@@ -211,24 +212,24 @@ def refuse_unfilled_stages(case: ParallelCase) -> str:
     return refuse_stages(case, case.ranks)
 
 
-def refuse_experts(case: ParallelCase) -> str:
-    return explain_unequal(case.config.experts, "experts", case.ranks) or refuse_uneven_batch(case)
+def refuse_uneven_experts(case: ParallelCase) -> str:
+    return explain_unequal_division(case.config.experts, "experts", case.ranks) or refuse_uneven_batch(case)
 
 
 def refuse_block_cut(case: ParallelCase, ranks: int = 0) -> str:
     """Returns why blocks cannot be cut among `ranks` ranks, or ''. The default is the case's number of ranks."""
     if case.options["amax"] == OF_GROUP and case.precision.tensor_scale is TensorScale.NONE:
         return f"{case.precision.name} has no tensor scale that ranks could share: choose amax=own"
-    return explain_uncuttable(case.config, ranks or case.ranks)
+    return explain_uncuttable_model(case.config, ranks or case.ranks)
 
 
 def refuse_token_cut(case: ParallelCase) -> str:
-    return explain_unequal(case.config.sequence, "tokens", case.ranks) or refuse_block_cut(case)
+    return explain_unequal_division(case.config.sequence, "tokens", case.ranks) or refuse_block_cut(case)
 
 
-def refuse_pairs(case: ParallelCase) -> str:
-    pairs, remainder = divmod(case.ranks, 2)
-    if remainder or case.batch % pairs:
+def refuse_uneven_pairs(case: ParallelCase) -> str:
+    rank_pair_count, remainder = divmod(case.ranks, 2)
+    if remainder or case.batch % rank_pair_count:
         return f"{case.batch} sequences have no equal share for each pair of {case.ranks} ranks"
     return refuse_block_cut(case, 2)
 
@@ -247,84 +248,84 @@ def count_scale_traffic(blocks: int, ranks: int) -> ScaleTraffic:
     layers, and ranks divide two operands of each. Before each cast of such an operand, the ranks exchange its largest
     magnitude.
     """
-    divided_cast_count = 2 * 4 * blocks
-    return ScaleTraffic(divided_cast_count, 4 * divided_cast_count * 2 * (ranks - 1) / ranks)
+    divided_operand_cast_count = 2 * 4 * blocks
+    return ScaleTraffic(divided_operand_cast_count, 4 * divided_operand_cast_count * 2 * (ranks - 1) / ranks)
 
 
 WAYS = {
     division.name: division
     for division in (
-        Way(
+        DivisionMethod(
             "ddp",
             "torch's DistributedDataParallel: every rank has the whole model, and ranks average their gradients",
             refuse_uneven_batch,
-            _divide_by("data_parallel:DDPModel"),
+            _make_division_factory("data_parallel:DDPModel"),
             {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")},
         ),
-        Way(
+        DivisionMethod(
             "ep",
             "expert parallelism: tokens are sent to their experts' ranks and back; other weights are on all ranks",
-            refuse_experts,
-            _divide_by("expert_parallel:ExpertsByRanks"),
+            refuse_uneven_experts,
+            _make_division_factory("expert_parallel:ExpertsByRanks"),
             {"wire": ("stream", "bf16", "fp8"), "load": ("uniform", "zipf:1", "router")},
             experts=8,
         ),
-        Way(
+        DivisionMethod(
             "fsdp2",
             "torch's fully_shard: each rank has equal rows of weights, gradients and moments",
-            refuse_rows,
-            _divide_by("data_parallel:FSDPModel"),
-            {"wire": ("fp32", "bf16", *_TORCHAO_WIRES)},
+            refuse_uneven_rows,
+            _make_division_factory("data_parallel:FSDPModel"),
+            {"wire": ("fp32", "bf16", *_TORCHAO_WIRE_FORMATS)},
         ),
         # pp_1f1b has the same losses and waiting times as pp_gpipe, but keeps the activations of at most as many
         # microbatches as there are stages.
-        Way(
+        DivisionMethod(
             "pp_1f1b",
             "a pipeline of blocks, schedule 1F1B: each microbatch runs backward as soon as it can",
             refuse_unfilled_stages,
-            _divide_by("pipeline:OneForwardOneBackward"),
+            _make_division_factory("pipeline:OneForwardOneBackward"),
             _MICROBATCHES_OPTION,
         ),
         # pp_gpipe keeps the activations of all microbatches.
-        Way(
+        DivisionMethod(
             "pp_gpipe",
             "a pipeline of blocks, schedule GPipe: all microbatches run forward, then all run backward",
             refuse_stages,
-            _divide_by("pipeline:GPipe"),
+            _make_division_factory("pipeline:GPipe"),
             _MICROBATCHES_OPTION,
         ),
         # sp sends as many bytes as tp, but needs less memory, because it also divides the tensors between the parts of
         # a block.
-        Way(
+        DivisionMethod(
             "sp",
             "tp with sequence parallelism: between a block's parts each rank has only its own tokens",
             refuse_token_cut,
-            _divide_by("tensor_parallel:SequenceCut"),
-            {"wire": ("stream", "fp8"), **_AMAX_OPTION},
+            _make_division_factory("tensor_parallel:SequenceCut"),
+            {"wire": ("stream", "fp8"), **_AMAX_GROUP_OPTION},
         ),
         # tp has the exchanges of Megatron-LM. In forward, ranks sum the outputs of attention and of feed-forward. In
         # backward they sum the gradients of the inputs of both.
-        Way(
+        DivisionMethod(
             "tp",
             "tensor parallelism: ranks divide heads and hidden features, and sum the outputs of a block's parts",
             refuse_block_cut,
-            _divide_by("tensor_parallel:TensorCut"),
-            _AMAX_OPTION,
+            _make_division_factory("tensor_parallel:TensorCut"),
+            _AMAX_GROUP_OPTION,
         ),
         # tp_fsdp resembles large trainings, with tensor parallelism within a machine and FSDP between machines.
-        Way(
+        DivisionMethod(
             "tp_fsdp",
             "tp in pairs of ranks, and FSDP2 shards the weights of a pair over all pairs",
-            refuse_pairs,
-            _divide_by("tensor_parallel:TensorFSDP"),
-            _AMAX_OPTION,
+            refuse_uneven_pairs,
+            _make_division_factory("tensor_parallel:TensorFSDP"),
+            _AMAX_GROUP_OPTION,
             least_ranks=4,
         ),
-        Way(
+        DivisionMethod(
             "zero",
             "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
-            refuse_owners,
-            _divide_by("data_parallel:ZeroModel"),
+            refuse_weight_owners,
+            _make_division_factory("data_parallel:ZeroModel"),
             {"wire": ("fp32", "bf16", "fp8")},
         ),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fp8bench.model.ranks import Sent
+from fp8bench.model.ranks import SentBytes
 from fp8bench.numerics.operands import OperatorWatch
 
 # Maps an operation to a function of the number n of ranks. It returns the bytes that a rank sends if the ranks form a
@@ -59,11 +59,11 @@ _OPERATIONS_WITHOUT_DATA = {
 }
 
 
-class NotCounted(RuntimeError):
+class UncountedOperation(RuntimeError):
     """Raised for an operation between ranks if this module does not define how many bytes it sends."""
 
 
-class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
+class StepTrafficWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """Watches every operation between ranks in a `with` block, those of torch's c10d and those of DTensor.
 
     It counts the bytes that ranks in a ring would send. A backend may use another algorithm.
@@ -89,9 +89,9 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
                 self._recorded_calls.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
 
-    def list_sent_bytes(self, rank: int) -> tuple[Sent, ...]:
-        keys_by_bytes = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
-        return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in keys_by_bytes)
+    def list_sent_bytes(self, rank: int) -> tuple[SentBytes, ...]:
+        keys_sorted_by_bytes = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
+        return tuple(SentBytes(rank, *key, self._calls[key], self._bytes[key]) for key in keys_sorted_by_bytes)
 
     def repeat_exchanges(self) -> None:
         """Repeats the recorded operations on zeros. It waits for each operation before the next one, but for all sends
@@ -112,7 +112,9 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         if name in _OPERATIONS_WITHOUT_DATA or name == _RECEIVE_PREFIX:
             return
         if name not in _OPERATIONS:
-            raise NotCounted(f"the bytes of {name} cannot be counted: add it to _OPERATIONS in nn/parallel/wire.py")
+            raise UncountedOperation(
+                f"the bytes of {name} cannot be counted: add it to _OPERATIONS in nn/parallel/wire.py"
+            )
         operation, position = _OPERATIONS[name]
         sent_byte_ratio = _RING_BYTE_FACTORS[operation](_count_ranks(args))
         if name == "c10d::alltoall_base_" and args[4]:  # rows that a rank keeps are not sent
@@ -131,8 +133,8 @@ def _count_ranks(args: Sequence[Any]) -> int:
 
 
 def _wait_for_operations(operations: Sequence[Any]) -> None:
-    for work in operations:
-        if isinstance(work, Tensor):
-            torch.ops._c10d_functional.wait_tensor(work)
+    for pending_operation in operations:
+        if isinstance(pending_operation, Tensor):
+            torch.ops._c10d_functional.wait_tensor(pending_operation)
         else:
-            dist.Work.unbox(work).wait()
+            dist.Work.unbox(pending_operation).wait()

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8bench.formats.native_codes import current_scale
-from fp8bench.formats.recipes import Delayed, Treatment
+from fp8bench.formats.native_codes import compute_current_scale
+from fp8bench.formats.recipes import DelayedScaling, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.exchanges import find_first_fault, gather_answers
-from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
+from fp8bench.nn.parallel.exchanges import find_first_rank_fault, gather_rank_answers
+from fp8bench.nn.tensor_scales import DelayedScale, ScaleAndInverse, ScaleSource
 from fp8bench.protocols import Role
 
 # Maps a layer's name to the roles of the operands whose scales several ranks share.
-SharedRoles = Callable[[str], Collection[Role]]
+FindSharedRoles = Callable[[str], Collection[Role]]
 
 
 @dataclass(eq=False)
@@ -35,14 +35,14 @@ class _WatchedScale:
     If the scale is `is_shared`, all ranks must have the same one. Repeated casts are not recorded.
     """
 
-    source: NextScale
+    source: ScaleSource
     treatment: Treatment
-    delayed: Delayed | None
+    delayed: DelayedScaling | None
     is_shared: bool
     magnitudes: list[Tensor] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
 
-    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
         pair = self.source.next(x, repeat, amax)
         if not repeat:
             self.magnitudes.append(largest_magnitude(x))
@@ -50,7 +50,7 @@ class _WatchedScale:
         return pair
 
     @property
-    def last_pair(self) -> ScalePair | None:
+    def last_pair(self) -> ScaleAndInverse | None:
         return self.source.last_pair
 
     def expected_scales(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
@@ -60,7 +60,7 @@ class _WatchedScale:
             if history is not None:
                 yield history.next(magnitude, amax=magnitude).scale.clone()
             else:
-                yield current_scale(magnitude, self.treatment.fmt, self.treatment.scaling.rounding)[0]
+                yield compute_current_scale(magnitude, self.treatment.fmt, self.treatment.scaling.rounding)[0]
 
 
 class ScaleWitness:
@@ -71,7 +71,7 @@ class ScaleWitness:
     def __init__(
         self,
         layers: Mapping[str, Linear],
-        shared: SharedRoles,
+        shared: FindSharedRoles,
         group: dist.ProcessGroup,
         sharing_ranks: Sequence[int] = (),
     ) -> None:
@@ -80,9 +80,13 @@ class ScaleWitness:
         self._sources: dict[tuple[str, Role], _WatchedScale] = {}
         for path, layer in layers.items():
             arithmetic = layer.arithmetic
-            if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor and arithmetic.scales):
+            if not (
+                isinstance(arithmetic, RecipeArithmetic)
+                and arithmetic.recipe.has_tensor_scales_only
+                and arithmetic.scales
+            ):
                 continue
-            scales: dict[Role, NextScale] = {}
+            scales: dict[Role, ScaleSource] = {}
             for role, source in arithmetic.scales.items():
                 treatment = arithmetic.treatments[role]
                 delayed = arithmetic.recipe.delayed
@@ -93,20 +97,22 @@ class ScaleWitness:
     def find_fault(self) -> str:
         """Returns the first fault of any rank, or ''. All ranks must call it together."""
         magnitudes = {" ".join(key): list(map(float, source.magnitudes)) for key, source in self._sources.items()}
-        return find_first_fault(self._find_own_fault(gather_answers(magnitudes, self._group)), self._group)
+        return find_first_rank_fault(
+            self._find_local_scale_fault(gather_rank_answers(magnitudes, self._group)), self._group
+        )
 
-    def _find_own_fault(self, magnitudes_by_rank: list[dict[str, list[float]]]) -> str:
+    def _find_local_scale_fault(self, magnitudes_by_rank: list[dict[str, list[float]]]) -> str:
         for (path, role), source in self._sources.items():
             # 1. If ranks share the scale, take for each cast the largest magnitude of these ranks.
             magnitudes = source.magnitudes
             if source.is_shared:
-                magnitudes_of_ranks = [
-                    magnitudes_by_rank[rank].get(f"{path} {role}", []) for rank in self._sharing_ranks
-                ]
-                if len(set(map(len, magnitudes_of_ranks))) > 1:
+                rank_magnitudes = [magnitudes_by_rank[rank].get(f"{path} {role}", []) for rank in self._sharing_ranks]
+                if len(set(map(len, rank_magnitudes))) > 1:
                     return f"does not cast the {role} of {path} as often as the other ranks do"
-                rank_maxima = map(max, zip(*magnitudes_of_ranks, strict=True))
-                magnitudes = [x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, rank_maxima, strict=True)]
+                max_magnitudes_over_ranks = map(max, zip(*rank_magnitudes, strict=True))
+                magnitudes = [
+                    x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, max_magnitudes_over_ranks, strict=True)
+                ]
 
             # 2. Compare every scale bit for bit with the scale that follows from the magnitudes.
             measured_and_expected_scales = zip(source.scales, source.expected_scales(magnitudes), strict=True)

@@ -19,14 +19,14 @@ from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
 from fp8bench.files import check_folder
 from fp8bench.model import Environment, Finding, Record, Run
-from fp8bench.model.file_names import make_safe
+from fp8bench.model.file_names import make_safe_file_name
 from fp8bench.model.specs import STEP, TIME, Rank
 
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 DEFAULT_DESTINATIONS = {TENSORBOARD: "tensorboard", WANDB: "fp8bench"}
 _EVENT_FORMAT = "brain.Event:2"
-_UNIT_WORDS = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
+_UNIT_SUFFIXES = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
 _LOGGED_FACTS = ("machine", "fp8bench", "torch", "python", "commit", "dirty")
 
 
@@ -60,7 +60,7 @@ class LoggedScalar(NamedTuple):
     value: float
 
 
-class Sink(Protocol):
+class ScalarSink(Protocol):
     """Receives scalars. Its methods may raise any exception, which the caller reports."""
 
     def log(self, name: str, step: int, value: float) -> None: ...
@@ -83,12 +83,12 @@ class TensorBoardSink:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        series, _, tag = name.partition("/")
-        if series not in self._writers:
-            self._writers[series] = self._open_event_writer(series, step)
+        series_name, _, tag = name.partition("/")
+        if series_name not in self._writers:
+            self._writers[series_name] = self._open_event_writer(series_name, step)
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
         event = Event(wall_time=self._source.begun, step=step, summary=summary)
-        self._writers[series].write(event.SerializeToString())
+        self._writers[series_name].write(event.SerializeToString())
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -99,7 +99,11 @@ class TensorBoardSink:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         begun = self._source.begun
-        file = self._folder / series / f"events.out.tfevents.{begun:010d}.fp8bench.{make_safe(self._source.id)}.{step}"
+        file = (
+            self._folder
+            / series
+            / f"events.out.tfevents.{begun:010d}.fp8bench.{make_safe_file_name(self._source.id)}.{step}"
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
         # Write without a buffer, so that a killed training leaves complete events.
         writer = RecordWriter(file.open("wb", buffering=0))
@@ -116,7 +120,7 @@ class WandbSink:
         self._run = wandb.init(
             project=project,
             name=source.title,
-            id=f"fp8bench-{make_safe(source.id)}",
+            id=f"fp8bench-{make_safe_file_name(source.id)}",
             resume="allow",
             config=dict(source.config),
         )
@@ -139,7 +143,10 @@ class WandbSink:
         self._row = {}
 
 
-_SINKS: Mapping[str, Callable[[str, LogSource], Sink]] = {TENSORBOARD: TensorBoardSink, WANDB: WandbSink}
+_SINK_BY_LOGGER_KIND: Mapping[str, Callable[[str, LogSource], ScalarSink]] = {
+    TENSORBOARD: TensorBoardSink,
+    WANDB: WandbSink,
+}
 
 
 class ScalarLogger:
@@ -151,10 +158,10 @@ class ScalarLogger:
         self, targets: Iterable[LogTarget], source: LogSource, say: Callable[[str], None], consequence: str
     ) -> None:
         self._say, self._consequence = say, consequence
-        self._sinks: dict[LogTarget, Sink] = {}
+        self._sinks: dict[LogTarget, ScalarSink] = {}
         for target in targets:
             with self._drop_failing_sink(target):
-                self._sinks[target] = _SINKS[target.kind](target.place, source)
+                self._sinks[target] = _SINK_BY_LOGGER_KIND[target.kind](target.place, source)
 
     def log(self, name: str, step: int, value: float) -> None:
         """Logs a value to all sinks, unless it is infinite or NaN, which boards do not draw."""
@@ -180,17 +187,17 @@ class ScalarLogger:
             self._say(f"not logged to {target} ({type(error).__name__}: {error}); {self._consequence}")
 
 
-def check_target(target: LogTarget) -> None:
+def check_log_target(target: LogTarget) -> None:
     """Raises UsageError if the package of a log target is missing or its folder cannot be written."""
     if target.kind == WANDB:
-        check_package("wandb", "'fp8bench[wandb]'", "", option=f"--log {target}")
+        check_option_package("wandb", "'fp8bench[wandb]'", "", option=f"--log {target}")
         return
     required_modules = ".compat.proto.event_pb2", ".summary.writer.record_writer"
-    check_package("tensorboard", "'fp8bench[tb]'", *required_modules, option=f"--log {target}")
+    check_option_package("tensorboard", "'fp8bench[tb]'", *required_modules, option=f"--log {target}")
     check_folder("--log tensorboard", Path(target.place))
 
 
-def check_package(name: str, requirement: str, *modules: str, option: str) -> None:
+def check_option_package(name: str, requirement: str, *modules: str, option: str) -> None:
     """Raises UsageError if the package that an option needs cannot be imported."""
     try:
         for module in modules:
@@ -204,21 +211,23 @@ def check_package(name: str, requirement: str, *modules: str, option: str) -> No
 
 def run_log_source(run: Run) -> LogSource:
     devices = ", ".join(f"{device.key}: {device.name}" for device in run.devices)
-    config = {**logged_facts(run.environment), "command": run.command, "devices": devices}
+    config = {**select_logged_facts(run.environment), "command": run.command, "devices": devices}
     return LogSource(run.id, f"{run.request.suite} {run.id}", curve_position(run), config)
 
 
-def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedScalar]:
+def iterate_run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedScalar]:
     """Yields the metrics of each measured case as scalars. They are in SI units, or ratios."""
     # this import is slow, and the command line imports this module
-    from fp8bench.analysis.metrics import metrics_of
+    from fp8bench.analysis.metrics import iterate_case_metrics
 
     step = curve_position(run)
-    references = {record.case.setting: Reference(record) for record in run.records if record.is_reference}
+    reference_by_setting = {record.case.setting: Reference(record) for record in run.records if record.is_reference}
     for record in run.records:
         if not record.is_ok:
             continue
-        metrics = metrics_of(record, findings.get(record.case.id), references.get(record.case.setting))
+        metrics = iterate_case_metrics(
+            record, findings.get(record.case.id), reference_by_setting.get(record.case.setting)
+        )
         for metric in metrics:
             if metric.rank is Rank.MAIN:
                 for figure, value in _named_metric_values(metric):
@@ -234,13 +243,13 @@ def _scalar_name(record: Record, figure: str) -> str:
     case = record.case
     version_suffix = "" if case.version == "1" else f" v{case.version}"
     params = ",".join(f"{name}={value}" for name, value in case.params)
-    return f"{make_safe(case.mode)}/{case.workload}{version_suffix}/{figure} {params}@{case.device}"
+    return f"{make_safe_file_name(case.mode)}/{case.workload}{version_suffix}/{figure} {params}@{case.device}"
 
 
 def _named_metric_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
     # Times of emulations must not share a chart with times that show a speed.
     prefix = "emulation_" if metric.cost else ""
-    unit = _UNIT_WORDS.get(metric.unit, "")
+    unit = _UNIT_SUFFIXES.get(metric.unit, "")
     if metric.phase != STEP:
         yield f"{prefix}phase_{metric.phase}{unit}", metric.best or None
         return
@@ -251,10 +260,10 @@ def _named_metric_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
     else:
         yield f"{prefix}{metric.name}{unit}", metric.value
     if metric.interval is not None:
-        ratio_name = "ratio" if metric.name == TIME else f"{metric.name}_ratio"
-        yield ratio_name, metric.interval.point
-        yield f"{ratio_name}_low", metric.interval.low
-        yield f"{ratio_name}_high", metric.interval.high
+        ratio_metric_name = "ratio" if metric.name == TIME else f"{metric.name}_ratio"
+        yield ratio_metric_name, metric.interval.point
+        yield f"{ratio_metric_name}_low", metric.interval.low
+        yield f"{ratio_metric_name}_high", metric.interval.high
 
 
 def curve_position(run: Run) -> int:
@@ -263,8 +272,13 @@ def curve_position(run: Run) -> int:
     The position is the date of the commit, or the start of the run if files had uncommitted changes.
     """
     commit_date = run.environment.get("commit_date")
-    has_changes = run.environment.get("dirty")
-    if isinstance(commit_date, int) and not isinstance(commit_date, bool) and has_changes is False and commit_date > 0:
+    has_uncommitted_changes = run.environment.get("dirty")
+    if (
+        isinstance(commit_date, int)
+        and not isinstance(commit_date, bool)
+        and has_uncommitted_changes is False
+        and commit_date > 0
+    ):
         return commit_date // 1000
     return seconds_since_1970(run.started)
 
@@ -277,5 +291,5 @@ def seconds_since_1970(started: str) -> int:
         return 0
 
 
-def logged_facts(environment: Environment) -> dict[str, Any]:
+def select_logged_facts(environment: Environment) -> dict[str, Any]:
     return {name: environment.get(name) for name in _LOGGED_FACTS}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # A row is a mapping from column names to values, or a tuple in the order of the columns.
 Row = Mapping[str, Any] | tuple[Any, ...]
-Rows = tuple[Sequence[str], Iterable[Row]]
+PlainRows = tuple[Sequence[str], Iterable[Row]]
 # A spreadsheet reads a cell that begins with one of these signs as a formula. The full-width signs are those that
 # East Asian keyboards type.
 _FORMULA_START_SIGNS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
@@ -34,7 +34,7 @@ def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
     return text.getvalue()
 
 
-def results_frame(rows: Rows) -> pd.DataFrame:
+def results_frame(rows: PlainRows) -> pd.DataFrame:
     """Returns the rows as a pandas frame, equal to the frame that pandas would read from their CSV."""
     import pandas as pd
 

@@ -18,21 +18,21 @@ from fp8bench.analysis.metric import Metric
 from fp8bench.model import Provenance, Record, Run, Scalar, specs
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME, Rank
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import printable
 from fp8bench.report.panels import (
     FindingsById,
     NamedCase,
     Result,
+    format_case_params,
     group_into_panels,
     list_cases,
     list_metrics,
-    show_params,
 )
-from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
+from fp8bench.report.topics.break_even import BreakEvenRow, iterate_break_even_rows
 
 Cell = Scalar | None
-TidyRow = dict[str, Cell]
+TidyCsvRow = dict[str, Cell]
 # The first columns of the CSV, which describe the case of a row.
 _CASE_COLUMNS = (
     "run",
@@ -69,24 +69,24 @@ def csv_columns(*runs: Run) -> tuple[str, ...]:
     return (*_CASE_COLUMNS, *dict.fromkeys(f"param_{name}" for name, _ in params), *_FIGURE_COLUMNS)
 
 
-def tidy_rows(run: Run, findings: FindingsById) -> list[TidyRow]:
+def tidy_rows(run: Run, findings: FindingsById) -> list[TidyCsvRow]:
     """Returns the CSV rows of a run in the order of its plan. Every row has every column. A missing value is None."""
-    empty_row: TidyRow = dict.fromkeys(csv_columns(run))
-    empty_row |= {"run": Path(run.path).stem or run.id, "started_utc": run.started}
+    empty_csv_row: TidyCsvRow = dict.fromkeys(csv_columns(run))
+    empty_csv_row |= {"run": Path(run.path).stem or run.id, "started_utc": run.started}
     device_names = {facts.key: facts.name for facts in run.devices}
     rows = []
     for panel in group_into_panels(run, findings):
         for case in panel.named_cases:
-            case_fields = empty_row | _case_fields(case.record, panel.reference)
-            case_fields["device_name"] = device_names.get(panel.device)
+            case_row_fields = empty_csv_row | _case_fields(case.record, panel.reference)
+            case_row_fields["device_name"] = device_names.get(panel.device)
             # Leave out metrics whose figure is repeated from a different row. Readers who sum rows would count such a
             # figure twice.
             metrics = [metric for metric in list_metrics(case) if metric.rank is not Rank.RESTATED]
             # The first row of a case has the time of its step, and the status of the case.
-            rows.append(case_fields | _metric_fields(metrics[0]) | _finding_fields(case))
-            rows += [case_fields | _metric_fields(metric) for metric in metrics[1:]]
-    for row in break_even_rows(run, findings):
-        rows.append(empty_row | {"device_name": device_names.get(row.device)} | _break_even_fields(row))
+            rows.append(case_row_fields | _make_metric_fields(metrics[0]) | _finding_fields(case))
+            rows += [case_row_fields | _make_metric_fields(metric) for metric in metrics[1:]]
+    for row in iterate_break_even_rows(run, findings):
+        rows.append(empty_csv_row | {"device_name": device_names.get(row.device)} | _break_even_fields(row))
     return [dict(zip(row, map(_clean_cell, row.values()), strict=True)) for row in rows]
 
 
@@ -97,14 +97,14 @@ def _clean_cell(cell: Cell) -> Cell:
     return cell
 
 
-def _break_even_fields(row: BreakEvenRow) -> TidyRow:
+def _break_even_fields(row: BreakEvenRow) -> TidyCsvRow:
     """Returns the CSV fields of a break-even size, at which a precision becomes faster or stops being faster."""
     return {
         "suite": row.suite,
         "device": row.device,
         "mode": row.mode,
         "reference_mode": row.against,
-        "params": show_params(row.held),
+        "params": format_case_params(row.held),
         **{f"param_{name}": value for name, value in row.held},
         "metric": specs.BREAK_EVEN.name,
         "unit": "count",
@@ -124,9 +124,9 @@ def _clean_line(text: str) -> str:
     return printable(text).strip()
 
 
-def _case_fields(record: Record, reference: str) -> TidyRow:
+def _case_fields(record: Record, reference: str) -> TidyCsvRow:
     case = record.case
-    case_row: TidyRow = {
+    case_row: TidyCsvRow = {
         "case": case.id,
         "suite": case.workload,
         "suite_version": case.version,
@@ -137,16 +137,16 @@ def _case_fields(record: Record, reference: str) -> TidyRow:
         "level": record.support.level.value,
         "status": record.status.value,
         "reason": record.reason,
-        "params": show_params(case.params),
+        "params": format_case_params(case.params),
     }
     if (failed_rank := record.failed_rank) is not None:
         case_row |= {"failed_rank": failed_rank.rank, "failed_phase": failed_rank.phase or failed_rank.request}
     return case_row | {f"param_{name}": value for name, value in case.params}
 
 
-def _metric_fields(metric: Metric) -> TidyRow:
+def _make_metric_fields(metric: Metric) -> TidyCsvRow:
     kind, role = metric.about or (None, None)
-    row: TidyRow = {
+    row: TidyCsvRow = {
         "phase": metric.phase,
         "kind": kind,
         "role": role,
@@ -165,7 +165,7 @@ def _metric_fields(metric: Metric) -> TidyRow:
     if metric.bounds is not None:
         row["low_in_unit"], row["high_in_unit"] = metric.bounds
     if metric.energy is not None:
-        row["energy_validity"] = metric.energy.validity
+        row["energy_validity"] = metric.energy.energy_validity_text
         row["power_limit_W"] = " ".join(f"{watts:g}" for watts in metric.energy.power_limits)
     ratio = metric.interval
     if ratio is None:
@@ -179,13 +179,13 @@ def _metric_fields(metric: Metric) -> TidyRow:
     return row
 
 
-def _finding_fields(result: Result) -> TidyRow:
+def _finding_fields(result: Result) -> TidyCsvRow:
     finding = result.finding
     label_reasons = "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons)
     return {"spread": finding.spread, "noise_floor": finding.floor, "label_reasons": label_reasons}
 
 
-def run_rows(runs_with_findings: Sequence[tuple[Run, FindingsById]]) -> Rows:
+def run_rows(runs_with_findings: Sequence[tuple[Run, FindingsById]]) -> PlainRows:
     if not runs_with_findings:
         return (), ()
     all_rows = list(chain.from_iterable(starmap(tidy_rows, runs_with_findings)))
@@ -200,7 +200,7 @@ def run_document(run: Run, findings: FindingsById) -> dict[str, Any]:
     cases = list_cases(group_into_panels(run, findings))
     documents_by_case = {case.record.case.id: _result_document(case) for case in cases}
     records = [{**encode(record), **documents_by_case[record.case.id]} for record in run.records]
-    break_even = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
+    break_even = [{**row._asdict(), "held": dict(row.held)} for row in iterate_break_even_rows(run, findings)]
     return {"schema": SCHEMA, **header, "records": records, "break_even": break_even}
 
 

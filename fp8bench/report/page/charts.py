@@ -9,14 +9,14 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.report.columns import Col, Cols, table
+from fp8bench.report.columns import Col, ColumnList, table
 from fp8bench.report.elements import (
     AnyChart,
     Bars,
     ChartAxis,
+    ChartMark,
     ChartPoint,
     Lines,
-    Mark,
     Scatter,
     Stacks,
     Table,
@@ -37,8 +37,8 @@ def is_worth_drawing(chart: AnyChart) -> bool:
 def _count_values(chart: AnyChart) -> int:
     match chart:
         case Bars():
-            marks_of_groups = itertools.chain.from_iterable(marks for _, marks in chart.groups)
-            return sum(1 + len(mark.samples) for mark in marks_of_groups)
+            group_marks = itertools.chain.from_iterable(marks for _, marks in chart.groups)
+            return sum(1 + len(mark.samples) for mark in group_marks)
         case Scatter():
             return len(chart.points)
         case Stacks():
@@ -47,7 +47,7 @@ def _count_values(chart: AnyChart) -> int:
             return len(chart.places)
 
 
-def stack_chart(
+def make_stack_chart(
     name: str,
     title: str,
     description: str,
@@ -64,26 +64,26 @@ def stack_chart(
     row_totals = [total for _, total, _ in rows]
     # On a common axis, one long step would make the parts of short steps too thin to see.
     draws_part_shares = max(row_totals) > _MAX_RATIO_OF_BARS * min(row_totals)
-    labelled_bars = []
+    labelled_stack_bars = []
     for label, total, value_by_part in rows:
         values = [value_by_part.get(part, 0.0) for part in parts]
-        bar_label = label
+        stacked_bar_label = label
         if draws_part_shares:
-            bar_label += f", {units.describe(total, axis.unit)}"
+            stacked_bar_label += f", {units.describe(total, axis.unit)}"
             values = [100 * value / (total or 1.0) for value in values]
-        labelled_bars.append((bar_label, tuple(values)))
+        labelled_stack_bars.append((stacked_bar_label, tuple(values)))
     bar_axis = ChartAxis(share_title, "%") if draws_part_shares else axis
-    return Stacks(name, title, description, bar_axis, tuple(parts.values()), tuple(labelled_bars))
+    return Stacks(name, title, description, bar_axis, tuple(parts.values()), tuple(labelled_stack_bars))
 
 
-class _NumbersRow(NamedTuple):
+class _ChartNumbersRow(NamedTuple):
     """A row of the table that lists a chart's numbers. It has a mark or a point, and the texts of the two label
     columns.
     """
 
     first: str
     second: str
-    mark: Mark | ChartPoint
+    mark: ChartMark | ChartPoint
 
 
 def numbers_table(chart: AnyChart) -> Table:
@@ -91,30 +91,34 @@ def numbers_table(chart: AnyChart) -> Table:
     caption = f"{chart.title}: numbers"
     name = f"{chart.name}-numbers"
     if isinstance(chart, Stacks):
-        columns_of_parts: list[Col[Any]] = [Col("case", itemgetter(0))]
-        for part in chart.nonzero_parts:
+        number_columns: list[Col[Any]] = [Col("case", itemgetter(0))]
+        for part in chart.nonzero_part_indices:
             get_part_value = partial(lambda part, row: row[1][part], part)
-            columns_of_parts.append(Col(chart.parts[part], get_part_value, number=True, unit=chart.axis.unit))
-        return table(name, caption, columns_of_parts, chart.rows)
+            number_columns.append(Col(chart.parts[part], get_part_value, number=True, unit=chart.axis.unit))
+        return table(name, caption, number_columns, chart.rows)
     rows = []
     match chart:
         case Bars():
             headings = ("group", "case")
             for title, marks in chart.groups:
-                rows += [_NumbersRow(title, mark.label, mark) for mark in marks]
+                rows += [_ChartNumbersRow(title, mark.label, mark) for mark in marks]
         case Lines():
             headings = ("at", "series")
             for index, place in enumerate(chart.places):
-                series_marks_at_place = [(series, marks[index]) for series, marks in chart.series]
-                rows += [_NumbersRow(place, series, mark) for series, mark in series_marks_at_place if mark is not None]
+                series_and_marks_at_index = [(series, marks[index]) for series, marks in chart.series]
+                rows += [
+                    _ChartNumbersRow(place, series, mark)
+                    for series, mark in series_and_marks_at_index
+                    if mark is not None
+                ]
         case Scatter():
             headings = ("series", "case")
-            rows = [_NumbersRow(point.series, point.label, point) for point in chart.points]
+            rows = [_ChartNumbersRow(point.series, point.label, point) for point in chart.points]
     if isinstance(chart, Scatter):
         numbers = [("x", chart.x.title, chart.x), ("y", chart.y.title, chart.y)]
     else:
         numbers = [("value", chart.axis.title, chart.axis), ("low", "low", chart.axis), ("high", "high", chart.axis)]
-    columns: Cols[_NumbersRow] = [
+    columns: ColumnList[_ChartNumbersRow] = [
         # The only group of a bar chart has no heading, so it needs no column.
         Col(headings[0], "first", when=any(row.first for row in rows) or not isinstance(chart, Bars)),
         Col(headings[1], "second", tone=attrgetter("mark.tone")),

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
 from fp8bench import units
-from fp8bench.model.codec import Malformed, decode, encode
-from fp8bench.report.columns import Col, Cols, table
+from fp8bench.model.codec import MalformedValueError, decode, encode
+from fp8bench.report.columns import Col, ColumnList, table
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import (
     AnyChart,
@@ -32,15 +32,15 @@ from fp8bench.report.elements import (
     Column,
     Element,
     Field,
-    Items,
     Page,
     Part,
     Table,
     Text,
+    TextList,
     Tone,
 )
 from fp8bench.report.page.charts import numbers_table
-from fp8bench.report.page.drawing.draw import draw_svg
+from fp8bench.report.page.drawing.draw import draw_chart_as_svg
 from fp8bench.report.page.drawing.scale import FORBIDDEN_CHARACTERS
 from fp8bench.report.words.naming import many, shorten_line
 
@@ -67,8 +67,8 @@ def render(page: Page) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = load_template().render(
         page=page,
-        card=json_line(encode(make_card(page))).strip(),
-        parts=_parts_with_ids(page, draw_svg),
+        card=json_line(encode(make_page_card(page))).strip(),
+        parts=_list_parts_with_ids(page, draw_chart_as_svg),
         style=_read_asset("style.css") + _read_asset("drawing", "charts.css"),
         script=script,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
@@ -106,23 +106,23 @@ def _read_asset(*names: str) -> str:
 def list_charts(page: Page) -> dict[str, AnyChart]:
     """Returns the page's charts by id."""
     charts_by_id: dict[str, AnyChart] = {}
-    for _, _, blocks in _parts_with_ids(page, lambda chart: ""):
+    for _, _, blocks in _list_parts_with_ids(page, lambda chart: ""):
         charts_by_id |= {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
     return charts_by_id
 
 
-def _parts_with_ids(page: Page, draw: Callable[[AnyChart], str]) -> list[tuple[str, Part, tuple[_PageBlock, ...]]]:
-    ids = _UniqueIds()
-    return [(ids.make_unique(part.name), part, tuple(_page_blocks(part, ids, draw))) for part in page.parts]
+def _list_parts_with_ids(page: Page, draw: Callable[[AnyChart], str]) -> list[tuple[str, Part, tuple[_PageBlock, ...]]]:
+    ids = _UniqueHtmlIds()
+    return [(ids.make_unique_id(part.name), part, tuple(_make_page_blocks(part, ids, draw))) for part in page.parts]
 
 
-class _UniqueIds:
+class _UniqueHtmlIds:
     """Makes the HTML ids of a page unique."""
 
     def __init__(self) -> None:
         self._taken_ids = {"content", "contents", "tip"}
 
-    def make_unique(self, name: str) -> str:
+    def make_unique_id(self, name: str) -> str:
         base_id = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
         candidate_html_id = base_id
         suffix = 1
@@ -133,16 +133,16 @@ class _UniqueIds:
         return candidate_html_id
 
 
-def _page_blocks(part: Part, ids: _UniqueIds, draw: Callable[[AnyChart], str]) -> Iterator[_PageBlock]:
+def _make_page_blocks(part: Part, ids: _UniqueHtmlIds, draw: Callable[[AnyChart], str]) -> Iterator[_PageBlock]:
     for element in part.elements:
         if isinstance(element, Table):
-            element_id = ids.make_unique(element.name)
-            yield _PageBlock(element, element_id, _make_html_table(element, element_id))
+            html_element_id = ids.make_unique_id(element.name)
+            yield _PageBlock(element, html_element_id, _make_html_table(element, html_element_id))
         elif isinstance(element, Chart):
-            element_id = ids.make_unique(element.name)
-            numbers_html = _make_html_table(numbers_table(element), ids.make_unique(f"{element_id}-numbers"))
+            html_element_id = ids.make_unique_id(element.name)
+            numbers_html = _make_html_table(numbers_table(element), ids.make_unique_id(f"{html_element_id}-numbers"))
             # Begin each id within the drawing with the id of the chart, so that it is unique on the page.
-            yield _PageBlock(element, element_id, numbers_html, draw(replace(element, name=element_id)))
+            yield _PageBlock(element, html_element_id, numbers_html, draw(replace(element, name=html_element_id)))
         else:
             yield _PageBlock(element)
 
@@ -179,14 +179,14 @@ CARD_BYTES = 16384
 # The index lists at most this many reports, the newest ones.
 MAX_REPORTS = 500
 # With these limits, a report's card fits into CARD_BYTES after HTML escaping, even if the report has many runs.
-_MAX_ANSWERS = 12
-_MAX_ANSWER_LENGTH = 240
+_MAX_CARD_ANSWERS = 12
+_MAX_CARD_ANSWER_LENGTH = 240
 _REPORT_CARD_TAG = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
 _FOLDER_TIME_STAMP_PATTERN = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 
 @dataclass(frozen=True)
-class CardAnswer:
+class CardVerdictLine:
     """A line of a card: a precision (`about`) and the verdict on it (`word`). If `about` is '', `word` is a sentence
     of the report.
     """
@@ -196,13 +196,13 @@ class CardAnswer:
 
 
 @dataclass(frozen=True)
-class Card:
+class ReportCard:
     """A short form of a report, for one line in a list of reports."""
 
     kind: str
     title: str
     subtitle: str
-    answers: tuple[CardAnswer, ...]
+    answers: tuple[CardVerdictLine, ...]
     remark: str = ""
 
 
@@ -212,52 +212,58 @@ class ListedReport:
     folder has it. Otherwise it is the time when the report was written.
     """
 
-    card: Card
+    card: ReportCard
     folder: str
     when: str
 
 
-def make_card(page: Page) -> Card:
+def make_page_card(page: Page) -> ReportCard:
     # The card shows the answers in the first list or table that has some, otherwise the first text.
     elements = sorted(page.parts[0].elements if page.parts else (), key=lambda element: isinstance(element, Text))
-    answers = next(filter(None, map(_card_answers, elements)), ())
-    return Card(page.kind, page.title, page.subtitle, answers[:_MAX_ANSWERS], page.remark)
+    card_answers = next(filter(None, map(_make_card_answers, elements)), ())
+    return ReportCard(page.kind, page.title, page.subtitle, card_answers[:_MAX_CARD_ANSWERS], page.remark)
 
 
-def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
+def _make_card_answers(element: Element) -> tuple[CardVerdictLine, ...]:
     """Returns the short answers in an element for the report's card (its entry in a list of reports): the verdict in
     each row of a table, the text before the first semicolon of each list item, or a whole text.
     """
     match element:
         case Table():
-            answer_titles = ("case", "arm", "verdict")
-            answer_column_indices = [
-                index for index, column in enumerate(element.columns) if column.title in answer_titles
+            answer_column_titles = ("case", "arm", "verdict")
+            card_column_indices = [
+                index for index, column in enumerate(element.columns) if column.title in answer_column_titles
             ]
-            if len(answer_column_indices) < 2:
+            if len(card_column_indices) < 2:
                 return ()
-            pairs = [(row[answer_column_indices[0]].text, row[answer_column_indices[1]].text) for row in element.rows]
-            return tuple(CardAnswer(about, word) for about, word in pairs if word not in ("", units.NONE))
+            question_answer_pairs = [
+                (row[card_column_indices[0]].text, row[card_column_indices[1]].text) for row in element.rows
+            ]
+            return tuple(
+                CardVerdictLine(about, word) for about, word in question_answer_pairs if word not in ("", units.NONE)
+            )
         case Text():
-            return (CardAnswer("", shorten_line(element.text, _MAX_ANSWER_LENGTH)),)
-        case Items():
+            return (CardVerdictLine("", shorten_line(element.text, _MAX_CARD_ANSWER_LENGTH)),)
+        case TextList():
             first_item_clauses = [item.text.partition(";")[0] for item in element.items]
-            return tuple(CardAnswer("", shorten_line(clause, _MAX_ANSWER_LENGTH)) for clause in first_item_clauses)
+            return tuple(
+                CardVerdictLine("", shorten_line(clause, _MAX_CARD_ANSWER_LENGTH)) for clause in first_item_clauses
+            )
     return ()
 
 
-def read_card(page_start: str) -> Card | None:
+def read_page_card(page_start: str) -> ReportCard | None:
     """Parses the card (the short form of a report) at the start of a page. Returns None if it is missing or invalid."""
     match = _REPORT_CARD_TAG.search(page_start)
     try:
         if match:
-            return decode(Card, json.loads(html.unescape(match[1])))
+            return decode(ReportCard, json.loads(html.unescape(match[1])))
         return None
-    except (ValueError, RecursionError, Malformed):
+    except (ValueError, RecursionError, MalformedValueError):
         return None
 
 
-def show_folder_time(folder: str) -> str:
+def format_folder_time(folder: str) -> str:
     match = _FOLDER_TIME_STAMP_PATTERN.match(folder)
     return "{}-{}-{} {}:{}".format(*match.groups()) if match else ""
 
@@ -273,7 +279,7 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
         text = "; ".join([f"{answer.about} {answer.word}".strip() for answer in report.card.answers]) or units.NONE
         return f"{text} ({report.card.remark})" if report.card.remark else text
 
-    cols: Cols[ListedReport] = [
+    cols: ColumnList[ListedReport] = [
         Col("date (UTC)", "when"),
         Col("report", make_title_field),
         Col("of", "card.kind"),

@@ -13,14 +13,14 @@ from fp8bench.report.elements import (
     Code,
     Column,
     Element,
-    Facts,
     Field,
-    Items,
+    NameValuePairs,
     Page,
     Part,
     Sentences,
     Table,
     Text,
+    TextList,
     Tone,
     printable,
 )
@@ -28,7 +28,7 @@ from fp8bench.report.page.charts import numbers_table
 
 # At most this many lines are visible before a reader unfolds the page. A list or table that does not fit continues in
 # the folded part.
-_MAX_VISIBLE_LINES = 25
+_MAX_LINES_ABOVE_FOLD = 25
 _MIN_LINES_OF_CUT_BLOCK = 5
 _DETAILS_START_HTML = "<details><summary>The rest of the report</summary>"
 # The table of a chart's numbers has at most this many rows.
@@ -52,12 +52,12 @@ def render(page: Page) -> str:
     if page.facts:
         blocks.append(", ".join(f"{_escape_line(name)}: {_escape_line(fact)}" for name, fact in page.facts))
     for part in page.parts:
-        blocks += _part_blocks(part)
+        blocks += _render_part_blocks(part)
     if not page.parts:
         blocks.append("There is nothing to report.")
     if page.footer:
         blocks += ["---", *map(_paragraph_markdown, page.footer)]
-    if _count_lines(blocks) > _MAX_VISIBLE_LINES:
+    if _count_lines(blocks) > _MAX_LINES_ABOVE_FOLD:
         visible_blocks, hidden_blocks = _split_blocks_at_fold(blocks)
         blocks = [*visible_blocks, _DETAILS_START_HTML, *hidden_blocks, "</details>"]
     return "\n\n".join(blocks) + "\n"
@@ -73,21 +73,21 @@ def _split_blocks_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequenc
     """
     # 1. Make as many blocks visible as fit.
     num_visible_blocks = 1
-    while _count_lines(blocks[: num_visible_blocks + 1]) + 2 <= _MAX_VISIBLE_LINES:
+    while _count_lines(blocks[: num_visible_blocks + 1]) + 2 <= _MAX_LINES_ABOVE_FOLD:
         num_visible_blocks += 1
-    part_start_indices = [index for index, block in enumerate(blocks[:num_visible_blocks]) if block.startswith("## ")]
-    if len(part_start_indices) > 1 and not blocks[num_visible_blocks].startswith("## "):
-        num_visible_blocks = part_start_indices[-1]
+    part_heading_indices = [index for index, block in enumerate(blocks[:num_visible_blocks]) if block.startswith("## ")]
+    if len(part_heading_indices) > 1 and not blocks[num_visible_blocks].startswith("## "):
+        num_visible_blocks = part_heading_indices[-1]
     # 2. Split a list or table that does not fit, and repeat the table's header. Fold any other block together with its
     # headings.
     block = blocks[num_visible_blocks]
-    num_visible_block_lines = _MAX_VISIBLE_LINES - _count_lines(blocks[:num_visible_blocks]) - 3
+    num_visible_block_lines = _MAX_LINES_ABOVE_FOLD - _count_lines(blocks[:num_visible_blocks]) - 3
     if num_visible_block_lines >= _MIN_LINES_OF_CUT_BLOCK and block.startswith(("- ", "| ")):
         lines = block.split("\n")
         header = lines[:2] if block.startswith("| ") else []
-        hidden_block_text = "\n".join([*header, *lines[num_visible_block_lines:]])
+        text_below_fold = "\n".join([*header, *lines[num_visible_block_lines:]])
         return [*blocks[:num_visible_blocks], "\n".join(lines[:num_visible_block_lines])], [
-            hidden_block_text,
+            text_below_fold,
             *blocks[num_visible_blocks + 1 :],
         ]
     first_hidden_block_index = num_visible_blocks
@@ -96,23 +96,23 @@ def _split_blocks_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequenc
     return blocks[:first_hidden_block_index], blocks[first_hidden_block_index:]
 
 
-def _part_blocks(part: Part) -> Sentences:
+def _render_part_blocks(part: Part) -> Sentences:
     if part.title:
         yield _heading_markdown(2, part.title)
     if part.lead:
         yield _paragraph_markdown(part.lead)
     for element in part.elements:
-        yield from _element_blocks(element)
+        yield from _make_markdown_blocks(element)
 
 
-def _element_blocks(element: Element) -> Sentences:
+def _make_markdown_blocks(element: Element) -> Sentences:
     match element:
         case Text():
             yield _paragraph_markdown(element.text, element.tone)
-        case Items():
+        case TextList():
             yield "\n".join(f"- {_paragraph_markdown(item.text, item.tone)}" for item in element.items)
-        case Facts():
-            yield _table_markdown(
+        case NameValuePairs():
+            yield _render_markdown_table(
                 (Column("what"), Column("is")), [(Field(name), Field(fact)) for name, fact in element.pairs]
             )
         case Code():
@@ -123,7 +123,7 @@ def _element_blocks(element: Element) -> Sentences:
         case Table():
             if element.caption:
                 yield _heading_markdown(3, element.caption)
-            yield _table_markdown(element.columns, element.rows)
+            yield _render_markdown_table(element.columns, element.rows)
         case _:
             yield from _chart_blocks(element)
 
@@ -133,19 +133,19 @@ def _chart_blocks(chart: AnyChart) -> Sentences:
     chart_numbers_table = numbers_table(chart)
     yield _heading_markdown(3, chart.title)
     yield _paragraph_markdown(chart.description)
-    yield _table_markdown(chart_numbers_table.columns, chart_numbers_table.rows[:_MAX_CHART_ROWS])
+    yield _render_markdown_table(chart_numbers_table.columns, chart_numbers_table.rows[:_MAX_CHART_ROWS])
     num_hidden_rows = len(chart_numbers_table.rows) - _MAX_CHART_ROWS
     if num_hidden_rows > 0:
         yield f"{num_hidden_rows} more rows are left out here."
 
 
-def _table_markdown(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) -> str:
+def _render_markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) -> str:
     # Markdown parses a table without rows as text.
     if not rows:
         return "No rows."
     lines = [_row_markdown([_escape_line(column.title) for column in columns])]
     lines += [_row_markdown(["---:" if column.number else "---" for column in columns])]
-    lines += [_row_markdown([_add_tone_sign(_escape_line(field.text), field.tone) for field in row]) for row in rows]
+    lines += [_row_markdown([_add_tone_symbol(_escape_line(field.text), field.tone) for field in row]) for row in rows]
     return "\n".join(lines)
 
 
@@ -165,10 +165,10 @@ def _paragraph_markdown(text: str, tone: Tone = Tone.PLAIN) -> str:
         # Escape '#' as '\#', but '1.' as '1\.', because the dot makes it a list item.
         markup_end_index = markup.end()
         line = f"{line[:markup_end_index]}\\{line[markup_end_index:]}" if line[0].isdigit() else f"\\{line}"
-    return _add_tone_sign(line, tone)
+    return _add_tone_symbol(line, tone)
 
 
-def _add_tone_sign(text: str, tone: Tone) -> str:
+def _add_tone_symbol(text: str, tone: Tone) -> str:
     """Puts the sign of a tone, such as a triangle for GOOD, before a text. Makes a text with the tone STRONG bold."""
     if not text:
         return text

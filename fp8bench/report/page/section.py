@@ -17,11 +17,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8bench.analysis.labels import describe_load
+from fp8bench.analysis.labels import describe_run_load
 from fp8bench.feature_list import import_feature_modules
 from fp8bench.model import Run
 from fp8bench.report import topics
-from fp8bench.report.case_status import row_cost_tone
+from fp8bench.report.case_status import choose_row_cost_tone
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Chart, Element, Elements, Page, Part, Table, Text
 from fp8bench.report.page.charts import is_worth_drawing, numbers_table
@@ -30,12 +30,12 @@ from fp8bench.report.words.naming import (
     COMMIT_LETTERS,
     describe_commit,
     environment_fact,
+    format_run_start,
     join_words,
     list_devices,
     list_suites,
     many,
     shorten_line,
-    show_start,
 )
 
 V = TypeVar("V")
@@ -59,7 +59,7 @@ class Section:
     lead: str | Callable[[Material], str] = ""
     repeats: bool = False
 
-    def build_part(self, material: Material) -> Part | None:
+    def build_page_part(self, material: Material) -> Part | None:
         elements = tuple(self.elements(material))
         if not elements:
             return None
@@ -78,8 +78,8 @@ def section(
     """Registers a function as a section. Without `lead`, the paragraph under the title is the function's docstring."""
 
     def register(elements: BuildElements) -> BuildElements:
-        section_lead = lead or " ".join((elements.__doc__ or "").split())
-        _section_by_name[name] = Section(name, title, rank, elements, section_lead, repeats)
+        section_lead_text = lead or " ".join((elements.__doc__ or "").split())
+        _section_by_name[name] = Section(name, title, rank, elements, section_lead_text, repeats)
         return elements
 
     return register
@@ -97,7 +97,7 @@ def load_sections() -> dict[str, Section]:
 PRECISION_COLUMN: Col[CaseValue[Any]] = Col(
     "precision",
     lambda row: join_parts(mark_emulation(row.case, row.case.mode), row.case.setting_name),
-    tone=row_cost_tone,
+    tone=choose_row_cost_tone,
 )
 
 
@@ -112,25 +112,27 @@ def table_of_cases(
     MAX_ROWS, some cases are left out, and a sentence names them.
     """
     rows: list[CaseValue[V]] = []
-    hidden_case_names = []
+    names_of_hidden_cases = []
     for case, values in cases:
         if rows and len(rows) + len(values) > MAX_ROWS:
-            hidden_case_names.append(case.name)
+            names_of_hidden_cases.append(case.name)
         else:
             rows += [CaseValue(case, value) for value in values]
     if rows:
         yield table(name, caption, cols, rows, required_headings={col.heading for col in cols[:2]})
-    if hidden_case_names:
-        yield Text(f"{caption}: the table has no room for {join_words(hidden_case_names)}; the run's file has them.")
+    if names_of_hidden_cases:
+        yield Text(
+            f"{caption}: the table has no room for {join_words(names_of_hidden_cases)}; the run's file has them."
+        )
 
 
-def build_parts(material: Material) -> tuple[Part, ...]:
+def build_report_parts(material: Material) -> tuple[Part, ...]:
     parts = []
     for section in load_sections().values():
-        part = section.build_part(material)
-        elements = tuple(_simplify_part_elements(part, section.repeats)) if part else ()
-        if part and elements:
-            parts.append(replace(part, elements=elements))
+        report_part = section.build_page_part(material)
+        elements = tuple(_simplify_part_elements(report_part, section.repeats)) if report_part else ()
+        if report_part and elements:
+            parts.append(replace(report_part, elements=elements))
     return tuple(parts)
 
 
@@ -158,15 +160,15 @@ _MAX_NAME_LENGTH = 60
 def report_page(material: Material) -> Page:
     """Returns the page of a report. The page does not depend on when or where it is rendered."""
     runs = [entry.run for entry in material.entries]
-    noise_remark = "noisy" if any(map(describe_load, runs)) else ""
-    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), remark=noise_remark)
+    noisy_run_remark = "noisy" if any(map(describe_run_load, runs)) else ""
+    return Page(_make_page_title(runs), _page_subtitle(material), build_report_parts(material), remark=noisy_run_remark)
 
 
 def _shorten_name(name: str) -> str:
     return shorten_line(name, _MAX_NAME_LENGTH)
 
 
-def _page_title(runs: Sequence[Run]) -> str:
+def _make_page_title(runs: Sequence[Run]) -> str:
     suites = dict.fromkeys(map(_shorten_name, chain.from_iterable(map(list_suites, runs))))
     devices = dict.fromkeys(map(_shorten_name, chain.from_iterable(map(list_devices, runs))))
     suites_text = ", ".join(suites) if len(suites) <= _MAX_SUITES_IN_TITLE else many(len(suites), "suite")
@@ -180,11 +182,11 @@ def _page_subtitle(material: Material) -> str:
     if material.is_single_run:
         run = material.entries[0].run
         commit = describe_commit(run)
-        origin_text = join_parts(
-            show_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine")
+        run_origin_text = join_parts(
+            format_run_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine")
         )
-        return origin_text or "the header of the run's file is lost"
-    labels = [f"{entry.label} ({show_start(entry.run)[:10]})" for entry in material.entries]
+        return run_origin_text or "the header of the run's file is lost"
+    labels = [f"{entry.label} ({format_run_start(entry.run)[:10]})" for entry in material.entries]
     runs_text = many(len(labels), "run")
     if len(labels) > _MAX_LABELS:
         labels[_MAX_LABELS:] = [f"{len(labels) - _MAX_LABELS} more"]
@@ -236,7 +238,7 @@ class Material:
                 yield entry, panel
 
 
-def make_material(runs: Sequence[Run], findings: Sequence[FindingsById], store: Path | None = None) -> Material:
+def make_report_material(runs: Sequence[Run], findings: Sequence[FindingsById], store: Path | None = None) -> Material:
     entries = zip(runs, findings, label_runs(runs), strict=True)
     return Material(tuple(LabelledRun(*fields) for fields in entries), store)
 
@@ -255,10 +257,10 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
         if all(labels) and len({*labels}) == len(runs):
             return labels
     ids = [run.id or "run" for run in runs]
-    id_occurrence_numbers = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
+    occurrence_number_per_id = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
     return [
         f"{name} ({occurrence})" if ids.count(name) > 1 else name
-        for name, occurrence in zip(ids, id_occurrence_numbers, strict=True)
+        for name, occurrence in zip(ids, occurrence_number_per_id, strict=True)
     ]
 
 
@@ -275,10 +277,10 @@ _LABEL_SOURCES: tuple[Callable[[Run], str], ...] = (
 
 
 def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    return ((title, panel) for title, panel in panels_with_titles(material) if panel.is_timed)
+    return ((title, panel) for title, panel in iterate_titled_panels(material) if panel.is_timed)
 
 
-def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
+def iterate_titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
     """Yields each panel with its title: the suite, and the device and the run if there are several.
 
     Panels that would have equal titles also name their reference.
@@ -290,13 +292,13 @@ def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
         titled_panels += [
             (f"{panel.suite}{f' on {panel.device}' * has_devices}{suffix}", panel) for panel in entry.panels
         ]
-    panels_by_title = Counter(title for title, _ in titled_panels)
+    panel_count_by_title = Counter(title for title, _ in titled_panels)
     for title, panel in titled_panels:
-        is_title_sufficient = panels_by_title[title] == 1 or not panel.reference
+        is_title_sufficient = panel_count_by_title[title] == 1 or not panel.reference
         yield title if is_title_sufficient else f"{title} against {panel.reference}", panel
 
 
-def rename_tables(elements: Iterable[Element], suffix: object, title: str) -> Elements:
+def make_table_names_unique(elements: Iterable[Element], suffix: object, title: str) -> Elements:
     """Yields the elements. The name of each table gets a suffix, which makes it unique. Each caption begins with the
     title.
     """

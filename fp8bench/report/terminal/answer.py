@@ -18,80 +18,87 @@ from fp8bench.model import Run
 from fp8bench.model.consumed import list_throttle_reasons
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
-from fp8bench.report.case_status import CaseStatus, find_case_status, list_speeds, speed_up, status_tone, status_words
-from fp8bench.report.columns import Col, Cols, figure_tables, table
-from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
+from fp8bench.report.case_status import (
+    CaseStatus,
+    describe_case_status,
+    find_case_status,
+    list_speeds,
+    speed_up,
+    status_tone,
+)
+from fp8bench.report.columns import Col, ColumnList, make_metric_tables, table
+from fp8bench.report.elements import Element, Elements, Field, NameValuePairs, Part, Sentences, Text, Texts, Tone
 from fp8bench.report.page.section import LabelledRun
 from fp8bench.report.panels import Cases, NamedCase, Panel, describe_params, join_parts, list_cases
 from fp8bench.report.terminal.short_answer import short_answer
-from fp8bench.report.topics.answers import PRECISION_QUESTION, QUESTION_OF_CALLABLES, find_answers
+from fp8bench.report.topics.answers import LOW_PRECISION_QUESTION_TEXT, QUESTION_OF_CALLABLES, find_case_answers
 from fp8bench.report.topics.break_even import break_even_table
 from fp8bench.report.topics.energy import explain_missing_energy, phase_energy_table
 from fp8bench.report.topics.memory import capacity_tables
 from fp8bench.report.topics.phases import phases_table
-from fp8bench.report.topics.ranks import best_trade_offs, tables_with_rows, transfer_table
-from fp8bench.report.topics.shares import describe_coverage, find_coverages
+from fp8bench.report.topics.ranks import best_trade_offs, filter_nonempty_tables, make_transfer_table
+from fp8bench.report.topics.shares import describe_coverage, list_distinct_coverages
 from fp8bench.report.topics.speedup import describe_sustained_speed, sustained_table
 from fp8bench.report.topics.tensors import name_best_precisions, tensor_tables
 from fp8bench.report.topics.verdict import (
+    are_cases_decided,
     describe_comparison,
-    explain_doubts,
-    is_decided,
+    explain_verdict_doubts,
     propose_next_commands,
     report_failures,
 )
 from fp8bench.report.words.naming import (
-    common_tone,
     describe_devices,
+    find_majority_tone,
+    find_usual_params,
     join_words,
     many,
-    usual_params,
 )
 
 _FASTER_AND_SLOWER = frozenset({CaseStatus.FASTER, CaseStatus.SLOWER})
 _UNCERTAIN_STATUSES = frozenset({CaseStatus.DOUBTED, CaseStatus.UNSURE})
 # The table of speeds has a row for each group, at most this many. `show --all` and the page have all groups.
-_MAX_GROUPS = 16
+_MAX_ANSWERED_GROUPS = 16
 # If a panel has more tensors than this, the answer names only the best precision of each width.
-_MAX_TENSORS = 2
+_MAX_SHOWN_TENSORS = 2
 
 
-def answer_parts(entry: LabelledRun, width: int, page_path: str = "", store_options: str = "") -> Iterator[Part]:
+def make_answer_parts(entry: LabelledRun, width: int, page_path: str = "", store_options: str = "") -> Iterator[Part]:
     """Yields the page parts of a run's answer. The last part has links to more details.
 
     `page_path` is the path of the HTML page. `store_options` are the options with which other commands find the run.
     """
-    *parts, last_part = _answer_parts_without_links(entry, width)
+    *parts, last_part = _make_unlinked_answer_parts(entry, width)
     yield from parts
     run_links = [("Page", page_path)] if page_path else []
     if entry.run.path:
         run_links.append(("More", f"fp8bench show {entry.run.id}{store_options} --all"))
-    last_element = Facts(tuple(run_links)) if run_links else Text("This run was not stored.")
-    yield replace(last_part, elements=(*last_part.elements, last_element))
+    last_answer_element = NameValuePairs(tuple(run_links)) if run_links else Text("This run was not stored.")
+    yield replace(last_part, elements=(*last_part.elements, last_answer_element))
 
 
-def _answer_parts_without_links(entry: LabelledRun, width: int) -> Iterator[Part]:
+def _make_unlinked_answer_parts(entry: LabelledRun, width: int) -> Iterator[Part]:
     # 1. Report failures and missing cases.
     if failure_texts := tuple(report_failures(entry)):
         yield Part("losses", "", failure_texts)
     # 2. Answer for suites that measure times. A run of one suite has an answer for each panel, a run of several
     # suites has one answer for all panels.
     if len({panel.suite for panel in entry.timed_panels}) > 1:
-        yield _answer_panels(entry.timed_panels, entry)
+        yield _make_panels_answer(entry.timed_panels, entry)
     else:
         for panel in entry.timed_panels:
-            yield _answer_panels([panel], entry)
-            yield from _requested_table_parts(panel)
+            yield _make_panels_answer([panel], entry)
+            yield from _list_requested_table_parts(panel)
     # 3. Print the answers of suites that measure errors of tensors instead of times.
     for panel in entry.panels:
         if not panel.is_timed:
-            best_precisions = [Text(f"{sentence}.") for sentence in name_best_precisions(panel)]
-            # A table of more tensors than _MAX_TENSORS would be wider than the terminal.
-            has_table = not best_precisions or len(panel.groups) <= _MAX_TENSORS
+            best_precision_texts = [Text(f"{sentence}.") for sentence in name_best_precisions(panel)]
+            # A table of more tensors than _MAX_SHOWN_TENSORS would be wider than the terminal.
+            has_table = not best_precision_texts or len(panel.groups) <= _MAX_SHOWN_TENSORS
             yield Part(
                 "tensors",
-                _answer_heading([panel], entry.run),
-                (*best_precisions, *(tensor_tables(panel, width) if has_table else ())),
+                _make_answer_heading([panel], entry.run),
+                (*best_precision_texts, *(tensor_tables(panel, width) if has_table else ())),
             )
     # 4. Explain missing energies, and report troubles of the run.
     remarks = explain_missing_energy(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
@@ -115,38 +122,38 @@ def next_commands(entry: LabelledRun, store_options: str) -> Sentences:
         yield f"get advice on what to run in which precision: fp8bench advise {entry.run.id}{store_options}"
 
 
-def _answer_panels(panels: Sequence[Panel], entry: LabelledRun) -> Part:
+def _make_panels_answer(panels: Sequence[Panel], entry: LabelledRun) -> Part:
     """Returns one answer for all these panels: a verdict with its reason for each precision, what to do next, and
     tables of times.
     """
     cases = list_cases(panels)
     is_timed = any(case.best_seconds for case in cases)
-    coverages = chain.from_iterable(map(find_coverages, panels))
-    tables: list[Element] = [Text(f"{describe_coverage(*pair)}.") for pair in coverages]
-    tables += map(Text, chain.from_iterable(map(best_trade_offs, panels)))
+    coverage_pairs = chain.from_iterable(map(list_distinct_coverages, panels))
+    table_elements: list[Element] = [Text(f"{describe_coverage(*pair)}.") for pair in coverage_pairs]
+    table_elements += map(Text, chain.from_iterable(map(best_trade_offs, panels)))
     if is_timed and len(panels) == len(panels[0].groups) == 1:
-        tables += phases_table(panels[0], native_only=True)
+        table_elements += phases_table(panels[0], native_only=True)
     else:
-        tables += _speed_table(panels, is_timed)
-    warnings: list[Text] = []
+        table_elements += _speed_table(panels, is_timed)
+    answer_warnings: list[Text] = []
     for panel in panels:
-        warnings += describe_sustained_speed(panel)
-        warnings += [state for state in describe_device_state(panel, entry.run) if state.tone is not Tone.PLAIN]
-    question = QUESTION_OF_CALLABLES if panels[0].suite == BENCH else PRECISION_QUESTION
+        answer_warnings += describe_sustained_speed(panel)
+        answer_warnings += [state for state in describe_device_state(panel, entry.run) if state.tone is not Tone.PLAIN]
+    question = QUESTION_OF_CALLABLES if panels[0].suite == BENCH else LOW_PRECISION_QUESTION_TEXT
     comparison = describe_comparison(panels)
     return short_answer(
-        _answer_heading(panels, entry.run),
+        _make_answer_heading(panels, entry.run),
         f"{question} ({comparison})" if comparison else question,
-        find_answers(cases) if is_timed else (),
-        warnings=warnings,
-        doubts=explain_doubts(panels, entry),
-        is_decided=is_decided(cases),
+        find_case_answers(cases) if is_timed else (),
+        warnings=answer_warnings,
+        doubts=explain_verdict_doubts(panels, entry),
+        is_decided=are_cases_decided(cases),
         action=next(propose_next_commands(panels, entry), ""),
-        tables=tables,
+        tables=table_elements,
     )
 
 
-def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
+def _make_answer_heading(panels: Sequence[Panel], run: Run) -> str:
     """Returns the heading of an answer, as 'transformer (nano, 2 x 96 tokens) on AMD EPYC, 1 thread, torch 2.13.0: 80
     rounds in 18 s'.
     """
@@ -156,7 +163,7 @@ def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
     num_settings = sum(len(panel.groups) for panel in panels)
     params_text = many(num_settings, "setting") if num_settings > 1 else ""
     if len(panels) == 1:
-        params = describe_params(panels[0].common_params, usual_params(panels[0].case, devices).items())
+        params = describe_params(panels[0].common_params, find_usual_params(panels[0].case, devices).items())
         params_text = join_parts(params, params_text, separator="; ")
     suites = ", ".join(dict.fromkeys(panel.suite for panel in panels))
     # 2. Name the machine.
@@ -181,11 +188,11 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
     """Yields a line with the power cap of a GPU, its clocks, and why it lowered its clocks. A line with a lowered cap
     is red.
     """
-    clock_rates: list[float] = []
+    measured_clock_rates: list[float] = []
     throttle_reasons: list[str] = []
     for case in panel.named_cases:
         if (watch := case.record.watch) is not None:
-            clock_rates += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
+            measured_clock_rates += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
             throttle_reasons += list_throttle_reasons(watch.throttle or 0)
 
     def setting(name: str) -> float | None:
@@ -202,57 +209,59 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
         facts.append(
             f"{'POWER CAP' if is_power_cap_lowered else 'power cap'} {units.count(power_cap, 'W')}{default_share_text}"
         )
-    if clock_rates:
+    if measured_clock_rates:
         max_clock_text = f" of {units.count(max_clock, 'Hz')}" if max_clock is not None else ""
-        facts.append(f"SM clock {units.span(clock_rates, partial(units.count, unit='Hz'))}{max_clock_text}")
+        facts.append(f"SM clock {units.span(measured_clock_rates, partial(units.count, unit='Hz'))}{max_clock_text}")
     if throttle_reasons:
         facts.append(f"held back by {join_words(throttle_reasons)}")
     if facts:
-        tone_without_cap = Tone.DOUBT if throttle_reasons else Tone.PLAIN
-        yield Text("; ".join(facts), Tone.BAD if is_power_cap_lowered else tone_without_cap)
+        tone_without_power_cap = Tone.DOUBT if throttle_reasons else Tone.PLAIN
+        yield Text("; ".join(facts), Tone.BAD if is_power_cap_lowered else tone_without_power_cap)
 
 
-def _requested_table_parts(panel: Panel) -> Iterator[Part]:
-    tables = [
+def _list_requested_table_parts(panel: Panel) -> Iterator[Part]:
+    table_elements = [
         *sustained_table(panel),
         *phase_energy_table(panel),
-        *figure_tables(panel),
+        *make_metric_tables(panel),
         *capacity_tables(panel),
         *break_even_table(panel),
-        *tables_with_rows(transfer_table(panel)),
+        *filter_nonempty_tables(make_transfer_table(panel)),
     ]
-    if tables:
-        yield Part("asked", "", tuple(tables))
+    if table_elements:
+        yield Part("asked", "", tuple(table_elements))
 
 
 def _speed_table(panels: Sequence[Panel], is_timed: bool) -> Elements:
     """Yields a table of speeds with a column for each precision. A single panel has a row for each setting. Several
     panels have a row for each suite and device.
     """
-    cases_by_row: dict[str, list[NamedCase]] = {}
+    cases_by_row_name: dict[str, list[NamedCase]] = {}
     if len(panels) == 1:
-        for group in panels[0].groups[:_MAX_GROUPS]:
-            cases_by_row[group.setting_name] = list(group.named_cases)
+        for group in panels[0].groups[:_MAX_ANSWERED_GROUPS]:
+            cases_by_row_name[group.setting_name] = list(group.named_cases)
     else:
         has_devices = len({panel.device for panel in panels}) > 1
         for panel in panels:
             name = f"{panel.suite} on {panel.device}" if has_devices else panel.suite
-            cases_by_row.setdefault(name, []).extend(panel.named_cases)
+            cases_by_row_name.setdefault(name, []).extend(panel.named_cases)
     # Precisions with a speed get a column for this speed. References get a column for their time.
-    cases = list(chain.from_iterable(cases_by_row.values()))
+    cases = list(chain.from_iterable(cases_by_row_name.values()))
     modes = [case.mode for case in cases if case.is_reference or not is_timed or speed_up(case) is not None]
 
     def speed_of_mode(row: tuple[str, list[NamedCase]], mode: str) -> Field:
-        return _speed_field([case for case in row[1] if case.mode == mode])
+        return _make_speed_field([case for case in row[1] if case.mode == mode])
 
-    cols: Cols[tuple[str, list[NamedCase]]] = [Col("Speed-up" if list_speeds(cases) else "Setting", itemgetter(0))]
+    cols: ColumnList[tuple[str, list[NamedCase]]] = [
+        Col("Speed-up" if list_speeds(cases) else "Setting", itemgetter(0))
+    ]
     cols += [Col(mode, partial(speed_of_mode, mode=mode), number=True) for mode in dict.fromkeys(modes)]
-    yield table("speeds", "", cols, cases_by_row.items())
-    if len(panels) == 1 and len(panels[0].groups) > _MAX_GROUPS:
-        yield Text(f"{len(panels[0].groups) - _MAX_GROUPS} more settings are in --all and on the page.")
+    yield table("speeds", "", cols, cases_by_row_name.items())
+    if len(panels) == 1 and len(panels[0].groups) > _MAX_ANSWERED_GROUPS:
+        yield Text(f"{len(panels[0].groups) - _MAX_ANSWERED_GROUPS} more settings are in --all and on the page.")
 
 
-def _speed_field(cases: Cases) -> Field:
+def _make_speed_field(cases: Cases) -> Field:
     """Returns the speed of these cases as '1.90x', 'perhaps 1.90x', 'cannot tell, 1.01x' or '0.433x to 1.91x'.
 
     Cases without a speed show their status, as 'emulated' or 'FAILED', and a reference shows its time.
@@ -260,19 +269,21 @@ def _speed_field(cases: Cases) -> Field:
     if not cases:
         return Field(units.NONE)
     first_case = cases[0]
-    if len(cases) == 1 and status_words(first_case) == units.NONE:
+    if len(cases) == 1 and describe_case_status(first_case) == units.NONE:
         return Field(first_case.figures.rate.shown)
     if len(cases) == 1 and first_case.is_reference and first_case.best_seconds and not first_case.is_emulated:
         return Field(units.seconds(first_case.best_seconds))
     # One text describes all cases, so it must be true for each of them.
-    statuses = list(map(find_case_status, cases))
+    case_statuses = list(map(find_case_status, cases))
     speeds = [speed.point for speed in list_speeds(cases)]
-    if CaseStatus.FAILED in statuses or not speeds:
+    if CaseStatus.FAILED in case_statuses or not speeds:
         named_case = min(cases, key=lambda case: find_case_status(case) is not CaseStatus.FAILED)
-        return Field(status_words(named_case), tone=status_tone(named_case))
-    doubt_words = ""
-    if not _UNCERTAIN_STATUSES.isdisjoint(statuses):
-        doubt_words = "cannot tell, " if {*statuses} == {CaseStatus.UNSURE} else "perhaps "
+        return Field(describe_case_status(named_case), tone=status_tone(named_case))
+    doubt_prefix = ""
+    if not _UNCERTAIN_STATUSES.isdisjoint(case_statuses):
+        doubt_prefix = "cannot tell, " if {*case_statuses} == {CaseStatus.UNSURE} else "perhaps "
     # If some cases are faster and others slower, show the range, because a median would describe none of them.
-    shown_speeds = speeds if _FASTER_AND_SLOWER.issubset(statuses) else [statistics.median(speeds)]
-    return Field(f"{doubt_words}{units.span(shown_speeds, units.speed_up)}", tone=common_tone(map(status_tone, cases)))
+    shown_speeds = speeds if _FASTER_AND_SLOWER.issubset(case_statuses) else [statistics.median(speeds)]
+    return Field(
+        f"{doubt_prefix}{units.span(shown_speeds, units.speed_up)}", tone=find_majority_tone(map(status_tone, cases))
+    )

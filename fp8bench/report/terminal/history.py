@@ -15,18 +15,18 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.metric import unit_of_series
+from fp8bench.analysis.metric import get_series_unit
 from fp8bench.model import Ending, Fault, Figure, Run, Status, Trend
-from fp8bench.model.specs import spec_of
-from fp8bench.report.columns import Col, Cols, table
+from fp8bench.model.specs import find_metric_spec
+from fp8bench.report.columns import Col, ColumnList, table
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.panels import join_parts
 from fp8bench.report.terminal.layout import make_list_part
-from fp8bench.report.words.naming import count_missing, environment_fact, many
+from fp8bench.report.words.naming import count_missing_records, environment_fact, many
 
 # How often each name occurs, for example the number of skipped runs for each reason.
 CountByName = Mapping[str, int]
-_SIGN_OF_ROUGH_FIGURE = "~"
+_ROUGH_FIGURE_SIGN = "~"
 # At most this many reasons for skipped runs are listed, so that they do not hide the runs.
 _MAX_REASONS = 20
 # The significant digits of a median next to its interval. With three digits, the median and the ends of the interval
@@ -36,23 +36,23 @@ _SIGNIFICANT_MEDIAN_DIGITS = 4
 # The page of all series begins with the number of series whose median changed by more than this.
 _MIN_COUNTED_CHANGE = 0.02
 _CHANGE_LEGEND = "change: against the commit before, without a verdict; less is better"
-_ROUGH_LEGEND = f"{_SIGN_OF_ROUGH_FIGURE}: from a --quick run or a few rounds: only a rough number"
+_ROUGH_FIGURE_LEGEND = f"{_ROUGH_FIGURE_SIGN}: from a --quick run or a few rounds: only a rough number"
 _SERIES_LIST_LEGEND = (
     "median: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
     _CHANGE_LEGEND,
     "new version, new source: the work, the method or the source of joules changed, so earlier numbers do not compare",
-    _ROUGH_LEGEND,
+    _ROUGH_FIGURE_LEGEND,
 )
 _TREND_LEGEND = (
     "99% interval: of the median over rounds (or energy windows), as in asv; runs may differ by more",
     _CHANGE_LEGEND,
-    _ROUGH_LEGEND,
+    _ROUGH_FIGURE_LEGEND,
 )
 
 
 def show_trend_value(trend: Trend, number: float | None, digits: int = 3) -> str:
     """Formats a value of a series in the unit of the series. `digits` only applies to times and energies."""
-    return spec_of(trend.series.metric).to_text(number, unit_of_series(trend.series), digits)
+    return find_metric_spec(trend.series.metric).format_value(number, get_series_unit(trend.series), digits)
 
 
 def trends_page(
@@ -69,11 +69,11 @@ def trends_page(
     `store_options` are the options with which another command finds the same store.
     """
     counts_text = f"{count_series(len(endings))}, {many(num_runs, 'run')} of {many(num_commits, 'commit')}"
-    cols: Cols[Ending] = [
+    cols: ColumnList[Ending] = [
         Col("series", "trend.name"),
         Col("points", "points", show=str),
         Col("last", lambda ending: ending.last.commit[:8]),
-        Col("median", lambda ending: _show_figure(ending.trend, ending.last), number=True),
+        Col("median", lambda ending: _format_trend_figure(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _show_figure_change(ending.last, ending.before), number=True),
     ]
     page_title = f"{store}: {counts_text}"
@@ -97,12 +97,12 @@ def _summarize_changes(endings: Sequence[Ending]) -> str:
     # Several machines may have a series of the same name, so do not count distinct names.
     changes = []
     for ending in endings:
-        ratio = _ratio_to_previous_figure(ending.last, ending.before)
+        ratio = _compute_ratio_to_previous(ending.last, ending.before)
         if ratio is not None:
             changes.append((abs(math.log(ratio)), ending.trend.name, units.change(ratio)))
     num_changed_series = sum(size > math.log1p(_MIN_COUNTED_CHANGE) for size, _, _ in changes)
-    series = f"{count_series(len(changes))} with an earlier commit"
-    summary = f"{num_changed_series} of {series} changed by more than {units.percent(_MIN_COUNTED_CHANGE, 0)}"
+    series_text = f"{count_series(len(changes))} with an earlier commit"
+    summary = f"{num_changed_series} of {series_text} changed by more than {units.percent(_MIN_COUNTED_CHANGE, 0)}"
     if not num_changed_series:
         return summary
     _, largest_name, change = max(changes, key=itemgetter(0))
@@ -111,7 +111,7 @@ def _summarize_changes(endings: Sequence[Ending]) -> str:
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
     """Returns the page of one series. For each machine and interpreter, it has a table with a row for each commit."""
-    cols: Cols[_FigureRow] = [
+    cols: ColumnList[_FigureRow] = [
         Col("conditions", "conditions", shared=True),
         Col("date (UTC)", lambda row: units.moment(row.figure.date)),
         Col("commit", lambda row: row.figure.commit[:8]),
@@ -137,13 +137,13 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
     if run.environment.get("dirty") is not False and commit != "none":
         commit += "+dirty"
     num_records_by_status = Counter(record.status for record in run.records)
-    run_remark = ""
+    run_progress_remark = ""
     if not run.finished and is_being_written:
-        run_remark = "being measured now"
+        run_progress_remark = "being measured now"
     elif not run.finished:
-        num_missing, _ = count_missing(run)
-        missing_text = f"; {many(num_missing, 'case has', 'cases have')} no record" if num_missing else ""
-        run_remark = f"unfinished{missing_text}: fp8bench suite --resume {run.id}{store_options}"
+        num_missing, _ = count_missing_records(run)
+        missing_records_text = f"; {many(num_missing, 'case has', 'cases have')} no record" if num_missing else ""
+        run_progress_remark = f"unfinished{missing_records_text}: fp8bench suite --resume {run.id}{store_options}"
     start_text = run.started[:19].replace("T", " ")
     count_texts = [str(num_records_by_status[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)]
     machine = environment_fact(run, "machine")
@@ -156,7 +156,7 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
         *count_texts,
         machine or units.NONE,
     ]
-    return tuple(map(Field, [*texts, run_remark]))
+    return tuple(map(Field, [*texts, run_progress_remark]))
 
 
 def runs_page(
@@ -184,18 +184,18 @@ def runs_page(
         Column("why", below=True),
     )
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
-    for kind, lines in other_results.items():
-        parts += make_list_part(f"{kind}s", f"{kind}s (UTC), newest first", lines)
+    for result_kind, lines in other_results.items():
+        parts += make_list_part(f"{result_kind}s", f"{result_kind}s (UTC), newest first", lines)
     parts += [_next_command("show one run", f"fp8bench show {rows[0][0].text}{store_options}")] if rows else []
     return Page(f"{store}: {many(len(rows), 'run')}, newest first", "", (*parts, *_list_skipped_runs(skipped)))
 
 
-def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: str) -> Page:
+def store_faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: str) -> Page:
     parts: list[Part] = []
     for title, is_broken in (("broken", True), ("worth knowing", False)):
-        listed_faults = [fault for fault in faults if fault.broken is is_broken]
+        faults_in_part = [fault for fault in faults if fault.broken is is_broken]
         parts += make_list_part(
-            title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed_faults)
+            title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in faults_in_part)
         )
     parts.append(Part("sound", "", (Text(f"{num_sound} of {num_files} run files are sound"),)))
     num_broken_faults = sum(fault.broken for fault in faults)
@@ -230,10 +230,10 @@ def describe_machine(trend: Trend) -> str:
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {trend.python}"
 
 
-def _show_figure(trend: Trend, figure: Figure, digits: int = 3) -> str:
+def _format_trend_figure(trend: Trend, figure: Figure, digits: int = 3) -> str:
     if figure.value is None:
         return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
-    return _SIGN_OF_ROUGH_FIGURE * figure.hasty + show_trend_value(trend, figure.value, digits)
+    return _ROUGH_FIGURE_SIGN * figure.hasty + show_trend_value(trend, figure.value, digits)
 
 
 def _show_figure_change(figure: Figure, previous: Figure | None) -> str:
@@ -243,12 +243,12 @@ def _show_figure_change(figure: Figure, previous: Figure | None) -> str:
         return "new version"
     if figure.source != previous.source:
         return "new source"
-    ratio = _ratio_to_previous_figure(figure, previous)
+    ratio = _compute_ratio_to_previous(figure, previous)
     is_rough_change = ratio is not None and (figure.hasty or previous.hasty)
-    return _SIGN_OF_ROUGH_FIGURE * is_rough_change + units.change(ratio)
+    return _ROUGH_FIGURE_SIGN * is_rough_change + units.change(ratio)
 
 
-def _ratio_to_previous_figure(figure: Figure, previous: Figure | None) -> float | None:
+def _compute_ratio_to_previous(figure: Figure, previous: Figure | None) -> float | None:
     """Returns the value of a figure divided by that of the previous figure. Returns None if the two are not comparable,
     or if the ratio is not a positive number.
     """
@@ -282,26 +282,26 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
     conditions = ""
     for figure in trend.figures:
         # 1. Collect the measuring conditions that changed. Rows with the same changes share one line above them.
-        changed_conditions = []
+        changed_condition_texts = []
         if figure.version != version:
-            changed_conditions.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
+            changed_condition_texts.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
         version = figure.version
         if previous_figure is not None and figure.value is not None:
-            changed_conditions += _describe_changed_conditions(dict(previous_figure.under), dict(figure.under))
-        conditions = "; ".join(changed_conditions) or conditions
+            changed_condition_texts += _describe_changed_conditions(dict(previous_figure.under), dict(figure.under))
+        conditions = "; ".join(changed_condition_texts) or conditions
         # 2. Print the figure, and its change if the previous figure measured the same work.
-        change_text = units.NONE
+        figure_change_text = units.NONE
         if previous_figure is not None and _is_same_work(figure, previous_figure):
-            change_text = _show_figure_change(figure, previous_figure)
+            figure_change_text = _show_figure_change(figure, previous_figure)
         interval = None
         if figure.low is not None:
             bound_texts = (
                 show_trend_value(trend, bound, _SIGNIFICANT_MEDIAN_DIGITS) for bound in (figure.low, figure.high)
             )
             interval = f"[{', '.join(bound_texts)}]"
-        median = _show_figure(trend, figure, _SIGNIFICANT_MEDIAN_DIGITS)
+        median = _format_trend_figure(trend, figure, _SIGNIFICANT_MEDIAN_DIGITS)
         reason = f"{median}: {figure.reason}" if figure.value is None and figure.reason else ""
-        yield _FigureRow(figure, conditions, median, interval, change_text, reason)
+        yield _FigureRow(figure, conditions, median, interval, figure_change_text, reason)
         if figure.value is not None:
             previous_figure = figure
 
@@ -321,10 +321,10 @@ def _show_measuring_condition(value: object) -> str:
 
 
 def _list_skipped_runs(skipped: CountByName) -> list[Part]:
-    reasons = sort_counts(skipped)[:_MAX_REASONS]
+    reasons = sort_reason_counts(skipped)[:_MAX_REASONS]
     return make_list_part("left", "not in it", (f"{many(count, 'run')}: {reason}" for reason, count in reasons))
 
 
-def sort_counts(counts: CountByName) -> list[tuple[str, int]]:
+def sort_reason_counts(counts: CountByName) -> list[tuple[str, int]]:
     """Returns the reasons with their counts, the largest count first."""
     return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))

@@ -15,18 +15,18 @@ from fp8bench.report.elements import (
     Code,
     Column,
     Element,
-    Facts,
     Field,
-    Items,
+    NameValuePairs,
     Page,
     Part,
     Table,
     Text,
+    TextList,
     Tone,
     printable,
 )
 
-MIN_WIDTH = 40
+MIN_TERMINAL_WIDTH = 40
 INDENT = "  "
 GAP = "  "
 _EXPLAIN_HINT = "--explain describes how to read this"
@@ -35,10 +35,10 @@ _MIN_NAME_WIDTH = 8
 # The ANSI codes of green, red, yellow and bold.
 _ANSI_COLORS = {Tone.GOOD: 32, Tone.BAD: 31, Tone.DOUBT: 33, Tone.STRONG: 1}
 
-Paint = Callable[[str, Tone], str]
+PaintText = Callable[[str, Tone], str]
 
 
-def make_painter(color: bool) -> Paint:
+def make_text_painter(color: bool) -> PaintText:
     if not color:
         return lambda text, tone: text
 
@@ -74,14 +74,14 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
 
 def make_list_part(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
     texts = tuple(map(Text, sentences))
-    return [Part(name, title, (Items(texts),))] if texts else []
+    return [Part(name, title, (TextList(texts),))] if texts else []
 
 
 def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
-    width = max(width, MIN_WIDTH)
-    paint_text = make_painter(color)
+    width = max(width, MIN_TERMINAL_WIDTH)
+    paint_text = make_text_painter(color)
     # 1. Print title, subtitle and facts as one paragraph.
-    header_lines = _paint_lines(page.title, Tone.STRONG, width, paint_text)
+    header_lines = _wrap_colored_text(page.title, Tone.STRONG, width, paint_text)
     if page.subtitle:
         header_lines += wrap(page.subtitle, width, hang=INDENT)
     for name, fact in page.facts:
@@ -90,25 +90,25 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
     # screen.
     summary_parts = [part for part in page.parts if part.name == "summary"]
     parts = [part for part in page.parts if part.name != "summary"]
-    has_hint = bool(page.footer) and not explain and not any(part.tight for part in page.parts)
+    shows_explain_hint = bool(page.footer) and not explain and not any(part.tight for part in page.parts)
     if explain:
         parts += make_list_part("legend", "how to read this", page.footer)
-    elif has_hint and summary_parts:
+    elif shows_explain_hint and summary_parts:
         parts.append(Part("legend", "", (Text(_EXPLAIN_HINT),)))
     blocks = [header_lines]
     for part in [*parts, *summary_parts]:
-        blocks += _part_blocks(part, width, paint_text)
+        blocks += _render_part_blocks(part, width, paint_text)
     text = "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
-    return f"{text}{_EXPLAIN_HINT}\n" if has_hint and not summary_parts else text
+    return f"{text}{_EXPLAIN_HINT}\n" if shows_explain_hint and not summary_parts else text
 
 
-def _paint_lines(text: str, tone: Tone, width: int, paint: Paint, indent: str = "") -> list[str]:
+def _wrap_colored_text(text: str, tone: Tone, width: int, paint: PaintText, indent: str = "") -> list[str]:
     """Wraps a text and colours each line in the tone. An empty text gives no lines."""
     return [paint(line, tone) for line in wrap(text, width, indent, INDENT)] if text else []
 
 
-def _part_blocks(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
-    block = _paint_lines(part.title, Tone.STRONG, width, paint)
+def _render_part_blocks(part: Part, width: int, paint: PaintText) -> Iterator[list[str]]:
+    block = _wrap_colored_text(part.title, Tone.STRONG, width, paint)
     indent = INDENT if part.title and not part.tight else ""
     if part.lead:
         block += wrap(part.lead, width, indent, INDENT)
@@ -118,24 +118,24 @@ def _part_blocks(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
             if not part.tight and (index or part.lead or element.caption):
                 yield block
                 block = []
-            block += _paint_lines(element.caption, Tone.STRONG if part.tight else Tone.PLAIN, width, paint)
+            block += _wrap_colored_text(element.caption, Tone.STRONG if part.tight else Tone.PLAIN, width, paint)
         block += _element_lines(element, width, paint, indent)
     yield block
 
 
-def _element_lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]:
+def _element_lines(element: Element, width: int, paint: PaintText, indent: str) -> list[str]:
     lines: list[str] = []
     match element:
         case Text():
-            lines = _paint_lines(element.text, element.tone, width, paint, indent)
-        case Items():
+            lines = _wrap_colored_text(element.text, element.tone, width, paint, indent)
+        case TextList():
             for item in element.items:
-                lines += _paint_lines(item.text, item.tone, width, paint, INDENT)
-        case Facts():
-            pairs = [f"{name}: {fact}" for name, fact in element.pairs]
-            if not indent and len(GAP.join(pairs)) <= width:
-                pairs = [GAP.join(pairs)]
-            for pair in pairs:
+                lines += _wrap_colored_text(item.text, item.tone, width, paint, INDENT)
+        case NameValuePairs():
+            fact_texts = [f"{name}: {fact}" for name, fact in element.pairs]
+            if not indent and len(GAP.join(fact_texts)) <= width:
+                fact_texts = [GAP.join(fact_texts)]
+            for pair in fact_texts:
                 lines += wrap(pair, width, indent, INDENT)
         case Code():
             # Continue a long command with a backslash, so that it can be pasted.
@@ -148,52 +148,58 @@ def _element_lines(element: Element, width: int, paint: Paint, indent: str) -> l
     return lines
 
 
-def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
+def _table_lines(element: Table, width: int, paint: PaintText) -> list[str]:
     """Formats a table. If neighbouring rows have the same text in a shared column, this text is printed once, above
     these rows.
 
     If a table is too wide even without shared columns, its last columns are printed below each row as 'title: value'.
     """
     # 1. Choose the columns that are printed side by side, and their widths.
-    grid_columns = [index for index, column in enumerate(element.columns) if not column.shared and not column.below]
-    columns = [replace(element.columns[index], title=printable(element.columns[index].title)) for index in grid_columns]
+    side_by_side_columns = [
+        index for index, column in enumerate(element.columns) if not column.shared and not column.below
+    ]
+    columns = [
+        replace(element.columns[index], title=printable(element.columns[index].title)) for index in side_by_side_columns
+    ]
     rows = []
-    widths = [len(column.title) for column in columns]
+    column_widths = [len(column.title) for column in columns]
     for row in element.rows:
-        fields = [replace(row[index], text=printable(row[index].text)) for index in grid_columns]
-        widths = [max(column_width, len(field.text)) for column_width, field in zip(widths, fields, strict=True)]
+        fields = [replace(row[index], text=printable(row[index].text)) for index in side_by_side_columns]
+        column_widths = [
+            max(column_width, len(field.text)) for column_width, field in zip(column_widths, fields, strict=True)
+        ]
         rows.append(fields)
     num_grid_columns = len(columns)
-    while num_grid_columns > 1 and _name_column_width(widths[:num_grid_columns], width) < min(
-        widths[0], _MIN_NAME_WIDTH
+    while num_grid_columns > 1 and _name_column_width(column_widths[:num_grid_columns], width) < min(
+        column_widths[0], _MIN_NAME_WIDTH
     ):
         num_grid_columns -= 1
-    name_column_width = _name_column_width(widths[:num_grid_columns], width)
-    name_lengths = [len(fields[0].text) for fields in rows]
-    widths[0] = max(
+    name_column_width = _name_column_width(column_widths[:num_grid_columns], width)
+    row_name_lengths = [len(fields[0].text) for fields in rows]
+    column_widths[0] = max(
         [
             min(len(columns[0].title), name_column_width),
-            *(column_width for column_width in name_lengths if column_width <= name_column_width),
+            *(column_width for column_width in row_name_lengths if column_width <= name_column_width),
         ]
     )
     # 2. Print the titles of the columns, then the rows. Fields that neighbouring rows share are above these rows.
-    titles = [
+    column_titles = [
         Field(column.title[:column_width], tone=Tone.STRONG)
-        for column, column_width in zip(columns, widths, strict=True)
+        for column, column_width in zip(columns, column_widths, strict=True)
     ]
-    lines = _row_lines(titles[:num_grid_columns], columns, widths, width, paint)
+    lines = _row_lines(column_titles[:num_grid_columns], columns, column_widths, width, paint)
     previous_shared_text = ""
     for row, fields in zip(element.rows, rows, strict=True):
-        shared_text = _join_shared_fields(element.columns, row)
-        if shared_text and shared_text != previous_shared_text:
-            lines += wrap(shared_text, width, hang=INDENT)
-        previous_shared_text = shared_text
-        lines += _row_lines(fields[:num_grid_columns], columns, widths, width, paint)
-        lines += _folded_field_lines(columns[num_grid_columns:], fields[num_grid_columns:], width)
+        shared_fields_text = _join_shared_fields(element.columns, row)
+        if shared_fields_text and shared_fields_text != previous_shared_text:
+            lines += wrap(shared_fields_text, width, hang=INDENT)
+        previous_shared_text = shared_fields_text
+        lines += _row_lines(fields[:num_grid_columns], columns, column_widths, width, paint)
+        lines += _wrap_folded_fields(columns[num_grid_columns:], fields[num_grid_columns:], width)
         for column, field in zip(element.columns, row, strict=True):
             if column.below and field.text:
                 for text in field.text.split("\n"):
-                    lines += _paint_lines(text, field.tone, width, paint, INDENT * 3)
+                    lines += _wrap_colored_text(text, field.tone, width, paint, INDENT * 3)
     return lines
 
 
@@ -202,13 +208,13 @@ def _join_shared_fields(columns: Sequence[Column], row: Sequence[Field]) -> str:
     return "  ".join(filter(None, texts))
 
 
-def _folded_field_lines(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
-    pairs = []
+def _wrap_folded_fields(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
+    folded_field_pairs = []
     for column, field in zip(columns, fields, strict=True):
         if field.text not in ("", units.NONE):
             text = " ".join(field.text.split())
-            pairs.append(f"{column.title}: {text}".removeprefix(": "))
-    return wrap("; ".join(pairs), width, INDENT * 3, INDENT) if pairs else []
+            folded_field_pairs.append(f"{column.title}: {text}".removeprefix(": "))
+    return wrap("; ".join(folded_field_pairs), width, INDENT * 3, INDENT) if folded_field_pairs else []
 
 
 def _name_column_width(widths: Sequence[int], width: int) -> int:
@@ -216,7 +222,7 @@ def _name_column_width(widths: Sequence[int], width: int) -> int:
 
 
 def _row_lines(
-    fields: Sequence[Field], columns: Sequence[Column], widths: Sequence[int], width: int, paint: Paint
+    fields: Sequence[Field], columns: Sequence[Column], widths: Sequence[int], width: int, paint: PaintText
 ) -> list[str]:
     name = fields[0].text
     lines: list[str] = []

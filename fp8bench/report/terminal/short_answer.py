@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fp8bench.report.columns import Col, Cols, table
-from fp8bench.report.elements import Element, Facts, Field, Part, Table, Text, Tone
+from fp8bench.report.columns import Col, ColumnList, table
+from fp8bench.report.elements import Element, Field, NameValuePairs, Part, Table, Text, Tone
 
 
 @dataclass(frozen=True)
-class Answer:
+class PrecisionAnswer:
     """The answer for one precision.
 
     `figure` is the number behind the verdict, with its interval. `costs` has one text for each kind of cost, in the
@@ -28,7 +28,7 @@ class Answer:
     reason: str = ""
 
 
-def as_sentence(answer: Answer) -> Text:
+def as_sentence(answer: PrecisionAnswer) -> Text:
     """Returns the answer as a sentence, as 'fp8: learns worse, loss +3.1%, could be +2.9% to +3.3%; memory +1.4%; its
     loss is 3.14% higher'. The reason, which comes last, is on a new line.
     """
@@ -40,7 +40,7 @@ def as_sentence(answer: Answer) -> Text:
 def short_answer(
     title: str,
     question: str,
-    answers: Sequence[Answer],
+    answers: Sequence[PrecisionAnswer],
     *,
     warnings: Iterable[Text] = (),
     doubts: Iterable[str] = (),
@@ -64,16 +64,16 @@ def short_answer(
         elements.append(Text(f"Do this: {action}"))
     elements += tables
     if closing_facts:
-        elements.append(Facts(tuple(closing_facts)))
+        elements.append(NameValuePairs(tuple(closing_facts)))
     return Part("answer", title, tuple(elements), tight=True)
 
 
-def _answer_table(question: str, answers: Sequence[Answer]) -> Table:
-    def cost_column(index: int) -> Col[Answer]:
+def _answer_table(question: str, answers: Sequence[PrecisionAnswer]) -> Table:
+    def cost_column(index: int) -> Col[PrecisionAnswer]:
         return Col("", lambda answer: answer.costs[index] if index < len(answer.costs) else "")
 
     max_costs_per_answer = max(len(answer.costs) for answer in answers)
-    cols: Cols[Answer] = [
+    cols: ColumnList[PrecisionAnswer] = [
         Col("", "name"),
         Col("", lambda answer: Field(answer.verdict, tone=answer.tone)),
         Col("", "figure"),

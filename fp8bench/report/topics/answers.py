@@ -13,8 +13,8 @@ from itertools import chain
 from operator import itemgetter
 
 from fp8bench import units
-from fp8bench.analysis.findings import ROUNDS_DO_NOT_HELP
-from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
+from fp8bench.analysis.findings import MORE_ROUNDS_DO_NOT_HELP
+from fp8bench.analysis.phase_gains import PhaseGainCause, PhaseGainReason, find_explaining_phases
 from fp8bench.analysis.verdicts import SAME_BAND, VERDICT_BAND
 from fp8bench.errors import UsageError
 from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verdict
@@ -23,21 +23,21 @@ from fp8bench.model.specs import BEYOND_ROUNDING_ERROR, DIFFERENCE_ERROR, OUTPUT
 from fp8bench.registry import precisions
 from fp8bench.report.case_status import (
     CaseStatus,
+    describe_case_status,
     find_case_status,
-    has_bounds,
+    has_finite_bounds,
     list_speeds,
     speed_up,
     status_tone,
-    status_words,
 )
 from fp8bench.report.elements import Sentences, Tone
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, together
-from fp8bench.report.terminal.short_answer import Answer
+from fp8bench.report.terminal.short_answer import PrecisionAnswer
 from fp8bench.report.topics.energy import ratio_to_reference
 from fp8bench.report.topics.memory import device_peak_ratio, peak_ratio
-from fp8bench.report.words.naming import common_tone, name_work_outside_phases, shorten_line
+from fp8bench.report.words.naming import find_majority_tone, name_work_outside_phases, shorten_line
 
-PRECISION_QUESTION = "Does low precision pay here?"
+LOW_PRECISION_QUESTION_TEXT = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
 # Two errors count as equal unless the larger one exceeds the smaller one by this factor.
 _EQUAL_ERROR_RATIO = 1.05
@@ -73,13 +73,13 @@ _PHASE_NOUNS = {
 }
 
 
-def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
+def find_case_answers(cases: Iterable[NamedCase]) -> list[PrecisionAnswer]:
     """Returns an answer for each precision except the reference. All cases of a precision share one answer."""
     cases_by_mode = together((case.mode, case) for case in cases if case.mode != case.group.reference)
-    return list(map(find_answer, cases_by_mode.values()))
+    return list(map(make_precision_answer, cases_by_mode.values()))
 
 
-def find_answer(cases: Cases) -> Answer:
+def make_precision_answer(cases: Cases) -> PrecisionAnswer:
     """Returns the answer to the report's question about one precision. It sums up all cases of this precision."""
     speeds = list_speeds(cases)
     if len(cases) == 1 and speeds:
@@ -87,13 +87,13 @@ def find_answer(cases: Cases) -> Answer:
     else:
         speed_text = units.span((speed.point for speed in speeds), units.speed_up) or _explain_emulation(cases)
     accuracy_text = _describe_callable_accuracy(cases) if cases[0].suite == BENCH else _describe_accuracy(cases)
-    is_wrong = any(case.record.measurement(BEYOND_ROUNDING_ERROR) for case in cases)
+    is_case_wrong = any(case.record.measurement(BEYOND_ROUNDING_ERROR) for case in cases)
     # The answer for several cases has a reason only if it is the same for all of them.
     reasons = {explain_speed(case) or case.record.reason for case in cases}
-    return Answer(
+    return PrecisionAnswer(
         cases[0].mode,
-        f"{'WRONG, ' * is_wrong}{_describe_verdicts(cases)}",
-        Tone.BAD if is_wrong else common_tone(map(status_tone, cases)),
+        f"{'WRONG, ' * is_case_wrong}{_describe_verdicts(cases)}",
+        Tone.BAD if is_case_wrong else find_majority_tone(map(status_tone, cases)),
         speed_text,
         (accuracy_text, _describe_memory(cases), _describe_energy(cases)),
         shorten_line(reasons.pop(), MAX_REASON_LENGTH) if len(reasons) == 1 else "",
@@ -106,8 +106,8 @@ def _describe_verdicts(results: Sequence[Result]) -> str:
     (main_verdict, main_count), *less_common = sorted(verdict_counts, key=lambda pair: pair[0] != "FAILED")
     if not less_common:
         return main_verdict
-    other_verdicts = [f"{word} in {count}" for word, count in less_common]
-    return ", ".join([f"{main_verdict} in {main_count} of {len(results)}", *other_verdicts])
+    less_common_verdict_texts = [f"{word} in {count}" for word, count in less_common]
+    return ", ".join([f"{main_verdict} in {main_count} of {len(results)}", *less_common_verdict_texts])
 
 
 def _explain_emulation(results: Sequence[Result]) -> str:
@@ -164,14 +164,14 @@ def verdict_word(result: Result) -> str:
         CaseStatus.SAME: "as fast",
         CaseStatus.UNTIMED: "not timed",
     }
-    return word_by_status.get(find_case_status(result)) or status_words(result).replace(Verdict.SAME, "as fast")
+    return word_by_status.get(find_case_status(result)) or describe_case_status(result).replace(Verdict.SAME, "as fast")
 
 
 def describe_speed(speed: Interval) -> str:
     """Returns a speed as '1.01x, could be 0.997x to 1.02x'. A speed from a few rounds has only a range, as 'seen
     0.99x to 1.1x'.
     """
-    if not has_bounds(speed):
+    if not has_finite_bounds(speed):
         return units.speed_up(speed.point)
     range_word = "could be" if speed.level else "seen"
     return f"{units.speed_up(speed.point)}, {range_word} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
@@ -196,8 +196,8 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     An example: 'differs from torch:matmul by 2.9e-03; less exact: off float64 by 2.9e-03, torch:matmul by 2.9e-07'.
     """
     # 1. Compare the callable with the results of the reference.
-    differences_of_cases = [(case.median(DIFFERENCE_ERROR), case) for case in cases]
-    differences = [(difference, case) for difference, case in differences_of_cases if difference is not None]
+    case_difference_errors = [(case.median(DIFFERENCE_ERROR), case) for case in cases]
+    differences = [(difference, case) for difference, case in case_difference_errors if difference is not None]
     if not differences:
         return ""
     largest_difference, case = max(differences, key=itemgetter(0))
@@ -221,9 +221,9 @@ def _describe_callable_accuracy(cases: Cases) -> str:
         return f"{difference_text}; its error is unknown: {mode} does not compute in float64"
     if max(output_error, reference_output_error) <= _EQUAL_ERROR_RATIO * min(output_error, reference_output_error):
         return f"{difference_text}; as exact: both off float64 by {show_error(output_error)}"
-    comparative_word = "more" if output_error < reference_output_error else "less"
+    accuracy_comparison_word = "more" if output_error < reference_output_error else "less"
     errors_text = f"off float64 by {show_error(output_error)}, {mode} by {show_error(reference_output_error)}"
-    return f"{difference_text}; {comparative_word} exact: {errors_text}"
+    return f"{difference_text}; {accuracy_comparison_word} exact: {errors_text}"
 
 
 def _describe_memory(cases: Cases) -> str:
@@ -258,11 +258,11 @@ def explain_speed(case: NamedCase) -> str:
         return ""
     if {*case.finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in case.labels:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"
-    reason = find_case_reason(case)
-    return describe_reason(reason, name_work_outside_phases(case)) if reason is not None else ""
+    reason = find_speed_reason(case)
+    return describe_speed_reason(reason, name_work_outside_phases(case)) if reason is not None else ""
 
 
-def find_case_reason(case: NamedCase) -> Reason | None:
+def find_speed_reason(case: NamedCase) -> PhaseGainReason | None:
     """Returns which phases explain the speed of a case, or None if unknown. Phases that are too short to measure are
     ignored.
     """
@@ -271,26 +271,26 @@ def find_case_reason(case: NamedCase) -> Reason | None:
     too_short_phases = {*case.finding.below_floor}
     if case.reference_result is not None:
         too_short_phases.update(case.reference_result.finding.below_floor)
-    return find_reason(case.finding.gains, too_short_phases)
+    return find_explaining_phases(case.finding.gains, too_short_phases)
 
 
-def describe_reason(reason: Reason, work_outside_phases: str = "") -> str:
+def describe_speed_reason(reason: PhaseGainReason, work_outside_phases: str = "") -> str:
     """Returns the reason for a step's speed. `work_outside_phases` is the name for time outside of phases, or ''."""
     gains_text = _describe_gains(reason.gains, work_outside_phases)
     saved_seconds = reason.reference_seconds - reason.step_seconds
     match reason.cause:
-        case Cause.CANCEL:
+        case PhaseGainCause.CANCEL:
             return f"{gains_text}: they nearly cancel"
-        case Cause.CASTS:
+        case PhaseGainCause.CASTS:
             gained_seconds = sum(gain.saved_seconds for gain in reason.gains if gain.saved_seconds > 0)
             cast_seconds = -sum(gain.saved_seconds for gain in reason.gains if gain.phase == Phase.CAST)
             casts_take_whole_gain = saved_seconds <= 0 and cast_seconds >= gained_seconds
             return f"{gains_text}: casts take {'all' if casts_take_whole_gain else 'most'} of the gain"
-        case Cause.SMALL_SHARE:
+        case PhaseGainCause.SMALL_SHARE:
             (first_gain, *_) = (gain for gain in reason.gains if gain.saved_seconds > 0)
             step_share = units.percent(first_gain.reference_seconds / reason.reference_seconds, 0)
             return f"{gains_text}: {_PHASE_NOUNS[first_gain.phase]} had only {step_share} of the step"
-        case Cause.ONE_PHASE:
+        case PhaseGainCause.ONE_PHASE:
             return f"{_describe_gains(reason.gains[:1], work_outside_phases)}, which is nearly all of the gain"
         case _:
             return gains_text
@@ -300,17 +300,19 @@ def _describe_gains(gains: Sequence[PhaseGain], work_outside_phases: str) -> str
     """Returns what phases save or cost, as 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower),
     casts 2.30 ms'. `work_outside_phases` is the name for time outside of phases, or ''.
     """
-    gain_phrases = []
+    phase_gain_phrases = []
     previous_gain_verb = ""
     for gain in gains:
-        noun = work_outside_phases if work_outside_phases and gain.phase == UNATTRIBUTED else _PHASE_NOUNS[gain.phase]
+        phase_noun = (
+            work_outside_phases if work_outside_phases and gain.phase == UNATTRIBUTED else _PHASE_NOUNS[gain.phase]
+        )
         gain_verb = "save" if gain.saved_seconds > 0 else "cost"
         if gain_verb != previous_gain_verb:
-            is_noun_plural = gain.phase == Phase.CAST or " and " in noun
-            noun += f" {gain_verb}" if is_noun_plural else f" {gain_verb}s"
-        gain_phrases.append(f"{noun} {_describe_seconds(gain)}")
+            is_noun_plural = gain.phase == Phase.CAST or " and " in phase_noun
+            phase_noun += f" {gain_verb}" if is_noun_plural else f" {gain_verb}s"
+        phase_gain_phrases.append(f"{phase_noun} {_describe_seconds(gain)}")
         previous_gain_verb = gain_verb
-    return ", ".join(gain_phrases)
+    return ", ".join(phase_gain_phrases)
 
 
 def _describe_seconds(gain: PhaseGain) -> str:
@@ -329,14 +331,14 @@ def propose_commands(cases: Cases, command: str, under_load: bool = False, budge
 
     `command` is the command line of the run, and `budget` its time limit in seconds.
     """
-    yield from _propose_runs(cases, command, under_load, budget)
+    yield from _propose_commands(cases, command, under_load, budget)
     callables = [case.mode for case in cases if case.suite == BENCH and not case.is_reference]
     if callables:
         audit_command = f"fp8bench audit {callables[0]} --kind product --precision fp8"
         yield f"check a kernel in full, by its own kind and precision: {audit_command}"
 
 
-def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
+def _propose_commands(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
     # 1. If only references were measured, propose precisions. Otherwise, if the machine is loaded, propose to free it,
     # because more rounds would not help.
     is_measuring_command = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
@@ -357,12 +359,12 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
             for case in cases
             if find_case_status(case) is CaseStatus.UNSURE
             and not {*case.finding.hard} - {Label.CONTENDED}
-            and not case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
+            and not case.finding.why.endswith(MORE_ROUNDS_DO_NOT_HELP)
         ]
-        default_budget = _DEFAULT_GROUP_SECONDS * len({case.group.case.setting for case in cases})
-        yield from _propose_longer_run(unsure_cases, command, budget or default_budget)
+        default_budget_seconds = _DEFAULT_GROUP_SECONDS * len({case.group.case.setting for case in cases})
+        yield from _propose_longer_run(unsure_cases, command, budget or default_budget_seconds)
     # 3. Propose changes that would act on the reason for the speed.
-    yield from dict.fromkeys(chain.from_iterable(_propose_changes(case, command) for case in cases))
+    yield from dict.fromkeys(chain.from_iterable(_propose_command_changes(case, command) for case in cases))
 
 
 def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
@@ -374,25 +376,25 @@ def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {full_run_command}"
         return
-    seconds = max(_seconds_until_verdict(speed, budget) for speed in speeds)
+    seconds = max(_estimate_seconds_to_verdict(speed, budget) for speed in speeds)
     if seconds <= _MAX_PROPOSED_SECONDS:
         longer_run_command = f"{remove_option(full_run_command, '--budget')} --budget {seconds}"
         yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {longer_run_command}"
 
 
-def _seconds_until_verdict(speed: Interval, budget: float) -> int:
+def _estimate_seconds_to_verdict(speed: Interval, budget: float) -> int:
     """Returns how many seconds of measuring would make the interval narrow enough for a verdict, rounded up to tens.
 
     The width of the interval falls with the square root of the number of rounds.
     """
     log_speed = abs(math.log(speed.point))
     target_interval_width = max(SAME_BAND - log_speed, log_speed - VERDICT_BAND, VERDICT_BAND)
-    factor = max(2.0, (speed.half_width / target_interval_width) ** 2)
-    return 10 * math.ceil(min(budget * factor, 10 * _MAX_PROPOSED_SECONDS) / 10)
+    budget_growth_factor = max(2.0, (speed.half_width / target_interval_width) ** 2)
+    return 10 * math.ceil(min(budget * budget_growth_factor, 10 * _MAX_PROPOSED_SECONDS) / 10)
 
 
-def _propose_changes(case: NamedCase, command: str) -> Sentences:
-    reason = find_case_reason(case)
+def _propose_command_changes(case: NamedCase, command: str) -> Sentences:
+    reason = find_speed_reason(case)
     if reason is None or find_case_status(case) is CaseStatus.FASTER:
         return
     params = dict(case.record.case.params)
@@ -416,10 +418,10 @@ def _precision_keeps_state(case: NamedCase) -> bool:
 def remove_option(command: str, *options: str) -> str:
     """Returns the command line without the given options and their values."""
     command_words = iter(command.split(" "))
-    remaining_words = []
+    remaining_command_words = []
     for word in command_words:
         if word.partition("=")[0] not in options:
-            remaining_words.append(word)
+            remaining_command_words.append(word)
         elif word in _OPTIONS_WITH_VALUE:
             next(command_words, None)
-    return " ".join(remaining_words)
+    return " ".join(remaining_command_words)

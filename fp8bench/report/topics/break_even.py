@@ -8,14 +8,14 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, find_sweeps, iterate_swept_modes
 from fp8bench.model import Finding, Params, Record, Run
-from fp8bench.report.columns import Col, Cols, table
+from fp8bench.report.columns import Col, ColumnList, table
 from fp8bench.report.elements import Elements, Tables, Tone
-from fp8bench.report.page.section import Material, panels_with_titles, section
+from fp8bench.report.page.section import Material, iterate_titled_panels, section
 from fp8bench.report.panels import FindingsById, Panel, ResultGroup, describe_params, group_into_panels, together
 from fp8bench.report.words.legend import BREAK_EVEN_LEGEND
 from fp8bench.report.words.naming import join_words
 
-SweptModes = tuple[Sweep, Sequence[SweptMode]]
+SweepWithModes = tuple[Sweep, Sequence[SweptMode]]
 
 
 class _SweptRow(NamedTuple):
@@ -27,10 +27,10 @@ def _pair_records_with_findings(group: ResultGroup) -> list[tuple[Record, Findin
     return [(result.record, result.finding) for result in group.results]
 
 
-def list_swept_modes(panel: Panel) -> list[SweptModes]:
+def list_swept_modes(panel: Panel) -> list[SweepWithModes]:
     groups = list(map(_pair_records_with_findings, panel.groups))
-    sweeps = find_sweeps([group.case.params for group in panel.groups])
-    return [(sweep, modes) for sweep in sweeps if (modes := tuple(iterate_swept_modes(sweep, groups)))]
+    axis_sweeps = find_sweeps([group.case.params for group in panel.groups])
+    return [(sweep, modes) for sweep in axis_sweeps if (modes := tuple(iterate_swept_modes(sweep, groups)))]
 
 
 def break_even_table(panel: Panel, title: str = "") -> Tables:
@@ -41,7 +41,7 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
         return
 
     def describe_sweep(row: _SweptRow) -> str:
-        constant_params = describe_params(pair for pair in row.sweep.held_params if pair not in panel.common_params)
+        constant_params = describe_params(pair for pair in row.sweep.fixed_params if pair not in panel.common_params)
         return f"over {row.sweep.axis}{' at ' * bool(constant_params)}{constant_params}"
 
     def describe_sizes(row: _SweptRow) -> str:
@@ -49,7 +49,7 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
         size_range_text = f"{units.whole(points[0][0])} to {units.whole(points[-1][0])}"
         return f"{row.sweep.axis} = {size_range_text}, {len(points)} sizes"
 
-    cols: Cols[_SweptRow] = [
+    cols: ColumnList[_SweptRow] = [
         Col("", describe_sweep, shared=True),
         Col("case", "mode.mode"),
         Col("against", "mode.base_mode"),
@@ -77,12 +77,14 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
     range_start_text = ""
     for crossing in break_even.crossings:
         size, low, high = map(_show_size, (crossing.size, crossing.low, crossing.high))
-        crossing_text = f"{size} ({low} to {high})"
+        crossing_size_text = f"{size} ({low} to {high})"
         if crossing.becomes_faster:
-            range_start_text = f"from {axis} = {crossing_text}"
+            range_start_text = f"from {axis} = {crossing_size_text}"
         else:
             faster_size_ranges.append(
-                f"{range_start_text} to {crossing_text}" if range_start_text else f"up to {axis} = {crossing_text}"
+                f"{range_start_text} to {crossing_size_text}"
+                if range_start_text
+                else f"up to {axis} = {crossing_size_text}"
             )
             range_start_text = ""
     if range_start_text:
@@ -99,16 +101,16 @@ def list_remarks(mode: SweptMode) -> Iterator[str]:
     if break_even is None and mode.points:
         yield "too few sizes with a ratio"
     if break_even is not None:
-        unclear_ranges = []
+        unclear_size_ranges = []
         for stretch in break_even.stretches:
             # Near a break-even size, unclear results are expected. So sizes between its bounds get no remark.
             is_near_break_even = any(
                 crossing.low <= stretch.first_size <= crossing.high for crossing in break_even.crossings
             )
             if stretch.is_faster is None and not is_near_break_even:
-                unclear_ranges.append(" to ".join(map(_show_size, (stretch.first_size, stretch.last_size))))
-        if unclear_ranges:
-            yield f"too close to tell from {join_words(unclear_ranges)}"
+                unclear_size_ranges.append(" to ".join(map(_show_size, (stretch.first_size, stretch.last_size))))
+        if unclear_size_ranges:
+            yield f"too close to tell from {join_words(unclear_size_ranges)}"
         if break_even.within_noise:
             yield f"within the noise: {_join_sweep_sizes(break_even.within_noise)}"
         if not break_even.level:
@@ -148,7 +150,7 @@ class BreakEvenRow(NamedTuple):
     remarks: str
 
 
-def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
+def iterate_break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
     for panel in group_into_panels(run, findings):
         for sweep, modes in list_swept_modes(panel):
             sizes = [size for size, _ in sweep.indexed_sizes]
@@ -157,7 +159,7 @@ def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
                     panel.suite,
                     panel.device,
                     sweep.axis,
-                    sweep.held_params,
+                    sweep.fixed_params,
                     mode.mode,
                     mode.base_mode,
                 )
@@ -175,5 +177,5 @@ def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
 
 @section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN_LEGEND)
 def break_even_section(material: Material) -> Elements:
-    for title, panel in panels_with_titles(material):
+    for title, panel in iterate_titled_panels(material):
         yield from break_even_table(panel, f"{title}: ")

@@ -12,39 +12,39 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.energy import (
     NO_SOURCE,
-    Demand,
+    EnergyDemand,
     EnergyFigures,
     EnergyRatio,
     PhaseEnergies,
     PhaseJoules,
-    compare_pace,
+    compare_window_step_time,
     energy_figures,
     energy_ratio,
     phase_energies,
     why_no_energy,
 )
 from fp8bench.analysis.metrics import EnergyValidity, classify_energy_validity
-from fp8bench.analysis.samples import sustained_figures
+from fp8bench.analysis.samples import compute_sustained_figures
 from fp8bench.model import Label, Run, specs
-from fp8bench.model.specs import ENERGY, ENERGY_PER
-from fp8bench.report.columns import Col, Cols, add_figure_columns, case_columns, table
+from fp8bench.model.specs import ENERGY, ENERGY_SPEC_BY_WORK_KIND
+from fp8bench.report.columns import Col, ColumnList, add_figure_columns, case_columns, table
 from fp8bench.report.elements import Elements, Field, Sentences, Tables, Text, Tone, bullet_list
-from fp8bench.report.page.section import Material, rename_tables, section, timed_panels
+from fp8bench.report.page.section import Material, make_table_names_unique, section, timed_panels
 from fp8bench.report.panels import (
     CaseValue,
     NamedCase,
     Panel,
     Result,
     ResultGroup,
+    explain_missing_ratio,
     list_cases,
     merge_notes,
-    name_incomparable,
     together,
 )
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, many
 
-_CasePhases = CaseValue[dict[str, PhaseJoules]]
+_CasePhaseJoules = CaseValue[dict[str, PhaseJoules]]
 
 
 class _EnergyRow(NamedTuple):
@@ -60,10 +60,10 @@ SOURCE_NAMES = {
     "instant": "the driver's power readings, summed up",
     "average": "the driver's mean power, summed up",
 }
-DEMAND_TONES = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
+TONE_BY_ENERGY_DEMAND = {EnergyDemand.LESS: Tone.GOOD, EnergyDemand.MORE: Tone.BAD, EnergyDemand.UNCLEAR: Tone.DOUBT}
 
 
-def case_phase_energies(result: Result) -> PhaseEnergies | None:
+def get_case_phase_energies(result: Result) -> PhaseEnergies | None:
     return phase_energies(result.record, result.finding)
 
 
@@ -79,7 +79,7 @@ def ratio_to_reference(case: NamedCase) -> EnergyRatio | None:
     return energy_ratio(case.record, reference.record, (*case.labels, *reference.labels))
 
 
-def list_sources(results: Iterable[Result]) -> list[str]:
+def list_energy_sources(results: Iterable[Result]) -> list[str]:
     sources = (figures.source for result in results if (figures := energy_figures(result.record)) is not None)
     return list(dict.fromkeys(sources))
 
@@ -93,17 +93,17 @@ def show_ratio(ratio: EnergyRatio) -> str:
 def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
     """Returns why energies of a group are missing or unclear, as (precisions, reason)."""
     doubts: list[tuple[str, str]] = []
-    unclear_energies = []
+    unclear_energy_modes = []
     for case in group.named_cases:
-        sentences = [*_describe_missing(case), *_describe_pace(case)]
-        phases = case_phase_energies(case)
+        sentences = [*_describe_missing(case), *_describe_window_pace(case)]
+        phases = get_case_phase_energies(case)
         if phases is not None and phases.void_reason:
             sentences.append(f"energy of phases is void: {phases.void_reason}")
         doubts += [(doubt, case.mode) for doubt in sentences]
         ratio = ratio_to_reference(case)
-        if ratio is not None and ratio.demand is Demand.UNCLEAR:
-            unclear_energies.append((f"energy unclear: {ratio.why}", case.mode))
-    return [(", ".join(modes), doubt) for doubt, modes in together(doubts + unclear_energies).items()]
+        if ratio is not None and ratio.demand is EnergyDemand.UNCLEAR:
+            unclear_energy_modes.append((f"energy unclear: {ratio.why}", case.mode))
+    return [(", ".join(modes), doubt) for doubt, modes in together(doubts + unclear_energy_modes).items()]
 
 
 def _describe_missing(result: Result) -> Sentences:
@@ -131,15 +131,15 @@ def _describe_missing(result: Result) -> Sentences:
         yield f"energy of {many(len(figures.windows), 'window')} only: {energy_use.why}"
 
 
-def _describe_pace(result: Result) -> Sentences:
+def _describe_window_pace(result: Result) -> Sentences:
     """Yields a sentence if a step's time in the long energy measurements differs from its time in the short timed
     slots.
     """
     figures = energy_figures(result.record)
     # A table of sustained speeds already compares the long energy windows with the short timing slots.
-    if figures is None or result.is_emulated or sustained_figures(result.record, result.finding) is not None:
+    if figures is None or result.is_emulated or compute_sustained_figures(result.record, result.finding) is not None:
         return
-    pace_ratio = compare_pace(figures, result.finding)
+    pace_ratio = compare_window_step_time(figures, result.finding)
     if pace_ratio is not None:
         seconds = figures.seconds.middle
         windows_text = f"{units.seconds(seconds)} ({units.change(pace_ratio)}) in its long energy windows"
@@ -159,20 +159,20 @@ def explain_missing_energy(run: Run) -> list[str]:
     return lines
 
 
-def _show_windows(row: _EnergyRow) -> str:
+def _show_window_count(row: _EnergyRow) -> str:
     uncertainty = row.energy.uncertainty
     uncertainty_text = "" if uncertainty is None else f" (+-{units.percent(uncertainty)})"
     return f"{len(row.energy.windows)}{uncertainty_text}"
 
 
 def energy_table(panel: Panel) -> Tables:
-    sources = list_sources(panel.named_cases)
+    sources = list_energy_sources(panel.named_cases)
     if not sources:
         return
     caption = f"energy of a step, by {SOURCE_NAMES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    measured_cases = panel.find_values(lambda result: energy_figures(result.record))
+    measured_cases = panel.find_case_values(lambda result: energy_figures(result.record))
     rows = [_EnergyRow(case, figures, ratio_to_reference(case)) for case, figures in measured_cases]
     # Show energy per unit of the first kind of work only (such as tokens), because it is the suite's usual one.
     counted_work_kinds = {row.energy.per[0][0] for row in rows if row.energy.per}
@@ -182,27 +182,31 @@ def energy_table(panel: Panel) -> Tables:
 
     def demand_field(row: _EnergyRow) -> Field:
         if row.ratio:
-            return Field(row.ratio.demand.value, tone=DEMAND_TONES[row.ratio.demand])
-        return Field(name_incomparable(row.case))
+            return Field(row.ratio.demand.value, tone=TONE_BY_ENERGY_DEMAND[row.ratio.demand])
+        return Field(explain_missing_ratio(row.case))
 
     def ratio_field(row: _EnergyRow) -> Field:
-        return Field(show_ratio(row.ratio), tone=DEMAND_TONES[row.ratio.demand]) if row.ratio else Field("")
+        return Field(show_ratio(row.ratio), tone=TONE_BY_ENERGY_DEMAND[row.ratio.demand]) if row.ratio else Field("")
 
     def show_power(row: _EnergyRow) -> str:
-        power = row.case.figures[specs.POWER].shown
+        shown_power = row.case.figures[specs.POWER].shown
         limits = row.case.record.energy.power_limits if row.case.record.energy else ()
-        return f"{power} of {', '.join(units.count(watts, 'W') for watts in limits)}" if limits else power
+        return f"{shown_power} of {', '.join(units.count(watts, 'W') for watts in limits)}" if limits else shown_power
 
-    cols: Cols[_EnergyRow] = [
+    cols: ColumnList[_EnergyRow] = [
         *case_columns(),
         metric_column(ENERGY, "per step"),
         Col(f"vs {panel.reference or 'reference'}", demand_field),
         Col("", ratio_field),
         metric_column(specs.ENERGY_NET, "net/step"),
-        *(metric_column(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in counted_work_kinds),
+        *(
+            metric_column(spec, spec.heading)
+            for spec, _ in ENERGY_SPEC_BY_WORK_KIND.values()
+            if spec in counted_work_kinds
+        ),
         Col("power", show_power, number=True),
         metric_column(specs.IDLE_POWER, "idle"),
-        Col("windows", _show_windows),
+        Col("windows", _show_window_count),
         Col("clock", "energy.sm_clock", show=partial(units.count, unit="Hz")),
         Col("source", "energy.source", when=len(sources) > 1),
     ]
@@ -215,7 +219,7 @@ def phase_energy_table(panel: Panel) -> Tables:
     """
     rows = []
     measured_phases: set[str] = set()
-    for case, energies in panel.find_values(case_phase_energies):
+    for case, energies in panel.find_case_values(get_case_phase_energies):
         if case.record.energy and case.record.energy.phases:
             energy_by_phase = {phase.phase: phase for phase in energies.phases}
             rows.append(CaseValue(case, energy_by_phase))
@@ -223,13 +227,13 @@ def phase_energy_table(panel: Panel) -> Tables:
     phases = [name for name in PHASE_TITLES if name in measured_phases]
     if not phases:
         return
-    cols: Cols[_CasePhases] = [*case_columns()]
+    cols: ColumnList[_CasePhaseJoules] = [*case_columns()]
     cols += [Col(PHASE_TITLES[name], partial(_phase_energy_field, name=name), number=True) for name in phases]
     caption = "joules of each phase, measured alone; (in brackets): estimated by its share of time, or as the rest"
     yield table("phase-energy", caption, cols, rows)
 
 
-def _phase_energy_field(row: _CasePhases, name: str) -> Field | None:
+def _phase_energy_field(row: _CasePhaseJoules, name: str) -> Field | None:
     phase = row.value.get(name)
     if phase is None:
         return None
@@ -239,14 +243,14 @@ def _phase_energy_field(row: _CasePhases, name: str) -> Field | None:
 
 
 def _energy_lead_paragraph(material: Material) -> str:
-    sources = list_sources(list_cases(panel for _, panel in timed_panels(material)))
+    sources = list_energy_sources(list_cases(panel for _, panel in timed_panels(material)))
     if not sources:
         return ""
-    warning = ", whose figures do not compare" if len(sources) > 1 else ""
+    source_warning = ", whose figures do not compare" if len(sources) > 1 else ""
     return (
         "The energy of steps that ran in separate windows after the timing; idle: with the same states in memory and "
         "nothing to do. Ranges are those of the windows, not confidence intervals. "
-        f"Read from {join_words([SOURCE_NAMES.get(source, source) for source in sources])}{warning}."
+        f"Read from {join_words([SOURCE_NAMES.get(source, source) for source in sources])}{source_warning}."
     )
 
 
@@ -260,7 +264,7 @@ def energy_section(material: Material) -> Elements:
 
 
 def _panel_energy(title: str, panel: Panel) -> Elements:
-    yield from rename_tables((*energy_table(panel), *phase_energy_table(panel)), panel.suite, title)
+    yield from make_table_names_unique((*energy_table(panel), *phase_energy_table(panel)), panel.suite, title)
     notes = []
     for group in panel.groups:
         notes += [(modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group)]

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from fp8bench import units
 from fp8bench.model import Capacity, Phase
-from fp8bench.report.columns import Col, Cols, table
+from fp8bench.report.columns import Col, ColumnList, table
 from fp8bench.report.elements import Elements, Text
 from fp8bench.report.panels import Result
 
@@ -23,7 +23,7 @@ _OWN_BATCH_METHOD_TEXT = (
 
 
 @dataclass(frozen=True)
-class OwnBatch:
+class LargestBatch:
     """The largest batch that fits into memory, for a case or for an arm of a training. Rates are in tokens per second.
 
     `shared_rate` is the rate at a batch that is the same for all cases. `update` is the time of the optimizer's update
@@ -45,7 +45,7 @@ class OwnBatch:
     def rate(self) -> float:
         return self.search.tokens / self.seconds
 
-    def accumulated_rate(self, tokens: int) -> float | None:
+    def compute_accumulated_rate(self, tokens: int) -> float | None:
         """Returns the tokens per second of a step that accumulates the gradients of several micro-batches, `tokens`
         tokens in all. Returns None if unknown.
         """
@@ -54,19 +54,19 @@ class OwnBatch:
         return tokens / (tokens / self.search.tokens * (self.seconds - self.update) + self.update)
 
 
-def make_own_batch(result: Result, search: Capacity) -> OwnBatch:
+def make_own_batch(result: Result, search: Capacity) -> LargestBatch:
     best_seconds = result.best_seconds
     shared_tokens_per_second = result.record.work.tokens / best_seconds if best_seconds else None
     update_seconds = dict(result.finding.phases).get(Phase.OPTIMIZER_STEP)
-    return OwnBatch(result.mode, search, shared_tokens_per_second, update_seconds)
+    return LargestBatch(result.mode, search, shared_tokens_per_second, update_seconds)
 
 
-def own_batch_table(searches: Iterable[OwnBatch]) -> Elements:
+def own_batch_table(searches: Iterable[LargestBatch]) -> Elements:
     rows = [row for row in searches if row.search.seconds and row.search.tokens]
     if not rows:
         return
-    max_tokens = max(row.search.tokens for row in rows)
-    cols: Cols[OwnBatch] = [
+    max_batch_tokens = max(row.search.tokens for row in rows)
+    cols: ColumnList[LargestBatch] = [
         Col("case", "name"),
         Col("same batch", "shared_rate", show=units.count),
         Col("own batch", "search.batch", show=str),
@@ -74,7 +74,11 @@ def own_batch_table(searches: Iterable[OwnBatch]) -> Elements:
         Col("memory", "search.peak", unit="B"),
         Col("tokens/s", "rate", show=units.count),
         Col("h for 1 G tokens", lambda row: _GIGATOKEN / row.rate / _SECONDS_PER_HOUR, show="{:.3g}".format),
-        Col(f"at {units.count(max_tokens)} a step", lambda row: row.accumulated_rate(max_tokens), show=units.count),
+        Col(
+            f"at {units.count(max_batch_tokens)} a step",
+            lambda row: row.compute_accumulated_rate(max_batch_tokens),
+            show=units.count,
+        ),
     ]
     yield table("own-batch", "tokens/s of each precision at its own largest batch", cols, rows)
     yield Text(_OWN_BATCH_METHOD_TEXT)

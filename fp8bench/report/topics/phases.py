@@ -13,10 +13,10 @@ from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.model import UNATTRIBUTED, Level, Timing
 from fp8bench.model.run import BENCH
-from fp8bench.report.columns import Col, Cols, case_columns, table
+from fp8bench.report.columns import Col, ColumnList, case_columns, table
 from fp8bench.report.elements import ChartAxis, Elements, Stacks, Table, Tables, Text, Texts, Tone
-from fp8bench.report.page.charts import stack_chart
-from fp8bench.report.page.section import Material, panels_with_titles, section, timed_panels
+from fp8bench.report.page.charts import make_stack_chart
+from fp8bench.report.page.section import Material, iterate_titled_panels, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, together
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, name_work_outside_phases, phase_sort_key, phase_words
@@ -47,14 +47,14 @@ def phases_table(panel: Panel, native_only: bool = False) -> Tables:
             return units.percent(seconds / (case.best_seconds or math.inf), 0)
         return units.NONE
 
-    cols: Cols[NamedCase] = [Col("Time of a step", "mode")] if native_only else [*case_columns(case_path="")]
-    cols.append(Col("total", show_total, number=True))
+    cols: ColumnList[NamedCase] = [Col("Time of a step", "mode")] if native_only else [*case_columns(case_path="")]
+    cols.append(Col("total", show_step_time, number=True))
     for name in sorted(used_phases, key=phase_sort_key):
         cols.append(Col(PHASE_TITLES.get(name, name), partial(show_share, name=name), number=True))
     yield table("phases", "" if native_only else "time of a step", cols, cases)
 
 
-def show_total(case: NamedCase) -> str:
+def show_step_time(case: NamedCase) -> str:
     """Returns the time of a step. The time of an emulation is marked, because it must not be read as a speed."""
     return f"{Level.EMULATED} " * case.is_emulated + units.seconds(case.best_seconds)
 
@@ -72,17 +72,17 @@ def phases_section(material: Material) -> Elements:
     # All charts of the page have the same parts, so that each phase has one colour.
     parts = {name: phase_words(name) for name in sorted(used_phases, key=phase_sort_key)}
     for title, cases in panels:
-        yield from _suite_elements(title, cases, parts)
+        yield from _make_suite_phase_elements(title, cases, parts)
 
 
-def _suite_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Elements:
+def _make_suite_phase_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Elements:
     native_cases = [case for case in cases if not case.is_emulated]
     if native_cases:
-        yield _phases_chart(f"{title}: a step by phase", native_cases, parts)
+        yield _make_phases_chart(f"{title}: a step by phase", native_cases, parts)
     timelines: list[Stacks] = []
     cases_by_setting = together((case.setting_name, case) for case in native_cases)
     for setting, cases_of_setting in cases_by_setting.items():
-        timelines += _make_timelines(f"{title} {setting}".rstrip(), cases_of_setting, folded=bool(timelines))
+        timelines += _make_phase_timelines(f"{title} {setting}".rstrip(), cases_of_setting, folded=bool(timelines))
     yield from timelines[:_MAX_TIMELINES]
     num_hidden_timelines = len(timelines) - _MAX_TIMELINES
     if num_hidden_timelines > 0:
@@ -90,24 +90,24 @@ def _suite_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Eleme
     yield from _phase_notes(title, cases)
 
 
-def _phases_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
+def _make_phases_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
     stack_rows = [(case.name, case.best_seconds or 0.0, dict(case.finding.phases)) for case in cases]
     name = f"phases-{cases[0].suite}"
     axis = ChartAxis("best case of a step", "s")
     description = "The best case of a step, cut into its phases."
-    return stack_chart(name, title, description, axis, "share of the step", parts, stack_rows)
+    return make_stack_chart(name, title, description, axis, "share of the step", parts, stack_rows)
 
 
 def _phase_notes(title: str, cases: Cases) -> Texts:
-    cases_by_phase: dict[str, list[str]] = {}
+    case_names_by_phase: dict[str, list[str]] = {}
     for case in cases:
         for phase in case.finding.below_floor:
             if phase != UNATTRIBUTED:
-                cases_by_phase.setdefault(phase_words(phase), []).append(case.name)
-    if cases_by_phase:
-        phases_text = "; ".join(f"{phase} in {join_words(names)}" for phase, names in cases_by_phase.items())
-        min_length_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
-        yield Text(f"{title}: too short to measure ({min_length_text}): {phases_text}.", Tone.DOUBT)
+                case_names_by_phase.setdefault(phase_words(phase), []).append(case.name)
+    if case_names_by_phase:
+        phases_text = "; ".join(f"{phase} in {join_words(names)}" for phase, names in case_names_by_phase.items())
+        min_phase_length_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
+        yield Text(f"{title}: too short to measure ({min_phase_length_text}): {phases_text}.", Tone.DOUBT)
     # Readers would look for the phases of a compiled graph, so explain why it has none.
     if any(dict(case.record.case.params).get("compile", "no") != "no" for case in cases):
         yield Text(COMPILED_REMARK)
@@ -118,7 +118,7 @@ StepPhases = list[tuple[str, float]]
 # The page has at most this many timelines of a suite.
 _MAX_TIMELINES = 2
 # A step with fewer phases than this gets no timeline, because it is a single operation with its casts.
-_MIN_PHASES = 3
+_MIN_TIMELINE_PHASES = 3
 _SINGLE_STEP_DESCRIPTION = (
     "One timed step of each precision, the one of median length, with its phases in the order in which they ran."
 )
@@ -128,7 +128,7 @@ _VARYING_STEPS_DESCRIPTION = (
 )
 
 
-def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
+def _make_phase_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     """Yields a timeline with one step of each case. If the run has no samples of phases, yields nothing."""
     # 1. Choose one step of each case, and collect the phases that occur.
     steps = []
@@ -136,24 +136,24 @@ def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     used_phases: set[str] = set()
     for case in cases:
         timing = case.record.timing
-        step_phases = _median_step(timing) if timing is not None else []
-        if timing is not None and step_phases:
-            steps.append((case.mode, step_phases))
-            used_phases.update(phase for phase, _ in step_phases)
+        median_step_phases = _find_median_step(timing) if timing is not None else []
+        if timing is not None and median_step_phases:
+            steps.append((case.mode, median_step_phases))
+            used_phases.update(phase for phase, _ in median_step_phases)
             if timing.varying:
                 description = _VARYING_STEPS_DESCRIPTION
-    if len(used_phases - {UNATTRIBUTED}) < _MIN_PHASES:
+    if len(used_phases - {UNATTRIBUTED}) < _MIN_TIMELINE_PHASES:
         return
     # 2. Collect each step's phases in order, and the total time of each phase in the step.
     phases = sorted(used_phases, key=phase_sort_key)
     rows = []
-    pieces = []
-    for mode, step_phases in steps:
+    phase_pieces = []
+    for mode, median_step_phases in steps:
         seconds_by_phase = dict.fromkeys(phases, 0.0)
-        for phase, seconds in step_phases:
+        for phase, seconds in median_step_phases:
             seconds_by_phase[phase] += seconds
         rows.append((f"{mode}, {units.seconds(sum(seconds_by_phase.values()))}", tuple(seconds_by_phase.values())))
-        pieces.append(tuple((phases.index(phase), seconds) for phase, seconds in step_phases))
+        phase_pieces.append(tuple((phases.index(phase), seconds) for phase, seconds in median_step_phases))
     yield Stacks(
         f"timeline-{cases[0].suite}",
         f"{title}: one step in time",
@@ -161,12 +161,12 @@ def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
         ChartAxis("time since the step began", "s"),
         tuple(map(phase_words, phases)),
         tuple(rows),
-        tuple(pieces),
+        tuple(phase_pieces),
         folded=folded,
     )
 
 
-def _median_step(timing: Timing) -> StepPhases:
+def _find_median_step(timing: Timing) -> StepPhases:
     """Returns the phases of the timed step with the median duration as (phase, seconds), in the order in which they
     ran.
 
@@ -219,36 +219,38 @@ def gains_section(material: Material) -> Elements:
     the phases of a case to its speed-up, so their times differ a little. Grey phases do not differ clearly. Runs of
     few rounds have no intervals, and are left out.
     """
-    tables = []
-    for title, panel in panels_with_titles(material):
-        cases = [case for case in panel.named_cases if _has_gains_of_enough_phases(case)]
-        tables += [_gains_table(title, panel, case) for case in cases]
-    yield from tables[:_MAX_GAINS_TABLES]
-    if len(tables) > _MAX_GAINS_TABLES:
-        yield Text(f"{len(tables) - _MAX_GAINS_TABLES} more cases are left out; the run's CSV has all their phases.")
+    table_elements = []
+    for title, panel in iterate_titled_panels(material):
+        cases = [case for case in panel.named_cases if _has_enough_phase_gains(case)]
+        table_elements += [_make_phase_gains_table(title, panel, case) for case in cases]
+    yield from table_elements[:_MAX_GAINS_TABLES]
+    if len(table_elements) > _MAX_GAINS_TABLES:
+        yield Text(
+            f"{len(table_elements) - _MAX_GAINS_TABLES} more cases are left out; the run's CSV has all their phases."
+        )
 
 
-def _has_gains_of_enough_phases(case: NamedCase) -> bool:
-    return sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_PHASES
+def _has_enough_phase_gains(case: NamedCase) -> bool:
+    return sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_TIMELINE_PHASES
 
 
-def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
+def _make_phase_gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
     finding = case.finding
     rows = []
     for gain in sorted(finding.gains, key=lambda gain: phase_sort_key(gain.phase)):
         # In a model of the user, the time outside of phases is that of the passes. The row is named after them.
         work_outside_phases = name_work_outside_phases(case) if gain.phase == UNATTRIBUTED else ""
         tone = Tone.PLAIN if gain.is_clear else Tone.DOUBT
-        interval = f"{_show_saving(gain.low)} to {_show_saving(gain.high)}"
+        interval = f"{_format_saved_seconds(gain.low)} to {_format_saved_seconds(gain.high)}"
         name = work_outside_phases or phase_words(gain.phase)
         rows.append(_GainRow(name, gain.seconds, gain.reference_seconds, tone, interval))
     rows.append(_GainRow("step", sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows)))
     speed_column_hint = "the reference's time over this, above 1x is faster"
-    cols: Cols[_GainRow] = [
+    cols: ColumnList[_GainRow] = [
         Col("phase", "name", tone=attrgetter("tone")),
         Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
         Col(case.mode, lambda row: row.seconds or None, unit="s"),
-        Col("saved", "saved_seconds", show=_show_saving, unit="s", tone=attrgetter("tone")),
+        Col("saved", "saved_seconds", show=_format_saved_seconds, unit="s", tone=attrgetter("tone")),
         Col("interval", "interval", hint="99% for all phases together", number=True),
         Col("speed-up", "speed", show=units.speed_up, unit="x", hint=speed_column_hint),
     ]
@@ -257,6 +259,6 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
     return table(f"gains-{case.suite}-{case.mode}", caption, cols, rows)
 
 
-def _show_saving(seconds: float) -> str:
+def _format_saved_seconds(seconds: float) -> str:
     """Formats saved seconds with a sign, as '+3.00 ms', '-600 us' or '0 s'."""
     return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{units.seconds(abs(seconds))}"

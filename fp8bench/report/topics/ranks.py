@@ -12,27 +12,27 @@ from typing import Any
 from fp8bench import units
 from fp8bench.analysis.ranks import (
     PIPELINE_WAITING,
-    SUM_MISMATCH,
+    TIME_SUM_MISMATCH,
     Efficiency,
     MedianInterval,
     MissingFigure,
     OverlapFigures,
     RankTimes,
     compute_efficiency,
-    find_overlap,
     find_pareto_points,
-    measure_bubble,
+    measure_overlap,
+    measure_pipeline_bubble,
     rank_times,
 )
 from fp8bench.model import specs
-from fp8bench.model.ranks import Sent, Transfer
-from fp8bench.report.case_status import cost_tone, row_cost_tone
-from fp8bench.report.columns import Col, Cols, case_columns, case_figure_column, figure_column, table
+from fp8bench.model.ranks import SentBytes, Transfer
+from fp8bench.report.case_status import choose_cost_tone, choose_row_cost_tone
+from fp8bench.report.columns import Col, ColumnList, case_columns, figure_column, make_case_figure_column, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Texts, Tone
-from fp8bench.report.page.section import Material, panels_with_titles, rename_tables, section
+from fp8bench.report.page.section import Material, iterate_titled_panels, make_table_names_unique, section
 from fp8bench.report.panels import CaseValue, NamedCase, Panel, join_parts, together
 
-_RATE_SPECS = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
+_BANDWIDTH_SPECS = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
 CPU_REMARK = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so rates, skew and overlap "
     "do not apply to a cluster."
@@ -57,11 +57,13 @@ def _median_range_field(
     a short reason or a dash.
     """
     if isinstance(figure, MissingFigure):
-        return Field(figure.shown_text, tone=Tone.DOUBT if figure.shown_text != units.NONE else Tone.PLAIN)
+        return Field(figure.substitute_text, tone=Tone.DOUBT if figure.substitute_text != units.NONE else Tone.PLAIN)
     return Field(f"{show_value(figure.value)} ({units.span(figure[1:], show_value)})", figure.value * factor, tone)
 
 
-def _explain_unknown_figures(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]) -> Texts:
+def _explain_missing_rank_figures(
+    subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]
+) -> Texts:
     """Explains why figures in a table are unknown. Yields a sentence for each reason that the table shows as a dash,
     and one sentence for all reasons that it shows as a word.
     """
@@ -74,36 +76,36 @@ def _explain_unknown_figures(subject: str, rows: Iterable[CaseValue[Efficiency] 
     modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []
     for reason, modes in modes_by_reason.items():
-        if reason.shown_text == units.NONE:
+        if reason.substitute_text == units.NONE:
             yield Text(f"No {subject} of {', '.join(dict.fromkeys(modes))}: {reason.why}.")
         else:
-            explanations.append(f"{reason.shown_text}: {reason.why}")
+            explanations.append(f"{reason.substitute_text}: {reason.why}")
     if explanations:
         yield Text(f"{subject.capitalize()} is unknown where the table has a word: {'; '.join(explanations)}.")
 
 
-def rank_elements(panel: Panel) -> Iterator[Table | Text]:
+def make_rank_elements(panel: Panel) -> Iterator[Table | Text]:
     """Yields the tables and remarks on several ranks, or nothing for cases of a single process."""
     if panel.case.ranks < 2:
         return
     # 1. Show the times of ranks, and the bytes that they send.
-    yield from tables_with_rows(_times_table(panel), transfer_table(panel))
+    yield from filter_nonempty_tables(_times_table(panel), make_transfer_table(panel))
     yield from map(Text, best_trade_offs(panel))
     # 2. Show the speed-up over one rank.
-    efficiency_of_cases = panel.find_values(lambda result: compute_efficiency(result.record))
-    yield from tables_with_rows(_efficiency_table(panel, efficiency_of_cases))
-    yield from _explain_unknown_figures("efficiency", efficiency_of_cases)
+    efficiency_of_cases = panel.find_case_values(lambda result: compute_efficiency(result.record))
+    yield from filter_nonempty_tables(_efficiency_table(panel, efficiency_of_cases))
+    yield from _explain_missing_rank_figures("efficiency", efficiency_of_cases)
     # 3. Show how communication overlaps with products.
-    overlap_of_cases = panel.find_values(lambda result: find_overlap(result.record))
-    yield from tables_with_rows(_sent_bytes_table(panel), _overlap_table(overlap_of_cases))
-    yield from _explain_unknown_figures("overlap", overlap_of_cases)
+    overlap_of_cases = panel.find_case_values(lambda result: measure_overlap(result.record))
+    yield from filter_nonempty_tables(_sent_bytes_table(panel), _make_overlap_table(overlap_of_cases))
+    yield from _explain_missing_rank_figures("overlap", overlap_of_cases)
     yield from _describe_bubbles(panel)
     # Warn on a CPU, because readers could take its numbers for those of a cluster.
     if panel.device == "cpu":
         yield Text(CPU_REMARK)
 
 
-def tables_with_rows(*tables: Table) -> Tables:
+def filter_nonempty_tables(*tables: Table) -> Tables:
     return (table for table in tables if table.rows)
 
 
@@ -122,14 +124,14 @@ def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any
 
 def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Table:
     def share_column(name: str, hint: str) -> Col[CaseValue[Efficiency]]:
-        get_share = attrgetter(f"value.{name}_scaling")
+        get_scaling_shares = attrgetter(f"value.{name}_scaling")
 
         def share_field(row: CaseValue[Efficiency]) -> Field:
-            return _median_range_field(get_share(row), units.percent, 100, cost_tone(row.case))
+            return _median_range_field(get_scaling_shares(row), units.percent, 100, choose_cost_tone(row.case))
 
         return Col(name, share_field, unit="%", hint=f"{hint}; in brackets: the range of rounds")
 
-    cols: Cols[CaseValue[Efficiency]] = [
+    cols: ColumnList[CaseValue[Efficiency]] = [
         *case_columns(""),
         _median_column("one rank", "scaling.whole", "the whole batch, by one rank while the others wait"),
         _median_column("its share", "scaling.share", "one rank's share of the batch"),
@@ -141,25 +143,27 @@ def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Ta
 
 
 # A case with the bytes of one operation and dtype that each rank sends.
-_CaseMessages = CaseValue[Sequence[Sent]]
+_CaseMessages = CaseValue[Sequence[SentBytes]]
 
 
 def _sent_bytes_table(panel: Panel) -> Table:
     """Returns a table of the bytes that the ranks send in a step, by operation and dtype."""
     rows: list[_CaseMessages] = []
     for case in panel.named_cases:
-        messages_by_kind = together(((message.operation, message.dtype), message) for message in case.record.sent)
-        rows += [CaseValue(case, messages) for messages in messages_by_kind.values()]
+        messages_by_operation_and_dtype = together(
+            ((message.operation, message.dtype), message) for message in case.record.sent
+        )
+        rows += [CaseValue(case, messages) for messages in messages_by_operation_and_dtype.values()]
 
     def min_bytes(row: _CaseMessages) -> float:
         # A rank that sends nothing has no message.
         all_ranks_send = len(row.value) == panel.case.ranks
         return min(message.bytes for message in row.value) if all_ranks_send else 0.0
 
-    def largest_message(row: _CaseMessages) -> Sent:
+    def largest_message(row: _CaseMessages) -> SentBytes:
         return max(row.value, key=attrgetter("bytes"))
 
-    cols: Cols[_CaseMessages] = [
+    cols: ColumnList[_CaseMessages] = [
         *case_columns(""),
         Col("operation", lambda row: row.value[0].operation.replace("_", "-")),
         Col("dtype", lambda row: row.value[0].dtype),
@@ -171,18 +175,20 @@ def _sent_bytes_table(panel: Panel) -> Table:
 
 
 # A case with the times of its ranks.
-_TimedRanks = CaseValue[Sequence[RankTimes]]
+_RankTimesOfCase = CaseValue[Sequence[RankTimes]]
 
 
 def _times_table(panel: Panel) -> Table:
-    timed_cases = panel.find_values(lambda result: result.record.timing)
-    rows: list[_TimedRanks] = [CaseValue(case, times) for case, timing in timed_cases if (times := rank_times(timing))]
+    timed_cases = panel.find_case_values(lambda result: result.record.timing)
+    rows: list[_RankTimesOfCase] = [
+        CaseValue(case, times) for case, timing in timed_cases if (times := rank_times(timing))
+    ]
 
-    def longest_wait(row: _TimedRanks) -> float | None:
+    def longest_wait(row: _RankTimesOfCase) -> float | None:
         has_communication = row.case.figures[specs.COMMUNICATION].value is not None
         return max(rank.waiting_seconds for rank in row.value) if has_communication else None
 
-    cols: Cols[_TimedRanks] = [
+    cols: ColumnList[_RankTimesOfCase] = [
         *case_columns(""),
         Col(
             "slowest",
@@ -191,31 +197,31 @@ def _times_table(panel: Panel) -> Table:
             hint="median of the slowest rank",
         ),
         Col("fastest", lambda row: min(rank.step_seconds for rank in row.value), unit="s"),
-        case_figure_column(specs.RANK_SKEW),
-        case_figure_column(specs.COMMUNICATION),
+        make_case_figure_column(specs.RANK_SKEW),
+        make_case_figure_column(specs.COMMUNICATION),
         Col("waiting", longest_wait, unit="s", hint="of the rank that waits most"),
     ]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
 
 
-def transfer_table(panel: Panel) -> Table:
+def make_transfer_table(panel: Panel) -> Table:
     def error_column(heading: str, name: str, unit: str) -> Col[CaseValue[Transfer]]:
         return Col(heading, lambda row: row.case.figures[name].value, unit=unit)
 
-    cols: Cols[CaseValue[Transfer]] = [
+    cols: ColumnList[CaseValue[Transfer]] = [
         *case_columns(""),
         figure_column(specs.WIRE_BYTES, "value.wire"),
         figure_column(specs.LOGICAL_BYTES, "value.logical"),
-        *(case_figure_column(spec, row_cost_tone) for spec in _RATE_SPECS),
+        *(make_case_figure_column(spec, choose_row_cost_tone) for spec in _BANDWIDTH_SPECS),
         error_column("SQNR", _SQNR_METRIC, "dB"),
         error_column("saturated", _SATURATED_PPM_METRIC, "ppm"),
         error_column("flushed", _FLUSHED_PERCENT_METRIC, "%"),
     ]
-    rows = panel.find_values(lambda result: result.record.transfer)
+    rows = panel.find_case_values(lambda result: result.record.transfer)
     return table("wire", "bytes on the wire, and the error", cols, rows)
 
 
-def _name_format(case: NamedCase, is_counted: bool) -> str:
+def _name_wire_format(case: NamedCase, is_counted: bool) -> str:
     """Returns how ranks encode the values that they send, as 'bf16'. If the sent bytes were counted (`is_counted`), FP8
     collectives of fp8bench have the algorithm and the scaling instead, as 'two-shot rowwise'.
     """
@@ -239,9 +245,9 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
     """Yields a sentence for each collective. The sentence names the formats that no other format beats both in bytes
     and in error. Only messages of the largest size are compared.
     """
-    all_rows = panel.find_values(lambda result: result.record.transfer)
+    transfer_rows = panel.find_case_values(lambda result: result.record.transfer)
     rows_by_collective = together(
-        (dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite), row) for row in all_rows
+        (dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite), row) for row in transfer_rows
     )
     for collective, rows in rows_by_collective.items():
         sizes = {row.value.logical for row in rows}
@@ -250,7 +256,7 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
             sqnr = case.figures[_SQNR_METRIC].value
             # Leave out smaller messages, because their time depends on latency and not on the format.
             if sqnr is not None and transfer.logical == max(sizes):
-                name = _name_format(case, transfer.counted)
+                name = _name_wire_format(case, transfer.counted)
                 cost_by_text[f"{name} ({_describe_transfer(case, transfer.wire, sqnr)})"] = (transfer.wire, sqnr)
         texts = sorted(cost_by_text, key=cost_by_text.__getitem__)
         pareto_point_indices = find_pareto_points([cost_by_text[text] for text in texts])
@@ -261,8 +267,8 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
             yield f"{str(collective).replace('_', '-')}{size_text}: best trade-offs of bytes and error: {trade_offs}."
 
 
-def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
-    cols: Cols[CaseValue[OverlapFigures]] = [
+def _make_overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
+    cols: ColumnList[CaseValue[OverlapFigures]] = [
         *case_columns(""),
         _median_column("products", "overlap.compute"),
         _median_column("communication", "overlap.communication"),
@@ -271,19 +277,22 @@ def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
             "check sum",
             "value.check_sum",
             show="{:.3f}".format,
-            tone=lambda row: Tone.DOUBT if row.value.exposed_seconds is SUM_MISMATCH else Tone.PLAIN,
+            tone=lambda row: Tone.DOUBT if row.value.exposed_seconds is TIME_SUM_MISMATCH else Tone.PLAIN,
             hint="time of both one after the other / sum of both measured alone",
         ),
-        figure_column(specs.EXPOSED_TIME, lambda row: _median_range_field(row.value.exposed_seconds, units.seconds)),
         figure_column(
-            specs.HIDDEN_COMMUNICATION, lambda row: _median_range_field(row.value.hidden_share, units.percent, 100)
+            specs.EXPOSED_COMMUNICATION_TIME, lambda row: _median_range_field(row.value.exposed_seconds, units.seconds)
+        ),
+        figure_column(
+            specs.HIDDEN_COMMUNICATION,
+            lambda row: _median_range_field(row.value.hidden_communication_share, units.percent, 100),
         ),
     ]
     return table("overlap", "communication during products", cols, rows)
 
 
 def _describe_bubbles(panel: Panel) -> Texts:
-    for case, bubble in panel.find_values(lambda result: measure_bubble(result.record)):
+    for case, bubble in panel.find_case_values(lambda result: measure_pipeline_bubble(result.record)):
         name = join_parts(case.mode, case.setting_name, separator=" at ")
         yield Text(
             f"{name}: ranks wait or send for {bubble.measured_ratio:.0%} of the time for which they compute; with "
@@ -296,5 +305,5 @@ def ranks_section(material: Material) -> Elements:
     """A step ends when its slowest rank has finished. A collective's time is the shortest time that any rank spent in
     it: the other ranks also waited for the last one.
     """
-    for number, (title, panel) in enumerate(panels_with_titles(material), 1):
-        yield from rename_tables(rank_elements(panel), number, title)
+    for panel_number, (title, panel) in enumerate(iterate_titled_panels(material), 1):
+        yield from make_table_names_unique(make_rank_elements(panel), panel_number, title)

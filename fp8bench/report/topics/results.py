@@ -8,25 +8,25 @@ from itertools import chain
 from fp8bench import units
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY
 from fp8bench.report.case_status import (
-    cost_tone,
+    choose_cost_tone,
+    choose_row_cost_tone,
+    describe_case_status,
     describe_labels,
-    row_cost_tone,
     show_speed,
     speed_up,
     status_tone,
-    status_words,
 )
 from fp8bench.report.columns import (
     Col,
-    Cols,
+    ColumnList,
     add_figure_columns,
-    case_figure_column,
     figure_column,
-    figure_tables,
-    specs_in_table,
+    list_table_metric_specs,
+    make_case_figure_column,
+    make_metric_tables,
     table,
 )
-from fp8bench.report.elements import Elements, Field, Items, Table, Text, Tone, bullet_list
+from fp8bench.report.elements import Elements, Field, Table, Text, TextList, Tone, bullet_list
 from fp8bench.report.page.section import Material, section
 from fp8bench.report.panels import (
     Cases,
@@ -37,34 +37,34 @@ from fp8bench.report.panels import (
     describe_params,
     join_parts,
     shared_params,
-    show_floors,
+    show_noise_floors,
     together,
 )
-from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, verdict_word
+from fp8bench.report.topics.answers import MAX_REASON_LENGTH, make_precision_answer, verdict_word
 from fp8bench.report.topics.memory import device_peak_bytes
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import figure_words, shorten_line
+from fp8bench.report.words.naming import make_figure_heading, shorten_line
 
 # Readers can filter and sort a table on the page if it has more rows than this.
 _MAX_UNFILTERED_ROWS = 8
 # At most this many cases get a sentence that compares them with earlier runs.
 _MAX_COMPARED_CASES = 6
 # A case with a row title that is unique in the page's table.
-_TitledCase = CaseValue[str]
+_CaseWithTitle = CaseValue[str]
 
 
 def cases_table(panel: Panel) -> Table:
-    noise_floor_title = "  noise floor (A/A): " if len(panel.groups) > 1 else ""
-    cols: Cols[NamedCase] = [
+    noise_floor_prefix = "  noise floor (A/A): " if len(panel.groups) > 1 else ""
+    cols: ColumnList[NamedCase] = [
         Col(
             "group",
             lambda case: (
-                noise_floor_title and f"{case.setting_name}{noise_floor_title}{describe_noise_floor(case.group)}"
+                noise_floor_prefix and f"{case.setting_name}{noise_floor_prefix}{describe_noise_floor(case.group)}"
             ),
             shared=True,
         ),
         Col("case", "mode"),
-        Col("verdict", status_words, tone=status_tone),
+        Col("verdict", describe_case_status, tone=status_tone),
         Col("speed-up", lambda case: show_speed(speed_up(case)) or None, tone=status_tone),
         Col("best", "best_seconds", unit="s"),
         Col("replayed", lambda case: case.figures[REPLAY].best, unit="s"),
@@ -80,10 +80,10 @@ def cases_table(panel: Panel) -> Table:
 
 
 def _describe_doubts(case: NamedCase) -> str:
-    return join_parts(_name_labels(case), case.finding.why if case.finding.is_judged else "", separator="\n")
+    return join_parts(_format_labels(case), case.finding.why if case.finding.is_judged else "", separator="\n")
 
 
-def _name_labels(case: NamedCase) -> str:
+def _format_labels(case: NamedCase) -> str:
     labels = ", ".join(describe_labels(case))
     return f"labels: {labels}" if labels and case.is_ok else ""
 
@@ -91,7 +91,7 @@ def _name_labels(case: NamedCase) -> str:
 def describe_noise_floor(group: ResultGroup) -> str:
     """Returns the noise floor (A/A) of a group, as '+-0.6%', and why the group's measurement stopped."""
     reasons = dict.fromkeys(result.record.stopped for result in group.results if result.record.stopped)
-    return join_parts(show_floors(group.results) or "not measured", " / ".join(reasons), separator="; ")
+    return join_parts(show_noise_floors(group.results) or "not measured", " / ".join(reasons), separator="; ")
 
 
 @section("results", "Results", 30)
@@ -105,8 +105,8 @@ def results_section(material: Material) -> Elements:
             yield Text("This report has no cases.", Tone.DOUBT)
         return
     # 1. Find the parameters that all cases of a suite share, on any device and in any run.
-    groups_of_panels = chain.from_iterable(panel.groups for _, panel in panels)
-    params_by_suite = together((group.case.workload, group.case.params) for group in groups_of_panels)
+    case_groups = chain.from_iterable(panel.groups for _, panel in panels)
+    params_by_suite = together((group.case.workload, group.case.params) for group in case_groups)
     shared_params_by_suite = {suite: shared_params(params) for suite, params in params_by_suite.items()}
     # 2. Make a row for each case. Its name is the precision, with the parameters that differ between rows.
     has_devices = len({panel.device for _, panel in panels}) > 1
@@ -126,21 +126,26 @@ def results_section(material: Material) -> Elements:
     is_main_table = len(rows) > _MAX_UNFILTERED_ROWS
     required_headings = {"case", "verdict"}
     yield table(
-        "results-table", "All cases", _answer_columns(), rows, main=is_main_table, required_headings=required_headings
+        "results-table",
+        "All cases",
+        _make_answer_columns(),
+        rows,
+        main=is_main_table,
+        required_headings=required_headings,
     )
     yield from _compare_with_earlier(cases, material)
-    detail_columns = list(_detail_columns(cases))
+    detail_columns = list(_list_detail_columns(cases))
     yield table("details", "More figures of every case", detail_columns, rows, folded=True, required_headings={"case"})
-    shared_text = "; ".join(
+    shared_params_text = "; ".join(
         f"{suite}: {describe_params(params)}" for suite, params in shared_params_by_suite.items() if params
     )
-    if shared_text:
-        yield Text(f"The same in every row: {shared_text}.")
+    if shared_params_text:
+        yield Text(f"The same in every row: {shared_params_text}.")
     for _, panel in panels:
-        yield from figure_tables(panel)
+        yield from make_metric_tables(panel)
 
 
-def _compare_with_earlier(cases: Cases, material: Material) -> Iterator[Items]:
+def _compare_with_earlier(cases: Cases, material: Material) -> Iterator[TextList]:
     """Yields a sentence for each case with earlier runs, as 'fp8: the last 5 runs took 31.9 ms to 33.0 ms, this one
     32.5 ms'.
     """
@@ -148,33 +153,35 @@ def _compare_with_earlier(cases: Cases, material: Material) -> Iterator[Items]:
     for case in cases:
         earlier_step_seconds = material.earlier.get(case.record.case.id)
         if earlier_step_seconds and case.best_seconds is not None and not case.is_emulated:
-            num_runs = len(earlier_step_seconds)
-            runs_text = f"the last {num_runs} runs of this case took" if num_runs > 1 else "the run before took"
-            earlier_seconds_text = units.span(earlier_step_seconds, units.seconds)
+            num_earlier_runs = len(earlier_step_seconds)
+            runs_text = (
+                f"the last {num_earlier_runs} runs of this case took" if num_earlier_runs > 1 else "the run before took"
+            )
+            earlier_step_seconds_text = units.span(earlier_step_seconds, units.seconds)
             seconds_text = units.seconds(case.best_seconds)
-            sentences.append(f"{case.name}: {runs_text} {earlier_seconds_text} a step, this one {seconds_text}")
+            sentences.append(f"{case.name}: {runs_text} {earlier_step_seconds_text} a step, this one {seconds_text}")
     yield from bullet_list(sentences[:_MAX_COMPARED_CASES])
 
 
-def _answer_columns() -> list[Col[_TitledCase]]:
+def _make_answer_columns() -> list[Col[_CaseWithTitle]]:
     """Returns the columns for the verdict, speed-up, step time and reason of a case, in the same words as on the
     terminal.
     """
     return [
         Col("case", "value"),
-        Col("verdict", _verdict_field, hint=legend.VERDICT_LEGEND.removeprefix("verdict: ")),
-        Col("speed-up", _speed_field, unit="x"),
-        Col("a step", "case.best_seconds", unit="s", tone=row_cost_tone),
+        Col("verdict", _make_verdict_field, hint=legend.VERDICT_LEGEND.removeprefix("verdict: ")),
+        Col("speed-up", _make_speed_field, unit="x"),
+        Col("a step", "case.best_seconds", unit="s", tone=choose_row_cost_tone),
         Col("why, and at what cost", lambda row: _explain_case(row.case), below=True),
     ]
 
 
-def _verdict_field(row: _TitledCase) -> Field:
-    describe_verdict = status_words if row.case.is_reference else verdict_word
+def _make_verdict_field(row: _CaseWithTitle) -> Field:
+    describe_verdict = describe_case_status if row.case.is_reference else verdict_word
     return Field(describe_verdict(row.case), tone=status_tone(row.case))
 
 
-def _speed_field(row: _TitledCase) -> Field | None:
+def _make_speed_field(row: _CaseWithTitle) -> Field | None:
     speed = speed_up(row.case)
     return Field(show_speed(speed), speed.point, status_tone(row.case)) if speed is not None else None
 
@@ -185,35 +192,35 @@ def _explain_case(case: NamedCase) -> str:
     """
     reason_phrases = [case.finding.why]
     if not case.is_reference or not case.is_ok:
-        answer = find_answer([case])
+        answer = make_precision_answer([case])
         emulation_reason = "" if speed_up(case) is not None else answer.figure
         reason_phrases = [answer.reason, emulation_reason, *reason_phrases, *answer.costs]
-    reason_phrases += [_name_labels(case), case.record.detail if case.is_ok else ""]
+    reason_phrases += [_format_labels(case), case.record.detail if case.is_ok else ""]
     return join_parts(*(shorten_line(phrase, MAX_REASON_LENGTH) for phrase in reason_phrases), separator="; ")
 
 
-def _detail_columns(cases: Cases) -> Iterator[Col[_TitledCase]]:
+def _list_detail_columns(cases: Cases) -> Iterator[Col[_CaseWithTitle]]:
     yield Col("case", "value")
     errors = {case.group.error_metric for case in cases if case.error_value is not None}
-    error_heading = figure_words(errors.pop()) if len(errors) == 1 else "error"
+    error_heading = make_figure_heading(errors.pop()) if len(errors) == 1 else "error"
     yield Col(
         error_heading, "case.error_value", show=units.relative_error, hint="against the reference that the suite names"
     )
-    yield case_figure_column(PEAK_MEMORY, row_cost_tone)
-    yield figure_column(DEVICE_PEAK_MEMORY, lambda row: device_peak_bytes(row.case), row_cost_tone)
-    yield case_figure_column(ENERGY, row_cost_tone)
-    yield figure_column(REPLAY, lambda row: row.case.figures[REPLAY].best, row_cost_tone)
+    yield make_case_figure_column(PEAK_MEMORY, choose_row_cost_tone)
+    yield figure_column(DEVICE_PEAK_MEMORY, lambda row: device_peak_bytes(row.case), choose_row_cost_tone)
+    yield make_case_figure_column(ENERGY, choose_row_cost_tone)
+    yield figure_column(REPLAY, lambda row: row.case.figures[REPLAY].best, choose_row_cost_tone)
     hint = "distance of the quartiles / median, over all calls"
     yield Col("spread", "case.finding.spread", show=units.percent, hint=hint)
     # If all cases count the same kind of work, the column has one unit.
     rate_units = {rate.unit for case in cases if (rate := case.figures.rate).value is not None}
     unit = rate_units.pop() if len(rate_units) == 1 else ""
-    yield Col("throughput", _throughput_field, number=True, unit=unit, hint="of the best case")
+    yield Col("throughput", _make_throughput_field, number=True, unit=unit, hint="of the best case")
     hint = "native: by the hardware; emulated: the error is real, ignore time and memory; refused: not possible here"
-    yield Col("how", "case.record.support.level.value", tone=row_cost_tone, hint=hint)
-    yield from (case_figure_column(spec, row_cost_tone) for spec in specs_in_table("cases"))
+    yield Col("how", "case.record.support.level.value", tone=choose_row_cost_tone, hint=hint)
+    yield from (make_case_figure_column(spec, choose_row_cost_tone) for spec in list_table_metric_specs("cases"))
 
 
-def _throughput_field(row: _TitledCase) -> Field | None:
+def _make_throughput_field(row: _CaseWithTitle) -> Field | None:
     rate = row.case.figures.rate
-    return Field(rate.shown, rate.value, cost_tone(row.case)) if rate.value is not None else None
+    return Field(rate.shown, rate.value, choose_cost_tone(row.case)) if rate.value is not None else None

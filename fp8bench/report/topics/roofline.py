@@ -6,12 +6,19 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.roofline import Gain, LimitingResource, PhaseRoof, compute_gain, find_datasheet, phase_roofs
+from fp8bench.analysis.roofline import (
+    LimitingResource,
+    PhaseRoofline,
+    PossibleSpeedup,
+    compute_gain,
+    find_datasheet,
+    find_phase_roofs,
+)
 from fp8bench.model import Limit, Rate, Run
 from fp8bench.report.case_status import CaseStatus, find_case_status, speed_up
-from fp8bench.report.columns import Col, Cols
+from fp8bench.report.columns import Col, ColumnList
 from fp8bench.report.elements import Elements, Sentences, Text, bullet_list
-from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
+from fp8bench.report.page.section import PRECISION_COLUMN, Material, iterate_titled_panels, section, table_of_cases
 from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result, list_cases
 from fp8bench.report.words.naming import join_words, phase_words
 
@@ -21,7 +28,7 @@ _MIN_STEP_SHARE = 0.02
 _MAX_MEMORY_RATE_SHARE = 1.05
 
 
-def describe_bound(roof: PhaseRoof) -> str:
+def describe_bound(roof: PhaseRoofline) -> str:
     """Returns what limits a phase, as 'memory-bound'. Returns 'served from cache' if the phase moves more bytes
     than memory could, and '' if unknown.
     """
@@ -35,16 +42,16 @@ def describe_bound(roof: PhaseRoof) -> str:
 
 def describe_phase_limits(panel: Panel) -> Sentences:
     for case in panel.named_cases:
-        limits_text = _describe_case_limits(case)
+        limits_text = _describe_limits_of_phases(case)
         if limits_text and not case.is_emulated:
             yield f"{case.mode}{_show_setting(panel, case)} is {limits_text}."
 
 
-def describe_gains(panel: Panel) -> Sentences:
+def describe_possible_gains(panel: Panel) -> Sentences:
     for case in panel.named_cases:
-        gain = _find_gain(case)
+        gain = _find_time_gain(case)
         if gain is not None:
-            yield _describe_gain(case, _show_setting(panel, case), gain)
+            yield _describe_possible_gain(case, _show_setting(panel, case), gain)
 
 
 def _show_setting(panel: Panel, case: NamedCase) -> str:
@@ -55,23 +62,23 @@ def explain_unknown_limits(panels: Iterable[Panel], run: Run) -> str:
     """Returns a sentence with the command that measures this machine's peaks, if steps were counted and timed but the
     peaks are missing. Otherwise returns ''.
     """
-    roofs: list[PhaseRoof] = []
+    roofs: list[PhaseRoofline] = []
     for case in list_cases(panels):
         if not case.is_emulated:
             if case.record.ceiling is not None and case.record.ceiling.rates:
                 return ""
-            roofs += phase_roofs(case.record, case.finding)
+            roofs += find_phase_roofs(case.record, case.finding)
     if not roofs or any(roof.limiting_resource for roof in roofs):
         return ""
     threads_option = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
-    store_hint = ", with the same --store," if "--store" in run.command else ""
+    store_option_hint = ", with the same --store," if "--store" in run.command else ""
     return (
-        f"The limits of phases are unknown: `fp8bench suite ceilings{threads_option}`{store_hint} measures this "
+        f"The limits of phases are unknown: `fp8bench suite ceilings{threads_option}`{store_option_hint} measures this "
         "machine's peaks in less than a minute, and later runs compare with them."
     )
 
 
-def _find_gain(case: NamedCase) -> Gain | None:
+def _find_time_gain(case: NamedCase) -> PossibleSpeedup | None:
     reference = case.reference_result
     if reference is None or find_case_status(reference) is not CaseStatus.REFERENCE:
         return None
@@ -80,7 +87,7 @@ def _find_gain(case: NamedCase) -> Gain | None:
     return compute_gain(case.record, case.finding, reference.record, reference.finding)
 
 
-def cite_peaks(results: Sequence[Result]) -> Sentences:
+def cite_peak_rates(results: Sequence[Result]) -> Sentences:
     ceiling = next((result.record.ceiling for result in results if result.record.ceiling is not None), None)
     if ceiling is None:
         return
@@ -90,19 +97,19 @@ def cite_peaks(results: Sequence[Result]) -> Sentences:
         rates_text = join_words(f"{describe_rate(rate)} by {units.percent(rate.spread)}" for rate in unsteady_rates)
         uncertainty = f". Some may be higher, because repeated measurements differ: {rates_text}" if rates_text else ""
         yield f"Ceilings were measured here{uncertainty}."
-    sheet = find_datasheet(ceiling.device)
-    if sheet is not None:
-        rates_text = sheet.cite("dense", "bandwidth")
-        yield f"Peaks are those of the {sheet.name}'s {rates_text} ({sheet.source}, {sheet.date})."
+    datasheet = find_datasheet(ceiling.device)
+    if datasheet is not None:
+        rates_text = datasheet.cite_figures("dense", "bandwidth")
+        yield f"Peaks are those of the {datasheet.name}'s {rates_text} ({datasheet.source}, {datasheet.date})."
 
 
-def _describe_case_limits(result: Result) -> str:
+def _describe_limits_of_phases(result: Result) -> str:
     """Returns what limits the phases of a case, as 'compute-bound in products (54% of the step, at 71% of its
     ceiling), memory-bound in ...'.
     """
     step_seconds = result.best_seconds or 0.0
     phases_by_bound: dict[str, list[str]] = {}
-    for roof in sorted(phase_roofs(result.record, result.finding), key=lambda roof: -roof.seconds):
+    for roof in sorted(find_phase_roofs(result.record, result.finding), key=lambda roof: -roof.seconds):
         limit_text = describe_bound(roof)
         if limit_text and roof.seconds >= _MIN_STEP_SHARE * step_seconds > 0:
             step_share = units.percent(roof.seconds / step_seconds, 0)
@@ -113,7 +120,7 @@ def _describe_case_limits(result: Result) -> str:
     )
 
 
-def _show_share_of_peak(roof: PhaseRoof) -> str:
+def _show_share_of_peak(roof: PhaseRoofline) -> str:
     """Returns the share of its peak that a phase reaches, as ', at 71% of its ceiling' or ', above its ceiling'.
     Returns '' if no peak is known.
     """
@@ -128,7 +135,7 @@ def _show_share(share: float) -> str:
     return "above" if share > 1 else units.percent(share, 0)
 
 
-def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
+def _describe_possible_gain(case: NamedCase, setting: str, gain: PossibleSpeedup) -> str:
     """Compares the possible and the measured gain of a precision in a sentence, as "fp32's products are 54% of the step
     and at 71% of their ceiling: fp8 at its own ceiling would give at most 1.38x; it gives 1.21x".
     """
@@ -157,10 +164,10 @@ def roofline_section(material: Material) -> Elements:
     """The table compares counted FLOPs, bytes and launches per second of the best case with the peaks measured on this
     device and those of its datasheet. Emulated cases are left out: their time is not that of the format.
     """
-    for title, panel in panels_with_titles(material):
+    for title, panel in iterate_titled_panels(material):
         cases = []
         for case in panel.named_cases:
-            roofs = () if case.is_emulated else phase_roofs(case.record, case.finding)
+            roofs = () if case.is_emulated else find_phase_roofs(case.record, case.finding)
             if any(roof.limiting_resource for roof in roofs):
                 cases.append((case, roofs))
         if cases:
@@ -169,13 +176,13 @@ def roofline_section(material: Material) -> Elements:
     yield from map(Text, filter(None, dict.fromkeys(unknown_limit_hints)))
 
 
-def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, Sequence[PhaseRoof]]]) -> Elements:
+def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, Sequence[PhaseRoofline]]]) -> Elements:
     # The table shows what limits the speed of each phase, so sentences are only needed for possible improvements.
-    yield from bullet_list(describe_gains(panel))
-    yield from map(Text, cite_peaks([case for case, _ in cases]))
+    yield from bullet_list(describe_possible_gains(panel))
+    yield from map(Text, cite_peak_rates([case for case, _ in cases]))
 
     bytes_hint = "counted bytes over the time: a cache may give more than memory"
-    cols: Cols[CaseValue[PhaseRoof]] = [
+    cols: ColumnList[CaseValue[PhaseRoofline]] = [
         PRECISION_COLUMN,
         Col("phase", lambda row: phase_words(row.value.count.phase)),
         Col("time", "value.seconds", unit="s", hint="best case"),
@@ -217,10 +224,10 @@ def describe_spread(rate: Rate) -> str:
 def describe_shape(rate: Rate) -> str:
     if rate.limit is Limit.LAUNCH:
         return "one element"
-    shape_text = (
+    tensor_shape_text = (
         "x".join(map(str, rate.shape)) if rate.limit is Limit.PRODUCT else f"arrays of {units.size(rate.shape[0])}"
     )
-    return f"{shape_text}, the best of {rate.searched} searched"
+    return f"{tensor_shape_text}, the best of {rate.searched} searched"
 
 
 def describe_rate(rate: Rate) -> str:

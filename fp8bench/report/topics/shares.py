@@ -16,8 +16,8 @@ from fp8bench.analysis.tapes import StepShares, make_step_shares
 from fp8bench.model import UNATTRIBUTED, Provenance, Run, SharesFrom
 from fp8bench.model.codec import encode
 from fp8bench.model.step import Coverage
-from fp8bench.report.columns import Col, Cols, table
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.columns import Col, ColumnList, table
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import (
     Elements,
     Field,
@@ -30,12 +30,12 @@ from fp8bench.report.elements import (
     Tone,
     bullet_list,
 )
-from fp8bench.report.page.section import Material, mark_emulation, panels_with_titles, section
+from fp8bench.report.page.section import Material, iterate_titled_panels, mark_emulation, section
 from fp8bench.report.panels import NamedCase, Panel, together
 from fp8bench.report.words.naming import join_remarks, join_words
 
 # The table of modules has at most this many rows.
-MAX_MODULES = 20
+MAX_MODULE_ROWS = 20
 _LEGEND = (
     "shares come from a separate pass, which looks at every operator; times are estimates: share x best case",
     f"{UNATTRIBUTED}: between operators, on the host; view: no work, only the time of the call",
@@ -58,42 +58,46 @@ _CSV_COLUMNS = (
 )
 
 
-def shares_page(run: Run, parts: Sequence[StepShares]) -> Page:
-    sections = []
-    for number, (setting, parts_of_setting) in enumerate(together((part.case.setting, part) for part in parts).items()):
-        sections.append(Part(f"setting-{number}", setting, tuple(_setting_shares_elements(parts_of_setting))))
-    return Page(f"the parts of a step of run {run.id}", "", tuple(sections), _LEGEND)
+def step_shares_page(run: Run, parts: Sequence[StepShares]) -> Page:
+    page_sections = []
+    for setting_number, (setting, parts_of_setting) in enumerate(
+        together((part.case.setting, part) for part in parts).items()
+    ):
+        page_sections.append(
+            Part(f"setting-{setting_number}", setting, tuple(_render_setting_shares(parts_of_setting)))
+        )
+    return Page(f"the parts of a step of run {run.id}", "", tuple(page_sections), _LEGEND)
 
 
-def _setting_shares_elements(parts: Sequence[StepShares]) -> Elements:
+def _render_setting_shares(parts: Sequence[StepShares]) -> Elements:
     cases = [(part.case.mode, part) for part in parts if part.shares is not None]
     if cases:
-        yield from shares_tables(cases, ("", ""))
+        yield from make_time_share_tables(cases, ("", ""))
     remarks = [f"the parts of {part.case.mode} are unknown: {part.why}" for part in parts if part.shares is None]
     for mode, part in cases:
         remarks += [f"{mode}: {remark}" for remark in part.remarks]
     yield from bullet_list(remarks)
 
 
-def shares_tables(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Tables:
+def make_time_share_tables(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Tables:
     """Yields a table of time shares by kind of work, and a table by module. `parts` has a column title and the shares
     of a case for each column.
     """
     sorted_kinds = _sort_kinds_by_share([step.by_kind for _, step in parts])
-    yield _shares_table("kind", captions[0], parts, [*sorted_kinds, UNATTRIBUTED])
-    if top_modules := _sort_kinds_by_share([step.by_module for _, step in parts])[:MAX_MODULES]:
-        yield _shares_table("module", captions[1], parts, top_modules)
+    yield _make_shares_table("kind", captions[0], parts, [*sorted_kinds, UNATTRIBUTED])
+    if top_modules := _sort_kinds_by_share([step.share_by_module for _, step in parts])[:MAX_MODULE_ROWS]:
+        yield _make_shares_table("module", captions[1], parts, top_modules)
 
 
-def _shares_table(name: str, caption: str, parts: Sequence[tuple[str, StepShares]], keys: Sequence[str]) -> Table:
+def _make_shares_table(name: str, caption: str, parts: Sequence[tuple[str, StepShares]], keys: Sequence[str]) -> Table:
     def share_field(key: str, step: StepShares) -> Field | None:
-        share = (step.by_kind if name == "kind" else step.by_module).get(key)
+        share = (step.by_kind if name == "kind" else step.share_by_module).get(key)
         if share is None:
             return None
         seconds_text = "" if step.seconds is None else f"  {units.seconds(share * step.seconds)}"
         return Field(f"{units.percent(share)}{seconds_text}", share)
 
-    cols: Cols[str] = [Col(name, str)]
+    cols: ColumnList[str] = [Col(name, str)]
     cols += [Col(title, partial(share_field, step=step), number=True) for title, step in parts]
     return table(f"{name}s", caption, cols, keys)
 
@@ -107,7 +111,7 @@ def _sort_kinds_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
     return sorted(shares_by_name, key=lambda key: -max(shares_by_name[key]))
 
 
-def shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
+def step_shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
     shares = [
         {
             "case": part.case.id,
@@ -123,20 +127,20 @@ def shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
     return {"shares": shares}
 
 
-def shares_rows(parts: Sequence[StepShares]) -> Rows:
+def make_share_rows(parts: Sequence[StepShares]) -> PlainRows:
     """Returns a CSV row for each kind of work and each module of a case, the longest first and unattributed time last.
     Seconds are estimates: the share times the best-case step time.
     """
     rows = []
     for part in parts:
         source = part.shares.of if part.shares is not None else SharesFrom.OPERATORS
-        case_fields = {
+        case_row_fields = {
             "case": part.case.id,
             "precision": part.case.mode,
             "provenance": Provenance.ESTIMATED.value,
             "of": source.value,
         }
-        rows += [encode(row) | case_fields for row in part.rows]
+        rows += [encode(row) | case_row_fields for row in part.rows]
     return _CSV_COLUMNS, rows
 
 
@@ -146,17 +150,17 @@ def shares_section(material: Material) -> Elements:
     estimates: the share times the best case. Cast is all copies between dtypes; the phase cast is only the copies of
     operands. Unattributed is time of the host between operators.
     """
-    for title, panel in panels_with_titles(material):
+    for title, panel in iterate_titled_panels(material):
         cases = [(case, make_step_shares(case.record, case.finding)) for case in panel.named_cases]
         cases = [(case, parts) for case, parts in cases if parts.shares is not None]
         if cases:
-            yield from _panel_shares(title, panel.suite, cases)
+            yield from _make_panel_share_elements(title, panel.suite, cases)
 
 
-def _panel_shares(title: str, suite: str, cases: Sequence[tuple[NamedCase, StepShares]]) -> Elements:
+def _make_panel_share_elements(title: str, suite: str, cases: Sequence[tuple[NamedCase, StepShares]]) -> Elements:
     named_parts = [(mark_emulation(case, case.name), parts) for case, parts in cases]
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
-    for shares in shares_tables(named_parts, captions):
+    for shares in make_time_share_tables(named_parts, captions):
         yield replace(shares, name=f"share-{shares.name}-{suite}")
     yield from bullet_list(join_remarks(((case.name, parts.remarks) for case, parts in cases), ", ".join), Tone.DOUBT)
 
@@ -173,11 +177,11 @@ _OUTSIDE_OF_LAYERS = "outside of layers"
 UnconvertedProducts = tuple[str, list[str], int]
 
 
-def find_coverages(panel: Panel) -> list[tuple[str, Coverage]]:
+def list_distinct_coverages(panel: Panel) -> list[tuple[str, Coverage]]:
     """Returns the distinct coverages of a panel's cases with their precisions, as ('bf16, fp8', coverage). A coverage
     lists the matrix products that are converted to a lower precision, and their share of the FLOPs.
     """
-    covered_cases = panel.find_values(lambda result: result.record.coverage)
+    covered_cases = panel.find_case_values(lambda result: result.record.coverage)
     modes_by_coverage = together((row.value, row.case.mode) for row in covered_cases)
     return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in modes_by_coverage.items()]
 
@@ -190,24 +194,24 @@ def describe_coverage(modes: str, coverage: Coverage) -> str:
     return f"{share_text}: {units.count(coverage.converted_flops, 'FLOP')} of {units.count(coverage.flops, 'FLOP')}"
 
 
-def coverage_elements(panel: Panel, number: int = 0) -> Elements:
-    for index, (modes, coverage) in enumerate(find_coverages(panel)):
+def render_coverage(panel: Panel, number: int = 0) -> Elements:
+    for index, (modes, coverage) in enumerate(list_distinct_coverages(panel)):
         table_name_suffix = f"{number}-{index}" if number or index else "kinds"
         yield Text(f"{describe_coverage(modes, coverage)}.", Tone.STRONG)
-        yield _kinds_table(f"coverage-{table_name_suffix}", modes, coverage)
+        yield _make_layer_kinds_table(f"coverage-{table_name_suffix}", modes, coverage)
         if reasons := list_unconverted_products(coverage):
-            yield _unconverted_table(f"coverage-left-{table_name_suffix}", modes, reasons, coverage)
+            yield _unconverted_products_table(f"coverage-left-{table_name_suffix}", modes, reasons, coverage)
         yield from bullet_list(_coverage_remarks(coverage))
 
 
-def _kinds_table(name: str, modes: str, coverage: Coverage) -> Table:
+def _make_layer_kinds_table(name: str, modes: str, coverage: Coverage) -> Table:
     layer_counts = Counter(weight_holder.kind for weight_holder in coverage.holders)
     rows: list[tuple[str, int | None, int, int]] = []
-    for kind, flops in coverage.by_kind().items():
-        rows.append((_LAYER_KINDS.get(kind, kind), layer_counts[kind], *flops))
+    for layer_kind, flops in coverage.by_kind().items():
+        rows.append((_LAYER_KINDS.get(layer_kind, layer_kind), layer_counts[layer_kind], *flops))
     if coverage.others:
         rows.append((_OUTSIDE_OF_LAYERS, None, sum(product.flops or 0 for product in coverage.others), 0))
-    cols: Cols[tuple[str, int | None, int, int]] = [
+    cols: ColumnList[tuple[str, int | None, int, int]] = [
         Col("products of", itemgetter(0)),
         Col("weights", itemgetter(1), show=str),
         Col("FLOPs", itemgetter(2), show=units.count),
@@ -235,8 +239,10 @@ def list_unconverted_products(coverage: Coverage) -> list[UnconvertedProducts]:
     return sorted(rows, key=lambda row: -row[2])
 
 
-def _unconverted_table(name: str, modes: str, reasons: Sequence[UnconvertedProducts], coverage: Coverage) -> Table:
-    cols: Cols[UnconvertedProducts] = [
+def _unconverted_products_table(
+    name: str, modes: str, reasons: Sequence[UnconvertedProducts], coverage: Coverage
+) -> Table:
+    cols: ColumnList[UnconvertedProducts] = [
         Col("not converted", lambda row: join_words(row[1], 3)),
         Col("share", lambda row: row[2] / max(coverage.flops, 1), show=units.percent),
         Col("why", itemgetter(0), below=True),
@@ -248,18 +254,18 @@ def _coverage_remarks(coverage: Coverage) -> Sentences:
     yield from coverage.remarks
     if coverage.loss:
         yield f"backward begins from {coverage.loss}"
-    yield from shape_remarks(coverage)
+    yield from describe_refused_shapes(coverage)
     if coverage.unknown:
         yield f"{coverage.unknown} calls of operators without a formula are not counted"
 
 
-def shape_remarks(coverage: Coverage) -> Sentences:
+def describe_refused_shapes(coverage: Coverage) -> Sentences:
     """Yields why native products would refuse the shapes of some converted layers, with the names of these layers."""
-    refused_weights = [
+    refused_weight_holders = [
         weight_holder for weight_holder in coverage.holders if weight_holder.converted and weight_holder.native
     ]
     for reason, names in together(
-        (weight_holder.native, weight_holder.name) for weight_holder in refused_weights
+        (weight_holder.native, weight_holder.name) for weight_holder in refused_weight_holders
     ).items():
         yield f"{join_words(names, 3)}: {reason}"
 
@@ -267,5 +273,5 @@ def shape_remarks(coverage: Coverage) -> Sentences:
 @section("coverage", "Coverage", 15)
 def coverage_section(material: Material) -> Elements:
     """An untimed step shows how many of a model's matrix products are computed in a lower precision."""
-    for number, (_, panel) in enumerate(material.panels()):
-        yield from coverage_elements(panel, number)
+    for panel_number, (_, panel) in enumerate(material.panels()):
+        yield from render_coverage(panel, panel_number)

@@ -10,13 +10,19 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.tapes import CaseTape, TapeRow, compute_flops_share, compute_intensity, tabulate_operators
+from fp8bench.analysis.tapes import (
+    CaseTape,
+    OperatorTapeRow,
+    compute_flops_share,
+    compute_intensity,
+    tabulate_operators,
+)
 from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
-from fp8bench.report.columns import Col, Cols, table
-from fp8bench.report.data.plain import Rows
+from fp8bench.report.columns import Col, ColumnList, table
+from fp8bench.report.data.plain import PlainRows
 from fp8bench.report.elements import Elements, Field, Page, Part, Table, Text, Tone, bullet_list
-from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
+from fp8bench.report.page.section import PRECISION_COLUMN, Material, iterate_titled_panels, section, table_of_cases
 from fp8bench.report.panels import CaseValue, together
 from fp8bench.report.words.naming import join_remarks, join_words, phase_words
 
@@ -42,7 +48,7 @@ _CSV_COLUMNS = (
 )
 
 
-def tape_remarks(tape: Tape) -> list[str]:
+def list_tape_remarks(tape: Tape) -> list[str]:
     calls_by_operator = together(
         (operator.operator, operator.calls) for operator in tape.operators if operator.flops is None
     )
@@ -54,31 +60,31 @@ def tape_remarks(tape: Tape) -> list[str]:
     return [*lines, tape.fused] if tape.fused else lines
 
 
-def tape_page(title: str, taped: Sequence[CaseTape]) -> Page:
+def make_tape_page(title: str, taped: Sequence[CaseTape]) -> Page:
     parts = []
-    for number, (setting, cases) in enumerate(together((case.setting, case) for case in taped).items()):
-        parts.append(Part(f"setting-{number}", setting, tuple(_setting_tape_elements(cases))))
+    for setting_number, (setting, cases) in enumerate(together((case.setting, case) for case in taped).items()):
+        parts.append(Part(f"setting-{setting_number}", setting, tuple(_make_tape_elements(cases))))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _setting_tape_elements(taped: Sequence[CaseTape]) -> Elements:
-    cases_with_counts = [_StepCounts(case, case.tape) for case in taped if case.tape is not None]
+def _make_tape_elements(taped: Sequence[CaseTape]) -> Elements:
+    cases_with_step_counts = [_StepCountsRow(case, case.tape) for case in taped if case.tape is not None]
     remarks = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
-    if cases_with_counts:
-        columns: Cols[_StepCounts] = [Col("tape", "case.mode"), *_count_columns()]
+    if cases_with_step_counts:
+        columns: ColumnList[_StepCountsRow] = [Col("tape", "case.mode"), *_count_columns()]
         columns.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
         for bits in _FACTOR_ELEMENT_BITS:
-            get_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)
-            columns.append(Col(f"{bits} bits", get_share, show=units.percent))
-        yield table("counts", "", columns, cases_with_counts)
-        if rows := tabulate_operators([row.value for row in cases_with_counts]):
-            yield _operators_table([row.case.mode for row in cases_with_counts], rows)
+            get_flops_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)
+            columns.append(Col(f"{bits} bits", get_flops_share, show=units.percent))
+        yield table("counts", "", columns, cases_with_step_counts)
+        if rows := tabulate_operators([row.value for row in cases_with_step_counts]):
+            yield _operators_table([row.case.mode for row in cases_with_step_counts], rows)
     yield from bullet_list(
-        [*remarks, *join_remarks((row.case.mode, tape_remarks(row.value)) for row in cases_with_counts)]
+        [*remarks, *join_remarks((row.case.mode, list_tape_remarks(row.value)) for row in cases_with_step_counts)]
     )
 
 
-class _StepCounts(NamedTuple):
+class _StepCountsRow(NamedTuple):
     """A row of the table of counts (FLOPs, bytes and launches). `value` has the counts of a whole step."""
 
     case: CaseTape
@@ -104,12 +110,12 @@ def _count_columns() -> Iterator[Col[Any]]:
     yield Col("bytes", "value.bytes", unit="B", hint=bytes_hint)
     yield Col("FLOP/B", intensity, show=units.count)
     yield Col("launches", "value.launches", show=str, hint="operators that start at least one kernel")
-    unknown_hint = "calls of operators without a formula, whose FLOPs are not counted"
-    yield Col("unknown", lambda row: row.value.unknown or None, show=str, hint=unknown_hint)
+    unknown_flops_hint = "calls of operators without a formula, whose FLOPs are not counted"
+    yield Col("unknown", lambda row: row.value.unknown or None, show=str, hint=unknown_flops_hint)
 
 
-def _operators_table(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
-    cols: Cols[TapeRow] = [
+def _operators_table(modes: Sequence[str], rows: Sequence[OperatorTapeRow]) -> Table:
+    cols: ColumnList[OperatorTapeRow] = [
         Col("phase", lambda row: phase_words(row.phase), shared=True),
         Col(
             "operator",
@@ -117,25 +123,28 @@ def _operators_table(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
             tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN,
         ),
     ]
-    cols += [Col(mode, partial(_show_sums, tape_number=number), number=True) for number, mode in enumerate(modes)]
+    cols += [
+        Col(mode, partial(_show_operator_sums, tape_number=tape_number_of_mode), number=True)
+        for tape_number_of_mode, mode in enumerate(modes)
+    ]
     return table("operators", "", cols, rows)
 
 
-def _show_sums(row: TapeRow, tape_number: int) -> str | None:
-    sums_in_tape = row.sums[tape_number]
-    if not sums_in_tape.calls:
+def _show_operator_sums(row: OperatorTapeRow, tape_number: int) -> str | None:
+    operator_sums = row.sums[tape_number]
+    if not operator_sums.calls:
         return None
     flops_text = (
         "unknown, "
-        if sums_in_tape.flops is None
-        else f"{units.count(sums_in_tape.flops, 'FLOP')}, "
-        if sums_in_tape.flops
+        if operator_sums.flops is None
+        else f"{units.count(operator_sums.flops, 'FLOP')}, "
+        if operator_sums.flops
         else ""
     )
-    return f"{flops_text}{units.size(sums_in_tape.bytes)} in {sums_in_tape.calls}"
+    return f"{flops_text}{units.size(operator_sums.bytes)} in {operator_sums.calls}"
 
 
-def tape_rows(taped: Sequence[CaseTape]) -> Rows:
+def make_tape_csv_rows(taped: Sequence[CaseTape]) -> PlainRows:
     """Returns a CSV row for each operator. FLOPs, bytes and launches are those of one call. Unknown FLOPs are empty."""
     return _CSV_COLUMNS, chain.from_iterable(map(_operator_rows, taped))
 
@@ -156,7 +165,7 @@ def tape_section(material: Material) -> Elements:
         return Field("step", tone=Tone.STRONG)
 
     cols = [PRECISION_COLUMN, Col("phase", phase_field), *_count_columns()]
-    for title, panel in panels_with_titles(material):
+    for title, panel in iterate_titled_panels(material):
         remarks = []
         rows = []
         for case in panel.named_cases:
@@ -166,7 +175,7 @@ def tape_section(material: Material) -> Elements:
             counts: list[Tape | PhaseCount] = [tape]
             # Leave out phases in which nothing ran.
             counts += [phase for phase in tape.phases if phase.flops or phase.bytes or phase.launches or phase.unknown]
-            remarks.append((case.name, tape_remarks(tape)))
+            remarks.append((case.name, list_tape_remarks(tape)))
             rows.append((case, counts))
         yield from table_of_cases(f"tape-{panel.suite}", f"{title}: counts of a step, by phase", cols, rows)
         yield from bullet_list(join_remarks(remarks))
@@ -179,8 +188,8 @@ def traces_section(material: Material) -> Elements:
     traced_runs = [run for run in runs if any(record.trace for record in run.records)]
     folders = [run.request.trace for run in traced_runs if run.request.trace]
     if traced_runs:
-        folders_text = f"The traces are in {join_words(folders)}, one folder per case. " if folders else ""
+        trace_folders_text = f"The traces are in {join_words(folders)}, one folder per case. " if folders else ""
         yield Text(
-            f"{folders_text}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with "
+            f"{trace_folders_text}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with "
             "torch-tb-profiler, whose page needs internet access in the browser."
         )

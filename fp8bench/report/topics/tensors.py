@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.errors import UsageError
-from fp8bench.model.specs import spec_of
+from fp8bench.model.specs import find_metric_spec
 from fp8bench.registry import precisions
-from fp8bench.report.columns import Col, Cols, table
+from fp8bench.report.columns import Col, ColumnList, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
-from fp8bench.report.page.section import Material, panels_with_titles, section
+from fp8bench.report.page.section import Material, iterate_titled_panels, section
 from fp8bench.report.panels import (
     SQNR_METRIC,
     UNDERFLOW_METRIC,
@@ -73,7 +73,7 @@ _ROLE_OPTIONS = ("input", "weight", "gradient")
 # The parameter that names a tensor.
 _TENSOR_PARAM = "tensor"
 _FORMAT_BITS_PATTERN = re.compile(r"e(\d+)m(\d+)")
-_MAX_RUNNERS_UP = 3
+_MAX_SHOWN_RUNNERS_UP = 3
 TENSORS_LEGEND = (
     "SQNR: the tensor's power over that of its error, in dB: 6 dB more is half the error, 0 is nothing left; worst "
     "rows, blocks: the SQNR that 1% of the rows, or of blocks of 32, are below; underflow: values that became zero; "
@@ -118,22 +118,22 @@ def _split_precision(mode: str) -> NamedFormat:
     """Splits a mode (a precision with options) into its format and its short name. Both are the mode itself if its
     options do not give a single format and scaling, or if this version does not know the mode.
     """
-    unsplit_format = NamedFormat(mode, mode)
+    whole_mode_format = NamedFormat(mode, mode)
     try:
         precision = precisions.get(mode)
     except UsageError:
-        return unsplit_format
+        return whole_mode_format
     options = precision.chosen
     if not {_FORMAT_OPTION, _SCALING_OPTION} <= {*options} or any(
         options.get(role, _SAME_FORMAT_VALUE) != _SAME_FORMAT_VALUE for role in _ROLE_OPTIONS
     ):
-        return unsplit_format
+        return whole_mode_format
     # The format's name includes how its scales are rounded, because MX formats support several roundings.
     recipe = getattr(precision, "recipe", None)
     scaling = recipe.input.scaling if recipe is not None else None
-    rounding = "" if scaling is None or str(scaling.rounding) == _EXACT_ROUNDING_VALUE else str(scaling.rounding)
+    rounding_text = "" if scaling is None or str(scaling.rounding) == _EXACT_ROUNDING_VALUE else str(scaling.rounding)
     fmt = str(options[_FORMAT_OPTION])
-    return NamedFormat(fmt, f"{fmt} {options[_SCALING_OPTION]} {rounding}".strip())
+    return NamedFormat(fmt, f"{fmt} {options[_SCALING_OPTION]} {rounding_text}".strip())
 
 
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
@@ -159,18 +159,18 @@ def show_metric(result: Result, metric: str) -> tuple[str, float | None]:
     value = median_value(measurement)
     if measurement is None or value is None:
         return units.NONE, None
-    return show_figure(value, measurement.unit), value
+    return format_tensor_figure(value, measurement.unit), value
 
 
-def show_figure(value: float, unit: str) -> str:
+def format_tensor_figure(value: float, unit: str) -> str:
     """Formats a value in the short form that tables of tensors use, as '31.8' for 31.8 dB."""
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
-        return units.significant(value, 5) if 0.1 <= abs(value) < 10 else units.relative_error(value)
+        return units.format_significant_digits(value, 5) if 0.1 <= abs(value) < 10 else units.relative_error(value)
     if unit == "%":
         return units.percentage(value)
-    return units.significant(value)
+    return units.format_significant_digits(value)
 
 
 def name_best_precisions(panel: Panel) -> Iterator[str]:
@@ -183,7 +183,7 @@ def name_best_precisions(panel: Panel) -> Iterator[str]:
     tensors_by_bits = together(chain.from_iterable(_sqnr_by_bits(group).items() for group in panel.groups))
     for bits, tensors in sorted(tensors_by_bits.items(), reverse=True):
         if len(set().union(*tensors)) > 1:
-            yield _describe_best(bits, tensors, panel.suite)
+            yield _describe_best_precisions(bits, tensors, panel.suite)
 
 
 def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
@@ -199,40 +199,42 @@ def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
     return sqnr_by_bits
 
 
-def _describe_best(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
+def _describe_best_precisions(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
     best_precisions_with_sqnr = [max(sqnr_by_precision.items(), key=itemgetter(1)) for sqnr_by_precision in tensors]
-    wins_by_precision = Counter(precision for precision, _ in best_precisions_with_sqnr)
-    best_sqnrs = [sqnr for _, sqnr in best_precisions_with_sqnr]
-    low = units.decibels(min(best_sqnrs))
-    high = units.decibels(max(best_sqnrs))
+    best_count_by_precision = Counter(precision for precision, _ in best_precisions_with_sqnr)
+    sqnrs_of_best_precisions = [sqnr for _, sqnr in best_precisions_with_sqnr]
+    low = units.decibels(min(sqnrs_of_best_precisions))
+    high = units.decibels(max(sqnrs_of_best_precisions))
     sqnr_range = low if low == high else f"{low.removesuffix(' dB')} to {high}"
-    (best_precision, num_wins), *runners_up = wins_by_precision.most_common()
+    (best_precision, num_wins), *runners_up = best_count_by_precision.most_common()
     num_tensors = len(tensors)
-    wins_text = f"{num_wins} of" if num_wins < num_tensors else "all"
-    tensors_text = f"on {suite}" if num_tensors == 1 else f"in {wins_text} {num_tensors} tensors of {suite}"
-    tensors_text += "".join(f", {precision} in {times}" for precision, times in runners_up[:_MAX_RUNNERS_UP])
+    win_count_text = f"{num_wins} of" if num_wins < num_tensors else "all"
+    tensors_text = f"on {suite}" if num_tensors == 1 else f"in {win_count_text} {num_tensors} tensors of {suite}"
+    tensors_text += "".join(
+        f", {precision} in {tensor_count}" for precision, tensor_count in runners_up[:_MAX_SHOWN_RUNNERS_UP]
+    )
     return f"with {bits} bits {best_precision} has the highest SQNR {tensors_text}: {sqnr_range}"
 
 
 def tensor_tables(panel: Panel, width: int) -> Elements:
     if len(panel.groups) > _MAX_TENSORS_IN_FULL:
-        yield from _sqnr_tables(panel, width)
+        yield from _make_sqnr_tables(panel, width)
         return
-    has_several_tensors = len(panel.groups) > 1
+    has_several_groups = len(panel.groups) > 1
 
     def metric_column(heading: str, metric: str) -> Col[NamedCase]:
         tone = Tone.STRONG if metric == SQNR_METRIC else Tone.PLAIN
         return Col(heading, lambda case: show_metric(case, metric)[0], number=True, tone=lambda _: tone)
 
-    cols: Cols[NamedCase] = [
-        Col("tensor", lambda case: tensor_name(panel, case.group) if has_several_tensors else "", shared=True),
+    cols: ColumnList[NamedCase] = [
+        Col("tensor", lambda case: tensor_name(panel, case.group) if has_several_groups else "", shared=True),
         Col("precision", lambda case: name_precision(case).name),
         *starmap(metric_column, _TERMINAL_COLUMNS),
     ]
     yield table("tensors", "", cols, panel.named_cases)
 
 
-def _sqnr_tables(panel: Panel, width: int) -> Tables:
+def _make_sqnr_tables(panel: Panel, width: int) -> Tables:
     """Yields tables of SQNRs that fit the width: a row for each precision, and a column for each tensor."""
     case_by_mode = {case.mode: case for case in panel.named_cases}
     names = [tensor_name(panel, group) for group in panel.groups]
@@ -247,7 +249,7 @@ def _sqnr_tables(panel: Panel, width: int) -> Tables:
     for number, tensor_numbers in enumerate(
         _group_columns_into_tables([len(name) for name in names], width - len(INDENT) - precision_name_width)
     ):
-        cols: Cols[Result] = [
+        cols: ColumnList[Result] = [
             Col("precision", lambda result: name_precision(result).name),
             *map(tensor_column, tensor_numbers),
         ]
@@ -262,8 +264,10 @@ def _group_columns_into_tables(widths: Sequence[int], max_width: int) -> Sequenc
     for num_tables in range(1, len(widths) + 1):
         size = -(-len(widths) // num_tables)
         column_groups = [columns[start : start + size] for start in columns[::size]]
-        widest_table = max(sum(widths[group.start : group.stop]) + len(GAP) * len(group) for group in column_groups)
-        if widest_table <= max_width:
+        widest_table_width = max(
+            sum(widths[group.start : group.stop]) + len(GAP) * len(group) for group in column_groups
+        )
+        if widest_table_width <= max_width:
             break
     return column_groups
 
@@ -274,9 +278,9 @@ def tensors_section(material: Material) -> Elements:
     nothing of the tensor is left. The largest values decide the SQNR; for small values look at the worst rows and
     blocks, and at underflow. The suite cast measures the times of casts.
     """
-    panels = [(title, panel) for title, panel in panels_with_titles(material) if not panel.is_timed]
+    panels = [(title, panel) for title, panel in iterate_titled_panels(material) if not panel.is_timed]
     for title, panel in panels:
-        for overview in _sqnr_tables(panel, _PAGE_WIDTH):
+        for overview in _make_sqnr_tables(panel, _PAGE_WIDTH):
             yield replace(overview, name=f"sqnr-{panel.suite}", caption=f"{title}: SQNR in dB, higher is better")
         for group in panel.groups:
             # Infinite and NaN values are not part of the SQNR. If there are such values, the SQNR looks too good.
@@ -293,10 +297,10 @@ def tensors_section(material: Material) -> Elements:
 def _metrics_table(title: str, panel: Panel) -> Table:
     def metric_column(metric: str) -> Col[NamedCase]:
         name, hint = TENSOR_METRICS[metric]
-        unit = spec_of(metric).unit.removeprefix(units.RATIO)
+        unit = find_metric_spec(metric).unit.removeprefix(units.RATIO)
         return Col(name, lambda case: Field(*show_metric(case, metric)), number=True, hint=hint, unit=unit)
 
-    cols: Cols[NamedCase] = [
+    cols: ColumnList[NamedCase] = [
         Col("tensor", lambda case: tensor_name(panel, case.group)),
         Col("precision", lambda case: name_precision(case).name),
         *(metric_column(metric) for metric in TENSOR_METRICS if metric in panel.metrics and metric != SQNR_METRIC),

@@ -13,30 +13,30 @@ from dataclasses import replace
 from itertools import chain
 
 from fp8bench import units
-from fp8bench.analysis.labels import describe_load
+from fp8bench.analysis.labels import describe_run_load
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import LABELS_OF_OTHER_WORK
 from fp8bench.report.case_status import CaseStatus, describe_intervals, find_case_status, list_speeds, speed_up
-from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, bullet_list
+from fp8bench.report.elements import Element, Elements, Sentences, Text, TextList, Texts, Tone, bullet_list
 from fp8bench.report.page.section import LabelledRun, Material, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, list_cases, together
 from fp8bench.report.terminal.short_answer import as_sentence
-from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, propose_commands
+from fp8bench.report.topics.answers import MAX_REASON_LENGTH, make_precision_answer, propose_commands
 from fp8bench.report.topics.ranks import CPU_REMARK
 from fp8bench.report.topics.tensors import name_best_precisions
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import WORDS_BY_LABEL
 from fp8bench.report.words.naming import (
-    count_statuses,
     describe_missing_records,
+    describe_status_counts,
+    format_run_start,
     join_words,
-    list_notes,
+    list_run_notes,
     many,
     name_setting,
     shorten_line,
-    show_start,
 )
 
 # A list has at most this many sentences of one kind. The table has every case.
@@ -79,9 +79,9 @@ def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
         modes = []
         for reason, names in together((case.record.support.reason, case.mode) for case in cases_of_kind).items():
             modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
-        validity_text = "errors are not all finite" if has_non_finite_errors else "errors are real"
+        error_validity_text = "errors are not all finite" if has_non_finite_errors else "errors are real"
         costs_text = "the speed is unknown, and (est.) means estimated for hardware with this precision"
-        lines.append(f"emulated: {'; '.join(modes)}: {validity_text}, {costs_text}")
+        lines.append(f"emulated: {'; '.join(modes)}: {error_validity_text}, {costs_text}")
     return lines
 
 
@@ -94,13 +94,13 @@ def describe_load_warning(entry: LabelledRun) -> str:
     """Returns a warning if other programs were running and the interval of some case comes from this run alone.
     Otherwise returns ''.
     """
-    load_text = describe_load(entry.run)
-    if load_text and any(_lacks_other_runs(case) for case in list_cases(entry.panels)):
+    load_text = describe_run_load(entry.run)
+    if load_text and any(_has_single_run_interval(case) for case in list_cases(entry.panels)):
         return f"other programs were running ({load_text}): another run may differ by more than these intervals"
     return ""
 
 
-def _lacks_other_runs(result: Result) -> bool:
+def _has_single_run_interval(result: Result) -> bool:
     """Returns whether the interval of a case on a CPU is computed from this run alone, without earlier runs or further
     sessions.
     """
@@ -111,10 +111,10 @@ def _lacks_other_runs(result: Result) -> bool:
 
 def describe_comparison(panels: Sequence[Panel]) -> str:
     """Returns what precisions are compared with, as 'compared with fp32; identical code differed by up to 1.5%'."""
-    references = join_words(panel.reference for panel in panels if panel.reference)
+    reference_names_text = join_words(panel.reference for panel in panels if panel.reference)
     noise_floors = [case.finding.floor for case in list_cases(panels) if case.finding.floor]
     return join_parts(
-        f"compared with {references}" if references else "",
+        f"compared with {reference_names_text}" if reference_names_text else "",
         f"identical code differed by up to {units.percent(max(noise_floors))}" if noise_floors else "",
         separator="; ",
     )
@@ -123,16 +123,16 @@ def describe_comparison(panels: Sequence[Panel]) -> str:
 def propose_next_commands(panels: Sequence[Panel], entry: LabelledRun) -> Sentences:
     cases = list_cases(panels)
     # A decided verdict needs no second run, even if other programs were running.
-    is_undecided_under_load = bool(describe_load_warning(entry)) and not is_decided(cases)
+    is_undecided_under_load = bool(describe_load_warning(entry)) and not are_cases_decided(cases)
     return propose_commands(cases, entry.run.command, is_undecided_under_load, entry.run.request.budget)
 
 
-def is_decided(cases: Cases) -> bool:
+def are_cases_decided(cases: Cases) -> bool:
     """Returns whether the verdicts on these cases are all certain. A missing verdict counts as uncertain."""
     return not {find_case_status(case) for case in cases} & {CaseStatus.DOUBTED, CaseStatus.UNSURE, CaseStatus.UNTIMED}
 
 
-def explain_doubts(panels: Sequence[Panel], entry: LabelledRun, max_reasons: int = 2) -> Sentences:
+def explain_verdict_doubts(panels: Sequence[Panel], entry: LabelledRun, max_reasons: int = 2) -> Sentences:
     """Yields each reason why a verdict is missing or uncertain, with the precisions to which it applies. Reasons that
     concern single cases are limited to the `max_reasons` most frequent: `show --all` has all of them.
     """
@@ -150,7 +150,7 @@ def explain_doubts(panels: Sequence[Panel], entry: LabelledRun, max_reasons: int
     if load_warning:
         yield load_warning
     if panels[0].suite == BENCH:
-        yield from list_notes(entry.run)
+        yield from list_run_notes(entry.run)
     else:
         yield from (note for note in entry.run.notes if note.startswith("run "))
     if entry.run.request.ranks and runs_on_cpu:
@@ -159,7 +159,7 @@ def explain_doubts(panels: Sequence[Panel], entry: LabelledRun, max_reasons: int
     cases = list_cases(panels)
     modes_by_reason: dict[str, list[str]] = {}
     for case in cases:
-        for reason in _case_doubts(case, bool(load_warning)):
+        for reason in _list_case_doubts(case, bool(load_warning)):
             modes_by_reason.setdefault(reason, []).append(case.mode)
     num_cases = Counter(case.mode for case in cases)
     reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
@@ -174,7 +174,7 @@ def _count_cases(mode: str, count: int, num_cases: int) -> str:
     return mode if count == num_cases else f"{mode} in {count} of {num_cases} cases"
 
 
-def _case_doubts(result: Result, under_load: bool) -> Sentences:
+def _list_case_doubts(result: Result, under_load: bool) -> Sentences:
     """Yields the doubts about a case. With `under_load`, leaves out doubts that the load of the machine explains."""
     finding = result.finding
     if result.is_emulated or not result.is_ok:
@@ -225,7 +225,7 @@ def _verdict_lead_paragraph(material: Material) -> str:
     return join_parts(
         f"Speed {describe_comparison(panels)}. Above 1x is faster.",
         f"The range after the speed is {intervals}." if intervals else "",
-        f"{legend.RANGE_OF_ROUNDS}." if any(speed.level == 0 for speed in speeds) else "",
+        f"{legend.ROUNDS_RANGE_LEGEND}." if any(speed.level == 0 for speed in speeds) else "",
         separator=" ",
     )
 
@@ -240,29 +240,29 @@ def verdict_section(material: Material) -> Elements:
 
 def _describe_labelled_run(entry: LabelledRun, is_single_run: bool) -> Elements:
     if not is_single_run:
-        yield Text(f"{entry.label}, {show_start(entry.run)}", Tone.STRONG)
+        yield Text(f"{entry.label}, {format_run_start(entry.run)}", Tone.STRONG)
     yield from report_failures(entry)
     # 1. Write a sentence for each precision, timed suites first. The suite and the device are named only if there are
     # several.
     panels = entry.timed_panels
     has_suites = len({panel.suite for panel in panels}) > 1
     has_devices = len({panel.device for panel in panels}) > 1
-    answers: list[Text] = []
+    answer_texts: list[Text] = []
     for panel in panels:
-        place_text = join_parts(
+        panel_place_text = join_parts(
             panel.suite if has_suites else "", panel.device if has_devices else "", separator=" on "
         )
-        answers += compare_precisions(panel, place_text)
+        answer_texts += compare_precisions(panel, panel_place_text)
     for panel in entry.panels:
         if not panel.is_timed:
-            answers += map(Text, name_best_precisions(panel))
-    if answers:
-        yield Items(tuple(answers))
+            answer_texts += map(Text, name_best_precisions(panel))
+    if answer_texts:
+        yield TextList(tuple(answer_texts))
     # 2. Propose the next command. Then list doubts about the results, and cases without a verdict.
     if action := next(propose_next_commands(panels, entry), ""):
         yield Text(f"Do this: {action}")
     cases = list_cases(entry.panels)
-    doubt_sentences = [*explain_doubts(panels, entry, _MAX_SENTENCES)] if panels else []
+    doubt_sentences = [*explain_verdict_doubts(panels, entry, _MAX_SENTENCES)] if panels else []
     doubt_sentences += describe_emulations(cases)
     doubt_sentences += describe_cases_without_result(cases, CaseStatus.SKIPPED, "skipped")
     doubt_sentences += [warning.text for warning in warn_of_false_verdicts(entry)]
@@ -279,7 +279,7 @@ def report_failures(entry: LabelledRun) -> Elements:
     if missing_records := describe_missing_records(entry.run):
         yield Text(f"{missing_records[0].upper()}{missing_records[1:]}.", Tone.BAD)
     if not any(record.is_ok for record in records):
-        yield Text(f"Nothing was measured (cases: {count_statuses(entry.run)}).", Tone.STRONG)
+        yield Text(f"Nothing was measured (cases: {describe_status_counts(entry.run)}).", Tone.STRONG)
 
 
 def compare_precisions(panel: Panel, place: str = "") -> list[Text]:
@@ -295,7 +295,7 @@ def compare_precisions(panel: Panel, place: str = "") -> list[Text]:
 
 
 def _compare_precision(cases: Sequence[NamedCase], place: str) -> Text:
-    answer = find_answer(cases)
+    answer = make_precision_answer(cases)
     verdict = f"{answer.verdict}{_describe_labels(cases)}"
     return as_sentence(replace(answer, name=join_parts(answer.name, place, separator=" on "), verdict=verdict))
 
@@ -304,16 +304,16 @@ def _describe_labels(results: Sequence[Result]) -> str:
     """Returns the labels that cast doubt, as ' (noisy, drift in 2 of them)'. The power cap is included, because it
     explains a speed.
     """
-    label_counts = Counter(chain.from_iterable(map(_doubtful_labels, results)))
+    label_counts = Counter(chain.from_iterable(map(_list_doubtful_labels, results)))
 
     def count_label(label: Label) -> str:
         return label if label_counts[label] == len(results) else f"{label} in {label_counts[label]} of them"
 
-    phrases = [count_label(label) for label in Label if label_counts[label]]
-    return f" ({', '.join(phrases)})" if phrases else ""
+    label_count_phrases = [count_label(label) for label in Label if label_counts[label]]
+    return f" ({', '.join(label_count_phrases)})" if label_count_phrases else ""
 
 
-def _doubtful_labels(result: Result) -> list[Label]:
+def _list_doubtful_labels(result: Result) -> list[Label]:
     """Returns the labels that cast doubt on a case with an uncertain verdict, and the label of a power cap. Labels that
     prevented the verdict are left out, because the reason for the missing verdict names them.
     """

@@ -13,7 +13,7 @@ from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import SAME_BAND, VERDICT_BAND
 from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
-from fp8bench.model.specs import REPLAY, spec_of
+from fp8bench.model.specs import REPLAY, find_metric_spec
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Short titles for columns of phases.
@@ -34,7 +34,7 @@ LARGE, NOT_FINITE = "large", "not finite"
 _ERROR_WORDS = ("negligible", "small", "moderate", LARGE, NOT_FINITE)
 
 
-def error_word(errors: Iterable[tuple[str, float]]) -> str:
+def describe_error_size(errors: Iterable[tuple[str, float]]) -> str:
     """Describes the worst of some errors, given as (metric, error), as 'negligible', 'small', 'moderate', 'large' or
     'not finite'. The limits are those of each metric's spec.
     """
@@ -44,7 +44,7 @@ def error_word(errors: Iterable[tuple[str, float]]) -> str:
 def _error_size_index(metric: str, error: float) -> int:
     if not math.isfinite(error):
         return _ERROR_WORDS.index(NOT_FINITE)
-    return bisect_left(spec_of(metric).error_sizes, error)
+    return bisect_left(find_metric_spec(metric).error_sizes, error)
 
 
 BEST_TIME_LEGEND = (
@@ -62,7 +62,7 @@ VERDICT_LEGEND = (
     f"proven difference between the reference and its control), same if inside +-{units.percent(SAME_BAND, 0)}, else "
     "cannot tell"
 )
-RANGE_OF_ROUNDS = (
+ROUNDS_RANGE_LEGEND = (
     f"(low to high), or 'seen', is the range of the rounds, not a confidence interval: there were fewer than "
     f"{LEAST_ROUNDS} rounds, or other programs disturbed them"
 )
@@ -102,8 +102,8 @@ _MEMORY_ROLES: dict[str, tuple[str, str]] = {
     MemoryRole.WORKSPACE: ("work", "workspace"),
     MemoryRole.OTHER: ("other", "the rest"),
 }
-MEMORY_TITLES = {role: title for role, (title, _) in _MEMORY_ROLES.items()}
-MEMORY_WORDS = {role: words for role, (_, words) in _MEMORY_ROLES.items()}
+MEMORY_ROLE_TITLES = {role: title for role, (title, _) in _MEMORY_ROLES.items()}
+MEMORY_ROLE_DESCRIPTIONS = {role: words for role, (_, words) in _MEMORY_ROLES.items()}
 MEMORY_LEGEND = (
     "memory: tensors allocated through torch at the highest point of a step, by use, including the state; low w, low "
     "a: copies of weights and activations cast for products; work: buffers of running operations; in: the phase of "
@@ -122,11 +122,11 @@ ENERGY_RATIO_LEGEND = (
 )
 SPEED_UP_LEGEND = (
     "speed-up: step time of the reference / that of the case, above 1x is faster; [low, high], or 'could be': 99% "
-    f"interval, at least as wide as earlier runs differ; {RANGE_OF_ROUNDS}"
+    f"interval, at least as wide as earlier runs differ; {ROUNDS_RANGE_LEGEND}"
 )
 
 
-class LabelWords(NamedTuple):
+class LabelDescription(NamedTuple):
     """The meaning of a label, its usual cause, and the remedy."""
 
     meaning: str
@@ -142,138 +142,138 @@ def explain_label(label: Label, heading: str = "", addition: str = "") -> str:
     return f"{heading or label}: {meaning}{addition}. Usual cause: {cause}. Remedy: {remedy}"
 
 
-WORDS_BY_LABEL: dict[Label, LabelWords] = {
-    Label.NOISY: LabelWords(
+WORDS_BY_LABEL: dict[Label, LabelDescription] = {
+    Label.NOISY: LabelDescription(
         "the interval of identical code (A/A) reaches further than 3% from 1",
         "other work on the machine, or steps of microseconds", "free the machine; `--rounds 96`; a larger case",
     ),
-    Label.AA_FAILED: LabelWords(
+    Label.AA_FAILED: LabelDescription(
         "identical code differed: the A/A interval is 2% or more away from 1",
         "the machine changed while it was measured", "free the machine and measure again; `fp8bench selftest`",
     ),
-    Label.ABOVE_CEILING: LabelWords(
+    Label.ABOVE_CEILING: LabelDescription(
         "its declared work, over its time, exceeds the peak of this machine",
         "`work` counts too much, or the step leaves work out", "compare with `fp8bench tape NAME`",
     ),
-    Label.WORK_MISMATCH: LabelWords(
+    Label.WORK_MISMATCH: LabelDescription(
         "its operators do less work than it declares, or many times as much, so its rates are wrong",
         "`work` of the suite is wrong, or a branch is taken only untimed", "compare with `fp8bench tape NAME`",
     ),
-    Label.FALLBACK: LabelWords(
+    Label.FALLBACK: LabelDescription(
         "its products were computed in a different precision",
         "a library took a higher precision for this shape or device", "`fp8bench lint-shapes`; another `--backend`",
     ),
-    Label.OTHER_INPUTS: LabelWords(
+    Label.OTHER_INPUTS: LabelDescription(
         "its inputs differ from those of the reference",
         "`prepare` draws its numbers in the dtype of the case", "draw them in one dtype from the seed, then round",
     ),
-    Label.HANDICAP: LabelWords(
+    Label.HANDICAP: LabelDescription(
         "its reference is unnecessarily slow: it sleeps, copies, or multiplies wider or slower; or the two differ in "
         "threads or switches",
         "the reference sleeps, copies or pads where the case does not",
         "make the reference as fast as you can, with the same threads and switches",
     ),
-    Label.CONTENDED: LabelWords(
+    Label.CONTENDED: LabelDescription(
         "other processes took the CPU in most slots: wall time was well above CPU time",
         "builds, browsers, other users, or a virtual machine's neighbours", "free the machine; pin processors",
     ),
-    Label.SHARED: LabelWords(
+    Label.SHARED: LabelDescription(
         "other processes use the GPU or other slices of it; whether they ran during the rounds is unknown",
         "another process has memory on the GPU, or MIG is on", "look at `nvidia-smi`; use an unshared GPU",
     ),
-    Label.THROTTLED: LabelWords(
+    Label.THROTTLED: LabelDescription(
         "the device lowered its clocks, and not only for its power cap",
         "heat, or a limit of the power supply", "cool the device; wait; `--sustained 5` measures the lasting speed",
     ),
-    Label.POWER_CAPPED: LabelWords(
+    Label.POWER_CAPPED: LabelDescription(
         "the device's power cap limits its clocks, as is normal for large products",
         "large products reach the power limit", "none needed; `--sustained 5` compares lasting speeds",
     ),
-    Label.CLOCK_OFFSET: LabelWords(
+    Label.CLOCK_OFFSET: LabelDescription(
         "the device's clock was more than 1% different from that of the reference",
         "one precision heats the device more than the other", "lock the clocks; `--sustained 5`",
     ),
-    Label.MEMORY_FULL: LabelWords(
+    Label.MEMORY_FULL: LabelDescription(
         "the device ran out of memory while timing, until torch released its cached memory",
         "the batch nearly fills the memory", "a smaller batch; `--max-batch` finds the largest",
     ),
-    Label.UNSETTLED: LabelWords(
+    Label.UNSETTLED: LabelDescription(
         "the device's clock or temperature still moved when the first round began",
         "the device was cold or busy before the run", "measure again, without `--quick`",
     ),
-    Label.LAUNCH_BOUND: LabelWords(
+    Label.LAUNCH_BOUND: LabelDescription(
         "enqueuing a step took more than half of its time, so part of that time is the host's",
         "short kernels on a fast GPU", "see the column `replayed`; a larger case; `--set compile=yes`",
     ),
-    Label.BELOW_FLOOR: LabelWords(
+    Label.BELOW_FLOOR: LabelDescription(
         f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
         "a case of microseconds", "a larger case; read only the time of the whole step",
     ),
-    Label.FLAT_TIME: LabelWords(
+    Label.FLAT_TIME: LabelDescription(
         "it takes no longer than a smaller size of the same suite with at most half of its work",
         "a fixed cost hides the work, or the step ignores its size", "larger sizes; `fp8bench tape NAME`",
     ),
-    Label.BIMODAL: LabelWords(
+    Label.BIMODAL: LabelDescription(
         "the times fall into two clusters: two states of the machine or the code were measured as one",
         "clocks, huge pages or a neighbour switch between two states", "measure again; `--sessions 3`",
     ),
-    Label.UNEVEN: LabelWords(
+    Label.UNEVEN: LabelDescription(
         "some calls take much longer: the mean over all calls differs from the fastest ones",
         "some calls wait: garbage collection, a disk, a neighbour", "free the machine and measure again",
     ),
-    Label.WHOLE_STEPS: LabelWords(
+    Label.WHOLE_STEPS: LabelDescription(
         "the sum of the fastest stretches is less than any step that ran, so whole steps are compared",
         "different stretches are fast in different steps", "none needed",
     ),
-    Label.DRIFT: LabelWords(
+    Label.DRIFT: LabelDescription(
         "the ratio to the reference moved while measuring",
         "the device warms up, or a load begins or ends", "measure again; `--sessions 3@10m`",
     ),
-    Label.POSITION: LabelWords(
+    Label.POSITION: LabelDescription(
         "the time of a slot depends on its position in the round, whichever case runs in it",
         "a case finds the cache content that the previous case left", "`--set cache=cold`; more rounds",
     ),
-    Label.FEW_SAMPLES: LabelWords(
+    Label.FEW_SAMPLES: LabelDescription(
         f"fewer than {LEAST_ROUNDS} rounds: the range of the rounds is shown instead of an interval",
         "`--quick`, or a short `--budget`", "leave out these options, or raise `--rounds`",
     ),
-    Label.UNPAIRED: LabelWords(
+    Label.UNPAIRED: LabelDescription(
         "it did not fit into memory together with the reference, so it was measured at a different time",
         "the cases do not fit into memory together", "a smaller size; fewer precisions at once",
     ),
-    Label.IN_PROCESS: LabelWords(
+    Label.IN_PROCESS: LabelDescription(
         "the model was measured in the calling process, with everything else that runs there",
         "a live model of a notebook could not be sent", "put `make()` into a file and name it",
     ),
-    Label.VARYING: LabelWords(
+    Label.VARYING: LabelDescription(
         "steps differed in their sequence of phases, so their phases are not comparable",
         "a branch, or layers that are dropped at random", "fix the branch by the seed; use the time of the step only",
     ),
-    Label.EAGER_QUANTISER: LabelWords(
+    Label.EAGER_QUANTISER: LabelDescription(
         "quantisers ran as many small operations instead of one compiled kernel each, so casts are slow",
         "no compiler here, or `FP8BENCH_QUANTISERS=eager`", "`fp8bench doctor` names what is missing",
     ),
-    Label.NO_WORK: LabelWords(
+    Label.NO_WORK: LabelDescription(
         "its results do not depend on its inputs, or it does less work while it is timed",
         "the result is thrown away, or cached between steps", "store it in the state, or return it",
     ),
-    Label.LEAK: LabelWords(
+    Label.LEAK: LabelDescription(
         "memory grows with every step, so later steps may differ from earlier ones",
         "a list, a graph or a cache grows in the state", "detach tensors that stay in the state",
     ),
-    Label.NOT_FINITE: LabelWords(
+    Label.NOT_FINITE: LabelDescription(
         "values of its state became infinite or NaN, which its suite allows but which can change times",
         "the suite lets its state diverge", "a lower rate; docs/how-to.md explains how to find the cause of NaN",
     ),
-    Label.ENERGY_UNRESOLVED: LabelWords(
+    Label.ENERGY_UNRESOLVED: LabelDescription(
         "its energy is unknown or uncertain, or differs between its windows",
         "windows shorter than the counter's ticks, or no counter", "`fp8bench doctor`; longer steps",
     ),
-    Label.REPLAY_PACE: LabelWords(
+    Label.REPLAY_PACE: LabelDescription(
         "its phases take a different time alone than within a step, so their joules may not apply to the step",
         "a phase alone finds a different cache content", "use the joules of the whole step",
     ),
-    Label.CROSS_RUN: LabelWords(
+    Label.CROSS_RUN: LabelDescription(
         "the two sides were measured at different times, so changes in between affect the ratio",
         "two stored runs were compared", "`fp8bench duel --against REVISION` measures both at once",
     ),

@@ -21,9 +21,9 @@ from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find
 
 COMMIT_LETTERS = 8
 # These values mean that a parameter is off, or that torch chooses its value.
-_OFF_PARAM_VALUES = frozenset({"no", "auto", "none"})
+_OFF_OR_AUTO_PARAM_VALUES = frozenset({"no", "auto", "none"})
 # The name of the parameter that holds text data.
-_DATA_PARAM = "data"
+_DATA_PARAM_NAME = "data"
 # Shortens 'Intel(R) Xeon(R) CPU @ 2.20GHz' to 'Intel Xeon'.
 _TRADEMARKS_PATTERN = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
 
@@ -85,7 +85,7 @@ def describe_cache(record: Record, devices: Sequence[DeviceFacts]) -> str:
     return f"calls rotated through {states_text}; the last-level cache has {cache_size_text}"
 
 
-def describe_replays(record: Record) -> str:
+def describe_graph_replays(record: Record) -> str:
     """Returns why steps were not replayed as a CUDA graph. If they were, returns what the replays leave out, and the
     share of each phase. Returns '' if there is nothing to report.
     """
@@ -94,15 +94,17 @@ def describe_replays(record: Record) -> str:
         return ""
     if replays.why:
         return f"not replayed: {replays.why}"
-    total_seconds = sum(seconds for _, seconds in replays.phases)
-    shares_text = ", ".join(f"{phase} {seconds / total_seconds:.0%}" for phase, seconds in replays.phases)
+    replayed_seconds = sum(seconds for _, seconds in replays.phases)
+    phase_shares_text = ", ".join(f"{phase} {seconds / replayed_seconds:.0%}" for phase, seconds in replays.phases)
     loading_text = (
         f"replayed without loading {replays.loaded}, which are already on the device" if replays.loaded else ""
     )
-    return join_parts(loading_text, f"phases of a replay: {shares_text}" if shares_text else "", separator="; ")
+    return join_parts(
+        loading_text, f"phases of a replay: {phase_shares_text}" if phase_shares_text else "", separator="; "
+    )
 
 
-def show_start(run: Run) -> str:
+def format_run_start(run: Run) -> str:
     """Returns the start of a run as '2026-01-05 12:00 UTC'. If the stored text is not a date, returns this text."""
     try:
         start_time = datetime.fromisoformat(run.started)
@@ -111,12 +113,16 @@ def show_start(run: Run) -> str:
     return f"{(start_time if start_time.tzinfo is None else start_time.astimezone(UTC)):%Y-%m-%d %H:%M} UTC"
 
 
-def count_statuses(run: Run) -> str:
+def describe_status_counts(run: Run) -> str:
     """Returns how many cases have each status, as '10 measured, 1 skipped, 1 failed'."""
-    status_counts = Counter(record.status for record in run.records)
+    record_status_counts = Counter(record.status for record in run.records)
     word_by_status = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
     return (
-        ", ".join(f"{status_counts[status]} {word}" for status, word in word_by_status.items() if status_counts[status])
+        ", ".join(
+            f"{record_status_counts[status]} {word}"
+            for status, word in word_by_status.items()
+            if record_status_counts[status]
+        )
         or "none"
     )
 
@@ -132,7 +138,7 @@ def shorten_line(text: str, max_length: int) -> str:
     return line if len(line) <= max_length else f"{line[: max_length - 3]}..."
 
 
-def list_notes(run: Run) -> list[str]:
+def list_run_notes(run: Run) -> list[str]:
     resumption_notes = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
     device_idle_notes = (
         f"{device} idles before each slot, so its clock may rise, and steps may begin faster than in a long "
@@ -143,7 +149,7 @@ def list_notes(run: Run) -> list[str]:
     return [*run.plan.notes, *resumption_notes, *device_idle_notes, *run.notes]
 
 
-def count_missing(run: Run) -> tuple[int, int]:
+def count_missing_records(run: Run) -> tuple[int, int]:
     """Returns the number of planned cases without a record, and the number of all planned cases."""
     planned_cases = chain.from_iterable(group.cases for group in run.plan)
     planned_case_ids = {planned.case.id for planned in planned_cases}
@@ -152,7 +158,7 @@ def count_missing(run: Run) -> tuple[int, int]:
 
 def describe_missing_records(run: Run) -> str:
     """Returns how many planned cases have no record, and how to measure them. Returns '' if every case has a record."""
-    num_missing, num_planned = count_missing(run)
+    num_missing, num_planned = count_missing_records(run)
     if not num_missing:
         return ""
     explanation = f"{num_missing} of {num_planned} cases have no record"
@@ -167,18 +173,18 @@ def name_setting(group: ResultGroup) -> str:
     return group.setting_name or describe_sizes(group.case)
 
 
-def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
+def find_usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
     """Returns the parameters of a case that descriptions leave out, such as those with the suite's default."""
     facts = find_device(devices, case.device)
     # An axis with several default values has no usual value: their joined text equals none of them.
-    usual_values: dict[str, tuple[str, ...]] = {}
+    usual_values_by_param: dict[str, tuple[str, ...]] = {}
     with suppress(UsageError):  # this process may not have imported the module of the suite
         for axis in workloads.get(case.workload).axes(facts) if facts is not None else ():
-            usual_values[axis.name] = tuple(",".join(values) for values in (axis.default, axis.quick))
+            usual_values_by_param[axis.name] = tuple(",".join(values) for values in (axis.default, axis.quick))
     return {
         name: value
         for name, value in case.params
-        if name == _DATA_PARAM or str(value) in (*_OFF_PARAM_VALUES, *usual_values.get(name, ()))
+        if name == _DATA_PARAM_NAME or str(value) in (*_OFF_OR_AUTO_PARAM_VALUES, *usual_values_by_param.get(name, ()))
     }
 
 
@@ -204,10 +210,10 @@ def join_remarks(
     remarks_by_name: Iterable[tuple[str, Iterable[str]]], join: Callable[[Iterable[str]], str] = join_words
 ) -> Iterator[str]:
     """Yields each distinct remark with the names to which it applies, as 'bf16 and fp8: 3 calls were not counted'."""
-    pairs: list[tuple[str, str]] = []
+    remark_name_pairs: list[tuple[str, str]] = []
     for name, remarks in remarks_by_name:
-        pairs += [(remark, name) for remark in remarks]
-    for remark, names in together(pairs).items():
+        remark_name_pairs += [(remark, name) for remark in remarks]
+    for remark, names in together(remark_name_pairs).items():
         yield f"{join(names)}: {remark}"
 
 
@@ -243,7 +249,7 @@ def phase_sort_key(phase: str) -> tuple[float, str]:
     return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else unattributed_phase_position - 0.5, phase
 
 
-def figure_words(name: str) -> str:
+def make_figure_heading(name: str) -> str:
     """Returns the heading of a metric. If it has none, returns its name in words, as 'gradient error' or 'time of
     matmul'.
     """
@@ -255,14 +261,14 @@ def figure_words(name: str) -> str:
 
 
 # The common tone (such as good or bad) is one that at least this share of the cases has.
-MAJORITY_SHARE = 0.75
+TONE_MAJORITY_SHARE = 0.75
 
 
-def common_tone(tones: Iterable[Tone]) -> Tone:
+def find_majority_tone(tones: Iterable[Tone]) -> Tone:
     """Returns the tone that a large majority of cases has. Returns the plain tone if no tone has such a majority, or if
     good and bad tones occur.
     """
-    tone_counts = Counter(tones)
-    ((tone, count), *_) = tone_counts.most_common() or [(Tone.PLAIN, 0)]
-    has_good_and_bad_tones = tone_counts[Tone.GOOD] and tone_counts[Tone.BAD]
-    return Tone.PLAIN if has_good_and_bad_tones or count < MAJORITY_SHARE * tone_counts.total() else tone
+    case_count_by_tone = Counter(tones)
+    ((tone, count), *_) = case_count_by_tone.most_common() or [(Tone.PLAIN, 0)]
+    has_good_and_bad_tones = case_count_by_tone[Tone.GOOD] and case_count_by_tone[Tone.BAD]
+    return Tone.PLAIN if has_good_and_bad_tones or count < TONE_MAJORITY_SHARE * case_count_by_tone.total() else tone

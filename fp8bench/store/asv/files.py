@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.files import convert_write_errors, read_file, write_whole
 from fp8bench.model import Scalar, Series
-from fp8bench.model.codec import Malformed
-from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
+from fp8bench.model.codec import MalformedValueError
+from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_param_lists, read_row, write_row
 
 _RETRY_PAUSE_SECONDS = 0.02
 # A file that was not changed for this many seconds is not being written.
@@ -36,7 +36,7 @@ _MAX_READ_RETRY_SECONDS = 2.0
 T = TypeVar("T")
 
 
-def read_object(path: Path, version: int) -> dict[str, Any]:
+def read_versioned_json_object(path: Path, version: int) -> dict[str, Any]:
     """Returns the object in a JSON file without its version, which must equal `version`.
 
     NaN and Infinity are accepted, because asv writes them. A byte order mark, which asv refuses, is dropped when the
@@ -106,8 +106,8 @@ def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _M
 
 def rename_broken_file(path: Path) -> Path:
     """Renames a broken file to `<name>.broken-<n>` with an unused n, and returns the new path."""
-    for number in itertools.count(1):
-        broken_file_path = path.with_name(f"{path.name}.broken-{number}")
+    for copy_number in itertools.count(1):
+        broken_file_path = path.with_name(f"{path.name}.broken-{copy_number}")
         try:
             broken_file_path.open("x").close()  # an empty file reserves the new name
         except FileExistsError:
@@ -131,7 +131,7 @@ _JSON_INDENT = 4
 _COMPARED_FIELDS = ("params", "version", "unit", "param_names")
 
 
-def load_if_present(load: Callable[[Path], T], path: Path, renamed_files: list[Path] | None = None) -> T | None:
+def load_file_if_present(load: Callable[[Path], T], path: Path, renamed_files: list[Path] | None = None) -> T | None:
     """Loads a file of asv, or returns None if it is missing. If `renamed_files` is given, a broken file is renamed and
     counts as missing, and its new path is added to this list.
     """
@@ -148,7 +148,7 @@ def load_if_present(load: Callable[[Path], T], path: Path, renamed_files: list[P
         return None
 
 
-def make_definition(series: Series) -> dict[str, Any]:
+def make_benchmark_definition(series: Series) -> dict[str, Any]:
     return {
         "name": series.name,
         "type": "track",
@@ -165,12 +165,12 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
     """Returns the definitions of benchmarks in benchmarks.json, by name. If asv would fail on one of them, the whole
     file counts as broken.
     """
-    content = read_object(path, BENCHMARKS_VERSION)
+    content = read_versioned_json_object(path, BENCHMARKS_VERSION)
     for name, definition in content.items():
         if (
             not isinstance(definition, dict)
             or definition.get("name") != name
-            or not are_params(definition.get("params"))
+            or not are_param_lists(definition.get("params"))
         ):
             raise AsvFileBroken(f"{path} is broken: the benchmark {name!r:.120} has no name and params.")
     return content
@@ -180,7 +180,7 @@ def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[s
     """Returns the old definitions of benchmarks, and those of the series. If the old and the new definition of a
     series have equal parameters, version and unit, the old one stays.
     """
-    new_benchmark_definitions = {metric.name: make_definition(metric) for metric in series}
+    new_benchmark_definitions = {metric.name: make_benchmark_definition(metric) for metric in series}
     unchanged_benchmark_names = {
         name
         for name in new_benchmark_definitions
@@ -200,14 +200,14 @@ def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
     write_object(path, {**benchmarks, "version": BENCHMARKS_VERSION}, _JSON_INDENT)
 
 
-def load_machine(path: Path) -> dict[str, Any]:
-    content = read_object(path, MACHINE_VERSION)
+def load_asv_machine(path: Path) -> dict[str, Any]:
+    content = read_versioned_json_object(path, MACHINE_VERSION)
     if not isinstance(content.get("machine"), str):
         raise AsvFileBroken(f"{path} is broken: it has no field 'machine'.")
     return content
 
 
-def merge_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) -> dict[str, Any]:
+def merge_asv_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) -> dict[str, Any]:
     """Returns the old facts of a machine, updated with the new ones. New facts that are None are left out."""
     return {**old, **{key: value for key, value in new.items() if value is not None}}
 
@@ -262,10 +262,10 @@ def load_results(path: Path) -> ResultsFile:
     """Loads a results file. Raises AsvFileError or one of its subclasses if asv would not read the file or would fail
     on it.
     """
-    content = read_object(path, RESULTS_VERSION)
+    content = read_versioned_json_object(path, RESULTS_VERSION)
     try:
         return _parse_results(content, path)
-    except Malformed as error:
+    except MalformedValueError as error:
         raise AsvFileBroken(f"{path} is broken: {error}.") from None
 
 
@@ -286,18 +286,18 @@ def save_results(path: Path, file: ResultsFile) -> None:
 
 def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
     content = {**{key: {} for key in _OPTIONAL_FIELDS}, **content}
-    _check_fields(content, path)
+    _check_result_fields(content, path)
     columns = tuple(content["result_columns"])
     # Refuse unknown columns, because saving the file would lose their values.
     if not all(column in COLUMNS for column in columns):
-        raise Malformed(f"'result_columns' is {shown(columns)}, expected columns of asv")
+        raise MalformedValueError(f"'result_columns' is {shown(columns)}, expected columns of asv")
     rows: dict[str, AsvRow] = {}
     unreadable_rows: dict[str, Any] = {}
     troubles = []
     for name, cells in content["results"].items():
         try:
             rows[name] = read_row(columns, cells)
-        except Malformed as error:
+        except MalformedValueError as error:
             # Drop extra cells. Otherwise they would move into columns that are added when the file is written again.
             unreadable_rows[name] = cells[: len(columns)] if isinstance(cells, list) else cells
             troubles.append(f"the row {name!r:.120} was left out ({error})")
@@ -311,17 +311,17 @@ def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
     )
 
 
-def _check_fields(content: Mapping[str, Any], path: Path) -> None:
+def _check_result_fields(content: Mapping[str, Any], path: Path) -> None:
     """Raises Malformed if asv would ignore a results file or fail on it, because a field is missing or wrong."""
     for key, kind in _TYPE_BY_FIELD.items():
         if key not in content:
-            raise Malformed(f"it has no {key!r}")
+            raise MalformedValueError(f"it has no {key!r}")
         if type(content[key]) is not kind:
-            raise Malformed(f"{key!r} is {shown(content[key])}, expected {kind.__name__}")
+            raise MalformedValueError(f"{key!r} is {shown(content[key])}, expected {kind.__name__}")
     if not isinstance(content["params"].get("machine"), str):
-        raise Malformed("its 'params' have no field 'machine'")
+        raise MalformedValueError("its 'params' have no field 'machine'")
     commit = content["commit_hash"]
     if not _COMMIT_HASH_PATTERN.fullmatch(commit):
-        raise Malformed(f"its commit {commit!r:.80} is not a hash")
+        raise MalformedValueError(f"its commit {commit!r:.80} is not a hash")
     if not path.name.startswith(f"{commit[:8]}-"):
-        raise Malformed(f"its name does not start with its commit, {commit[:8]}-")
+        raise MalformedValueError(f"its name does not start with its commit, {commit[:8]}-")

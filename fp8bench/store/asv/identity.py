@@ -18,16 +18,16 @@ from typing import NamedTuple
 from fp8bench.files import parse_json, read_file
 from fp8bench.model import Scalar
 
-Entry = Mapping[str, Scalar | None]
+IdentityEntry = Mapping[str, Scalar | None]
 
 _MACHINE_FILE_VERSION = 1  # the version of the format of asv's machine.json
-_FACT_PREFIX = "asv_"  # the facts of a run that begin with this are parameters of asv
+_ASV_FACT_PREFIX = "asv_"  # the facts of a run that begin with this are parameters of asv
 _INTERPRETER_FACT = "interpreter"  # this fact of a run is the same for all paths of an interpreter
 _FORBIDDEN_CHARACTERS = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
 _MAX_NAME_LENGTH = 127  # asv replaces a longer name of an environment by a hash
 
 
-class Home(NamedTuple):
+class MachineInterpreter(NamedTuple):
     """A machine and a Python interpreter on it. `python` is the path by which the interpreter was called.
     `interpreter` is the same for all paths of one interpreter.
     """
@@ -36,7 +36,7 @@ class Home(NamedTuple):
     python: str
     interpreter: str
 
-    def is_same(self, other: Home) -> bool:
+    def is_same_interpreter(self, other: MachineInterpreter) -> bool:
         """Returns whether both are the same interpreter on the same machine. bin/python and bin/python3 count as the
         same interpreter.
         """
@@ -45,19 +45,19 @@ class Home(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Identity:
+class AsvIdentity:
     """asv's parameters of a machine, with additional facts such as a GPU, and asv's name for the interpreter.
 
     `interpreter` is the same for all paths of one interpreter.
     """
 
-    machine: Entry
+    machine: IdentityEntry
     python: str
     interpreter: str = ""
 
     @property
-    def home(self) -> Home:
-        return Home(str(self.machine["machine"]), self.python, self.interpreter)
+    def home(self) -> MachineInterpreter:
+        return MachineInterpreter(str(self.machine["machine"]), self.python, self.interpreter)
 
     @property
     def env_name(self) -> str:
@@ -79,7 +79,7 @@ class Identity:
         return f"{commit[:8]}-{name}.json"
 
 
-def find_identity(stored_entry: Entry | None = None) -> Identity:
+def find_machine_identity(stored_entry: IdentityEntry | None = None) -> AsvIdentity:
     """Returns the identity of this machine and interpreter. The facts of the machine come from the user's entry in
     ~/.asv-machine.json, otherwise from `stored_entry`, otherwise from what `asv machine --yes` would find.
 
@@ -90,13 +90,13 @@ def find_identity(stored_entry: Entry | None = None) -> Identity:
         name: value for name, value in (stored_entry or {}).items() if name != "version"
     }  # `version` is the version of the file format, and not a fact of the machine
     machine = (
-        _select_machine_facts(_read_user_entry(platform.node()))
+        _select_machine_facts(_read_user_machine_entry(platform.node()))
         or _select_machine_facts(stored_facts)
         or _discover_machine()
     )
     # Keep links, like asv does: the interpreter of a virtual environment is a link.
     python = os.path.abspath(sys.executable or "python")  # noqa: PTH100 - Path.resolve would follow them
-    return Identity(machine, python, resolve_interpreter(python))
+    return AsvIdentity(machine, python, resolve_interpreter(python))
 
 
 def resolve_interpreter(python: str) -> str:
@@ -113,21 +113,21 @@ def resolve_interpreter(python: str) -> str:
     return python
 
 
-def list_identity_facts(identity: Identity) -> dict[str, Scalar | None]:
-    return {_FACT_PREFIX + name: value for name, value in identity.params.items()} | {
+def list_identity_facts(identity: AsvIdentity) -> dict[str, Scalar | None]:
+    return {_ASV_FACT_PREFIX + name: value for name, value in identity.params.items()} | {
         _INTERPRETER_FACT: identity.interpreter
     }
 
 
-def parse_identity(facts: Entry) -> Identity | None:
+def parse_machine_identity(facts: IdentityEntry) -> AsvIdentity | None:
     """Returns the identity in a run's facts, or None if the facts name no machine or no interpreter."""
     asv_facts = {
-        name.removeprefix(_FACT_PREFIX): value for name, value in facts.items() if name.startswith(_FACT_PREFIX)
+        name.removeprefix(_ASV_FACT_PREFIX): value for name, value in facts.items() if name.startswith(_ASV_FACT_PREFIX)
     }
     machine, python = _select_machine_facts(asv_facts), asv_facts.get("python")
     if machine is None or not isinstance(python, str) or not python:
         return None
-    return Identity(machine, python, str(facts.get(_INTERPRETER_FACT) or resolve_interpreter(python)))
+    return AsvIdentity(machine, python, str(facts.get(_INTERPRETER_FACT) or resolve_interpreter(python)))
 
 
 def _select_machine_facts(entry: object) -> dict[str, Scalar | None] | None:
@@ -147,7 +147,7 @@ def _select_machine_facts(entry: object) -> dict[str, Scalar | None] | None:
     return facts
 
 
-def _read_user_entry(host: str) -> object:
+def _read_user_machine_entry(host: str) -> object:
     """Returns the entry of this host in ~/.asv-machine.json. If the file has only one entry, returns that entry."""
     try:
         entries = parse_json(read_file(Path("~/.asv-machine.json").expanduser()))

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from fp8bench.errors import StoreError
-from fp8bench.model.codec import Malformed
+from fp8bench.model.codec import MalformedValueError
 
 # The columns of a row, in the order of asv 0.6.
 COLUMNS = (
@@ -39,7 +39,7 @@ COLUMNS = (
 _INTERVAL_LEVEL = 0.99
 # The parameter lists of a broken file may have more combinations than fit into memory, so a row with more than this is
 # refused.
-MAX_COMBINATIONS = 100_000
+MAX_PARAM_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,20 @@ class AsvRow:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        count = count_combinations(self.params)
+        count = count_param_combinations(self.params)
         if {len(self.values), len(self.stats), len(self.samples)} != {count}:
-            raise Malformed(
+            raise MalformedValueError(
                 f"{len(self.values)} values, {len(self.stats)} statistics and {len(self.samples)} lists of samples "
                 f"for {count} combinations"
             )
 
 
 # The value, statistics and samples of one combination of parameters.
-Figures = tuple[float | None, AsvStats | None, tuple[float, ...] | None]
-NOT_MEASURED: Figures = (math.nan, None, None)
+RowFigures = tuple[float | None, AsvStats | None, tuple[float, ...] | None]
+NOT_MEASURED: RowFigures = (math.nan, None, None)
 
 
-def figures_by_combination(row: AsvRow) -> dict[tuple[str, ...], Figures]:
+def index_figures_by_params(row: AsvRow) -> dict[tuple[str, ...], RowFigures]:
     """Returns the figures of a row. The key is the combination of parameters and not its position in the row, because
     the grid may have changed since the row was written.
     """
@@ -99,7 +99,7 @@ def figures_by_combination(row: AsvRow) -> dict[tuple[str, ...], Figures]:
 def make_row(
     params: tuple[tuple[str, ...], ...],
     version: str | None,
-    figures: Mapping[tuple[str, ...], Figures],
+    figures: Mapping[tuple[str, ...], RowFigures],
     started_at: int | None,
     duration: float | None,
 ) -> AsvRow:
@@ -108,11 +108,11 @@ def make_row(
     return AsvRow(params, version, values, stats, samples, started_at, duration)
 
 
-def count_combinations(params: Iterable[Sequence[str]]) -> int:
+def count_param_combinations(params: Iterable[Sequence[str]]) -> int:
     return math.prod(len(values) for values in params)
 
 
-def are_params(plain: object) -> bool:
+def are_param_lists(plain: object) -> bool:
     """Returns whether a JSON value is a list of lists of texts, like the parameters in asv's files."""
     return isinstance(plain, list) and all(map(_is_list_of_texts, plain))
 
@@ -190,37 +190,39 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     have.
     """
     if not isinstance(cells, list):
-        raise Malformed(f"expected a list, found {shown(cells)}")
+        raise MalformedValueError(f"expected a list, found {shown(cells)}")
     cell_by_column = dict(zip(columns, cells, strict=False))
     param_lists: Any = cell_by_column.get("params")
-    if not are_params(param_lists):
-        raise Malformed(f"'params' is {shown(param_lists)}, expected lists of texts")
+    if not are_param_lists(param_lists):
+        raise MalformedValueError(f"'params' is {shown(param_lists)}, expected lists of texts")
     params = tuple(tuple(values) for values in param_lists)
-    count = count_combinations(params)
-    if count > MAX_COMBINATIONS:
-        raise Malformed(f"its parameters have more than {MAX_COMBINATIONS} combinations")
+    count = count_param_combinations(params)
+    if count > MAX_PARAM_COMBINATIONS:
+        raise MalformedValueError(f"its parameters have more than {MAX_PARAM_COMBINATIONS} combinations")
 
-    def read_column(key: str, is_valid: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
+    def read_column(key: str, is_valid: Callable[[object], bool] = _is_plain_number) -> tuple[Any, ...]:
         return _expand_column(cell_by_column.get(key), key, count, is_valid)
 
     columns_of_stats = [
-        read_column(f"stats_{field.name}", _is_64_bit_integer if field.name in ("number", "repeat") else _is_number)
+        read_column(
+            f"stats_{field.name}", _is_64_bit_integer if field.name in ("number", "repeat") else _is_plain_number
+        )
         for field in fields(AsvStats)
     ]
-    combination_stats = []
+    stats_of_combinations = []
     for figures in zip(*columns_of_stats, strict=True):
         if 0 < figures.count(None) < len(figures):  # asv fails on a row that has only some of the statistics
-            raise Malformed("some statistics of a value are missing")
-        combination_stats.append(None if None in figures else AsvStats(*figures))
-    samples = read_column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
+            raise MalformedValueError("some statistics of a value are missing")
+        stats_of_combinations.append(None if None in figures else AsvStats(*figures))
+    samples = read_column("samples", lambda value: isinstance(value, list) and all(map(_is_plain_number, value)))
     return AsvRow(
         params,
         _read_scalar_cell(cell_by_column, "version", lambda value: isinstance(value, str)),
         read_column("result"),
-        tuple(combination_stats),
+        tuple(stats_of_combinations),
         tuple(None if sample is None else tuple(sample) for sample in samples),
         _read_scalar_cell(cell_by_column, "started_at", _is_64_bit_integer),
-        _read_scalar_cell(cell_by_column, "duration", _is_number),
+        _read_scalar_cell(cell_by_column, "duration", _is_plain_number),
         _read_scalar_cell(cell_by_column, "profile", lambda value: isinstance(value, str)),
     )
 
@@ -231,26 +233,26 @@ def _expand_column(plain: object, key: str, count: int, is_valid: Callable[[obje
     """
     cells = [] if plain is None else plain
     if not isinstance(cells, list):
-        raise Malformed(f"{key!r} is {shown(plain)}, expected a list")
+        raise MalformedValueError(f"{key!r} is {shown(plain)}, expected a list")
     if len(cells) > count:
-        raise Malformed(f"{key!r} has {len(cells)} values for {count} combinations")
+        raise MalformedValueError(f"{key!r} has {len(cells)} values for {count} combinations")
     first_invalid_cell = next(
         (cell for cell in cells if cell is not None and not is_valid(cell)),
         None,
     )
     if first_invalid_cell is not None:
-        raise Malformed(f"{key!r} has the value {shown(first_invalid_cell)}")
+        raise MalformedValueError(f"{key!r} has the value {shown(first_invalid_cell)}")
     return (*cells, *[None] * (count - len(cells)))
 
 
 def _read_scalar_cell(cell_by_column: Mapping[str, Any], key: str, is_valid: Callable[[object], bool]) -> Any:
     value = cell_by_column.get(key)
     if value is not None and not is_valid(value):
-        raise Malformed(f"{key!r} is {shown(value)}")
+        raise MalformedValueError(f"{key!r} is {shown(value)}")
     return value
 
 
-def _is_number(plain: object) -> bool:
+def _is_plain_number(plain: object) -> bool:
     return type(plain) is float or _is_64_bit_integer(plain)
 
 

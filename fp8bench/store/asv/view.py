@@ -15,28 +15,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
-from fp8bench.files import LOCK_SECONDS, PARTIAL_SUFFIX, lock_folder
+from fp8bench.files import LOCK_SECONDS, PARTIAL_FILE_SUFFIX, lock_folder
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.model.run import BENCH
 from fp8bench.store.asv.files import (
     ResultsFile,
+    load_asv_machine,
     load_benchmarks,
-    load_if_present,
-    load_machine,
+    load_file_if_present,
     load_results,
+    merge_asv_machine,
     merge_benchmarks,
-    merge_machine,
     save_benchmarks,
     save_machine,
     save_results,
 )
-from fp8bench.store.asv.identity import Identity, find_identity, resolve_interpreter
+from fp8bench.store.asv.identity import AsvIdentity, find_machine_identity, resolve_interpreter
 from fp8bench.store.asv.rows import (
     NOT_MEASURED,
     AsvRow,
-    Figures,
-    figures_by_combination,
+    RowFigures,
     import_asv_statistics,
+    index_figures_by_params,
     make_row,
     summarize_samples,
 )
@@ -45,9 +45,9 @@ from fp8bench.store.commit_runs import (
     TrackedRun,
     collect_series,
     explain_outside_history,
-    make_tracked_run,
     merge_commit_points,
-    runs_of_commit,
+    read_runs_of_commit,
+    track_run,
 )
 
 # After this many seconds, an unfinished file counts as abandoned, because its writer was killed.
@@ -56,13 +56,13 @@ _ABANDONED_FILE_SECONDS = 3600.0
 
 def remove_abandoned_files(folder: Path) -> None:
     """Removes unfinished files whose writers were killed."""
-    for path in folder.glob(f".*{PARTIAL_SUFFIX}"):
+    for path in folder.glob(f".*{PARTIAL_FILE_SUFFIX}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_FILE_SECONDS:
                 path.unlink()
 
 
-def results_folder(store: Path) -> Path:
+def asv_results_folder(store: Path) -> Path:
     """Returns the folder that asv.conf.json names for results."""
     return store / "asv" / "results"
 
@@ -78,9 +78,9 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     if run.request.suite == BENCH:
         return ""
     reason = explain_outside_history(run)
-    if reason == OUTSIDE_REPOSITORY and not run.request.grid and not results_folder(store).is_dir():
+    if reason == OUTSIDE_REPOSITORY and not run.request.grid and not asv_results_folder(store).is_dir():
         return ""
-    tracked = make_tracked_run(run) if not reason else None
+    tracked = track_run(run) if not reason else None
     if tracked is None or not tracked.content.points:
         no_machine_reason = "it names no machine, or one whose name cannot be a folder"
         reason = reason or (tracked.content.why if tracked is not None else no_machine_reason)
@@ -120,12 +120,14 @@ def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS
     with lock_folder(store / "asv", timeout):
         # Read the runs while holding the lock. Otherwise a writer that read fewer runs could write after this one.
         run_home = new_run.identity.home
-        runs = [run for run in runs_of_commit(store, new_run.commit) if run.identity.home.is_same(run_home)]
+        runs = [
+            run for run in read_runs_of_commit(store, new_run.commit) if run.identity.home.is_same_interpreter(run_home)
+        ]
         tracked_runs = [run for run in runs if run.content.points]
         if all(run.run.id != new_run.run.id for run in tracked_runs):
             raise StoreError(f"the run {new_run.run.id} was not found in {store}, so it is not in asv's view.")
         renamed_files: list[Path] = []
-        write_interpreter_results(results_folder(store), tracked_runs, renamed_files)
+        write_interpreter_results(asv_results_folder(store), tracked_runs, renamed_files)
         return renamed_files
 
 
@@ -143,20 +145,20 @@ def write_interpreter_results(results: Path, tracked: Sequence[TrackedRun], rena
     # Define the series before writing rows: asv hides rows without a definition, and this process may be killed
     # between the two steps.
     define_series(results, collect_series(tracked), renamed_files)
-    file = load_if_present(load_results, path, renamed_files)
+    file = load_file_if_present(load_results, path, renamed_files)
     if file is None:
         file = ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} has the results of a different commit, {file.commit_hash}. Move it away.")
     commit_dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
     date = file.date or next((number for number in commit_dates if type(number) is int), 0)
-    save_results(path, fill_rows(replace(file, params=identity.params, date=date), tracked))
+    save_results(path, fill_asv_rows(replace(file, params=identity.params, date=date), tracked))
     for folder in (results, path.parent):
         remove_abandoned_files(folder)
     return path
 
 
-def _update_stored_identity(results: Path, identity: Identity, renamed_files: list[Path]) -> Identity:
+def _update_stored_identity(results: Path, identity: AsvIdentity, renamed_files: list[Path]) -> AsvIdentity:
     """Updates machine.json, and returns the identity under which the machine's results are already stored.
 
     asv begins a new line in its graphs if the path of the interpreter or a fact of the machine changes. A change from
@@ -165,26 +167,28 @@ def _update_stored_identity(results: Path, identity: Identity, renamed_files: li
     """
     # 1. Load the machine's entry from its results folder, if there is one.
     folder = results / str(identity.machine["machine"])
-    folder_entry = load_if_present(load_machine, folder / "machine.json", renamed_files) or {}
+    folder_entry = load_file_if_present(load_asv_machine, folder / "machine.json", renamed_files) or {}
     if folder_entry and folder_entry["machine"] != folder.name:
         raise AsvFileError(
             f"{folder / 'machine.json'} names the machine {folder_entry['machine']!r:.80}, but its folder is "
             f"{folder.name!r:.80}: asv ignores that folder. Make both names equal."
         )
     # 2. Update the machine's entry. If the run is from this machine, use the machine's current facts.
-    current_identity = find_identity(folder_entry or identity.machine)
-    is_this_machine = current_identity.machine["machine"] == identity.machine["machine"]
-    machine = current_identity.machine if is_this_machine else folder_entry or identity.machine
-    updated_entry = merge_machine(folder_entry, machine)
-    if updated_entry != folder_entry:
-        save_machine(folder / "machine.json", updated_entry)
+    current_identity = find_machine_identity(folder_entry or identity.machine)
+    is_current_machine = current_identity.machine["machine"] == identity.machine["machine"]
+    machine = current_identity.machine if is_current_machine else folder_entry or identity.machine
+    merged_machine_entry = merge_asv_machine(folder_entry, machine)
+    if merged_machine_entry != folder_entry:
+        save_machine(folder / "machine.json", merged_machine_entry)
     # Sort the facts, so that rebuilding gives the same file. Leave out lists, which cannot be parameters of a series.
-    sorted_facts = sorted((machine if is_this_machine else updated_entry).items())
-    scalar_facts = {key: value for key, value in sorted_facts if value is None or isinstance(value, int | float | str)}
-    return Identity(scalar_facts, _find_stored_python(folder, identity), identity.interpreter)
+    sorted_machine_facts = sorted((machine if is_current_machine else merged_machine_entry).items())
+    scalar_facts = {
+        key: value for key, value in sorted_machine_facts if value is None or isinstance(value, int | float | str)
+    }
+    return AsvIdentity(scalar_facts, _find_stored_python(folder, identity), identity.interpreter)
 
 
-def _find_stored_python(folder: Path, identity: Identity) -> str:
+def _find_stored_python(folder: Path, identity: AsvIdentity) -> str:
     """Returns the path of the interpreter as the newest results of the machine have it, so that asv continues the same
     line.
     """
@@ -207,20 +211,22 @@ def _file_modification_time(path: Path) -> float:
 
 def define_series(results: Path, series: Iterable[Series], renamed_files: list[Path]) -> None:
     path = results / "benchmarks.json"
-    benchmarks = load_if_present(load_benchmarks, path, renamed_files) or {}
-    merged_benchmarks = merge_benchmarks(benchmarks, series)
-    if merged_benchmarks != benchmarks:
+    asv_benchmarks = load_file_if_present(load_benchmarks, path, renamed_files) or {}
+    merged_benchmarks = merge_benchmarks(asv_benchmarks, series)
+    if merged_benchmarks != asv_benchmarks:
         save_benchmarks(path, merged_benchmarks)
 
 
-def fill_rows(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
+def fill_asv_rows(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
     """Returns the results file with a new row for each series of the runs. Rows of other series are kept."""
     points = merge_commit_points(tracked)
     rows = dict(file.rows)
-    for series in collect_series(tracked):
-        cells = {cell: point for (name, cell), point in points.items() if name == series.name}
+    for metric_series in collect_series(tracked):
+        cells = {cell: point for (name, cell), point in points.items() if name == metric_series.name}
         if cells:
-            rows[series.name] = _make_row(series, cells, tracked[-1].started_at, rows.get(series.name))
+            rows[metric_series.name] = _make_row(
+                metric_series, cells, tracked[-1].started_at, rows.get(metric_series.name)
+            )
     return replace(file, rows=rows)
 
 
@@ -234,15 +240,17 @@ def _make_row(series: Series, points: Mapping[Cell, Point], started_at: int, pre
     version = next(iter(points.values())).version
     if previous_row is not None and previous_row.version != version:
         previous_row = None
-    has_samples = previous_row is not None and any(previous_row.samples)
-    figures = figures_by_combination(previous_row) if previous_row is not None else {}
-    new_figures = {tuple(map(repr, cell)): _make_figures(point, has_samples) for cell, point in points.items()}
+    has_previous_samples = previous_row is not None and any(previous_row.samples)
+    figures = index_figures_by_params(previous_row) if previous_row is not None else {}
+    new_figures_by_cell = {
+        tuple(map(repr, cell)): _make_figures(point, has_previous_samples) for cell, point in points.items()
+    }
     params = tuple(tuple(map(repr, values)) for values in series.params)
     duration = previous_row.duration if previous_row is not None else None
-    return make_row(params, version, figures | new_figures, started_at, duration)
+    return make_row(params, version, figures | new_figures_by_cell, started_at, duration)
 
 
-def _make_figures(point: Point, keeps_samples: bool) -> Figures:
+def _make_figures(point: Point, keeps_samples: bool) -> RowFigures:
     if point.samples and all(map(math.isfinite, point.samples)):
         value, stats = summarize_samples(point.samples)
         return value, stats, point.samples if keeps_samples else None

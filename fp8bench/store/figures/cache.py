@@ -15,7 +15,7 @@ from pathlib import Path
 from fp8bench.model.codec import SCHEMA
 
 # Increase this version when the same runs give different figures or different cached values.
-VERSION = 2
+VERSION = 3
 _FILE_VERSION = 1000 * VERSION + SCHEMA
 _LOCK_SECONDS = 20.0
 _CREATE_TABLE_STATEMENT = (
@@ -32,15 +32,15 @@ class _UnusableCache(Exception):
     """The cache cannot be used, because it has a different version or a changed value."""
 
 
-def cache_path(store: Path) -> Path:
+def get_figure_cache_path(store: Path) -> Path:
     return store / "figures.sqlite"
 
 
-def read_values(store: Path, kind: str) -> dict[str, bytes]:
+def read_cached_values(store: Path, kind: str) -> dict[str, bytes]:
     """Returns the cached values of a kind, by name. Returns {} if the cache cannot be read, and deletes a damaged or
     outdated cache.
     """
-    path = cache_path(store)
+    path = get_figure_cache_path(store)
     if not path.is_file():
         return {}
     try:
@@ -64,7 +64,7 @@ def write_values(store: Path, values: Mapping[Key, bytes]) -> str:
     """Adds values to the cache. Returns why they could not be written, or '' if they were."""
     rows = [(*key, value, _checksum(key[1], value)) for key, value in values.items()]
     try:
-        with _open_cache(cache_path(store)) as (connection, _):
+        with _open_cache(get_figure_cache_path(store)) as (connection, _):
             # Without syncing, a power failure may damage the cache. Then it is rebuilt.
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("BEGIN IMMEDIATE")
@@ -87,7 +87,7 @@ def _delete_damaged_cache(store: Path, error: Exception) -> None:
 def delete_cache(store: Path) -> None:
     for suffix in ("", "-journal"):
         with contextlib.suppress(OSError):
-            cache_path(store).with_name(f"{cache_path(store).name}{suffix}").unlink()
+            get_figure_cache_path(store).with_name(f"{get_figure_cache_path(store).name}{suffix}").unlink()
 
 
 @contextlib.contextmanager

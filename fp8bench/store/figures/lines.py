@@ -16,21 +16,30 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8bench.analysis.stats import Floats
+from fp8bench.analysis.stats import FloatArray
 from fp8bench.model import Cell, Ending, Figure, Scalar, Status, Trend, trend_name
-from fp8bench.store.asv.identity import Home, Identity
-from fp8bench.store.figures.tables import ROW, FigureFacts, FigureTable, Layout, Place, Rows, read_facts, read_layout
+from fp8bench.store.asv.identity import AsvIdentity, MachineInterpreter
+from fp8bench.store.figures.tables import (
+    ROW,
+    FigureFacts,
+    FigureRows,
+    FigureTable,
+    HistoryPlace,
+    Layout,
+    read_facts,
+    read_layout,
+)
 
 IntegerArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 
-def find_or_add_home(new_home: Home, homes: list[Home]) -> Home:
+def find_or_add_machine_home(new_home: MachineInterpreter, homes: list[MachineInterpreter]) -> MachineInterpreter:
     """Returns the first home in the list that is the same machine and interpreter as the new home. If the list has no
     such home, adds the new home to the list and returns it.
     """
     for home in homes:
-        if new_home.is_same(home):
+        if new_home.is_same_interpreter(home):
             return home
     homes.append(new_home)
     return new_home
@@ -51,7 +60,7 @@ def trend_sort_key(trend: Trend, series_index: int) -> tuple[object, ...]:
     return trend.machine["machine"], trend.python, trend.series.workload, series_index, cell_value_indices
 
 
-class AllFacts:
+class HistoryFacts:
     """The distinct `FigureFacts` of a history. Each array has one entry for each `FigureFacts`."""
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -74,7 +83,7 @@ class ComparableFigures(NamedTuple):
     """
 
     places: IntegerArray
-    values: Floats
+    values: FloatArray
 
 
 @dataclass(frozen=True)
@@ -88,21 +97,21 @@ class Line:
     trend: Trend
     series_index: int
     place_indices: IntegerArray
-    rows: Rows
-    places: Sequence[Place]
-    facts: AllFacts
+    rows: FigureRows
+    places: Sequence[HistoryPlace]
+    facts: HistoryFacts
 
-    def to_trend(self) -> Trend:
+    def make_trend(self) -> Trend:
         return replace(self.trend, figures=self._make_figures(range(len(self.rows))))
 
     @property
     def ending(self) -> Ending:
         rows_with_value = np.flatnonzero(self.facts.has_value[self.rows["facts"]])
         last_index = len(self.rows) - 1
-        *earlier, newest = self._make_figures(
+        *earlier_figures, newest = self._make_figures(
             [*rows_with_value[rows_with_value < last_index][-1:].tolist(), last_index]
         )
-        return Ending(self.trend, newest, earlier[0] if earlier else None, len(rows_with_value))
+        return Ending(self.trend, newest, earlier_figures[0] if earlier_figures else None, len(rows_with_value))
 
     @property
     def comparable(self) -> list[ComparableFigures]:
@@ -110,18 +119,18 @@ class Line:
         may be infinite or NaN.
         """
         facts = self.rows["facts"]
-        complete_rows = np.flatnonzero(self.facts.is_complete[facts])
-        values, groups = self.rows["value"][complete_rows], self.facts.group[facts[complete_rows]]
+        complete_row_indices = np.flatnonzero(self.facts.is_complete[facts])
+        values, groups = self.rows["value"][complete_row_indices], self.facts.group[facts[complete_row_indices]]
         return [
-            ComparableFigures(complete_rows[groups == key], values[groups == key])
+            ComparableFigures(complete_row_indices[groups == key], values[groups == key])
             for key in dict.fromkeys(groups.tolist())
         ]
 
     def _make_figures(self, row_indices: Sequence[int]) -> tuple[Figure, ...]:
-        places = [self.places[index] for index in self.place_indices[row_indices].tolist()]
-        return tuple(map(self._make_figure, places, self.rows[row_indices].tolist()))
+        row_commits = [self.places[index] for index in self.place_indices[row_indices].tolist()]
+        return tuple(map(self._make_figure, row_commits, self.rows[row_indices].tolist()))
 
-    def _make_figure(self, place: Place, row: tuple[float, float, float, int]) -> Figure:
+    def _make_figure(self, place: HistoryPlace, row: tuple[float, float, float, int]) -> Figure:
         value, low, high, index = row
         facts = self.facts.facts[index]
         return Figure(
@@ -148,11 +157,11 @@ class Block:
     commit with the newest run.
     """
 
-    home: Home
+    home: MachineInterpreter
     layout: Layout
-    newest_place: Place
+    newest_place: HistoryPlace
     place_indices: IntegerArray
-    rows: Rows
+    rows: FigureRows
 
     @cached_property
     def names(self) -> list[str]:
@@ -171,12 +180,12 @@ class History:
     """
 
     blocks: Sequence[Block]
-    places: Sequence[Place]
-    facts: AllFacts
-    homes: Sequence[Home]
+    places: Sequence[HistoryPlace]
+    facts: HistoryFacts
+    homes: Sequence[MachineInterpreter]
     runs: int
     commits: int
-    left_out_reasons: Counter[str]
+    skipped_run_reasons: Counter[str]
     read: int
     troubles: Sequence[str]
 
@@ -184,12 +193,12 @@ class History:
     def names(self) -> list[str]:
         """The sorted names of the trends. Trends on different machines may have the same name."""
         names: set[str] = set()
-        for block, has_information in zip(self.blocks, self._columns_with_information, strict=True):
+        for block, has_information in zip(self.blocks, self._informative_column_flags, strict=True):
             names.update(itertools.compress(block.names, has_information))
         return sorted(names)
 
     @cached_property
-    def _columns_with_information(self) -> list[list[bool]]:
+    def _informative_column_flags(self) -> list[list[bool]]:
         """A flag for each column of each block: True if the column has a number or a failure."""
         return [self.facts.has_information[block.rows["facts"]].any(axis=0).tolist() for block in self.blocks]
 
@@ -198,9 +207,9 @@ class History:
         return self.select_lines(lambda _: True)
 
     def trends(self, is_wanted: Callable[[str], bool]) -> tuple[Trend, ...]:
-        return tuple(line.to_trend() for line in self.select_lines(is_wanted))
+        return tuple(line.make_trend() for line in self.select_lines(is_wanted))
 
-    def endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
+    def list_trend_endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
         """Returns the last two figures of each trend that `is_wanted` accepts by name, without decoding the others."""
         return [line.ending for line in self.select_lines(is_wanted)]
 
@@ -209,23 +218,23 @@ class History:
         failure are left out.
         """
         # A cell may have columns in several blocks. Its line is listed if one column has a number or a failure.
-        columns: dict[tuple[Home, str, Cell], list[Column]] = {}
-        line_keys_with_information = set[tuple[Home, str, Cell]]()
-        for block, has_information in zip(self.blocks, self._columns_with_information, strict=True):
+        columns: dict[tuple[MachineInterpreter, str, Cell], list[Column]] = {}
+        informative_line_keys = set[tuple[MachineInterpreter, str, Cell]]()
+        for block, has_information in zip(self.blocks, self._informative_column_flags, strict=True):
             for index, name in enumerate(block.names):
                 if is_wanted(name):
                     series_index, values = block.layout.cells[index]
                     key = block.home, block.layout.series[series_index].name, values
                     columns.setdefault(key, []).append((block, index))
-                    line_keys_with_information.update([key] if has_information[index] else [])
-        lines = [self._make_history_line(columns[key]) for key in line_keys_with_information]
+                    informative_line_keys.update([key] if has_information[index] else [])
+        lines = [self._make_history_line(columns[key]) for key in informative_line_keys]
         return sorted(lines, key=lambda line: trend_sort_key(line.trend, line.series_index))
 
-    def is_trend_of(self, trend: Trend, identity: Identity) -> bool:
+    def is_trend_of(self, trend: Trend, identity: AsvIdentity) -> bool:
         """Returns whether a trend belongs to the machine and interpreter of `identity`. The path by which the
         interpreter was called does not matter.
         """
-        home = find_or_add_home(identity.home, list(self.homes))
+        home = find_or_add_machine_home(identity.home, list(self.homes))
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def _make_history_line(self, columns: Sequence[Column]) -> Line:
@@ -239,44 +248,50 @@ class History:
         place_indices, rows = block.place_indices, block.rows[:, index]
         if len(columns) > 1:
             place_indices = np.concatenate([part.place_indices for part, _ in columns])
-            commit_order = np.argsort(place_indices)
+            commit_sort_indices = np.argsort(place_indices)
             place_indices, rows = (
-                place_indices[commit_order],
-                np.concatenate([part.rows[:, column] for part, column in columns])[commit_order],
+                place_indices[commit_sort_indices],
+                np.concatenate([part.rows[:, column] for part, column in columns])[commit_sort_indices],
             )
         return Line(trend, series_index, place_indices, rows, self.places, self.facts)
 
 
-def make_history(tables: Sequence[FigureTable], *counts: Any) -> History:
+def make_figure_history(tables: Sequence[FigureTable], *counts: Any) -> History:
     """Builds the history from tables, which must be in the order of their commits' first runs. `counts` are the values
     of the last fields of `History`.
     """
     # 1. Collect machines and interpreters in the order of their first runs.
-    homes: list[Home] = []
-    home_of_each_table = [find_or_add_home(table.place.home, homes) for table in tables]
+    homes: list[MachineInterpreter] = []
+    table_homes = [find_or_add_machine_home(table.place.home, homes) for table in tables]
     # 2. Group tables with the same layout and machine into blocks, in the order of commits.
     sorted_table_indices = sorted(range(len(tables)), key=lambda index: tables[index].place.moment)
-    groups: dict[tuple[Home, str], list[tuple[int, FigureTable]]] = {}
+    groups: dict[tuple[MachineInterpreter, str], list[tuple[int, FigureTable]]] = {}
     for position, index in enumerate(sorted_table_indices):
-        groups.setdefault((home_of_each_table[index], tables[index].layout), []).append((position, tables[index]))
+        groups.setdefault((table_homes[index], tables[index].layout), []).append((position, tables[index]))
     # 3. Give equal facts the same number in all tables.
-    fact_numbers: dict[str, int] = {}
-    blocks = [_make_table_block(home, members, fact_numbers) for (home, _), members in groups.items()]
+    number_by_fact: dict[str, int] = {}
+    blocks = [_make_table_block(home, members, number_by_fact) for (home, _), members in groups.items()]
     return History(
-        blocks, [tables[index].place for index in sorted_table_indices], AllFacts(list(fact_numbers)), homes, *counts
+        blocks,
+        [tables[index].place for index in sorted_table_indices],
+        HistoryFacts(list(number_by_fact)),
+        homes,
+        *counts,
     )
 
 
-def _make_table_block(home: Home, members: Sequence[tuple[int, FigureTable]], fact_numbers: dict[str, int]) -> Block:
-    place_with_newest_run = max((table.place for _, table in members), key=lambda place: place.newest)
+def _make_table_block(
+    home: MachineInterpreter, members: Sequence[tuple[int, FigureTable]], fact_numbers: dict[str, int]
+) -> Block:
+    newest_table_place = max((table.place for _, table in members), key=lambda place: place.newest)
     place_indices = np.array([place_indices for place_indices, _ in members], np.int64)
     rows = np.stack(
-        [_renumber_facts(table, fact_numbers).view(np.uint8) for _, table in members]
+        [_renumber_table_facts(table, fact_numbers).view(np.uint8) for _, table in members]
     )  # stacking bytes is faster than stacking rows
-    return Block(home, read_layout(members[0][1].layout), place_with_newest_run, place_indices, rows.view(ROW))
+    return Block(home, read_layout(members[0][1].layout), newest_table_place, place_indices, rows.view(ROW))
 
 
-def _renumber_facts(table: FigureTable, fact_numbers: dict[str, int]) -> Rows:
+def _renumber_table_facts(table: FigureTable, fact_numbers: dict[str, int]) -> FigureRows:
     """Returns the rows of a table, with facts numbered among the facts of all tables instead of this table.
     `fact_numbers` maps the text of facts to this number. New facts are added to it.
     """

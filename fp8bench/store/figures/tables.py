@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.model import Cell, Conditions, Point, Series, Status
-from fp8bench.store.asv.identity import Home
+from fp8bench.store.asv.identity import MachineInterpreter
 from fp8bench.store.asv.rows import summarize_samples
 from fp8bench.store.commit_runs import TrackedRun, collect_series, merge_commit_points
 
@@ -25,7 +25,7 @@ from fp8bench.store.commit_runs import TrackedRun, collect_series, merge_commit_
 ROW = np.dtype([("value", "<f8"), ("low", "<f8"), ("high", "<f8"), ("facts", "<u4")])
 _MAX_CACHED_LAYOUTS = 50  # neighbouring commits mostly have the same layout
 
-Rows = NDArray[np.void]
+FigureRows = NDArray[np.void]
 
 
 class FigureFacts(NamedTuple):
@@ -42,7 +42,7 @@ class FigureFacts(NamedTuple):
     under: Conditions
 
 
-class Place(NamedTuple):
+class HistoryPlace(NamedTuple):
     """A commit that was measured on one machine and interpreter.
 
     `date` is the date of the commit, and `began` the start of its oldest run, both in ms since 1970. `newest` is the
@@ -58,8 +58,8 @@ class Place(NamedTuple):
     interpreter: str
 
     @property
-    def home(self) -> Home:
-        return Home(str(self.machine["machine"]), self.python, self.interpreter)
+    def home(self) -> MachineInterpreter:
+        return MachineInterpreter(str(self.machine["machine"]), self.python, self.interpreter)
 
     @property
     def moment(self) -> float:
@@ -71,7 +71,7 @@ class FigureTable(NamedTuple):
     JSON texts. `rows` are the bytes of an array with the dtype ROW.
     """
 
-    place: Place
+    place: HistoryPlace
     layout: str
     facts: tuple[str, ...]
     rows: bytes | memoryview
@@ -93,7 +93,7 @@ def make_table(members: Sequence[TrackedRun]) -> FigureTable:
     index_by_key: dict[Hashable, int] = {}
     facts: list[FigureFacts] = []
     rows = [_make_row(point, index_by_key, facts) for point in points.values()]
-    place = Place(
+    place = HistoryPlace(
         oldest.commit,
         commit_date(oldest),
         oldest.sort_key[0] * 1000,

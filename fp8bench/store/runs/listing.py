@@ -24,18 +24,18 @@ from fp8bench.files import check_file, is_locked, is_not_folder, open_file, read
 from fp8bench.model import Request, Run
 from fp8bench.model.request import KnownScales
 from fp8bench.store.kept_lines import find_files_by_name
-from fp8bench.store.runs.run_file import file_name, folder_name, load_header, load_run
-from fp8bench.suggestions import meant_name
+from fp8bench.store.runs.run_file import folder_name, load_header, load_run, make_run_file_name
+from fp8bench.suggestions import guess_intended_name
 
-COPY_REASON = "they are copies or beginnings of runs that count"
+RUN_COPY_REASON = "they are copies or beginnings of runs that count"
 REFUSED_REASON = (
     "other files have the same ids and differ, so none of them counts; `fp8bench history verify` names them"
 )
 # Matches the beginning of a run's header, whose first field is the id.
 _HEADER_START_PATTERN = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
 _HEADER_START_BYTES = 256
-_COLLECTED_FOLDERS = "machine=*/month=*"
-_COLLECTED_FILES = f"{_COLLECTED_FOLDERS}/*.jsonl"
+_COLLECTED_FOLDER_GLOB = "machine=*/month=*"
+_COLLECTED_FILE_GLOB = f"{_COLLECTED_FOLDER_GLOB}/*.jsonl"
 _MONTH_PATTERN = re.compile(r"\d{4}-\d{2}")
 # Only this many newest files are checked for runs in progress, and only files that were modified within this many
 # seconds.
@@ -45,7 +45,7 @@ REFUSAL_REMEDY = "Keep the correct file, and move the others away"
 
 
 @dataclass(frozen=True)
-class Listing:
+class RunFileListing:
     """Run files of a store that are used, newest first. `copies` maps each copy to the file that is used instead.
 
     `refused` maps each unused file to all files that have the same id but contain different runs.
@@ -56,8 +56,8 @@ class Listing:
     refused: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
 
     @property
-    def left_out_reasons(self) -> Counter[str]:
-        return +Counter({COPY_REASON: len(self.copies), REFUSED_REASON: len(self.refused)})
+    def skipped_run_reasons(self) -> Counter[str]:
+        return +Counter({RUN_COPY_REASON: len(self.copies), REFUSED_REASON: len(self.refused)})
 
     @property
     def all_files(self) -> list[Path]:
@@ -84,13 +84,13 @@ class Listing:
     def is_counted(self, path: Path) -> bool:
         return path not in self.copies and path not in self.refused
 
-    def check_refusals(self) -> Listing:
+    def raise_for_refused_files(self) -> RunFileListing:
         """Returns this listing. Raises StoreError if a file is refused."""
         for path in self.refused:
-            self.find_counted_file(path)
+            self.find_original_run_file(path)
         return self
 
-    def find_counted_file(self, path: Path) -> Path:
+    def find_original_run_file(self, path: Path) -> Path:
         """Returns the file to use for a run: `path`, or the file of which it is a copy. Raises StoreError for a refused
         file.
         """
@@ -104,7 +104,7 @@ def describe_refusal(group: Sequence[Path]) -> str:
     return f"{files} have the id {find_run_id(group[0])} but different contents, so none of them counts"
 
 
-def remove_copies(paths: Iterable[Path]) -> Listing:
+def list_distinct_runs(paths: Iterable[Path]) -> RunFileListing:
     """Returns a listing with one file per run. Other files are listed as copies, or as refused if files with the same
     id differ. Unreadable files count as runs.
     """
@@ -120,30 +120,30 @@ def remove_copies(paths: Iterable[Path]) -> Listing:
         if len(group) == 1:
             continue
         try:
-            counted_file = _choose_counted_file(group)
+            counted_file = _choose_run_file(group)
         except OSError:
             continue
         if counted_file is None:
             refused |= dict.fromkeys(group, tuple(sorted(group)))
         else:
             copies |= {path: counted_file for path in group if path != counted_file}
-    return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
+    return RunFileListing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
 
 
-def _choose_counted_file(group: Sequence[Path]) -> Path | None:
+def _choose_run_file(group: Sequence[Path]) -> Path | None:
     """Returns the file that counts among files with the same id, or None if they contain different runs.
 
     The chosen file is complete. If there are several, the one whose name and folder fit its run is chosen.
     """
     longest_file = max(group, key=_count_lines_and_bytes)
     content = read_file(longest_file)
-    if not all(is_beginning(read_file(path), content) for path in group):
+    if not all(is_content_prefix(read_file(path), content) for path in group):
         return None
     name = folder = ""
     with contextlib.suppress(StoreError):  # the header cannot be read, for example because a newer version wrote it
         header = load_header(longest_file)
-        name, folder = file_name(header), folder_name(header)
-    complete_files = [path for path in group if is_beginning(content, read_file(path))]
+        name, folder = make_run_file_name(header), folder_name(header)
+    complete_files = [path for path in group if is_content_prefix(content, read_file(path))]
     return min(complete_files, key=lambda path: (path.name != name, path.parent.name != folder, str(path)))
 
 
@@ -169,14 +169,14 @@ def _count_lines_and_bytes(path: Path) -> tuple[int, int]:
     return len(lines), sum(map(len, lines))
 
 
-def is_beginning(beginning: bytes, content: bytes) -> bool:
+def is_content_prefix(beginning: bytes, content: bytes) -> bool:
     """Returns whether `content` begins with the lines of `beginning`. The last line of `beginning` may be cut short."""
     beginning_lines, lines = _split_lines(beginning), _split_lines(content)
     if len(beginning_lines) > len(lines):
         return False
     for number, (line, counterpart) in enumerate(zip(beginning_lines, lines, strict=False), 1):
         is_cut = number == len(beginning_lines) and counterpart.startswith(line)
-        if line != counterpart and not is_cut and not _are_equal(line, counterpart):
+        if line != counterpart and not is_cut and not _are_json_lines_equal(line, counterpart):
             return False
     return True
 
@@ -185,27 +185,27 @@ def _split_lines(content: bytes) -> list[bytes]:
     return [line.strip() for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
 
 
-def _are_equal(line: bytes, counterpart: bytes) -> bool:
+def _are_json_lines_equal(line: bytes, counterpart: bytes) -> bool:
     try:
         return json.dumps(json.loads(line), sort_keys=True) == json.dumps(json.loads(counterpart), sort_keys=True)
     except (ValueError, RecursionError):
         return False
 
 
-def collected_folder(run: Run) -> str:
+def name_collected_run_folder(run: Run) -> str:
     """Returns a run's folder below `runs` in a collected store: 'machine=NAME/month=YYYY-MM'."""
     start_month = run.started[:7]
     return f"machine={folder_name(run)}/month={start_month if _MONTH_PATTERN.fullmatch(start_month) else 'unknown'}"
 
 
 def machine_folder(path: Path) -> str:
-    return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED_FILES) else path.parent.name
+    return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED_FILE_GLOB) else path.parent.name
 
 
 def list_all_files(store: Path) -> list[Path]:
     """Returns all run files of a store, including copies, newest first. Leaves out files that are too large to be read.
 
-    A run file is in the folder of its machine, or in a folder of the form that `collected_folder` returns.
+    A run file is in the folder of its machine, or in a folder of the form that `name_collected_run_folder` returns.
     """
     return list(iterate_newest_files(store))
 
@@ -215,7 +215,9 @@ def iterate_newest_files(store: Path) -> Iterator[Path]:
     50,000 files takes as long as the rest of a command.
     """
     runs = store / "runs"
-    paths = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED_FILES)), key=lambda path: path.name, reverse=True)
+    paths = sorted(
+        (*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED_FILE_GLOB)), key=lambda path: path.name, reverse=True
+    )
     return filter(_may_be_run, paths)
 
 
@@ -227,8 +229,8 @@ def _may_be_run(path: Path) -> bool:
     return True
 
 
-def listing(store: Path) -> Listing:
-    return remove_copies(list_all_files(store))
+def listing(store: Path) -> RunFileListing:
+    return list_distinct_runs(list_all_files(store))
 
 
 def run_files(store: Path) -> Iterator[Path]:
@@ -241,7 +243,7 @@ def list_unreadable_folders(store: Path) -> list[Path]:
     would seem to be missing.
     """
     runs = store / "runs"
-    folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED_FILES.rpartition("/")[0]))]
+    folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED_FILE_GLOB.rpartition("/")[0]))]
     # Path.is_dir raises an error if a parent folder is unreadable.
     return [folder for folder in folders if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)]  # noqa: PTH112
 
@@ -250,7 +252,7 @@ def find_store_of_run(path: Path) -> Path | None:
     """Returns the store that contains a run file, or None."""
     resolved_path = path.resolve()
     folder = (
-        resolved_path.parent.parent.parent if resolved_path.match(_COLLECTED_FILES) else resolved_path.parent.parent
+        resolved_path.parent.parent.parent if resolved_path.match(_COLLECTED_FILE_GLOB) else resolved_path.parent.parent
     )
     return folder.parent if folder.name == "runs" else None
 
@@ -270,9 +272,9 @@ def find_run(word: str, store: Path) -> Path:
     # 2. Find the newest run, or the run whose name or id begins with the word.
     files = runs.all_files
     if word == "last" and runs.newest is not None:
-        return runs.find_counted_file(runs.newest)
+        return runs.find_original_run_file(runs.newest)
     names_by_path = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
-    matches = list(dict.fromkeys(map(runs.find_counted_file, find_files_by_name(word, names_by_path))))
+    matches = list(dict.fromkeys(map(runs.find_original_run_file, find_files_by_name(word, names_by_path))))
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -283,7 +285,7 @@ def find_run(word: str, store: Path) -> Path:
         raise RunNotFound(f"no such file: {word:.200}.")
     newest_run_text = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
     message = f"no run {word!r:.200} in {store}.{newest_run_text} Give an id, a run's name, a path, or 'last'."
-    raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)
+    raise RunNotFound(message, word, guess_intended_name("run", word, ["last"]) if files else None)
 
 
 def make_search_error(word: str, store: Path, error: OSError | ValueError) -> RunNotFound:
@@ -291,7 +293,7 @@ def make_search_error(word: str, store: Path, error: OSError | ValueError) -> Ru
     return RunNotFound(f"looking for {word!r:.80} in {str(store)!r:.80} failed ({reason}).")
 
 
-def list_running_stems(path: Path) -> list[str]:
+def list_running_file_stems(path: Path) -> list[str]:
     """Returns the file stems of the other runs that are being measured into the same store."""
     path = path.resolve()
     store = find_store_of_run(path)
@@ -333,7 +335,7 @@ def merge_largest_scales(scales: Iterable[tuple[str, str, str, float]]) -> Known
     return tuple((*key, amax) for key, amax in amax_by_key.items())
 
 
-def add_stored_scales(request: Request, store: Path) -> Request:
+def add_scales_from_run(request: Request, store: Path) -> Request:
     if request.scales_from is None or request.known_scales:
         return request
     run = load_stored_run(request.scales_from, store)

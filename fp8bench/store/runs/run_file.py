@@ -24,8 +24,8 @@ from typing import IO, Any
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import (
     LineWriter,
+    complete_last_line,
     convert_write_errors,
-    end_last_line,
     lock,
     make_store,
     open_file,
@@ -45,26 +45,26 @@ from fp8bench.model import (
     Status,
     Timing,
 )
-from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
+from fp8bench.model.codec import SCHEMA, MalformedValueError, decode, encode
 from fp8bench.model.file_names import format_start_time
 from fp8bench.store.kept_lines import (
     FileLines,
     LineContent,
     UnknownKind,
     check_schema,
-    process_lines,
+    process_line_contents,
     read_file_lines,
     refuse_newer,
 )
 
 # Counts of nanoseconds, bytes or tokens are invalid from this number on.
-_MAX_COUNT = 1 << 62
+_MIN_INVALID_COUNT = 1 << 62
 
 
 def explain_invalid_record(record: Record) -> str:
     """Returns why the numbers of a record cannot have been measured. Returns '' if they are possible."""
     work_amounts = (record.work.flops, record.work.bytes, record.work.least_memory)
-    if not all(0 <= number < math.inf for number in work_amounts) or not 0 <= record.work.tokens < _MAX_COUNT:
+    if not all(0 <= number < math.inf for number in work_amounts) or not 0 <= record.work.tokens < _MIN_INVALID_COUNT:
         return "its work is not a valid count"
     recorded_timings = [timing for timing in (record.timing, record.control, record.paired_with) if timing is not None]
     return next(filter(None, map(_explain_invalid_timing, recorded_timings)), "")
@@ -80,18 +80,18 @@ def _explain_invalid_timing(timing: Timing) -> str:
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not all(slot.calls_ns for slot in timing.slots) or not set(map(len, calls)) <= {cells}:
         return f"a step does not have a time for each of the {cells} cells of its segments"
-    if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MAX_COUNT or not all(map(any, calls))):
+    if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MIN_INVALID_COUNT or not all(map(any, calls))):
         return "a step has a time of 0, or more than a clock can count"
     for slot in timing.slots:
         clocks = (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds)
-        optional_clocks = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
-        if not all(clock is None or 0 <= clock < math.inf for clock in (*clocks, *optional_clocks)):
+        optional_slot_times = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
+        if not all(clock is None or 0 <= clock < math.inf for clock in (*clocks, *optional_slot_times)):
             return "a slot has invalid times"
     return ""
 
 
 @dataclass
-class _RunReading:
+class _RunFileParser:
     """The contents of a run file, as far as its lines have been read."""
 
     run: Run | None = None
@@ -117,9 +117,9 @@ def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
     if not (file_lines.lines or file_lines.broken):
         raise StoreError(f"{path} is not a run file: it is empty.")
     refuse_newer(file_lines, path)
-    header, run, reason = _find_header(file_lines, path)
-    reading = _RunReading(run)
-    reading.troubles += process_lines(file_lines, partial(_add_run_line, reading), header)
+    header, run, reason = _find_run_header(file_lines, path)
+    reading = _RunFileParser(run)
+    reading.troubles += process_line_contents(file_lines, partial(_add_run_line, reading), header)
     if run is None:
         run_header_problem = f"line {header}, the header, is broken ({reason})" if header else ""
         if not reading.records:
@@ -146,7 +146,7 @@ def load_header(path: Path) -> Run:
     return load_run(path)
 
 
-def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, str]:
+def _find_run_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, str]:
     """Returns three values: the number of the header line, the run that it describes, and why the header is broken.
 
     With a valid header the reason is ''. With a broken header the run is None. If no line looks like a header, the
@@ -155,12 +155,12 @@ def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, st
     suspected_header_lines: list[tuple[int, None, str]] = [
         (broken.number, None, broken.why) for broken in file_lines.broken
     ]
-    for number, content in file_lines.lines:
+    for line_number, content in file_lines.lines:
         if "schema" in content:
             try:
-                return number, _parse_header(content, path), ""
+                return line_number, _parse_header(content, path), ""
             except ValueError as error:
-                suspected_header_lines.append((number, None, str(error)[:200]))
+                suspected_header_lines.append((line_number, None, str(error)[:200]))
     # A damaged line that contains "schema" was probably the header. Without such a line, the first line was.
     start_text_by_line = {broken.number: broken.start_text for broken in file_lines.broken}
     for suspected_header_line in sorted(suspected_header_lines):
@@ -177,14 +177,14 @@ def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, st
     )
 
 
-def _add_run_line(reading: _RunReading, content: LineContent) -> None:
+def _add_run_line(reading: _RunFileParser, content: LineContent) -> None:
     """Adds the value in a line to what was read. Raises Malformed for a wrong value, and UnknownKind for a line of an
     unknown kind.
     """
     if "record" in content:
         record = decode(Record, content["record"])
         if reason := explain_invalid_record(record):
-            raise Malformed(f"Record: {reason}")
+            raise MalformedValueError(f"Record: {reason}")
         reading.records.append(record)
     elif "resumed" in content:
         resumption = decode(Resumption, content["resumed"])
@@ -200,10 +200,10 @@ def _add_run_line(reading: _RunReading, content: LineContent) -> None:
         reading.notes.append(decode(str, content["note"]))
     elif "end" in content:
         if content["end"] not in ("finished", "interrupted"):
-            raise Malformed("its end is of an unknown kind")
+            raise MalformedValueError("its end is of an unknown kind")
         reading.finished = content["end"] == "finished"
     elif "schema" in content:
-        raise Malformed("it is an invalid or second header")
+        raise MalformedValueError("it is an invalid or second header")
     else:
         raise UnknownKind
 
@@ -212,7 +212,7 @@ def _case_ids(group: Group) -> list[str]:
     return [planned.case.id for planned in group.cases]
 
 
-def _build_run_from_reading(reading: _RunReading, path: Path) -> Run:
+def _build_run_from_reading(reading: _RunFileParser, path: Path) -> Run:
     """Returns the run in a file's lines, with the newest record of each case, in the order of the plan."""
     # 1. Without a header, infer the plan from the records.
     run = reading.run
@@ -222,9 +222,9 @@ def _build_run_from_reading(reading: _RunReading, path: Path) -> Run:
         run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
     # 2. If a case was measured again, use its newest record.
     plan_order_by_id = {case: index for index, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
-    record_by_id = {record.case.id: record for record in reading.records}
+    record_by_case_id = {record.case.id: record for record in reading.records}
     records_in_plan_order = sorted(
-        record_by_id.values(), key=lambda record: plan_order_by_id.get(record.case.id, len(plan_order_by_id))
+        record_by_case_id.values(), key=lambda record: plan_order_by_id.get(record.case.id, len(plan_order_by_id))
     )
     return replace(
         run,
@@ -241,14 +241,14 @@ def _parse_header(content: LineContent, path: Path) -> Run:
     check_schema(content, path)
     run = decode(Run, content.get("header"))
     if not all(0 <= group.reference < len(group.cases) for group in run.plan):
-        raise Malformed("a group's reference is not among its cases")
+        raise MalformedValueError("a group's reference is not among its cases")
     return run
 
 
 def find_incomplete_groups(run: Run) -> tuple[Group, ...]:
     """Returns the groups of the run's plan in which at least one case has no record."""
-    measured_ids = {record.case.id for record in run.records}
-    return tuple(group for group in run.plan if not measured_ids.issuperset(_case_ids(group)))
+    measured_case_ids = {record.case.id for record in run.records}
+    return tuple(group for group in run.plan if not measured_case_ids.issuperset(_case_ids(group)))
 
 
 def infer_plan(records: Sequence[Record]) -> Plan:
@@ -267,7 +267,7 @@ def infer_plan(records: Sequence[Record]) -> Plan:
     return Plan(tuple(groups))
 
 
-def file_name(run: Run) -> str:
+def make_run_file_name(run: Run) -> str:
     """Returns the name of a run's file: start, commit and id. Runs of a commit are found by this name."""
     commit = str(run.environment.get("commit") or "nocommit")[:8]
     return f"{format_start_time(run.started)}-{commit}-{run.id}.jsonl"
@@ -311,7 +311,7 @@ def check_store(store: Path) -> None:
 
 def start_run(run: Run, store: Path) -> RunWriter:
     """Creates the file of a run, which never exists without its header."""
-    path = store / "runs" / folder_name(run) / file_name(run)
+    path = store / "runs" / folder_name(run) / make_run_file_name(run)
     header = {
         field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name not in _FIELDS_NOT_IN_HEADER
     }
@@ -325,7 +325,7 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
     try:
         file = open_file(path, "a+b")
         lock_run(file, path)
-        end_last_line(file)
+        complete_last_line(file)
     except OSError as error:
         raise StoreError(f"the run file {path} cannot be written ({error.strerror}).") from None
     writer = RunWriter(path, file)

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Scalar, StepEffect
 from fp8bench.model.codec import PlainUnpickler
-from fp8bench.model.ranks import HEARTBEAT_LAYOUT, MEETING_FILE, OUTSIDE_OF_STEPS, Sent, Transfer
+from fp8bench.model.ranks import HEARTBEAT_LAYOUT, OUTSIDE_OF_STEPS, RANK_MEETING_FILE, SentBytes, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Phases
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock, make_reporting_phases
+from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseStampClock, make_reporting_phases
 
 _START_LINE_FILE = "start-line"
 _ARRIVAL_COUNT_BYTES = 8
@@ -62,13 +62,13 @@ class HeartbeatWriter:
         self._beats += 1
         HEARTBEAT_LAYOUT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
 
-    def markers(self) -> Phases:
+    def make_phase_markers(self) -> Phases:
         self.phase(UNATTRIBUTED_CODE)
         return make_reporting_phases(lambda phase: self.phase(CELL_PHASES.index(phase)))
 
 
-class StartLine:
-    """A barrier for ranks on one machine. Each call of `meet_ranks` returns once all ranks have called it.
+class RankBarrier:
+    """A barrier for ranks on one machine. Each call of `wait_for_ranks` returns once all ranks have called it.
 
     A barrier of gloo or NCCL would take 0.3 ms or more for each use, because it wakes threads and sends messages.
     """
@@ -82,17 +82,17 @@ class StartLine:
         self._rank = rank
         self._wait_seconds = wait_seconds
 
-    def meet_ranks(self) -> None:
+    def wait_for_ranks(self) -> None:
         arrival_counts = self._arrival_counts
-        meeting_number = arrival_counts[self._rank] = arrival_counts[self._rank] + 1
+        rank_meeting_number = arrival_counts[self._rank] = arrival_counts[self._rank] + 1
         start = time.monotonic()
-        while min(arrival_counts) < meeting_number:
+        while min(arrival_counts) < rank_meeting_number:
             waited_seconds = time.monotonic() - start
             if waited_seconds > self._wait_seconds:
-                late_ranks = ", ".join(
-                    f"rank {rank}" for rank, count in enumerate(arrival_counts) if count < meeting_number
+                late_ranks_text = ", ".join(
+                    f"rank {rank}" for rank, count in enumerate(arrival_counts) if count < rank_meeting_number
                 )
-                raise TimeoutError(f"{late_ranks} did not reach the start line within {self._wait_seconds:g} s")
+                raise TimeoutError(f"{late_ranks_text} did not reach the start line within {self._wait_seconds:g} s")
             if waited_seconds < _SPINNING_SECONDS:
                 os.sched_yield()  # another rank may need this core
             else:
@@ -105,43 +105,45 @@ if TYPE_CHECKING:
 _ESTABLISHED, _LISTENING = "01", "0A"
 
 
-class _ConnectionEnd(NamedTuple):
-    """One end of a TCP connection, as /proc/net/tcp lists it. `owner` is the user id and `inode` the inode of the end's
-    socket.
+class _TcpConnectionEnd(NamedTuple):
+    """One end of a TCP connection, as /proc/net/tcp lists it. `owner_user_id` is the user id and `inode` the inode of
+    the end's socket.
     """
 
     local_address: str
     remote_address: str
     state: str
-    owner: int
+    owner_user_id: int
     inode: str
 
 
-def watch_groups(c10d: Any) -> None:
+def check_new_process_groups(c10d: Any) -> None:
     """Makes torch raise an error when it creates a process group, if a different user's process has connected to this
     rank.
 
     A group gets all its connections when it is created, so this check is in time: no bytes from other users are read.
     """
-    make: Callable[..., Any] = c10d._new_process_group_helper
+    create_group: Callable[..., Any] = c10d._new_process_group_helper
 
     def make_checked_group(*arguments: Any, **named: Any) -> Any:
-        group = make(*arguments, **named)
-        refuse_strangers()
+        group = create_group(*arguments, **named)
+        refuse_other_users()
         return group
 
     c10d._new_process_group_helper = make_checked_group
 
 
-def refuse_strangers() -> None:
+def refuse_other_users() -> None:
     """Raises PermissionError if another user owns the other end of a connection that this process has accepted."""
     connection_ends = list(_read_connection_ends())
-    own_socket_inodes = set(_list_own_sockets())
-    own_connections = [end for end in connection_ends if end.inode in own_socket_inodes]
-    listening_addresses = {connection.local_address for connection in own_connections if connection.state == _LISTENING}
+    process_socket_inodes = set(_list_own_sockets())
+    process_connections = [end for end in connection_ends if end.inode in process_socket_inodes]
+    listening_addresses = {
+        connection.local_address for connection in process_connections if connection.state == _LISTENING
+    }
     accepted_connections = {
         (connection.remote_address, connection.local_address)
-        for connection in own_connections
+        for connection in process_connections
         if connection.state == _ESTABLISHED and connection.local_address in listening_addresses
     }
     for end in connection_ends:
@@ -149,31 +151,31 @@ def refuse_strangers() -> None:
         if (
             (end.local_address, end.remote_address) in accepted_connections
             and end.inode != "0"
-            and end.owner != os.geteuid()
+            and end.owner_user_id != os.geteuid()
         ):
             raise PermissionError(
-                f"a process of another user (number {end.owner}) has connected to this rank, which would take its "
-                "messages for those of other ranks. End that process, and measure again."
+                f"a process of another user (number {end.owner_user_id}) has connected to this rank, which would take "
+                "its messages for those of other ranks. End that process, and measure again."
             )
 
 
-def _read_connection_ends() -> Iterator[_ConnectionEnd]:
+def _read_connection_ends() -> Iterator[_TcpConnectionEnd]:
     for name in ("tcp", "tcp6"):
         file = Path("/proc/self/net", name)
         for line in file.read_text().splitlines()[1:] if file.exists() else ():
             fields = line.split()
-            yield _ConnectionEnd(fields[1], fields[2], fields[3], int(fields[7]), fields[9])
+            yield _TcpConnectionEnd(fields[1], fields[2], fields[3], int(fields[7]), fields[9])
 
 
 def _list_own_sockets() -> Iterator[str]:
     folder = Path("/proc/self/fd")
     for file in folder.iterdir() if folder.exists() else ():
         try:
-            kind, _, number = str(file.readlink()).partition(":")
+            kind, _, inode_number = str(file.readlink()).partition(":")
         except OSError:  # the descriptor was closed after listing it
             continue
         if kind == "socket":
-            yield number.strip("[]")
+            yield inode_number.strip("[]")
 
 
 # Maps each part of a step to the seconds that it takes in each round.
@@ -185,26 +187,26 @@ _MIN_ROUNDS, _MAX_ROUNDS, _MIN_ROUNDS_SECONDS = 6, 15, 0.15
 # differences must be short in comparison.
 _MIN_PART_SECONDS = 3e-3
 # Parts that run both `compute` and `communication`. The warm-up of those two parts is enough.
-_COMBINED_PARTS = {"both", "in_turn"}
+_COMBINED_STEP_PARTS = {"both", "in_turn"}
 
 
-class RankMeeting(NamedTuple):
-    """Two functions for timing on several ranks: `synchronise` waits for this rank's device, `meet_ranks` for the other
-    ranks.
+class RankSyncFunctions(NamedTuple):
+    """Two functions for timing on several ranks: `synchronise` waits for this rank's device, `wait_for_ranks` for the
+    other ranks.
     """
 
     synchronise: Callable[[], None]
-    meet_ranks: Callable[[], None]
+    wait_for_ranks: Callable[[], None]
 
 
-def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> PartSeconds:
+def time_step_parts(parts: StepParts, together: RankSyncFunctions, seed: int) -> PartSeconds:
     """Times the parts of a step (products and communication) alone, at the same time, and one after the other. Also
     times steps of rank 0 while the other ranks wait.
     """
     import torch.distributed as dist
 
     if parts.together is None:
-        parts = _repeat_products(parts, together.synchronise)
+        parts = _repeat_step_products(parts, together.synchronise)
     assert parts.together is not None
 
     def run_in_turn() -> None:
@@ -224,11 +226,11 @@ def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> PartS
     return time_rounds(step_part_functions, together, seed)
 
 
-def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
+def _repeat_step_products(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
     """Returns the timed parts of a step (products, communication, and both at the same time), with products repeated
     until they take _MIN_PART_SECONDS.
     """
-    product_repetitions = _count_repetitions(parts.compute, synchronise)
+    product_repetitions = _count_product_repetitions(parts.compute, synchronise)
 
     def run_products() -> None:
         for _ in range(product_repetitions):
@@ -242,25 +244,25 @@ def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepP
     return StepParts(run_products, lambda: parts.communicate().wait(), run_at_same_time)
 
 
-def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> PartSeconds:
+def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankSyncFunctions, seed: int) -> PartSeconds:
     """Times each part of a step in several rounds. In each round, all ranks run the parts in the same random order, and
     begin each part at the same time.
     """
     generator = random.Random(seed)
     seconds_by_part = {name: list[float]() for name in parts}
     for name, part in parts.items():  # a warm-up
-        if name not in _COMBINED_PARTS:
+        if name not in _COMBINED_STEP_PARTS:
             part()
     together.synchronise()
     first_round_start = time.perf_counter()
-    for number in range(_MAX_ROUNDS):
+    for round_number in range(_MAX_ROUNDS):
         if (
-            number >= _MIN_ROUNDS
+            round_number >= _MIN_ROUNDS
             and _find_largest_of_ranks(time.perf_counter() - first_round_start) > _MIN_ROUNDS_SECONDS
         ):
             break
         for name in generator.sample(list(parts), len(parts)):
-            together.meet_ranks()
+            together.wait_for_ranks()
             start = time.perf_counter()
             parts[name]()
             together.synchronise()
@@ -271,7 +273,7 @@ def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting
 def _do_nothing() -> None: ...
 
 
-def _count_repetitions(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
+def _count_product_repetitions(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
     """Returns how many products take at least _MIN_PART_SECONDS together. All ranks get the largest number that any
     rank needs.
     """
@@ -294,9 +296,9 @@ def _find_largest_of_ranks(value: float) -> float:
 
 # The bytes that a rank sends in a step, and the seconds of each part of the step in each round. A text is the reason
 # why these are unknown. None means that the suite has no such parts.
-StepPartsAnswer = tuple[tuple[Sent, ...], PartSeconds] | str | None
+StepPartsAnswer = tuple[tuple[SentBytes, ...], PartSeconds] | str | None
 # Prefixes of environment variables that configure launchers and communication libraries.
-RECORDED_PREFIXES = (
+RECORDED_VARIABLE_PREFIXES = (
     "OMP_",
     "MKL_NUM",
     "CUDA_VISIBLE_DEVICES",
@@ -316,7 +318,7 @@ def _wait_for_all_ranks(folder: Path, rank: int, ranks: int) -> Store:
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
     # Use a file in a private folder as the store: a store that listens on a port would trust any connection.
-    store = FileStore(str(folder / MEETING_FILE), ranks)
+    store = FileStore(str(folder / RANK_MEETING_FILE), ranks)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_START_TIMEOUT_SECONDS))
     return PrefixStore("group", store)
@@ -330,15 +332,15 @@ class RankBench(Bench):
         import torch.distributed as dist
 
         super().__init__(settings)
-        self._make_clock = partial(PhaseClock, report=heartbeat_writer.phase)
-        self._make_unmarked_phases = heartbeat_writer.markers
+        self._make_clock = partial(PhaseStampClock, report=heartbeat_writer.phase)
+        self._make_unmarked_phases = heartbeat_writer.make_phase_markers
         self._alone = False
         self._parts: dict[Case, StepPartsAnswer] = {}
         self._size = int(os.environ["WORLD_SIZE"])
         self._rank = int(os.environ["RANK"])
         # Ranks exchange objects as pickles. Unpickling must not run code.
         dist.distributed_c10d._unpickler = PlainUnpickler
-        watch_groups(dist.distributed_c10d)
+        check_new_process_groups(dist.distributed_c10d)
         has_gpu = torch.cuda.is_available()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
@@ -349,7 +351,7 @@ class RankBench(Bench):
             device_id=torch.device("cuda", 0) if has_gpu else None,
         )
         # Slots of all ranks begin at the same time, so that the delay of each rank can be measured.
-        self._meet_ranks = StartLine(heartbeat_writer.folder, self._rank, self._size, wait_seconds).meet_ranks
+        self._meet_ranks = RankBarrier(heartbeat_writer.folder, self._rank, self._size, wait_seconds).wait_for_ranks
         self._any_rank = lambda here: _find_largest_of_ranks(here) > 0
 
     def probe(self) -> tuple[DeviceFacts, ...]:
@@ -358,7 +360,9 @@ class RankBench(Bench):
     def software(self) -> dict[str, Scalar | None]:
         """Adds this rank's environment settings, which a launcher may have changed."""
         settings = {
-            f"env {name}": text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED_PREFIXES)
+            f"env {name}": text
+            for name, text in sorted(os.environ.items())
+            if name.startswith(RECORDED_VARIABLE_PREFIXES)
         }
         return {**super().software(), **settings}
 
@@ -392,5 +396,5 @@ class RankBench(Bench):
             parts = workload.step_parts(setup())
             if parts is None or isinstance(parts, str):
                 return parts
-            rank_meeting = RankMeeting(partial(device.synchronise, facts.index), self._meet_ranks)
+            rank_meeting = RankSyncFunctions(partial(device.synchronise, facts.index), self._meet_ranks)
             return parts.sent, time_step_parts(parts, rank_meeting, self._settings.seed)

@@ -19,8 +19,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fp8bench.model.ranks import LAUNCH_VARIABLE
-from fp8bench.worker.main import close_in_children, die_with_parent
+from fp8bench.model.ranks import RANKS_LAUNCH_VARIABLE
+from fp8bench.worker.main import close_connections_in_forks, die_with_parent
 
 # Seconds between SIGTERM and SIGKILL for ranks.
 _TERMINATION_WAIT_SECONDS = 1.0
@@ -35,7 +35,7 @@ def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[in
     """
     environment = {
         **os.environ,
-        LAUNCH_VARIABLE: Path(folder).name,
+        RANKS_LAUNCH_VARIABLE: Path(folder).name,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
@@ -49,24 +49,24 @@ def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[in
         if pid in rank_by_pid:
             rank = rank_by_pid.pop(pid)
             if status:
-                return {rank: os.waitstatus_to_exitcode(status), **_end_ranks(rank_by_pid)}
+                return {rank: os.waitstatus_to_exitcode(status), **_terminate_ranks(rank_by_pid)}
     return {}
 
 
-def _end_ranks(running: dict[int, int]) -> dict[int, int]:
+def _terminate_ranks(running: dict[int, int]) -> dict[int, int]:
     """Ends all running ranks. Returns the exit statuses of failed ranks: SIGTERM if ended here, or the exit code of an
     earlier failure.
     """
     failed_statuses = {}
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
         deadline = time.monotonic() + _TERMINATION_WAIT_SECONDS
         while running and time.monotonic() < deadline:
             for pid in list(running):
                 ended_pid, status = os.waitpid(pid, os.WNOHANG)
                 if ended_pid:
-                    is_our_signal = status == number
+                    is_our_signal = status == signal_number
                     failed_statuses[running.pop(pid)] = (
                         -signal.SIGTERM if is_our_signal else os.waitstatus_to_exitcode(status)
                     )
@@ -84,13 +84,13 @@ def _find_marked_processes(mark: bytes) -> Iterator[int]:
                 yield int(file.parent.name)
 
 
-def _end_all(folder: str, launcher: int) -> None:
+def _end_rank_processes(folder: str, launcher: int) -> None:
     """Ends the ranks and the processes that they left running, then removes the folder. The launcher ends without a
     signal, after its ranks.
     """
     deadline = time.monotonic() + _KILL_WAIT_SECONDS
-    launch_environment_entry = f"{LAUNCH_VARIABLE}={Path(folder).name}".encode()
-    while (remaining := list(_find_marked_processes(launch_environment_entry))) and time.monotonic() < deadline:
+    launch_id_assignment = f"{RANKS_LAUNCH_VARIABLE}={Path(folder).name}".encode()
+    while (remaining := list(_find_marked_processes(launch_id_assignment))) and time.monotonic() < deadline:
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -113,8 +113,8 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     lifeline_descriptor = int(sys.argv[2])
     ranks, module, folder, wait_seconds = connection.recv()
-    die_with_parent(lifeline_descriptor, connection, partial(_end_all, folder, os.getpid()))
-    close_in_children(lifeline_descriptor, connection)
+    die_with_parent(lifeline_descriptor, connection, partial(_end_rank_processes, folder, os.getpid()))
+    close_connections_in_forks(lifeline_descriptor, connection)
     connection.send(launch(ranks, module, folder, wait_seconds))
 
 

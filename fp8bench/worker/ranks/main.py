@@ -27,14 +27,14 @@ def _connect_to_parent(folder: Path, rank: int, purpose: str) -> int:
     """
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / PARENT_SOCKET))
-        descriptor = os.dup(opened.fileno())
-    connection = Connection(os.dup(descriptor))
+        socket_descriptor = os.dup(opened.fileno())
+    connection = Connection(os.dup(socket_descriptor))
     connection.send((rank, os.getpid(), purpose))
     connection.close()
-    return descriptor
+    return socket_descriptor
 
 
-def _show_one_gpu(rank: int) -> None:
+def _expose_one_gpu(rank: int) -> None:
     """Makes only one GPU visible to this rank, or none if there are too few. It must run before torch initialises
     GPUs.
     """
@@ -52,7 +52,7 @@ def main(make_bench: Callable[[Settings, HeartbeatWriter, float], RankBench] = R
         os.setsid()
     with (folder / stderr_file(rank)).open("wb", buffering=0) as words:
         os.dup2(words.fileno(), 2)
-    _show_one_gpu(rank)
+    _expose_one_gpu(rank)
     heartbeat_writer = HeartbeatWriter(folder / heartbeat_file(rank))
     connection = Connection(_connect_to_parent(folder, rank, "requests"))
     lifeline_descriptor = _connect_to_parent(folder, rank, "lifeline")

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.compare.compare import ComparedSides, compare
-from fp8bench.analysis.compare.sides import Side, make_side
+from fp8bench.analysis.compare.sides import ComparisonSide, make_comparison_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.duel.values import CaseResult
-from fp8bench.features.duel.verdicts import compare_case
+from fp8bench.features.duel.verdicts import compare_case_sides
 from fp8bench.features.gate.judging import GateOutcome, judge_first_look
 from fp8bench.model import (
     Comparison,
@@ -77,8 +77,8 @@ def run(
     return run_of(records, id=f"{number:08x}", started=f"2026-01-05T12:{number:02d}:00", environment=environment)
 
 
-def side(name: str, *runs: Run) -> Side:
-    return make_side(name, [(one, findings(one)) for one in runs])
+def side(name: str, *runs: Run) -> ComparisonSide:
+    return make_comparison_side(name, [(one, findings(one)) for one in runs])
 
 
 def held(before: Sequence[Run], after: Sequence[Run]) -> ComparedSides:
@@ -106,7 +106,7 @@ def test_compares_every_figure_that_both_sides_have() -> None:
     ]
     assert of(compared, "time").labels == ("cross-run",) and of(compared, "peak_memory").labels == ()
     assert of(compared, "time").suite == "gemm" and compared.comparable
-    assert not compared.only_before and not compared.only_after and not compared.differing_facts
+    assert not compared.cases_only_before and not compared.cases_only_after and not compared.differing_facts
 
 
 @for_each(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "cannot tell"), (1.0, "cannot tell")])
@@ -218,7 +218,7 @@ def test_compare_and_duel_judge_exact_values_alike(
     values = [(Measurement(metric, "B" if metric == "peak_memory" else "ratio", (one,)),) for one in (before, after)]
     first, second = (record("bf16", 1.0, 1, measurements=value) for value in values)
     compared = of(held([run(1, measurements=values[0])], [run(2, measurements=values[1])]), metric)
-    fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == metric)
+    fought = next(one for one in compare_case_sides(CaseResult(first, second)) if one.metric == metric)
     for one in (compared, fought):
         assert one.direction == direction and one.p_value is None
         assert (one.ratio.point if one.ratio else None) == (pytest.approx(ratio) if ratio is not None else None)
@@ -230,7 +230,7 @@ def test_a_figure_in_another_unit_is_not_compared() -> None:
     first, second = (record("bf16", 1.0, 1, measurements=value) for value in values)
     compared = held([run(1, measurements=values[0])], [run(2, measurements=values[1])]).comparisons
     assert "queue_delay" not in {figure.metric for figure in compared}
-    fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == "queue_delay")
+    fought = next(one for one in compare_case_sides(CaseResult(first, second)) if one.metric == "queue_delay")
     assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is now s"
 
 
@@ -254,7 +254,7 @@ def test_failed_cases_and_cases_of_one_side_are_listed() -> None:
     assert not of(held([run(1, **failed)], [run(2, **failed)]), "time").failed
     alone = replace(run(1), records=run(1).records[:1])
     compared = held([alone], [run(2)])
-    assert compared.only_after == ("gemm[m=64]@cpu/bf16",) and not compared.only_before
+    assert compared.cases_only_after == ("gemm[m=64]@cpu/bf16",) and not compared.cases_only_before
 
 
 def test_cases_with_different_work_are_not_compared() -> None:

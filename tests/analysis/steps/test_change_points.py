@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.steps.change_points import MIN_SERIES_LENGTH, Step, Values, find_steps
+from fp8bench.analysis.stats import FloatArray
+from fp8bench.analysis.steps.change_points import MIN_SERIES_LENGTH, SeriesValues, Step, find_level_steps
 from tests.counts import for_each
 
 
-def noisy(seed: int, series: int, count: int = 60) -> Floats:
-    found: Floats = np.exp(0.02 * np.random.default_rng(seed).normal(size=(series, count)))
+def noisy(seed: int, series: int, count: int = 60) -> FloatArray:
+    found: FloatArray = np.exp(0.02 * np.random.default_rng(seed).normal(size=(series, count)))
     return found
 
 
-def steps_of(values: Values) -> tuple[Step, ...]:
-    return find_steps([values])[0]
+def steps_of(values: SeriesValues) -> tuple[Step, ...]:
+    return find_level_steps([values])[0]
 
 
 def test_a_step_of_5_percent_is_found_soon() -> None:
@@ -36,8 +36,8 @@ def test_a_step_of_5_percent_is_found_soon() -> None:
         assert np.mean(hits) >= least
 
 
-def many(series: Floats) -> list[tuple[Step, ...]]:
-    return find_steps(list(series))
+def many(series: FloatArray) -> list[tuple[Step, ...]]:
+    return find_level_steps(list(series))
 
 
 def test_flat_series_rarely_have_steps_and_p_values_are_not_too_small() -> None:
@@ -71,7 +71,7 @@ def test_searching_series_one_by_one_gives_the_same_steps() -> None:
     series = [
         row[: 8 + number] * np.where(np.arange(8 + number) < 9, 1, 1.3) for number, row in enumerate(noisy(1, 50))
     ]
-    assert find_steps(series) == [steps_of(one) for one in series]
+    assert find_level_steps(series) == [steps_of(one) for one in series]
 
 
 @for_each("values", [[], [1.0], [1.0] * (MIN_SERIES_LENGTH - 1), [1.0] * 200])
@@ -141,7 +141,7 @@ def test_exact_figures_step_by_any_amount() -> None:
     assert sum(bool(steps) for steps in many(rounded)) < 15
 
 
-def noise_of(kind: str, random: np.random.Generator, shape: tuple[int, int] = (500, 60)) -> Floats:
+def noise_of(kind: str, random: np.random.Generator, shape: tuple[int, int] = (500, 60)) -> FloatArray:
     if kind == "heavy tails":
         return random.standard_t(3, size=shape) / 3**0.5
     if kind == "bad nights":

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.steps.changes import (
-    NEGATIVE_VALUES,
+    NEGATIVE_VALUES_REASON,
     TOO_FEW_COMMITS,
+    TOO_FEW_COMMITS_SINCE_CHANGE,
     TOO_FEW_COUNTED_COMMITS,
-    TOO_FEW_SINCE_CHANGE,
-    Change,
+    ChangeSearchResult,
     ChangeState,
-    FoundChanges,
-    ack_covers,
-    apply_acks,
-    find_changes,
-    make_ack,
+    TrendChange,
+    ack_covers_change,
+    apply_acknowledgements,
+    find_trend_changes,
+    make_acknowledgement,
 )
-from fp8bench.features.gate.command import read_rules
+from fp8bench.features.gate.command import read_threshold_rules
 from fp8bench.features.gate.judging import exceeds_threshold
 from fp8bench.features.gate.thresholds import find_threshold
 from fp8bench.model import Conditions, Direction, Evidence, Figure, Label, Series, Status, Trend
@@ -54,13 +54,13 @@ def wobble(number: int) -> float:
     return ((number * 7919) % 101 - 50) / 50
 
 
-def only(found: FoundChanges) -> Change:
+def only(found: ChangeSearchResult) -> TrendChange:
     (change,) = found.changes
     return change
 
 
 def test_a_slower_level_is_a_regression() -> None:
-    found = find_changes([levels((20, 1.0), (5, 1.1))])
+    found = find_trend_changes([levels((20, 1.0), (5, 1.1))])
     change = only(found)
     one = change.comparison
     assert (one.since, one.until, change.first_commit) == (commit(19), commit(20), commit(20))
@@ -70,18 +70,18 @@ def test_a_slower_level_is_a_regression() -> None:
     assert one.before == pytest.approx(1.0, rel=1e-3) and one.after == pytest.approx(1.1, rel=1e-3)
     assert one.ratio.low < 1.1 < one.ratio.high
     assert one.p_value is not None and one.p_value < 1e-9
-    assert (found.searched_count, not found.skip_counts) == (1, True)
+    assert (found.searched_trend_count, not found.skip_count_by_reason) == (1, True)
 
 
 def test_a_step_of_energy_is_shown_and_judged_in_joules(tmp_path: Path) -> None:
     series = replace(SERIES, name="gemm.Gemm.track_energy", metric="energy", unit="joules")
-    change = only(find_changes([replace(levels((20, 0.0191), (5, 0.0221)), series=series)]))
+    change = only(find_trend_changes([replace(levels((20, 0.0191), (5, 0.0221)), series=series)]))
     one = change.comparison
     assert one.unit == "J" and (value(one, one.before), value(one, one.after)) == ("19.1 mJ", "22.1 mJ")
     file = tmp_path / "thresholds.yaml"
     for words, joules in (("1 mJ", 1e-3), ("20 uJ", 2e-5), ("0.5 J", 0.5)):
         file.write_text(f"gemm:\n  energy: {{smallest: {words}}}\n")
-        assert find_threshold(one, read_rules(file)).smallest == pytest.approx(joules)
+        assert find_threshold(one, read_threshold_rules(file)).smallest == pytest.approx(joules)
 
 
 @for_each(("metric", "found"), [("relative_loss", 1), ("output_error", 0)])
@@ -89,19 +89,19 @@ def test_a_small_change_of_a_relative_loss_counts(metric: str, found: int) -> No
     """A third of a percent of a time is noise of code layout; of a loss the gate passes no more."""
     series = replace(SERIES, name=f"gemm.Gemm.track_{metric}", metric=metric, unit="x")
     flat = [trend(*(figure(n, 1.0002 if n < 8 else 1.0035) for n in range(11)), series=series)]
-    changes = find_changes(flat).changes
+    changes = find_trend_changes(flat).changes
     assert len(changes) == found
     for change in changes:
         assert change.alarms and exceeds_threshold(change.comparison, find_threshold(change.comparison))
     slight = [trend(*(figure(n, 1.0002 if n < 8 else 1.0009) for n in range(11)), series=series)]
-    assert not find_changes(slight).changes
+    assert not find_trend_changes(slight).changes
 
 
-def by_both(fast: float, mean: float, before: float = 1.0) -> list[Change]:
+def by_both(fast: float, mean: float, before: float = 1.0) -> list[TrendChange]:
     """The fastest calls and the mean over all calls step at the same commit."""
     of_all = replace(SERIES, name="gemm.Gemm.track_mean_time", metric="mean_time")
     return list(
-        find_changes(
+        find_trend_changes(
             [
                 levels((20, before), (5, fast)),
                 replace(levels((20, before), (5, mean)), series=of_all),
@@ -134,7 +134,7 @@ def test_unmeasured_commits_are_in_the_range_of_a_step() -> None:
     figures = list(levels((20, 1.0), (6, 1.1)).figures)
     figures[20] = figure(20, None, status=Status.FAILED)
     figures[21] = replace(figures[21], hasty=True)
-    change = only(find_changes([trend(*figures)]))
+    change = only(find_trend_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(19), commit(22))
     assert (change.commit_count, change.unmeasured_count) == (3, 2)
 
@@ -143,71 +143,76 @@ def test_unmeasured_commits_are_in_the_range_of_a_step() -> None:
 def test_figures_that_are_not_comparable_have_no_step(changed: dict[str, Any]) -> None:
     figures = list(levels((20, 1.0), (20, 2.0)).figures)
     figures[20:] = [replace(one, **changed) for one in figures[20:]]
-    found = find_changes([trend(*figures)])
-    assert not found.changes and found.searched_count == 1
+    found = find_trend_changes([trend(*figures)])
+    assert not found.changes and found.searched_trend_count == 1
 
 
 def test_improvements_and_old_versions_raise_no_alarm() -> None:
     for flat in (levels((20, 1.0), (20, 1.008)), trend(*(figure(number, 0.0) for number in range(20)))):
-        found = find_changes([flat])
-        assert not found.changes and found.searched_count == 1
-    change = only(find_changes([levels((20, 1.0), (5, 0.9))]))
+        found = find_trend_changes([flat])
+        assert not found.changes and found.searched_trend_count == 1
+    change = only(find_trend_changes([levels((20, 1.0), (5, 0.9))]))
     assert change.comparison.direction is Direction.BETTER and change.state is ChangeState.OPEN and not change.alarms
     figures = [replace(one, version="1.0") for one in levels((20, 1.0), (5, 1.1)).figures]
-    assert only(find_changes([trend(*figures)])).state is ChangeState.OLD_VERSION
+    assert only(find_trend_changes([trend(*figures)])).state is ChangeState.OLD_VERSION
 
 
 def test_figures_under_other_conditions_hide_no_step() -> None:
     figures = list(levels((12, 1.0), (6, 3.0), (6, 1.2)).figures)
     figures[12:18] = [replace(one, under=OLD) for one in figures[12:18]]
-    change = only(find_changes([trend(*figures)]))
+    change = only(find_trend_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(11), commit(18))
     assert (change.commit_count, change.unmeasured_count, change.current) == (7, 6, True)
     figures = [replace(one, under=OLD) for one in levels((20, 1.0), (5, 1.1)).figures]
-    change = only(find_changes([trend(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
+    change = only(find_trend_changes([trend(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
     assert change.alarms and not change.current
 
 
 def test_too_few_figures_since_a_change_are_reported() -> None:
     past = [replace(one, under=OLD) for one in levels((20, 1.0)).figures]
-    for count, left in ((10, {TOO_FEW_SINCE_CHANGE: 1}), (11, {})):
-        found = find_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
-        assert (found.searched_count, found.skip_counts, found.changes) == (1, left, ())
+    for count, left in ((10, {TOO_FEW_COMMITS_SINCE_CHANGE: 1}), (11, {})):
+        found = find_trend_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
+        assert (found.searched_trend_count, found.skip_count_by_reason, found.changes) == (1, left, ())
 
 
 def test_a_reverted_change_is_no_longer_open() -> None:
     worse, better = sorted(
-        find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first_commit
+        find_trend_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first_commit
     )
     assert (worse.is_worse, worse.state) == (True, ChangeState.REVERTED)
     assert (better.is_worse, better.state) == (False, ChangeState.OPEN)
-    in_part = find_changes([levels((20, 1.0), (20, 1.3), (20, 1.2))])  # less than half of it
+    in_part = find_trend_changes([levels((20, 1.0), (20, 1.3), (20, 1.2))])  # less than half of it
     assert states(in_part) == [ChangeState.OPEN, ChangeState.OPEN]
     values = [0.0] * 20 + [0.03] * 10 + [0.0] * 10
-    from_nothing = find_changes([trend(*(figure(number, value) for number, value in enumerate(values)))])
+    from_nothing = find_trend_changes([trend(*(figure(number, value) for number, value in enumerate(values)))])
     assert states(from_nothing) == [ChangeState.REVERTED, ChangeState.OPEN]
 
 
 def test_the_worst_change_comes_first_and_skipped_trends_are_counted() -> None:
     trends = [levels((20, 1.0), (9, size)) for size in (0.5, 1.1, 1.4, 0.9, 1.2)]
     sizes = [
-        round(change.comparison.ratio.point, 1) for change in find_changes(trends).changes if change.comparison.ratio
+        round(change.comparison.ratio.point, 1)
+        for change in find_trend_changes(trends).changes
+        if change.comparison.ratio
     ]
     assert sizes == [1.4, 1.2, 1.1, 0.5, 0.9]
     below = trend(*(figure(number, -1.0) for number in range(20)))
     failed = trend(*(figure(number, None, status=Status.FAILED) for number in range(20)))
-    found = find_changes([levels((1, 1.0)), failed, below, levels((20, 1.0))])
-    assert found.searched_count == 1 and found.skip_counts == {TOO_FEW_COMMITS: 2, NEGATIVE_VALUES: 1}
-    assert find_changes([]) == FoundChanges((), 0, found.skip_counts.__class__())
+    found = find_trend_changes([levels((1, 1.0)), failed, below, levels((20, 1.0))])
+    assert found.searched_trend_count == 1 and found.skip_count_by_reason == {
+        TOO_FEW_COMMITS: 2,
+        NEGATIVE_VALUES_REASON: 1,
+    }
+    assert find_trend_changes([]) == ChangeSearchResult((), 0, found.skip_count_by_reason.__class__())
 
 
-def states(found: FoundChanges) -> list[ChangeState]:
+def states(found: ChangeSearchResult) -> list[ChangeState]:
     return [one.state for one in sorted(found.changes, key=lambda one: one.first_commit)]
 
 
 def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
-    ack = make_ack(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
-    return states(apply_acks(find_changes(now), [ack]))
+    ack = make_acknowledgement(only(find_trend_changes([seen])), "2026-01-05T12:00:00+00:00", "")
+    return states(apply_acknowledgements(find_trend_changes(now), [ack]))
 
 
 def test_an_acknowledged_change_stays_so_until_it_worsens() -> None:
@@ -217,10 +222,10 @@ def test_an_acknowledged_change_stays_so_until_it_worsens() -> None:
     seen = levels((20, 1.0), (3, 1.1))
     assert accepted(seen, [levels((20, 1.0), (10, 1.1), (5, 1.2))]) == [ChangeState.ACKNOWLEDGED, ChangeState.OPEN]
     assert accepted(seen, [levels((20, 1.0), (10, 1.2))]) == [ChangeState.OPEN]
-    change = only(find_changes([levels((20, 1.0), (5, 1.1))]))
-    ack = make_ack(change, "2026-01-05T12:00:00+00:00", "")
-    assert ack_covers(ack, change) and ack_covers(replace(ack, since="f" * 40), change)
-    assert not ack_covers(replace(ack, since="f" * 40, until="e" * 40), change)
+    change = only(find_trend_changes([levels((20, 1.0), (5, 1.1))]))
+    ack = make_acknowledgement(change, "2026-01-05T12:00:00+00:00", "")
+    assert ack_covers_change(ack, change) and ack_covers_change(replace(ack, since="f" * 40), change)
+    assert not ack_covers_change(replace(ack, since="f" * 40, until="e" * 40), change)
 
 
 def test_an_ack_covers_one_trend_and_direction() -> None:
@@ -245,44 +250,44 @@ def test_a_change_from_or_to_zero_has_no_ratio(before: float, after: float, dire
     values = [before] * 20 + [after] * 4
     values[10] = 0.01
     seen = trend(*(figure(number, value) for number, value in enumerate(values)))
-    found = find_changes([levels((20, 1.0), (4, 3.0 if after > before else 0.3)), seen])
+    found = find_trend_changes([levels((20, 1.0), (4, 3.0 if after > before else 0.3)), seen])
     change, other = found.changes
     one = change.comparison
     assert (one.before, one.after, one.direction, one.ratio) == (before, after, direction, None)
     assert one.why and (one.since, one.until) == (commit(19), commit(20))
-    assert other.comparison.ratio is not None and found.searched_count == 2
-    ack = make_ack(change, "2026-01-05T12:00:00+00:00", "")
-    assert change in apply_acks(find_changes([seen]), []).changes
-    assert states(apply_acks(find_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
+    assert other.comparison.ratio is not None and found.searched_trend_count == 2
+    ack = make_acknowledgement(change, "2026-01-05T12:00:00+00:00", "")
+    assert change in apply_acknowledgements(find_trend_changes([seen]), []).changes
+    assert states(apply_acknowledgements(find_trend_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
 
 
 @for_each("broken", [float("nan"), float("inf")])
 def test_an_error_that_becomes_nan_alarms_at_once(broken: float) -> None:
-    found = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, broken))])
+    found = find_trend_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, broken))])
     one = only(found).comparison
     assert (
         only(found).alarms
-        and not found.skip_counts
+        and not found.skip_count_by_reason
         and (one.direction, one.ratio, one.p_value) == (Direction.WORSE, None, None)
     )
     assert (one.since, one.until, one.before, repr(one.after)) == (commit(0), commit(1), 0.02, repr(broken))
     assert exceeds_threshold(one, find_threshold(one))
-    ack = make_ack(only(found), "2026-01-05T12:00:00+00:00", "")
-    assert states(apply_acks(found, [ack])) == [ChangeState.ACKNOWLEDGED]
-    back = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, 0.02))])
+    ack = make_acknowledgement(only(found), "2026-01-05T12:00:00+00:00", "")
+    assert states(apply_acknowledgements(found, [ack])) == [ChangeState.ACKNOWLEDGED]
+    back = find_trend_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, 0.02))])
     assert states(back) == [ChangeState.REVERTED, ChangeState.OPEN]
     assert not any(change.alarms for change in back.changes)
-    assert not find_changes([trend(figure(0, broken), figure(1, broken))]).changes
+    assert not find_trend_changes([trend(figure(0, broken), figure(1, broken))]).changes
     values = [*levels((20, 1.0), (5, 1.1)).figures, figure(25, broken)]
-    assert [change.is_worse for change in find_changes([trend(*values)]).changes] == [True, True]
+    assert [change.is_worse for change in find_trend_changes([trend(*values)]).changes] == [True, True]
 
 
 LAUNCHES = replace(SERIES, name="gemm.Gemm.track_launches", metric="launches", unit="count")
 
 
-def counts(*values: float) -> FoundChanges:
+def counts(*values: float) -> ChangeSearchResult:
     """The changes of launch counts, one count per commit."""
-    return find_changes([trend(*(figure(number, value) for number, value in enumerate(values)), series=LAUNCHES)])
+    return find_trend_changes([trend(*(figure(number, value) for number, value in enumerate(values)), series=LAUNCHES)])
 
 
 def test_any_difference_of_a_count_is_a_certain_step() -> None:
@@ -291,12 +296,17 @@ def test_any_difference_of_a_count_is_a_certain_step() -> None:
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
     assert (one.since, one.until, change.first_commit) == (commit(0), commit(1), commit(1))
     assert one.p_value is None and one.ratio.low == one.ratio.high and one.ratio.level == 1
-    assert (found.searched_count, found.exact_count_trends) == (0, 1) and exceeds_threshold(one, find_threshold(one))
+    assert (found.searched_trend_count, found.exact_count_trends) == (0, 1) and exceeds_threshold(
+        one, find_threshold(one)
+    )
     assert value(one, one.after) == "1,000,001"
-    known = make_ack(change, "2026-01-05", "")
-    assert ack_covers(known, change) and only(apply_acks(found, [known])).state is ChangeState.ACKNOWLEDGED
-    assert not ack_covers(known, only(counts(1_000_000, 1_000_002)))
-    assert counts(7).skip_counts == {TOO_FEW_COUNTED_COMMITS: 1} and not counts(7, 7, 7).changes
+    known = make_acknowledgement(change, "2026-01-05", "")
+    assert (
+        ack_covers_change(known, change)
+        and only(apply_acknowledgements(found, [known])).state is ChangeState.ACKNOWLEDGED
+    )
+    assert not ack_covers_change(known, only(counts(1_000_000, 1_000_002)))
+    assert counts(7).skip_count_by_reason == {TOO_FEW_COUNTED_COMMITS: 1} and not counts(7, 7, 7).changes
 
 
 @for_each(

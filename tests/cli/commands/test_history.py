@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.model import Record, Request, Status
 from fp8bench.registry import workloads
-from fp8bench.store.asv.view import results_folder
+from fp8bench.store.asv.view import asv_results_folder
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
 from tests.cli.commands.conftest import Anew
@@ -168,7 +168,7 @@ def test_what_only_reads_writes_nothing(store: Path, say: Say) -> None:
 
 
 def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.jobs.history._MANY_RUNS", 1)
+    monkeypatch.setattr("fp8bench.jobs.history._MIN_ANNOUNCED_RUNS", 1)
     history(store, 1.0, 1.1)
     assert say("list")[2] == "fp8bench: reading 2 runs\n"
 
@@ -186,10 +186,10 @@ def test_rebuild(store: Path, say: Say) -> None:
         ".fp8bench: wrote 2 asv files with 14 benchmarks from 2 runs\n"
         "\nnot in it\n  1 run: the files differed from their commit\n"
     )
-    before = tree(results_folder(store))
-    for path in sorted(results_folder(store).rglob("*"), reverse=True):
+    before = tree(asv_results_folder(store))
+    for path in sorted(asv_results_folder(store).rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    assert say("rebuild")[0] == 0 and tree(results_folder(store)) == before and len(before) == 4
+    assert say("rebuild")[0] == 0 and tree(asv_results_folder(store)) == before and len(before) == 4
 
 
 def test_a_suite_of_ones_own_is_imported(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

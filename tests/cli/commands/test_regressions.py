@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.model import Request, Status
-from fp8bench.store.acks import acks_path
+from fp8bench.store.acks import get_acks_path
 from tests.cli.commands.conftest import Anew
 from tests.commands import Say, session, unfolding
 from tests.histories import history, keep, records, run_at, tree
@@ -87,7 +87,7 @@ def test_history_regressions(fp8bench: Say, anew: Anew) -> Told:
             f"{LOOK} --store nowhere",
         ),
     )
-    assert not acks_path(store).exists()
+    assert not get_acks_path(store).exists()
     store = anew()
     history(store, 1.0)
     yield "a history too short to look at is not taken for fine", session(fp8bench, LOOK, ack)

@@ -15,7 +15,13 @@ from fp8bench.errors import UnknownName
 from fp8bench.features.ablate.kind import AblationKind
 from fp8bench.features.ablate.run import parse_options, plan_arms
 from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, iterate_arms
-from fp8bench.features.ablate.view import Savings, describe_results, encode_ablation, list_rows, measure_arm_seconds
+from fp8bench.features.ablate.view import (
+    OptionSavings,
+    describe_results,
+    encode_ablation_result,
+    list_rows,
+    measure_arm_seconds,
+)
 from fp8bench.model import Interval, Level, Request
 from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
@@ -86,9 +92,9 @@ def test_additive_costs_come_out_additive() -> None:
     inside = calls = 0
     for seed in range(14):
         known = ablation(additive, seed)
-        savings, scale = Savings(known), (measure_arm_seconds(known.arms[0]) or 0) / additive(())
+        savings, scale = OptionSavings(known), (measure_arm_seconds(known.arms[0]) or 0) / additive(())
         for name, saved in SAVES.items():
-            for saving in savings.compute_savings(name).values():
+            for saving in savings.compute_option_savings(name).values():
                 inside, calls = inside + holds(saving, scale * saved), calls + 1
         assert holds(savings.measure_interaction(), 0.0)
         assert any("additive within these rounds" in sentence for sentence in describe_results(known))
@@ -100,17 +106,17 @@ def test_an_ablation_is_read_back_and_has_a_row_for_each_arm() -> None:
     assert (
         decode(Ablation, encode(known)) == known and list_rows(known)[0][0] == "arm" and len(list_rows(known)[1]) == 8
     )
-    assert set(encode_ablation(known)["saved"]["options"]) == set(NAMES)
+    assert set(encode_ablation_result(known)["saved"]["options"]) == set(NAMES)
 
 
 def test_options_that_need_one_another_are_reported_as_interacting() -> None:
     for seed in range(10):
         known = ablation(interacting, seed)
-        savings = Savings(known)
+        savings = OptionSavings(known)
         assert not holds(savings.measure_interaction(), 0.0)
         told = "; ".join(describe_results(known))
         assert "they need one another" in told
-        savings_of_b = savings.compute_savings("b")
+        savings_of_b = savings.compute_option_savings("b")
         assert holds(savings_of_b["alone"], 0.0) and not holds(savings_of_b["left_out"], 0.0)
 
 
@@ -118,16 +124,19 @@ def test_arms_without_speed_have_no_saving_and_few_rounds_no_interval() -> None:
     known = ablation(additive)
     emulated = (replace(arm, level=Level.EMULATED) if "a" in arm.options else arm for arm in known.arms)
     low = replace(known, arms=tuple(emulated))
-    assert Savings(low).compute_savings("a")["alone"] is None and Savings(low).compute_savings("b")["left_out"] is None
-    assert Savings(low).compute_savings("b")["alone"] is not None and any(
+    assert (
+        OptionSavings(low).compute_option_savings("a")["alone"] is None
+        and OptionSavings(low).compute_option_savings("b")["left_out"] is None
+    )
+    assert OptionSavings(low).compute_option_savings("b")["alone"] is not None and any(
         "no speed" in sentence for sentence in describe_results(low)
     )
-    few = Savings(ablation(additive, rounds=10)).compute_savings("a")["alone"]
+    few = OptionSavings(ablation(additive, rounds=10)).compute_option_savings("a")["alone"]
     assert few is not None and few.level == 0 and few.low < 2e-3 < few.high
     for first in (replace(known.arms[0], level=Level.EMULATED), replace(known.arms[0], why="throttled")):
         none = replace(known, arms=(first, *known.arms[1:]))
         (told,) = describe_results(none)
-        assert told.startswith("speed is unknown") and Savings(none).compute_savings("a")["alone"] is None
+        assert told.startswith("speed is unknown") and OptionSavings(none).compute_option_savings("a")["alone"] is None
 
 
 def test_a_saving_within_the_noise_floor_is_not_claimed() -> None:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from fp8bench.features.advise.basis import AdviceBasis, show_gain
 from fp8bench.features.advise.decide import advise as advise_on
-from fp8bench.features.advise.rules import amdahl_bound
-from fp8bench.features.advise.values import AdviceKind, AdviceQuestion, RuleOutcome
-from fp8bench.features.advise.view import advice_items, question_tables, render_page
-from fp8bench.features.sensitivity.study import LayerTrial, LoweredUnit, Study
-from fp8bench.features.train.values import KeptTraining
+from fp8bench.features.advise.rules import compute_amdahl_bound
+from fp8bench.features.advise.values import AdviceKind, AdviceQuestion, AdviceRuleOutcome
+from fp8bench.features.advise.view import advice_items, make_question_tables, render_page
+from fp8bench.features.sensitivity.study import LoweredLayersTrial, LoweredUnit, SensitivityStudy
+from fp8bench.features.train.values import StoredTraining
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
     Finding,
@@ -37,7 +37,7 @@ from tests.learning_curves import lines, training
 from tests.runs import error
 
 
-def met(rule: str, *groups: list[Record], mode: str = "fp8", **more: object) -> RuleOutcome:
+def met(rule: str, *groups: list[Record], mode: str = "fp8", **more: object) -> AdviceRuleOutcome:
     return answer(advise(*groups, **more), rule, mode).met
 
 
@@ -48,26 +48,26 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
 @for_each(
     ("rule", "records", "expected"),
     [
-        ("amdahl", group(fp8=FP8), RuleOutcome.YES),
+        ("amdahl", group(fp8=FP8), AdviceRuleOutcome.YES),
         # An emulation does not show how fast products are, and 5% of a step is too little anyway.
-        ("amdahl", group(bf16=TINY, level=Level.EMULATED, fp8=TINY), RuleOutcome.NO),
-        ("amdahl", group(level=Level.EMULATED, fp8=FP8), RuleOutcome.NOT_MEASURED),
+        ("amdahl", group(bf16=TINY, level=Level.EMULATED, fp8=TINY), AdviceRuleOutcome.NO),
+        ("amdahl", group(level=Level.EMULATED, fp8=FP8), AdviceRuleOutcome.NOT_MEASURED),
         # A compiled step has no phase of casts.
-        ("amdahl", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.NOT_MEASURED),
-        ("casts", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.NOT_MEASURED),
-        ("memory", group(fp8=FP8), RuleOutcome.NOT_MEASURED),
+        ("amdahl", group(bf16=WHOLE, fp8=WHOLE), AdviceRuleOutcome.NOT_MEASURED),
+        ("casts", group(bf16=WHOLE, fp8=WHOLE), AdviceRuleOutcome.NOT_MEASURED),
+        ("memory", group(fp8=FP8), AdviceRuleOutcome.NOT_MEASURED),
         *(
             ("casts", group(fp8={**BF16, "gemm": gemm, "cast": cast}), expected)
             for gemm, cast, expected in (
-                (3000, 600, RuleOutcome.YES),
-                (3000, 4000, RuleOutcome.NO),
-                (6000, 600, RuleOutcome.NO),
-                (6500, 1, RuleOutcome.NO),
+                (3000, 600, AdviceRuleOutcome.YES),
+                (3000, 4000, AdviceRuleOutcome.NO),
+                (6000, 600, AdviceRuleOutcome.NO),
+                (6500, 1, AdviceRuleOutcome.NO),
             )
         ),
     ],
 )
-def test_each_rule_gives_its_advice(rule: str, records: list[Record], expected: RuleOutcome) -> None:
+def test_each_rule_gives_its_advice(rule: str, records: list[Record], expected: AdviceRuleOutcome) -> None:
     assert met(rule, records) is expected
 
 
@@ -86,14 +86,14 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     amdahl = answer(advised, "amdahl")
     casts = answer(advised, "casts")
     assert (amdahl.met, amdahl.figure) == (
-        RuleOutcome.YES,
+        AdviceRuleOutcome.YES,
         "products are 60% of the step; with products 2.00x as fast, the step would be 1.43x as fast" + ESTIMATED,
     )
-    assert casts.met is RuleOutcome.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
+    assert casts.met is AdviceRuleOutcome.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
     unprofiled = advise([lead, case])
     assert (
         "--shares shows them" in answer(unprofiled, "amdahl").figure
-        and answer(unprofiled, "casts").met is RuleOutcome.NOT_MEASURED
+        and answer(unprofiled, "casts").met is AdviceRuleOutcome.NOT_MEASURED
     )
 
 
@@ -101,7 +101,9 @@ def test_the_suggested_command_of_a_profile_is_a_profile() -> None:
     make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
     forward = {**make, "pass": "forward", "optimizer": "none"}
     training = group(make, workload="model", fp8=FP8)
-    measures = {each.rule: each.measure for each in advise(training).answers if each.met is RuleOutcome.NOT_MEASURED}
+    measures = {
+        each.rule: each.measure for each in advise(training).answers if each.met is AdviceRuleOutcome.NOT_MEASURED
+    }
     assert measures["layers"] == "fp8bench sensitivity my_pkg:make --dtype fp8"
     assert measures["learns"] == "fp8bench train my_pkg:make --dtypes bf16,fp8 --seeds 5"
     alone = answer(advise(group(forward, workload="model", fp8=FP8)), "memory").measure
@@ -118,7 +120,7 @@ def test_the_converted_share_of_a_model_is_reported() -> None:
     )
     advised = advise([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
     covered = answer(advised, "coverage")
-    assert covered.met is RuleOutcome.NO and "mlp is not: no product" in covered.figure
+    assert covered.met is AdviceRuleOutcome.NO and "mlp is not: no product" in covered.figure
     assert not {"coverage", "compile"} & {each.rule for each in advise(group(fp8=FP8)).answers}
 
 
@@ -127,7 +129,7 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     after = MemoryUse(1010 << 20, (*before.roles, ("low_precision_weights", 10 << 20)))
     lead = record("bf16", BF16, reference=True, memory=before)
     advised = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
-    assert advised.met is RuleOutcome.NO and advised.figure == (
+    assert advised.met is AdviceRuleOutcome.NO and advised.figure == (
         "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); larger: "
         "low-precision copies of weights (10.0 MiB instead of 0 B)"
     )
@@ -138,22 +140,24 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     smaller = replace(after, peak=900 << 20, roles=(*after.roles, ("activations", 40 << 20)))
     saved = answer(advise([reference, record("fp8", FP8, memory=smaller)]), "memory")
     assert "0.900x of bf16's peak; smaller: activations (40.0 MiB instead of 90.0 MiB); unch" in saved.figure
-    assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is RuleOutcome.YES
-    assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is RuleOutcome.NOT_MEASURED
+    assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is AdviceRuleOutcome.YES
+    assert (
+        met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is AdviceRuleOutcome.NOT_MEASURED
+    )
 
 
-def study(*gaps: float) -> Study:
+def study(*gaps: float) -> SensitivityStudy:
     """Losses of candidates, relative to the reference's 2.0: all layers low, then with a high head."""
     maps = ((), (("head", "bf16"),), (("head", "bf16"), ("blocks.0", "bf16")))
     low = (("blocks.0.mlp", "head"), ("blocks.0.mlp",), ())
     candidates = [
-        LayerTrial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)
+        LoweredLayersTrial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)
     ]
     probes = (
-        LayerTrial("head", "head", "bf16", low=("head",), losses=(2.2,)),
-        LayerTrial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)),
+        LoweredLayersTrial("head", "head", "bf16", low=("head",), losses=(2.2,)),
+        LoweredLayersTrial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)),
     )
-    return Study(
+    return SensitivityStudy(
         "transformer",
         (("size", "gpt2-124m"),),
         "cuda:0",
@@ -164,8 +168,8 @@ def study(*gaps: float) -> Study:
         50,
         0.01,
         0,
-        LayerTrial("reference", "", "bf16", losses=(2.0,)),
-        (LayerTrial("draw 1", "", "bf16", draw=1, losses=(2.004,)),),
+        LoweredLayersTrial("reference", "", "bf16", losses=(2.0,)),
+        (LoweredLayersTrial("draw 1", "", "bf16", draw=1, losses=(2.004,)),),
         probes,
         tuple(candidates),
         started="2026-01-05",
@@ -174,19 +178,20 @@ def study(*gaps: float) -> Study:
 
 
 @for_each(
-    ("gaps", "expected"), [((0.005,), RuleOutcome.YES), ((0.1, 0.005), RuleOutcome.NO), ((), RuleOutcome.NOT_MEASURED)]
+    ("gaps", "expected"),
+    [((0.005,), AdviceRuleOutcome.YES), ((0.1, 0.005), AdviceRuleOutcome.NO), ((), AdviceRuleOutcome.NOT_MEASURED)],
 )
-def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], expected: RuleOutcome) -> None:
+def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], expected: AdviceRuleOutcome) -> None:
     assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is expected
     if len(gaps) > 1:  # with the study's map, the case is within the tolerance
         mapped = group(fp8=FP8)
         mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
         bears = next(each for each in advise(mapped, studies=(study(*gaps),)).answers if each.rule == "layers")
-        assert bears.met is RuleOutcome.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
+        assert bears.met is AdviceRuleOutcome.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
     unit = advise(group(fp8_unit=FP8), studies=(study(*gaps),)).answers
     assert unit and not [each for each in unit if each.rule == "layers"], "no layer of it can stand in another model"
     other = replace(study(*gaps), params=(("size", "nano"),))
-    assert met("layers", group(fp8=FP8), studies=(other,)) is RuleOutcome.NOT_MEASURED
+    assert met("layers", group(fp8=FP8), studies=(other,)) is AdviceRuleOutcome.NOT_MEASURED
 
 
 ADOPT, ROUTE, NOTHING = AdviceKind
@@ -289,7 +294,7 @@ def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: in
     """
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
     profiled = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
-    bound = amdahl_bound(basis([profiled, case]).cases[0])
+    bound = compute_amdahl_bound(basis([profiled, case]).cases[0])
     assert bound is not None and bound.point == pytest.approx(1 / 0.93)
     advice = only(advise([profiled, case]), NOTHING)
     assert advice.gain is None and "allows at most 1.08x" in advice.sentence
@@ -339,7 +344,7 @@ def test_no_advice_is_above_amdahls_bound(
     evidence = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), min_gain=min_gain)
     advised = advise_on(evidence)
     (pair,) = evidence.cases
-    bound = amdahl_bound(pair)
+    bound = compute_amdahl_bound(pair)
     whole = sum(bf16.values())
     assert bound is not None and bound.point == pytest.approx(whole / (whole - bf16["gemm"]), rel=0.01)
     assert advised.advice and all(each.kind in (ADOPT, NOTHING) for each in advised.advice)
@@ -354,18 +359,18 @@ def test_no_advice_is_above_amdahls_bound(
 def trained(gap: float) -> JudgedTraining:
     """fp8 with a loss above bf16's by that share, in five seeds."""
     advised = lines({"fp8": [gap + off for off in (0.0001, -0.0001, 0.0002, -0.0002, 0.0)]})
-    return JudgedTraining(KeptTraining(training(), tuple(advised), True, "x/steps.jsonl"))
+    return JudgedTraining(StoredTraining(training(), tuple(advised), True, "x/steps.jsonl"))
 
 
 def test_what_a_training_says_of_the_loss_decides() -> None:
     adopted = only(advise(group(fp8=FP8), training=trained(0.0)), ADOPT)
     assert "it learns as well (within noise" in adopted.sentence
     tolerated = advise(group(fp8=FP8), training=trained(0.005))
-    assert answer(tolerated, "learns").met is RuleOutcome.TOLERATED
+    assert answer(tolerated, "learns").met is AdviceRuleOutcome.TOLERATED
     assert "its loss is worse by +0.500% [" in only(tolerated, ADOPT).sentence
     assert "real, inside the 1% you tolerate" in only(tolerated, ADOPT).sentence
     advised = advise(group(fp8=FP8), training=trained(0.05))
-    assert answer(advised, "learns").met is RuleOutcome.NO
+    assert answer(advised, "learns").met is AdviceRuleOutcome.NO
     assert "it does not learn as well; does it learn as well: no, worse" in only(advised, NOTHING).sentence
 
 
@@ -388,9 +393,9 @@ def test_different_reasons_give_separate_advice() -> None:
     assert len(pieces) == 4
     assert all(reason in str(piece) for reason, piece in zip(reasons, pieces, strict=True))
     assert [each.met for each in advised.answers if each.rule == "errors"] == [
-        RuleOutcome.NOT_MEASURED,
-        RuleOutcome.NO,
-        *2 * [RuleOutcome.NOT_MEASURED],
+        AdviceRuleOutcome.NOT_MEASURED,
+        AdviceRuleOutcome.NO,
+        *2 * [AdviceRuleOutcome.NOT_MEASURED],
     ]
 
 
@@ -398,7 +403,7 @@ def test_a_case_without_a_verdict_says_nothing_of_its_products() -> None:
     lead, case = group(fp8=FP8)
     labelled = {case.case.id: Finding(case.case, Verdict.UNSURE, ratio=HALF, hard=(Label.FALLBACK,))}
     advised = advise_on(AdviceBasis(run([lead, case]), labelled))
-    assert answer(advised, "amdahl").met is RuleOutcome.NOT_MEASURED
+    assert answer(advised, "amdahl").met is AdviceRuleOutcome.NOT_MEASURED
 
 
 @for_each(("level", "words"), [(0.99, "2.00x [1.60, 2.50]"), (0.0, "2.00x (1.60 to 2.50)")])
@@ -411,14 +416,14 @@ def test_advice_for_several_settings_follows_the_majority() -> None:
     sizes = [
         group({**NANO, "batch": batch}, fp8={**FP8, "cast": cast}) for batch, cast in ((1, 4000), (2, 600), (4, 500))
     ]
-    pays, *_ = question_tables(advise(*sizes), everything=True)
+    pays, *_ = make_question_tables(advise(*sizes), everything=True)
     row = next(row for row in pays.rows if row[1].text == "Is the whole step faster?")
     assert row[2].text == "yes (2 of 3)" and row[3].text.endswith("at transformer[batch=2]@cuda:0")
 
 
 def test_three_questions_in_order_and_the_next_command_of_each() -> None:
     advised = advise(group({**NANO, "compile": "no"}, fp8=FP8))
-    assert [table.caption for table in question_tables(advised, everything=True)] == [
+    assert [table.caption for table in make_question_tables(advised, everything=True)] == [
         question.value for question in AdviceQuestion
     ]
     (advice, pays, following) = render_page(advised, []).parts
@@ -429,6 +434,6 @@ def test_three_questions_in_order_and_the_next_command_of_each() -> None:
 
 def test_two_suites_of_a_run_are_told_apart() -> None:
     advised = advise(group(fp8=FP8), group({"m": 512}, workload="gemm", fp8={**FP8, "cast": 9000}))
-    pays, *_ = question_tables(advised, everything=False)
+    pays, *_ = make_question_tables(advised, everything=False)
     steps = {row[0].text: row[2].text for row in pays.rows if row[1].text == "Is the whole step faster?"}
     assert steps == {"fp8 in transformer on cuda:0": "yes", "fp8 in gemm on cuda:0": "no"}

@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.features.advise.basis import AdviceBasis
 from fp8bench.features.advise.decide import advise
-from fp8bench.features.advise.job import collect_basis
+from fp8bench.features.advise.job import collect_advice_basis
 from fp8bench.features.advise.serving import advise_on_serving
 from fp8bench.features.advise.values import Advice, AdviceKind
 from fp8bench.features.infer.values import (
@@ -19,7 +19,7 @@ from fp8bench.features.infer.values import (
     ServingAnswer,
     ServingQuality,
     ServingQuestion,
-    open_answer_log,
+    open_serving_answer_log,
 )
 from fp8bench.model import Interval
 from fp8bench.nn.served import ServedArm as Arm
@@ -106,13 +106,13 @@ def test_advice_on_serving_comes_first_and_is_read_from_the_store(
     times = (ArmTimes(LEAD), ArmTimes(FP8_KV, crossing=crossing))
     whole = answer(times=times, experts=2.5)
     made = replace(run(group(fp8=FP8)), id="9abcdef0")
-    log = open_answer_log(tmp_path)
+    log = open_serving_answer_log(tmp_path)
     log.append([whole, replace(whole, runs=("00000000",)), whole])
     assert log.lines() == ([whole, replace(whole, runs=("00000000",)), whole], [])
     with log.path.open("a") as file:
         file.write("{}\n")
     monkeypatch.setattr("fp8bench.features.advise.job.load_stored_run", lambda word, store: made)
-    basis, troubles = collect_basis("9abcdef0", tmp_path, None, 0.1)
+    basis, troubles = collect_advice_basis("9abcdef0", tmp_path, None, 0.1)
     assert basis.serving_answers == (whole,) and len(troubles) == 1
     first, *rest = advise(basis).advice
     assert first.rule == "context" and rest == [*advise(replace(basis, serving_answers=())).advice]
@@ -126,4 +126,4 @@ def test_a_stored_infer_run_gives_advice(fp8bench: Say, store: Path) -> None:
     assert code == 0, err
     code, out, err = fp8bench("advise", "last")
     assert code == 0 and "weights=int8" in out, err
-    assert len(open_answer_log(store).lines()[0]) == 1
+    assert len(open_serving_answer_log(store).lines()[0]) == 1

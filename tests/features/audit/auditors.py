@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, Auditor
+from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, AuditSession
 from fp8bench.features.audit.host import KernelHost
 from fp8bench.user_code.named import make_signature
 from tests.facts import CPU
@@ -17,6 +17,6 @@ def make_auditor(
     kind: str = "product",
     seed: int = 0,
     host: type[KernelHost] = KernelHost,
-) -> Auditor:
+) -> AuditSession:
     signature = make_signature(kind, precision)
-    return Auditor(SUBJECT_BY_KIND[signature.kind](host(function, signature, CPU), signature, CPU), seed)
+    return AuditSession(SUBJECT_BY_KIND[signature.kind](host(function, signature, CPU), signature, CPU), seed)

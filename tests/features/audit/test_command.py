@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.command import _find_ceilings
+from fp8bench.features.audit.command import _load_or_measure_ceilings
 from fp8bench.model import Ceilings, Limit, Rate
-from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.model.promises import AuditedCallableKind, CallablePromise, OperandForm
 from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
 from fp8bench.user_code.named import audited, find_declared_signature, make_signature
 from tests.commands import Say
@@ -143,7 +143,9 @@ def test_the_decorator_leaves_the_function_alone() -> None:
         return a + 1
 
     assert kernel(1) == 2
-    assert find_declared_signature(kernel) == Signature(AuditKind.PRODUCT, "mxfp8", Takes.CODES, "kn", 32)
+    assert find_declared_signature(kernel) == CallablePromise(
+        AuditedCallableKind.PRODUCT, "mxfp8", OperandForm.CODES, "kn", 32
+    )
     assert find_declared_signature(len) is None
 
 
@@ -156,7 +158,7 @@ def test_ceilings_are_measured_once_where_there_is_a_store(tmp_path: Path, monke
     monkeypatch.setattr("fp8bench.features.audit.command.measure_ceilings", lambda *_: measured.append(1) or CEILINGS)
 
     def asked(store: Path) -> float | None:
-        found = _find_ceilings(worker, CPU, 1, store)  # type: ignore[arg-type]
+        found = _load_or_measure_ceilings(worker, CPU, 1, store)  # type: ignore[arg-type]
         return None if found is None else found.bound(Limit.PRODUCT, "fp32")
 
     monkeypatch.setenv(VARIABLE, "measured")

@@ -14,7 +14,14 @@ from torch import Tensor
 from fp8bench.errors import WorkerLost
 from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, Shape, run_checks
-from fp8bench.features.audit.host import KernelHost, is_lazy, pack_results, pack_tensor, unpack_results, unpack_tensor
+from fp8bench.features.audit.host import (
+    KernelHost,
+    is_lazy_tensor_class,
+    pack_result_tensors,
+    pack_tensor,
+    unpack_results,
+    unpack_tensor,
+)
 from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.user_code.named import make_signature
@@ -90,13 +97,13 @@ def test_sizes_that_are_not_everyday_are_judged_by_a_sample(
     name: str, shape: Shape, is_lie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SUBJECT_BY_KIND[ROWS[name].signature.kind], "real_shapes", (shape,))
-    monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SIZES", 0)
+    monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SHAPE_COUNT", 0)
     for seed in SEEDS:
         assert (codes_of(result_of(ROWS[name], "cpu", [BY_NAME["sizes"]], seed=seed)) != "-") is is_lie
 
 
 def test_sizes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.features.audit.results._SIZES_SECONDS", -1.0)
+    monkeypatch.setattr("fp8bench.features.audit.results._SIZE_CHECK_SECONDS", -1.0)
     (finding,) = result_of(Kernel("", _FP8, product), "cpu", [BY_NAME["sizes"]]).findings
     assert finding.is_remark and finding.code == "not-tried"
 
@@ -128,8 +135,8 @@ def test_a_clock_that_runs_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
             return [(seconds / 50, used) for seconds, used in super().measure_calls(slots)]  # type: ignore[arg-type]
 
     shape = Shape(1024, 1024, 1024)  # long compared with reaching the kernel and returning
-    assert times._time_calls(make_auditor(product, host=Wrong), shape, judged_calls=0).wrong_clock
-    assert not times._time_calls(make_auditor(product), shape, judged_calls=0).wrong_clock
+    assert times._time_calls(make_auditor(product, host=Wrong), shape, judged_calls=0).clock_fault_text
+    assert not times._time_calls(make_auditor(product), shape, judged_calls=0).clock_fault_text
 
 
 def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +192,8 @@ def test_tensors_are_sent_with_their_strides_and_all_of_their_memory(dtype: torc
 
 
 def test_a_class_of_tensors_is_lazy_if_it_does_something_in_its_own_way() -> None:
-    assert is_lazy(LazyTensor)
-    assert not any(map(is_lazy, (Tensor, torch.nn.Parameter, MarkedTensor)))
+    assert is_lazy_tensor_class(LazyTensor)
+    assert not any(map(is_lazy_tensor_class, (Tensor, torch.nn.Parameter, MarkedTensor)))
 
 
 LIARS = """\
@@ -262,4 +269,4 @@ def test_a_kernel_s_process_that_is_gone_is_not_asked_again() -> None:
 
 def test_a_result_of_one_element_may_have_any_stride() -> None:
     one = torch.arange(8, dtype=torch.bfloat16).as_strided((1, 1), (4, 2), 3)
-    assert torch.equal(unpack_results(pack_results({"product": one}))["product"], one)
+    assert torch.equal(unpack_results(pack_result_tensors({"product": one}))["product"], one)

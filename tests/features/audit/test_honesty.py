@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8bench.features.audit.auditor import AuditInput, Shape
 from fp8bench.features.audit.operands import find_promised_casts, round_operand
 from fp8bench.features.audit.promises import ExpectedProduct
-from fp8bench.features.audit.results import VALUE_CHECKS
+from fp8bench.features.audit.results import RESULT_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.numerics.products import sum_like_hopper_units
 from fp8bench.user_code.named import make_signature
@@ -23,8 +23,8 @@ from tests.facts import CPU
 from tests.features.audit.auditors import make_auditor
 
 _FP8 = make_signature("product", "fp8")
-QUICK_CHECKS = tuple(check for check in VALUE_CHECKS if check.name != "sizes")
-(EXTREMES,) = (check for check in VALUE_CHECKS if check.name == "extremes")
+QUICK_CHECKS = tuple(check for check in RESULT_CHECKS if check.name != "sizes")
+(EXTREMES,) = (check for check in RESULT_CHECKS if check.name == "extremes")
 
 
 OTHER_WAYS = ("ties away from zero", "the reciprocal of a scale")
@@ -38,7 +38,7 @@ def test_honest_variants_get_a_remark_only(row: Kernel) -> None:
 
 
 def judged(function: Product, shape: Shape) -> tuple[str, str]:
-    verdicts = make_auditor(function).find_problems(AuditInput("normal", shape))
+    verdicts = make_auditor(function).judge_kernel_on_input(AuditInput("normal", shape))
     return next(((verdict.code, verdict.why) for verdict in verdicts.values()), ("", ""))
 
 
@@ -149,13 +149,13 @@ def test_a_finding_names_the_mistake_and_its_input(
     auditor = make_auditor(function)
     audit_input = AuditInput(data, Shape(64, 96, columns))
     for right_columns in range(128, 449, 64) if code == "tail" else ():  # right results use up the search for mistakes
-        auditor.find_problems(AuditInput(data, Shape(64, 96, right_columns)))
-    ((name, verdict),) = auditor.find_problems(audit_input).items()
+        auditor.judge_kernel_on_input(AuditInput(data, Shape(64, 96, right_columns)))
+    ((name, verdict),) = auditor.judge_kernel_on_input(audit_input).items()
     finding = auditor.make_finding(audit_input, name, verdict)
     assert finding.code == code and all(sentence in finding.why for sentence in sentences)
     assert finding.input == f"M=64 N=96 K={columns}, {data}" and finding.error == verdict.error
 
 
 def test_checks_that_did_not_run_are_listed() -> None:
-    audit = result_of(Kernel("", _FP8, lambda a, b: a @ b.t()), "cpu", VALUE_CHECKS[:2])
-    assert [check.name for check in VALUE_CHECKS[:2]] == ["numbers", *audit.not_run]
+    audit = result_of(Kernel("", _FP8, lambda a, b: a @ b.t()), "cpu", RESULT_CHECKS[:2])
+    assert [check.name for check in RESULT_CHECKS[:2]] == ["numbers", *audit.not_run]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench import audit_model
-from fp8bench.features.audit.values import Audit, AuditOutcome
+from fp8bench.features.audit.values import AuditOutcome, AuditReport
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import TENSOR
@@ -108,11 +108,11 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch, linear: type[nn.Module])
         yield torch.no_grad()(own.convert_model)
 
 
-def codes(audit: Audit, outcome: AuditOutcome = AuditOutcome.FAIL) -> set[str]:
+def codes(audit: AuditReport, outcome: AuditOutcome = AuditOutcome.FAIL) -> set[str]:
     return {finding.code for finding in audit.findings if finding.outcome is outcome and finding.code}
 
 
-def rules(audit: Audit) -> dict[str, str]:
+def rules(audit: AuditReport) -> dict[str, str]:
     return {layer.name: layer.rule for layer in audit.layers if not layer.low}
 
 
@@ -141,7 +141,7 @@ def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.Mo
         convert(model)
     audit = audit_model(model, torch.randn(8, 64, dtype=torch.bfloat16))
     assert codes(audit) == {"not-cast"} and {layer.runs for layer in audit.layers} == {"not cast"}
-    assert audit.low_flops == sum(layer.flops for layer in audit.layers) == 2 * 8 * 64 * 96
+    assert audit.low_precision_flops == sum(layer.flops for layer in audit.layers) == 2 * 8 * 64 * 96
 
 
 def test_a_class_of_anybodys_own_is_known_by_its_numbers() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench import audit_model
-from fp8bench.features.audit.model import _find_number_faults
-from fp8bench.features.audit.values import Audit, AuditedLayer, AuditOutcome
+from fp8bench.features.audit.model import _find_layer_number_faults
+from fp8bench.features.audit.values import AuditedLayer, AuditOutcome, AuditReport
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import TENSOR
@@ -159,11 +159,11 @@ def network(*how: Any) -> nn.Module:
     return nn.Sequential(*low)
 
 
-def audited(model: nn.Module) -> Audit:
+def audited(model: nn.Module) -> AuditReport:
     return audit_model(model, torch.randn(2, 32, SIDES, generator=torch.Generator().manual_seed(0)))
 
 
-def failures(audit: Audit) -> list[tuple[str, str]]:
+def failures(audit: AuditReport) -> list[tuple[str, str]]:
     return [(finding.code, finding.why) for finding in audit.findings if finding.has_failed]
 
 
@@ -334,5 +334,5 @@ def test_convolutions_are_checked() -> None:
 
 def test_weights_alone_are_no_promised_product() -> None:
     layer = AuditedLayer("l", "a layer", (16, 16), True, "weights alone")
-    assert [finding.code for finding in _find_number_faults([layer], "mxfp8")] == ["not-cast"]
-    assert not [*_find_number_faults([layer], "")]
+    assert [finding.code for finding in _find_layer_number_faults([layer], "mxfp8")] == ["not-cast"]
+    assert not [*_find_layer_number_faults([layer], "")]

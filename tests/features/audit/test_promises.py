@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, AuditInput, Auditor, Shape
+from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, AuditInput, AuditSession, Shape
 from fp8bench.features.audit.host import KernelHost
-from fp8bench.features.audit.operands import DATA_KINDS, round_operand
+from fp8bench.features.audit.operands import DRAW_FUNCTIONS_BY_DATA_KIND, round_operand
 from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
-from fp8bench.model.promises import AuditKind
+from fp8bench.model.promises import AuditedCallableKind
 from fp8bench.registry import precisions
 from fp8bench.user_code.named import make_signature
 from suites.audit_kernels import MXFP8, Product, product
@@ -23,7 +23,7 @@ SHAPE = Shape(32, 48, 256)
 _BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
 
 
-def judged(auditor: Auditor, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
+def judged(auditor: AuditSession, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
     matrices = auditor.draw_matrices(AuditInput(data, shape))
     ((name, expected),) = auditor.subject.expected_results(matrices).items()
     return expected.judge(auditor.compute_results(matrices)[name])
@@ -40,7 +40,7 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
 @for_each(
     ("function", "precision", "data", "code"),
     [
-        *((lambda a, b: product(a, b, MXFP8), "mxfp8", data, "") for data in DATA_KINDS),
+        *((lambda a, b: product(a, b, MXFP8), "mxfp8", data, "") for data in DRAW_FUNCTIONS_BY_DATA_KIND),
         # Sums that overflow their dtype are nobody's mistake.
         (lambda a, b: a @ b.t(), "fp16", "outliers along the contraction", ""),
         (lambda a, b: a, "fp8", "normal", "shape"),
@@ -90,13 +90,13 @@ def test_mistakes_are_diagnosed_by_name(name: str) -> None:
     code = kernel.code
     data = "rows of different sizes" if code == "blocks-turned" else "normal"
     subject = SUBJECT_BY_KIND[kind](KernelHost(kernel.made(), kernel.signature, CPU), kernel.signature, CPU)
-    for shape in (LARGE, SMALL) if kind is AuditKind.ATTENTION else (SHAPE,):
-        assert judged(Auditor(subject, 0), data, shape).code == code
+    for shape in (LARGE, SMALL) if kind is AuditedCallableKind.ATTENTION else (SHAPE,):
+        assert judged(AuditSession(subject, 0), data, shape).code == code
 
 
 @for_each("data", ["normal", "zeros", "infinite"])
 def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
-    audited = SUBJECT_BY_KIND[AuditKind.PRODUCT](product, make_signature("product", "nvfp4", "codes"), CPU)
+    audited = SUBJECT_BY_KIND[AuditedCallableKind.PRODUCT](product, make_signature("product", "nvfp4", "codes"), CPU)
     a, b = audited.draw_operands("zeros" if data == "zeros" else "normal", SHAPE, 0)
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
     *_, first, second = arguments = audited.make_arguments((a, b))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.auditor import AuditCheck, AuditInput, Shape
-from fp8bench.features.audit.results import VALUE_CHECKS
+from fp8bench.features.audit.results import RESULT_CHECKS
 from fp8bench.features.audit.times import AUDIT_CHECKS
-from fp8bench.features.audit.values import Audit
+from fp8bench.features.audit.values import AuditReport
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import MX, ScaleRounding, Scaling, Treatment
 from fp8bench.user_code.named import make_signature
@@ -126,7 +126,7 @@ UNUSUAL: dict[str, tuple[str, Product]] = {
 }  # fmt: skip
 
 
-def audit_of(name: str, checks: Sequence[AuditCheck], seed: int = 0) -> Audit:
+def audit_of(name: str, checks: Sequence[AuditCheck], seed: int = 0) -> AuditReport:
     precision, function = UNUSUAL[name]
     return result_of(Kernel(name, make_signature("product", precision), function), "cpu", checks, seed=seed)
 
@@ -137,26 +137,28 @@ def test_results_that_overflow_accuse_no_kernel_whose_ties_differ(name: str) -> 
     for seed in range(3):
         auditor = make_auditor(function, precision, seed=seed)
         for data in ("large", "rows of different sizes"):
-            verdicts = auditor.find_problems(AuditInput(data, Shape(64, 96, 256)))
+            verdicts = auditor.judge_kernel_on_input(AuditInput(data, Shape(64, 96, 256)))
             assert not any(verdict.has_failed for verdict in verdicts.values())
 
 
 @for_each("wrong", [lambda sums: half(sums) * 2, lambda sums: half(sums).nan_to_num(0, 0, 0), lambda sums: -half(sums)])
 def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
-    verdicts = make_auditor(kernel(out=wrong)).find_problems(AuditInput("rows of different sizes", Shape(64, 96, 256)))
+    verdicts = make_auditor(kernel(out=wrong)).judge_kernel_on_input(
+        AuditInput("rows of different sizes", Shape(64, 96, 256))
+    )
     assert verdicts["product"].code == "too-bad"
 
 
 @pytest.mark.slow
 @for_each("name", ["rows of zeros are skipped", "a scale a row", "split K"])
 def test_an_honest_kernel_is_not_accused(name: str) -> None:
-    assert codes_of(audit_of(name, VALUE_CHECKS)) == "-"
+    assert codes_of(audit_of(name, RESULT_CHECKS)) == "-"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", list(UNUSUAL))
 def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
-    assert {codes_of(audit_of(name, VALUE_CHECKS, seed)) for seed in range(10)} == {"-"}
+    assert {codes_of(audit_of(name, RESULT_CHECKS, seed)) for seed in range(10)} == {"-"}
 
 
 @pytest.mark.slow
@@ -168,7 +170,7 @@ def test_zeros_may_be_skipped_block_by_block() -> None:
 def why(precision: str, function: Product) -> str:
     auditor = make_auditor(function, precision)
     given = AuditInput("normal", Shape(64, 96, 256))
-    (pair,) = auditor.find_problems(given).items()
+    (pair,) = auditor.judge_kernel_on_input(given).items()
     return auditor.make_finding(given, *pair).why
 
 

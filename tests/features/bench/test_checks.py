@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8bench.errors import UsageError
 from fp8bench.features.bench.calls import compute_exact_results, draw_inputs, measure_difference, run_callable
 from fp8bench.features.bench.checks import examine_callable
-from fp8bench.features.bench.job import check_targets, choose_axes
+from fp8bench.features.bench.job import check_callable_names, choose_axes
 from fp8bench.features.bench.values import parse_shapes
 from fp8bench.features.bench.workload import Callables
 from fp8bench.model import Case, Level
@@ -158,7 +158,7 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
     unrunnable = "raise SystemExit  # the parent reads this file, and never runs it\ndef inputs(device, seed): ...\n"
     (tmp_path / "mine.py").write_text(unrunnable)
     mine = f"{tmp_path / 'mine.py'}:f"
-    assert check_targets([mine], "torch:relu") == ("torch:relu", mine)
+    assert check_callable_names([mine], "torch:relu") == ("torch:relu", mine)
     axes = dict(choose_axes(("torch:relu", mine), (), None, None, "hot"))
     assert axes["inputs"] == (f"{tmp_path / 'mine.py'}:inputs",) and axes["against"] == ("torch:relu",)
     for targets, against, sentence in (
@@ -169,7 +169,7 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
         ([mine, mine], "torch:relu", "is named twice. Name it once"),
     ):
         with pytest.raises(UsageError, match=sentence):
-            check_targets(targets, against)
+            check_callable_names(targets, against)
     with pytest.raises(UsageError, match=r"the inputs of torch:abs are unknown. Give a shape for each argument"):
         choose_axes(("torch:relu", "torch:abs"), (), None, None, "hot")
     for shapes, dtype, source, sentence in (

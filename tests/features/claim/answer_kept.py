@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.cli.progress import SILENT
-from fp8bench.features.claim.command import parse_run_texts
-from fp8bench.features.claim.decide import answer_claim
-from fp8bench.features.claim.folder import StoredAnswer, load_stored_run, read_answers, write_folder
-from fp8bench.features.claim.rows import ClaimsFile, load_catalogue, load_claims
-from fp8bench.features.claim.runs import RunSource, StoredRun, without_device
+from fp8bench.features.claim.command import parse_claim_run_requests
+from fp8bench.features.claim.decide import decide_claim_answer
+from fp8bench.features.claim.folder import StoredClaimAnswer, load_stored_run, read_answers, write_folder
+from fp8bench.features.claim.rows import ClaimsFile, load_bundled_claims, load_claims_file
+from fp8bench.features.claim.runs import ClaimRunSource, StoredRun, without_device
 from fp8bench.features.claim.values import Claim, ClaimAnswer
 from fp8bench.features.claim.view import format_figure
 from fp8bench.features.train.values import TrainingObserver
@@ -29,9 +29,9 @@ HEADING = "|sentence|source|answer|figure|\n|---|---|---|---|\n"
 
 def answer_again(folder: Path, file: ClaimsFile, claims: Sequence[Claim]) -> list[ClaimAnswer]:
     """Answers claims from the folder's runs, which are found by their requests, and replaces its answers."""
-    questions = parse_run_texts(file)
+    questions = parse_claim_run_requests(file)
     stored = [load_stored_run(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
-    without_gpu = RunSource(folder, questions, "cpu", SILENT, TrainingObserver)  # type: ignore[arg-type]
+    without_gpu = ClaimRunSource(folder, questions, "cpu", SILENT, TrainingObserver)  # type: ignore[arg-type]
     runs = {}
 
     def find_run(claim: Claim) -> StoredRun:
@@ -40,7 +40,7 @@ def answer_again(folder: Path, file: ClaimsFile, claims: Sequence[Claim]) -> lis
                 return runs.setdefault(claim.id, run)
         return without_gpu(claim)  # raises NotHere, as on the machine without a GPU that answered it
 
-    answers = [answer_claim(claim, file.claims, find_run) for claim in claims]
+    answers = [decide_claim_answer(claim, file.claims, find_run) for claim in claims]
     with tempfile.TemporaryDirectory() as name:
         write_folder(Path(name), file, answers, runs)
         for path in Path(name).glob("*.*"):
@@ -52,7 +52,7 @@ def unpublished(file: ClaimsFile) -> list[Claim]:
     return [claim for claim in file.claims.values() if not claim.published]
 
 
-def table_of(answers: Sequence[StoredAnswer]) -> str:
+def table_of(answers: Sequence[StoredClaimAnswer]) -> str:
     """Returns the table of docs/claims.md, and the addresses of its sources."""
     text = HEADING
     sources = {}
@@ -65,7 +65,7 @@ def table_of(answers: Sequence[StoredAnswer]) -> str:
 
 
 if __name__ == "__main__":
-    answer_again(H200, (h200 := load_claims(H200 / "claims.toml")), list(h200.claims.values()))
-    answer_again(CPU, (catalogue := load_catalogue()), unpublished(catalogue))
+    answer_again(H200, (h200 := load_claims_file(H200 / "claims.toml")), list(h200.claims.values()))
+    answer_again(CPU, (catalogue := load_bundled_claims()), unpublished(catalogue))
     page = PAGE.read_text()
     PAGE.write_text(page[: page.index(HEADING)] + table_of(read_answers(CPU).answers))

@@ -19,20 +19,20 @@ import pytest
 from fp8bench.analysis.findings import findings
 from fp8bench.cli.progress import SILENT
 from fp8bench.errors import UsageError
-from fp8bench.features.claim.command import parse_run_texts
-from fp8bench.features.claim.decide import answer_claim, answer_from_run
+from fp8bench.features.claim.command import parse_claim_run_requests
+from fp8bench.features.claim.decide import answer_claim_from_run, decide_claim_answer
 from fp8bench.features.claim.expressions import evaluate_expression
 from fp8bench.features.claim.folder import check_folder, load_stored_run, write_folder
-from fp8bench.features.claim.readings import read_figure
-from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
-from fp8bench.features.claim.runs import RunSource, find_stored_run, fits_device, is_reusable
+from fp8bench.features.claim.readings import read_claim_figure
+from fp8bench.features.claim.rows import load_bundled_claims, load_claims_file, parse_claims
+from fp8bench.features.claim.runs import ClaimRunSource, find_stored_run, is_claim_for_device, is_run_reusable
 from fp8bench.features.claim.values import (
-    Answer,
-    AnswerStanding,
+    AnswerCheckOutcome,
     CannotDecide,
     Claim,
     ClaimAnswer,
     ClaimKind,
+    ClaimOutcome,
     FigureReading,
 )
 from fp8bench.features.claim.view import render_answers
@@ -147,7 +147,7 @@ def test_bounds_hold_for_these_values(
     relation: str, bound: tuple[float, ...], tolerance: float, values: tuple[float, ...], sides: list[int]
 ) -> None:
     claim = replace(claim_of(), relation=relation, bound=bound, tolerance=tolerance)
-    assert list(map(claim.find_side, values)) == sides
+    assert list(map(claim.compare_with_bounds, values)) == sides
 
 
 @for_each(
@@ -245,15 +245,15 @@ def test_a_rate_above_the_peak_is_refuted_without_a_run() -> None:
 
     values = {"sentence": '"BF16 products"', "figure": '"flops_per_second"', "limit": '"h200_sxm.bf16"'}
     claim = claim_of(**values, device='"H200 SXM"', relation='">="', bound="1200e12")
-    assert answer_claim(claim, {}, no_run).answer is Answer.REFUTED
+    assert decide_claim_answer(claim, {}, no_run).answer is ClaimOutcome.REFUTED
     with pytest.raises(AssertionError):  # a rate below the peak needs a run
-        answer_claim(replace(claim, bound=(900e12,)), {}, no_run)
+        decide_claim_answer(replace(claim, bound=(900e12,)), {}, no_run)
     least = claim_of(
         sentence='"BF16 products"', figure='"time"', limit='"2 * 8192 ** 3 / h200_sxm.bf16"', device='"H200 SXM"'
     )
-    assert answer_claim(replace(least, bound=(1e-3,)), {}, no_run).answer is Answer.REFUTED
+    assert decide_claim_answer(replace(least, bound=(1e-3,)), {}, no_run).answer is ClaimOutcome.REFUTED
     with pytest.raises(AssertionError):
-        answer_claim(replace(least, bound=(2e-3,)), {}, no_run)
+        decide_claim_answer(replace(least, bound=(2e-3,)), {}, no_run)
 
 
 # Figures of runs.
@@ -267,12 +267,12 @@ def test_figures_are_those_of_the_csv(gemm: Run, fp8bench: Say, figure: str, col
     code, out, _ = fp8bench("show", str(GEMM), "--csv", "-")
     wanted = {"mode": "bf16", "param_n": "64", "phase": "step", "metric": figure}
     (row,) = (row for row in csv.DictReader(io.StringIO(out)) if wanted.items() <= row.items())
-    assert code == 0 and read_figure(claim_on(figure=figure), gemm).value == float(row[column])
+    assert code == 0 and read_claim_figure(claim_on(figure=figure), gemm).value == float(row[column])
 
 
 def test_ratios_are_over_the_reference(gemm: Run) -> None:
-    bf16, fp32 = (read_figure(claim_on(mode, figure="peak_memory"), gemm).value for mode in ("bf16", "fp32"))
-    ratio = read_figure(claim_on(figure="peak_memory ratio"), gemm)
+    bf16, fp32 = (read_claim_figure(claim_on(mode, figure="peak_memory"), gemm).value for mode in ("bf16", "fp32"))
+    ratio = read_claim_figure(claim_on(figure="peak_memory ratio"), gemm)
     assert ratio.value == bf16 / fp32 == ratio.low == ratio.high
 
 
@@ -286,8 +286,8 @@ def test_ratios_are_over_the_reference(gemm: Run) -> None:
     ],
 )
 def test_costs_of_an_emulation_and_quick_runs_decide_no_speed(gemm: Run, figure: str, mode: str, said: str) -> None:
-    answered = answer_from_run(claim_on(mode, figure=figure), gemm)
-    assert answered.answer is Answer.CANNOT_TELL and said in answered.why
+    answered = answer_claim_from_run(claim_on(mode, figure=figure), gemm)
+    assert answered.answer is ClaimOutcome.CANNOT_TELL and said in answered.why
     if mode == "bf16":
         assert answered.value is not None
         listed = " ".join(render(render_answers([answered, answered], "mine.toml")).split())
@@ -304,7 +304,7 @@ def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch
     def read(**values: object) -> FigureReading:
         changed_finding = {name: replace(judged[name], **values)}  # type: ignore[arg-type]
         monkeypatch.setattr("fp8bench.features.claim.readings.findings", lambda _: {**judged, **changed_finding})
-        return read_figure(claim_on(figure="time"), gemm)
+        return read_claim_figure(claim_on(figure="time"), gemm)
 
     calm = read(spread=0.0, hard=())
     noisy = read(spread=0.5, hard=())
@@ -322,27 +322,27 @@ def test_a_remedy_is_named_where_a_command_helps(gemm: Run) -> None:
         (replace(gemm, records=tuple(failed)), claim_on(figure="time"), ""),
         (gemm, claim_on(figure="time ratio", sentence="BF16 is faster than FP16"), ""),
     ):
-        answered = answer_from_run(claim, run)
-        assert answered.answer is Answer.CANNOT_TELL and answered.remedy.startswith(remedy)
+        answered = answer_claim_from_run(claim, run)
+        assert answered.answer is ClaimOutcome.CANNOT_TELL and answered.remedy.startswith(remedy)
         assert bool(answered.remedy) is bool(remedy)
 
 
 def test_a_case_has_to_be_one(gemm: Run) -> None:
     with pytest.raises(UsageError, match="2 cases of the run 8b215bef match"):
-        read_figure(claim_of(), gemm)
+        read_claim_figure(claim_of(), gemm)
     with pytest.raises(UsageError, match="0 cases"):
-        read_figure(claim_of(case='{mode = "fp7"}'), gemm)
+        read_claim_figure(claim_of(case='{mode = "fp7"}'), gemm)
 
 
 def test_another_baseline_than_that_of_the_sentence_decides_nothing(gemm: Run) -> None:
     mismatch = "the sentence compares with FP16, but the reference of the run is fp32"
     for baseline, answer, why in (
-        ("FP16", Answer.CANNOT_TELL, mismatch),
-        ("FP32", Answer.CONFIRMED, ""),
-        ("expected", Answer.CONFIRMED, ""),
+        ("FP16", ClaimOutcome.CANNOT_TELL, mismatch),
+        ("FP32", ClaimOutcome.CONFIRMED, ""),
+        ("expected", ClaimOutcome.CONFIRMED, ""),
     ):
         claim = claim_on(figure="peak_memory ratio", bound=(9.0,), sentence=f"BF16 takes less than {baseline}")
-        answered = answer_from_run(claim, gemm)
+        answered = answer_claim_from_run(claim, gemm)
         assert (answered.answer, answered.why) == (answer, why)
 
 
@@ -354,45 +354,47 @@ def test_one_refuted_part_refutes_and_an_undecided_one_leaves_a_conjunction_open
         "open": replace(error, id="open", figure="time"),
     }
     for parts, answer in (
-        (("true",), Answer.CONFIRMED),
-        (("true", "open"), Answer.CANNOT_TELL),
-        (("open", "true", "false"), Answer.REFUTED),
+        (("true",), ClaimOutcome.CONFIRMED),
+        (("true", "open"), ClaimOutcome.CANNOT_TELL),
+        (("open", "true", "false"), ClaimOutcome.REFUTED),
     ):
         conjunction = replace(error, id="all", kind=ClaimKind.ALL_OF, parts=parts)
-        assert answer_claim(conjunction, claims, lambda _: gemm).answer is answer
+        assert decide_claim_answer(conjunction, claims, lambda _: gemm).answer is answer
 
 
 def test_an_interval_over_the_bound_decides_nothing(gemm: Run) -> None:
-    value = read_figure(claim_on("fp8"), gemm).value
-    answers = [answer_from_run(claim_on("fp8", bound=(value * share,)), gemm).answer for share in (0.98, 1.0, 1.02)]
-    assert answers == [Answer.REFUTED, Answer.CANNOT_TELL, Answer.CONFIRMED]
+    value = read_claim_figure(claim_on("fp8"), gemm).value
+    answers = [
+        answer_claim_from_run(claim_on("fp8", bound=(value * share,)), gemm).answer for share in (0.98, 1.0, 1.02)
+    ]
+    assert answers == [ClaimOutcome.REFUTED, ClaimOutcome.CANNOT_TELL, ClaimOutcome.CONFIRMED]
 
 
 def test_published_figures_are_compared_with_their_conditions(gemm: Run) -> None:
     claim = claim_on("fp8", relation="=", tolerance=0.05, published=True)
-    value = read_figure(claim, gemm).value
+    value = read_claim_figure(claim, gemm).value
     device = replace(gemm.devices[0], name="NVIDIA H200", kind="cuda")
     records = tuple(replace(record, case=replace(record.case, device=device.key)) for record in gemm.records)
     environment = Environment({f"{device.key} power_cap": 500.0})
     run = replace(gemm, devices=(device,), records=records, environment=environment)
 
     def compare(bound: float, card: str = "H200", power: float | None = 500, run: Run = run) -> ClaimAnswer:
-        return answer_from_run(replace(claim, bound=(bound,), card=card, power=power), run)
+        return answer_claim_from_run(replace(claim, bound=(bound,), card=card, power=power), run)
 
     assert [compare(value * share).answer for share in (1.0, 0.9, 1.1)] == [
-        Answer.WITHIN_RANGE,
-        Answer.ABOVE_RANGE,
-        Answer.BELOW_RANGE,
+        ClaimOutcome.WITHIN_RANGE,
+        ClaimOutcome.ABOVE_RANGE,
+        ClaimOutcome.BELOW_RANGE,
     ]
     other = compare(2 * value, "H100")
-    assert other.answer is Answer.OTHER_CONDITIONS and "card H200 SXM, published H100" in other.why
+    assert other.answer is ClaimOutcome.OTHER_CONDITIONS and "card H200 SXM, published H100" in other.why
     shown = " ".join(render(render_answers([other, other])).split())
     assert "; published " in shown and "card H200 SXM, published H100; torch" in shown  # never a bare number
     assert "power limit 500 W, published 700 W" in compare(2 * value, power=700).why
     # A power limit that one side does not know may be another.
     unpublished = compare(2 * value, power=None)
     unmeasured = compare(2 * value, run=replace(run, environment=Environment({})))
-    assert unpublished.answer is unmeasured.answer is Answer.OTHER_CONDITIONS
+    assert unpublished.answer is unmeasured.answer is ClaimOutcome.OTHER_CONDITIONS
     assert "power limit 500 W, published unknown" in unpublished.why
     assert "power limit unknown, published 500 W" in unmeasured.why
     assert "the source names no card" in compare(value, card="").why  # named even where the figures agree
@@ -401,8 +403,8 @@ def test_published_figures_are_compared_with_their_conditions(gemm: Run) -> None
 # Which runs count.
 
 
-def source_for(store: Path, question: Request, device: str = "cpu") -> RunSource:
-    return RunSource(store, {"suite gemm --quick": question}, device, SILENT, TrainingObserver)  # type: ignore[arg-type]
+def source_for(store: Path, question: Request, device: str = "cpu") -> ClaimRunSource:
+    return ClaimRunSource(store, {"suite gemm --quick": question}, device, SILENT, TrainingObserver)  # type: ignore[arg-type]
 
 
 def test_a_stored_run_of_this_week_is_reused(gemm: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,10 +412,10 @@ def test_a_stored_run_of_this_week_is_reused(gemm: Run, tmp_path: Path, monkeypa
     monkeypatch.setattr("fp8bench.features.claim.runs.platform.node", lambda: here.get("machine"))
     monkeypatch.setattr("fp8bench.features.claim.runs.version", lambda _: here.get("torch"))
     now = datetime.now(UTC)
-    assert is_reusable(here, (now - timedelta(days=6)).isoformat())
-    assert not is_reusable(here, (now - timedelta(days=8)).isoformat())
+    assert is_run_reusable(here, (now - timedelta(days=6)).isoformat())
+    assert not is_run_reusable(here, (now - timedelta(days=8)).isoformat())
     for name in ("machine", "fp8bench", "torch"):
-        assert not is_reusable(here.also({name: "another"}), now.isoformat())
+        assert not is_run_reusable(here.also({name: "another"}), now.isoformat())
     monkeypatch.setattr("fp8bench.features.claim.runs._MAX_RUN_AGE", timedelta.max)
     path = tmp_path / "runs" / "box" / GEMM.name
     path.parent.mkdir(parents=True)
@@ -454,15 +456,15 @@ def test_what_is_missing_is_measured_once_and_resumed(say: Say) -> None:
 def test_cards_are_found_by_the_words_of_their_names() -> None:
     claim = replace(claim_of(), device=("H200", "H100 SXM"))
     names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "Intel Xeon")
-    assert [fits_device(claim, name) for name in names] == [True, True, False, False, False]
+    assert [is_claim_for_device(claim, name) for name in names] == [True, True, False, False, False]
 
 
 # The catalogue and the committed answers.
 
 
 def test_every_row_of_the_catalogue_can_be_decided() -> None:
-    file = load_catalogue()
-    parse_run_texts(file)
+    file = load_bundled_claims()
+    parse_claim_run_requests(file)
     assert len(file.claims) >= 40
     for claim in file.claims.values():
         address = claim.source.address
@@ -471,9 +473,9 @@ def test_every_row_of_the_catalogue_can_be_decided() -> None:
 
 def test_rows_for_gpus_plan_one_native_case_there() -> None:
     """Rows for GPUs that no machine here has are at least planned, with the baseline of their sentence."""
-    file = load_catalogue()
+    file = load_bundled_claims()
     facts = {"H200": H200, "A100": A100, "B200": B200}
-    questions = parse_run_texts(file)
+    questions = parse_claim_run_requests(file)
     rows = [claim for claim in file.claims.values() if claim.run and "any" not in claim.device]
     assert len(rows) >= 12
     for claim in rows:
@@ -496,32 +498,32 @@ def read_facts(case: Case) -> dict[str, str]:
 @pytest.fixture
 def evidence(tmp_path: Path) -> Path:
     """A folder of four answers from committed runs."""
-    file = load_catalogue()
+    file = load_bundled_claims()
     kept = {}
     for name in ("nvfp4-finer", "e4m3-error", "fp8-half-wire"):
         kept[name] = load_stored_run(run_of(EVIDENCE, name))
     claims = [file.claims[name] for name in (*kept, "tf32-312-h200")]
-    answers = [answer_claim(claim, file.claims, lambda claim: kept[claim.id]) for claim in claims]
+    answers = [decide_claim_answer(claim, file.claims, lambda claim: kept[claim.id]) for claim in claims]
     write_folder(tmp_path / "evidence", file, answers, kept)
-    assert {standing for standing, _ in standings(tmp_path / "evidence").values()} == {AnswerStanding.ANSWER_HOLDS}
+    assert {standing for standing, _ in standings(tmp_path / "evidence").values()} == {AnswerCheckOutcome.ANSWER_HOLDS}
     return tmp_path / "evidence"
 
 
-def standings(folder: Path) -> dict[str, tuple[AnswerStanding, str]]:
-    return {checked.id: (checked.standing, checked.why) for checked in check_folder(folder, parse_run_texts)}
+def standings(folder: Path) -> dict[str, tuple[AnswerCheckOutcome, str]]:
+    return {checked.id: (checked.standing, checked.why) for checked in check_folder(folder, parse_claim_run_requests)}
 
 
 def test_the_committed_answers_follow_from_the_committed_runs() -> None:
     checked = standings(EVIDENCE)
     answers = json.loads((EVIDENCE / "answers.json").read_text())["answers"]
-    open_ids = {answer["id"] for answer in answers if answer["answer"] == Answer.CANNOT_TELL}
+    open_ids = {answer["id"] for answer in answers if answer["answer"] == ClaimOutcome.CANNOT_TELL}
     assert len(checked) >= 40 and {*checked} - open_ids
     for name, (standing, why) in checked.items():
-        assert standing is (AnswerStanding.CANNOT_JUDGE if name in open_ids else AnswerStanding.ANSWER_HOLDS), (
+        assert standing is (AnswerCheckOutcome.CANNOT_JUDGE if name in open_ids else AnswerCheckOutcome.ANSWER_HOLDS), (
             name,
             why,
         )
-    assert load_claims(EVIDENCE / "claims.toml").claims == load_catalogue().claims
+    assert load_claims_file(EVIDENCE / "claims.toml").claims == load_bundled_claims().claims
 
 
 def run_of(folder: Path, claim: str) -> Path:
@@ -535,8 +537,8 @@ def test_flipped_bytes_are_named(evidence: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     checked = standings(evidence)
-    assert checked["nvfp4-finer"][0] is AnswerStanding.ANSWER_FAILS and "line " in checked["nvfp4-finer"][1]
-    assert checked["e4m3-error"][0] is AnswerStanding.ANSWER_HOLDS
+    assert checked["nvfp4-finer"][0] is AnswerCheckOutcome.ANSWER_FAILS and "line " in checked["nvfp4-finer"][1]
+    assert checked["e4m3-error"][0] is AnswerCheckOutcome.ANSWER_HOLDS
 
 
 def test_dropped_rows_and_missing_runs_are_named(evidence: Path) -> None:
@@ -545,9 +547,9 @@ def test_dropped_rows_and_missing_runs_are_named(evidence: Path) -> None:
     path.write_bytes(b"".join(lines[:2] + lines[3:]))
     run_of(evidence, "fp8-half-wire").unlink()
     checked = standings(evidence)
-    assert checked["nvfp4-finer"][0] is AnswerStanding.ANSWER_FAILS and "line" in checked["nvfp4-finer"][1]
+    assert checked["nvfp4-finer"][0] is AnswerCheckOutcome.ANSWER_FAILS and "line" in checked["nvfp4-finer"][1]
     assert checked["fp8-half-wire"] == (
-        AnswerStanding.CANNOT_JUDGE,
+        AnswerCheckOutcome.CANNOT_JUDGE,
         f"the run {run_of(evidence, 'fp8-half-wire').stem} is not in the folder",
     )
 
@@ -557,7 +559,7 @@ def test_edited_bounds_and_answers_are_named(evidence: Path, say: Say) -> None:
     file.write_text(file.read_text().replace("bound = 312\n", "bound = 494.5\n", 1))
     standing, why = standings(evidence)["tf32-312-h200"]
     assert (
-        standing is AnswerStanding.ANSWER_FAILS
+        standing is AnswerCheckOutcome.ANSWER_FAILS
         and why == "bound is [494.5] in claims.toml, but was [312.0] when answered"
     )
     code, out, _ = say("check", str(evidence))
@@ -577,7 +579,7 @@ def test_swapped_runs_are_named(evidence: Path) -> None:
     checked = standings(evidence)
     for name, run in (("nvfp4-finer", second.stem), ("e4m3-error", first.stem)):
         assert (
-            checked[name][0] is AnswerStanding.ANSWER_FAILS
+            checked[name][0] is AnswerCheckOutcome.ANSWER_FAILS
             and f"it holds the run {run}, so runs were exchanged" in checked[name][1]
         )
 
@@ -586,24 +588,24 @@ def test_an_emulated_run_of_another_level_changes_the_answer() -> None:
     """The same figures from a native device are accepted."""
     run = load_stored_run(run_of(EVIDENCE, "bf16-halves-memory"))
     assert isinstance(run, Run)
-    claim = replace(load_catalogue().claims["bf16-halves-memory"], case=(("mode", "fp8"),))
-    assert answer_from_run(claim, run).answer is Answer.CANNOT_TELL
+    claim = replace(load_bundled_claims().claims["bf16-halves-memory"], case=(("mode", "fp8"),))
+    assert answer_claim_from_run(claim, run).answer is ClaimOutcome.CANNOT_TELL
     records = [replace(record, support=replace(record.support, level=Level.NATIVE)) for record in run.records]
-    assert answer_from_run(claim, replace(run, records=tuple(records))).answer is Answer.REFUTED
+    assert answer_claim_from_run(claim, replace(run, records=tuple(records))).answer is ClaimOutcome.REFUTED
 
 
 # A folder from somebody else.
 
 
 def test_edited_parts_of_a_conjunction_are_named(tmp_path: Path) -> None:
-    file = load_catalogue()
-    answers = [answer_claim(file.claims["fp8-bits"], file.claims, no_run)]
+    file = load_bundled_claims()
+    answers = [decide_claim_answer(file.claims["fp8-bits"], file.claims, no_run)]
     write_folder(tmp_path / "bits", file, answers, {})
     path = tmp_path / "bits" / "claims.toml"
     head, name, rest = path.read_text().partition('id = "e5m2-mantissa"')
     path.write_text(head + name + rest.replace('"="', '"<="', 1))
     assert standings(tmp_path / "bits")["fp8-bits"] == (
-        AnswerStanding.ANSWER_FAILS,
+        AnswerCheckOutcome.ANSWER_FAILS,
         "its part e5m2-mantissa: relation is <= in claims.toml, but was = when answered",
     )
 
@@ -689,9 +691,9 @@ def test_a_damaged_run_fails_its_answers_alone(evidence: Path, damage: Callable[
     folder = copy_of(evidence)
     damage(run_of(folder, "nvfp4-finer"))
     checked = standings(folder)
-    assert checked["nvfp4-finer"][0] is AnswerStanding.ANSWER_FAILS and words in checked["nvfp4-finer"][1]
+    assert checked["nvfp4-finer"][0] is AnswerCheckOutcome.ANSWER_FAILS and words in checked["nvfp4-finer"][1]
     assert {standing for name, (standing, _) in checked.items() if name != "nvfp4-finer"} == {
-        AnswerStanding.ANSWER_HOLDS
+        AnswerCheckOutcome.ANSWER_HOLDS
     }
 
 

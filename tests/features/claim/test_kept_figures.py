@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.features.claim.command import parse_run_texts
+from fp8bench.features.claim.command import parse_claim_run_requests
 from fp8bench.features.claim.folder import check_folder, read_answers
-from fp8bench.features.claim.rows import load_claims
-from fp8bench.features.claim.values import Answer, AnswerStanding
+from fp8bench.features.claim.rows import load_claims_file
+from fp8bench.features.claim.values import AnswerCheckOutcome, ClaimOutcome
 from fp8bench.store.runs.run_file import load_run
 from suites.trials import ROOT
 from tests.commands import Say
@@ -34,11 +34,13 @@ def read_page(name: str) -> str:
 @pytest.fixture(scope="module")
 def figures() -> dict[str, float]:
     """The recomputed figures by id of claim; every row is checked on the way."""
-    checked = check_folder(H200, parse_run_texts)
-    assert [(answer.id, answer.why) for answer in checked if answer.standing is not AnswerStanding.ANSWER_HOLDS] == []
+    checked = check_folder(H200, parse_claim_run_requests)
+    assert [
+        (answer.id, answer.why) for answer in checked if answer.standing is not AnswerCheckOutcome.ANSWER_HOLDS
+    ] == []
     values = {}
     for answer in read_answers(H200).answers:
-        assert answer.answer is Answer.WITHIN_RANGE and answer.value is not None, answer.row.id
+        assert answer.answer is ClaimOutcome.WITHIN_RANGE and answer.value is not None, answer.row.id
         (bound,) = answer.row.bound
         digits = len(Decimal(repr(bound)).normalize().as_tuple().digits)
         assert float(f"{answer.value:.{digits}g}") == bound, f"{answer.row.id} is quoted rounded"
@@ -154,7 +156,7 @@ def files_in(folder: Path) -> list[Path]:
 def test_the_first_row_of_the_page_is_one_to_copy(tmp_path: Path) -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "mine.toml").write_text(example)
-    parse_run_texts(load_claims(tmp_path / "mine.toml"))
+    parse_claim_run_requests(load_claims_file(tmp_path / "mine.toml"))
 
 
 def test_the_page_has_the_committed_answers_in_at_most_900_words() -> None:

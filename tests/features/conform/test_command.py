@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.features.conform.command import render_page
 from fp8bench.model import DeviceFacts, Level, Support
-from fp8bench.model.promises import Conformity, Difference, FirstElement, ModeConformity
+from fp8bench.model.promises import Conformity, Difference, FirstDifferingElement, ModeConformity
 from fp8bench.report.terminal.layout import render
 from tests.commands import Say
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
@@ -139,7 +139,7 @@ def test_an_unknown_precision_is_refused_before_anything_starts(fp8bench: Say, s
 
 
 def test_the_page_tells_what_differs() -> None:
-    first = FirstElement((3, 17), 1.5, 1.25)
+    first = FirstDifferingElement((3, 17), 1.5, 1.25)
     wrong = Conformity("fp8", "forward product", "8x8x8", Difference.SCALE, "rows scaled by 2", 9, 64, 3.0, first)
     same = Conformity("fp8", "cast of input", "128x2048", Difference.NONE, total=262144)
     facts = DeviceFacts("cuda", 0, "NVIDIA H200", 1 << 37, "2.13.0")

@@ -15,17 +15,17 @@ import pytest
 
 from fp8bench.cli.main import main
 from fp8bench.cli.outputs import tell
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.duel import run as duel_commands
 from fp8bench.features.duel.command import choose_exit_code
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
-from fp8bench.features.duel.partners import PartnerWorker, SideWorkers, WorkerStart
-from fp8bench.features.duel.run import CaseProgress, CaseRunner, start_case
+from fp8bench.features.duel.partners import DuelSideWorkers, HandshakeWorker, WorkerStart
+from fp8bench.features.duel.run import DuelCaseProgress, DuelCaseRunner, make_case_progress
 from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.values import Duel, DuelCutOff
-from fp8bench.measure.arm import Quantisers
-from fp8bench.measure.limits import DEFAULT_LIMITS
+from fp8bench.measure.arm import QuantiserCompilation
+from fp8bench.measure.limits import DEFAULT_TIME_LIMITS
 from fp8bench.model import PlannedCase, Request, Status
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
@@ -37,32 +37,38 @@ from tests.older import as_older
 RULE = StoppingRule(fixed=6)
 
 
-def side_workers(name: str, workers: Sequence[FakeWorker], skip: str = "", version: str | None = "1") -> SideWorkers:
+def side_workers(
+    name: str, workers: Sequence[FakeWorker], skip: str = "", version: str | None = "1"
+) -> DuelSideWorkers:
     case = planned("bf16", skip=skip)
     versions = {} if version is None else {case.case.workload: version}
-    real = cast("Sequence[PartnerWorker]", workers)
-    return SideWorkers(WorkerStart(name, "python", ()), real, Quantisers(), (CPU,), {case.case.id: case}, versions)
+    real = cast("Sequence[HandshakeWorker]", workers)
+    return DuelSideWorkers(
+        WorkerStart(name, "python", ()), real, QuantiserCompilation(), (CPU,), {case.case.id: case}, versions
+    )
 
 
-def sides(before: Script, after: Script, **options: Any) -> duel_commands.SidePair:
+def sides(before: Script, after: Script, **options: Any) -> duel_commands.SideWorkersPair:
     return (
         side_workers("A", [FakeWorker({"bf16": before}) for _ in range(2)]),
         side_workers("B", [FakeWorker({"bf16": after}) for _ in range(2)], **options),
     )
 
 
-def measured(pair: duel_commands.SidePair, sessions: int = 1, observer: SilentObserver | None = None) -> CaseProgress:
-    progress = start_case(next(iter(pair[0].cases)), pair)
-    runner = CaseRunner(pair, 0, observer or SilentObserver(), DEFAULT_LIMITS)
+def measured(
+    pair: duel_commands.SideWorkersPair, sessions: int = 1, observer: SilentObserver | None = None
+) -> DuelCaseProgress:
+    progress = make_case_progress(next(iter(pair[0].cases)), pair)
+    runner = DuelCaseRunner(pair, 0, observer or SilentObserver(), DEFAULT_TIME_LIMITS)
     for number in range(sessions):
         if progress.is_active:
             runner.measure(progress, number, RULE)
         if progress.is_active and number == 0:
-            runner.check_values(progress)
+            runner.measure_errors_and_memory(progress)
     return progress
 
 
-def fakes(pair: duel_commands.SidePair) -> list[Any]:
+def fakes(pair: duel_commands.SideWorkersPair) -> list[Any]:
     return list(chain.from_iterable(side.workers for side in pair))
 
 
@@ -180,20 +186,20 @@ class Startable(FakeWorker):
         return self.modules.get(folder, ())
 
 
-def started(scripts: dict[str, Script]) -> duel_commands.SidePair:
-    def side(name: str, step_ns: int) -> SideWorkers:
+def started(scripts: dict[str, Script]) -> duel_commands.SideWorkersPair:
+    def side(name: str, step_ns: int) -> DuelSideWorkers:
         own = {mode: Script(gemm_steps(step_ns), faults=script.faults) for mode, script in scripts.items()}
-        workers = cast("Sequence[PartnerWorker]", [Startable(own), Startable(own)])
+        workers = cast("Sequence[HandshakeWorker]", [Startable(own), Startable(own)])
         cases: dict[str, PlannedCase] = {case.case.id: case for case in map(planned, scripts)}
         start = WorkerStart(name, "python", (), f"side {name}")
-        return SideWorkers(start, workers, Quantisers(), (CPU,), cases, {"gemm": "1"})
+        return DuelSideWorkers(start, workers, QuantiserCompilation(), (CPU,), cases, {"gemm": "1"})
 
     return side("A", 10 * MS), side("B", 12 * MS)
 
 
-def run_in(store: Path, pair: duel_commands.SidePair, sessions: int = 3) -> Duel:
+def run_in(store: Path, pair: duel_commands.SideWorkersPair, sessions: int = 3) -> Duel:
     begun = header(request=Request("gemm", rounds=6), cases=tuple(pair[0].cases), sessions=sessions)
-    return duel_commands._measure_sessions(pair, begun, ("a note",), store, TERMINAL, 0.0)
+    return duel_commands._measure_sessions(pair, begun, ("a note",), store, TERMINAL_JOB_OBSERVER, 0.0)
 
 
 @pytest.fixture
@@ -203,7 +209,7 @@ def run_duel(tmp_path: Path) -> Callable[..., Duel]:
 
 def test_a_side_cannot_have_several_ranks(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a side of a duel is one process, but --ranks asks for 2"):
-        duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
+        duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL_JOB_OBSERVER)
 
 
 def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> None:
@@ -273,7 +279,9 @@ def test_an_interrupt_keeps_what_was_finished(
     assert "2 of 2 cases have fewer sessions than planned" in capsys.readouterr().out
 
 
-def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.SidePair:
+def of_two_trees(
+    before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]
+) -> duel_commands.SideWorkersPair:
     pair = started({"fp32": Script()})
     for place, worker in enumerate(fakes(pair)):
         worker.modules = before if place < 2 else after

@@ -22,8 +22,8 @@ from fp8bench.features.duel.sides import (
     find_interpreter,
     find_repository,
     find_revision,
-    is_dirty,
-    open_sides,
+    has_uncommitted_changes,
+    open_duel_sides,
     remove_stale_folders,
     scratch_folder,
     worktree,
@@ -64,7 +64,7 @@ def test_both_sides_start_equally_by_default(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
     for imports, here in (((), []), (("module",), [str(tmp_path)])):
-        with open_sides(DuelQuestion(), imports) as (before, after, notes):
+        with open_duel_sides(DuelQuestion(), imports) as (before, after, notes):
             package, *others = before.paths
             assert others == [*here, "/mine"] and after.paths == before.paths
             assert [path.resolve() for path in Path(package).iterdir()] == [PACKAGE_FOLDER]
@@ -75,8 +75,8 @@ def test_both_sides_start_equally_by_default(tmp_path: Path, monkeypatch: pytest
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
     (project / "src" / "mylib.py").write_text("changed")
     with pytest.raises(UsageError, match="would change two things at once"):
-        open_sides(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
-    with open_sides(DuelQuestion(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
+        open_duel_sides(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
+    with open_duel_sides(DuelQuestion(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
         tree = before.working_tree
         assert tree is not None and after.working_tree == project
         assert after.paths[1:] == (str(project), str(project / "src"))
@@ -91,7 +91,7 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
 
 def test_a_file_missing_from_a_revision_comes_from_the_tree(project: Path) -> None:
     (project / "new.py").write_text("")
-    with open_sides(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
+    with open_duel_sides(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
         assert [note.partition(":")[0].partition(",")[0] for note in notes] == [
             "new.py is not in main",
@@ -105,10 +105,10 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
     monkeypatch.setattr(module, "PACKAGE_FOLDER", package)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match="--against-self needs a git repository"):
-        open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
+        open_duel_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
     git(tmp_path, "init", "-q")
     with pytest.raises(UsageError, match="needs fp8bench to run from a checkout of its repository, but it runs from"):
-        open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
+        open_duel_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
 
 
 def test_a_python_is_given_by_path_name_or_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_working_tree_holds_the_revision_and_is_removed(
     git(tmp_path, "init", "-q", "other")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
     repository = find_repository(commits / "below", OPTION)
-    assert repository == commits.resolve() and is_dirty(repository)
+    assert repository == commits.resolve() and has_uncommitted_changes(repository)
     monkeypatch.delenv("GIT_DIR")
     commit = find_revision(repository, "v1", OPTION)
     with scratch_folder() as folder, worktree(repository, commit, folder, OPTION) as tree:
@@ -234,7 +234,7 @@ def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
     young, old, other = (temporary / name for name in ("fp8bench-duel-young", "fp8bench-duel-old", "else"))
     for folder in (young, old, other):
         folder.mkdir()
-    past = time.time() - 10 * module._CREATION_SECONDS
+    past = time.time() - 10 * module._MIN_ABANDONED_SECONDS
     os.utime(old, (past, past))
     (temporary / "fp8bench-duel-link").symlink_to(other)
     remove_stale_folders()

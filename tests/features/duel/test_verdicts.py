@@ -14,8 +14,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import DuelVerdict, compare_case, compute_p_value, explain_unsure, judge_sessions
+from fp8bench.features.duel.values import CaseResult, CaseSession
+from fp8bench.features.duel.verdicts import (
+    DuelVerdict,
+    compare_case_sides,
+    compute_p_value,
+    explain_unsure_verdict,
+    judge_duel_sessions,
+)
 from fp8bench.model import (
     Comparison,
     Direction,
@@ -35,14 +41,14 @@ from tests.fakes import called, record, steady, timing
 Seconds = Sequence[tuple[float, ...]]
 
 
-def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
+def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> CaseSession:
     def side(times: Sequence[float]) -> tuple[Timing, ...]:
         return tuple(steady(round(1e9 * seconds), rounds) for seconds in times)
 
-    return Session(side(before), side(after))
+    return CaseSession(side(before), side(after))
 
 
-def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[Session]:
+def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[CaseSession]:
     """Two processes per side and session, about 1 ms each; a session's common part drifts."""
     draw = np.random.default_rng(seed)
     found = []
@@ -53,8 +59,8 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
     return found
 
 
-def known(sessions: Sequence[Session]) -> DuelVerdict:
-    times = judge_sessions(sessions)
+def known(sessions: Sequence[CaseSession]) -> DuelVerdict:
+    times = judge_duel_sessions(sessions)
     assert times is not None
     return times
 
@@ -117,15 +123,17 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
         return called(*[[round(own * factors[call % len(factors)]) for call in range(8)]] * 6)
 
     sessions = [
-        Session((process(1.0), process(1.0)), (process(fastest, slow, slow, slow), process(slow, fastest, slow, slow)))
+        CaseSession(
+            (process(1.0), process(1.0)), (process(fastest, slow, slow, slow), process(slow, fastest, slow, slow))
+        )
         for _ in range(4)
     ]
     times = known(sessions)
-    assert (times.verdict, times.is_uneven) == (verdict, uneven)
+    assert (times.verdict, times.does_mean_contradict_fastest) == (verdict, uneven)
     assert times.mean_ratio.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
-        assert explain_unsure(times) == "the mean over all calls contradicts the fastest calls"
-    time = next(compare_case(CaseResult(record(None), record(None), tuple(sessions))))
+        assert explain_unsure_verdict(times) == "the mean over all calls contradicts the fastest calls"
+    time = next(compare_case_sides(CaseResult(record(None), record(None), tuple(sessions))))
     assert (Label.UNEVEN in time.labels) is uneven
 
 
@@ -144,11 +152,11 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
         for _ in range(3):
             before = (paced(draw, 0.2), paced(draw, 0.2))
             after = (paced(draw, 0.8), paced(draw, 0.8))
-            sessions.append(Session(before, after))
+            sessions.append(CaseSession(before, after))
         times = known(sessions)
         assert times.uses_whole_steps and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
     result = CaseResult(record(sessions[0].before[0]), record(sessions[0].after[0]), tuple(sessions))
-    assert Label.WHOLE_STEPS in next(compare_case(result)).labels
+    assert Label.WHOLE_STEPS in next(compare_case_sides(result)).labels
 
 
 @for_each("slower", [0.0, 0.004, 0.02])
@@ -225,7 +233,7 @@ def test_one_session_decides_only_what_noise_cannot_explain(
     times = known([session(before, after)])
     assert times.verdict is verdict and not times.is_resolved
     assert (times.ratio.low, times.ratio.high) == (0.0, math.inf)
-    assert "--sessions" in explain_unsure(times)
+    assert "--sessions" in explain_unsure_verdict(times)
 
 
 def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
@@ -241,16 +249,16 @@ def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
 def test_only_rounds_that_all_were_in_count() -> None:
     early = timing([900_000], [1_000_000], [1_000_000])
     late = timing([1_000_000], [1_000_000], start=1)
-    times = known([Session((early, early), (late, late))])
+    times = known([CaseSession((early, early), (late, late))])
     assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
-    assert "2 rounds per session are too few" in explain_unsure(times)
-    assert judge_sessions([Session((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
-    assert judge_sessions([]) is None
-    assert judge_sessions([Session((steady(1000, 3),), ())]) is None
+    assert "2 rounds per session are too few" in explain_unsure_verdict(times)
+    assert judge_duel_sessions([CaseSession((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
+    assert judge_duel_sessions([]) is None
+    assert judge_duel_sessions([CaseSession((steady(1000, 3),), ())]) is None
 
 
-def in_nanoseconds(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> Session:
-    return Session(tuple(steady(time, rounds) for time in before), tuple(steady(time, rounds) for time in after))
+def in_nanoseconds(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> CaseSession:
+    return CaseSession(tuple(steady(time, rounds) for time in before), tuple(steady(time, rounds) for time in after))
 
 
 SLOWER = tuple(in_nanoseconds((1000 + k, 1003 - k), (1050 + k, 1054 - k)) for k in range(4))
@@ -262,8 +270,8 @@ def measured(**values: float) -> Record:
     return replace(record(None), measurements=tuple(found))
 
 
-def compared_times(*sessions: Session, before: Record | None = None, after: Record | None = None) -> Comparison:
-    return next(compare_case(CaseResult(before or record(None), after or record(None), sessions)))
+def compared_times(*sessions: CaseSession, before: Record | None = None, after: Record | None = None) -> Comparison:
+    return next(compare_case_sides(CaseResult(before or record(None), after or record(None), sessions)))
 
 
 def test_a_slower_side_is_found() -> None:
@@ -286,7 +294,7 @@ def test_a_slower_side_is_found() -> None:
 def test_values_of_one_side_are_not_compared() -> None:
     """For decibels more is better, so only their error is compared."""
     result = CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0))
-    found = {comparison.metric: comparison for comparison in compare_case(result)}
+    found = {comparison.metric: comparison for comparison in compare_case_sides(result)}
     assert set(found) == {"time", "peak_memory"}
     assert found["peak_memory"].direction is Direction.NONE and "only side B" in found["peak_memory"].why
 

@@ -13,12 +13,19 @@ from fp8bench import pipeline
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import measure_waiting_cells
 from fp8bench.files import lock_folder
-from fp8bench.jobs.several_runs import cut_into_cells, measure_cell
+from fp8bench.jobs.several_runs import make_fleet_plan, measure_cell
 from fp8bench.model import Request, Run
 from fp8bench.model.codec import encode
-from fp8bench.model.run import Attempt, CellStatus, FleetPlan
+from fp8bench.model.run import CellAttempt, CellStatus, FleetPlan
 from fp8bench.protocols import SilentObserver
-from fp8bench.store.fleet_plans import OUTPUT_FILE, add_attempt, cell_folder, compute_cell_states, read_plan, write_plan
+from fp8bench.store.fleet_plans import (
+    OUTPUT_FILE,
+    add_attempt,
+    compute_cell_states,
+    get_cell_folder,
+    read_fleet_plan,
+    write_plan,
+)
 from fp8bench.store.kept_lines import FileLines
 from fp8bench.store.runs.run_file import load_run, load_run_with_lines
 from tests.counts import for_each
@@ -32,7 +39,7 @@ def plan() -> FleetPlan:
     """Two cells that take no time."""
     axes = (("shape", ("16", "32")),)
     request = Request("gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=axes)
-    return cut_into_cells(request, *pipeline.plan_only(request, Path()), "")
+    return make_fleet_plan(request, *pipeline.plan_only(request, Path()), "")
 
 
 def measure(plan: FleetPlan, number: int, store: Path) -> tuple[bool, Run]:
@@ -40,7 +47,7 @@ def measure(plan: FleetPlan, number: int, store: Path) -> tuple[bool, Run]:
 
 
 def attempt(plan: FleetPlan, number: int, store: Path, code: int) -> int:
-    add_attempt(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, code))
+    add_attempt(plan, number, store, CellAttempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, code))
     return code
 
 
@@ -93,7 +100,7 @@ def test_an_interrupted_cell_is_resumed(plan: FleetPlan, tmp_path: Path) -> None
 
 
 def test_a_cell_has_one_worker_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
-    with lock_folder(cell_folder(plan, 0, tmp_path), 0):
+    with lock_folder(get_cell_folder(plan, 0, tmp_path), 0):
         assert of(plan, tmp_path) == ["running", "waiting"]
         with pytest.raises(UsageError, match=f"another process is already measuring cell {plan.id}/0"):
             measure(plan, 0, tmp_path)
@@ -108,7 +115,9 @@ def test_what_failed_says_why_and_waits_for_retry(
     begun: list[int] = []
 
     def ends(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-        (cell_folder(plan, number, store) / OUTPUT_FILE).write_text("" if number else "\nfp8bench: no such device.\n")
+        (get_cell_folder(plan, number, store) / OUTPUT_FILE).write_text(
+            "" if number else "\nfp8bench: no such device.\n"
+        )
         return attempt(plan, number, store, 0 if number else 2)
 
     def worked(retry: bool) -> tuple[dict[int, int], dict[int, str]]:
@@ -123,12 +132,12 @@ def test_what_failed_says_why_and_waits_for_retry(
     assert waiting.status is CellStatus.WAITING  # it exited with 0, without a run
     assert worked(True)[0][0] == 2 and len(begun) == 4
     with (
-        lock_folder(cell_folder(plan, 0, tmp_path) / "claim", 0),
-        lock_folder(cell_folder(plan, 1, tmp_path) / "claim", 0),
+        lock_folder(get_cell_folder(plan, 0, tmp_path) / "claim", 0),
+        lock_folder(get_cell_folder(plan, 1, tmp_path) / "claim", 0),
     ):
         done, refused = worked(True)
         assert not done and set(refused) == {0, 1} and "another process is already measuring" in refused[0]
-    with (cell_folder(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
+    with (get_cell_folder(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
         file.write('{"host": "cut o')
     assert len(compute_cell_states(plan, tmp_path)[0].attempts) == 2
 
@@ -169,7 +178,7 @@ def test_what_is_damaged_is_a_state_of_its_cell(
 ) -> None:
     if words.startswith("line"):
         measure(plan, 0, tmp_path)
-    break_(cell_folder(plan, 0, tmp_path), tmp_path)
+    break_(get_cell_folder(plan, 0, tmp_path), tmp_path)
     damaged, waiting = compute_cell_states(plan, tmp_path)
     assert damaged.status is CellStatus.DAMAGED and words in "; ".join(damaged.damage)
     assert waiting.status is CellStatus.WAITING and not waiting.damage
@@ -191,7 +200,7 @@ def test_what_is_damaged_is_a_state_of_its_cell(
 def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     write_plan(plan, file)
-    assert read_plan(file) == plan
+    assert read_fleet_plan(file) == plan
     document = json.dumps(changed_document(file), indent=1) + "\n"
     fleet = json.loads(document)["fleet"]
     for text, words in (
@@ -214,6 +223,6 @@ def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Pat
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=words):
-            read_plan(file)
+            read_fleet_plan(file)
     with pytest.raises(UsageError, match="cannot be read"):
-        read_plan(tmp_path / "nowhere")
+        read_fleet_plan(tmp_path / "nowhere")

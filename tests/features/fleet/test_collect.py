@@ -43,8 +43,8 @@ def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path
     two, out = stores(tmp_path), tmp_path / "out"
     collection = collected(tmp_path)
     assert (
-        collection.taken_by_machine == {"node-a": 2, "node-b": 1}
-        and +collection.left_by_reason == {"not of any cell of the plan": 1}
+        collection.taken_count_by_machine == {"node-a": 2, "node-b": 1}
+        and +collection.excluded_count_by_reason == {"not of any cell of the plan": 1}
         and not collection.failures
     )
     copies = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
@@ -56,7 +56,7 @@ def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path
     for path, (content, _) in copies.items():
         assert sources[path.name] == content
     again = collect_runs(PLAN, (*two, two[0]), out)
-    assert (again.same_count, again.taken_by_machine, again.failures) == (3, {}, [])
+    assert (again.unchanged_file_count, again.taken_count_by_machine, again.failures) == (3, {}, [])
     assert copies == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
     assert load_plans(out) == (PLAN,) and [state.status for state in compute_cell_states(PLAN, out)] == ["done", "done"]
     path = find_run("a000000", out)
@@ -65,7 +65,7 @@ def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path
     assert code == 0 and "gemm" in shown
     checked = verify_store(out)
     assert checked.files == 3 and not any("is not a run file" in fault.what for fault in checked.faults)
-    assert sum(collect_runs(None, two, tmp_path / "every").taken_by_machine.values()) == 4
+    assert sum(collect_runs(None, two, tmp_path / "every").taken_count_by_machine.values()) == 4
 
 
 def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
     whole = path.read_bytes()
     beginning = whole[: whole.rindex(b'{"end"')]
     path.write_bytes(beginning)
-    assert collected(tmp_path).taken_by_machine.total() == 3
+    assert collected(tmp_path).taken_count_by_machine.total() == 3
     for content, longer in ((whole, 1), (beginning, 0)):
         path.write_bytes(content)
         assert (
-            collected(tmp_path).taken_by_machine.total() == longer
+            collected(tmp_path).taken_count_by_machine.total() == longer
             and find_run(OTHER, tmp_path / "out").read_bytes() == whole
         )
 
@@ -114,16 +114,16 @@ def test_faulty_files_are_named_and_the_others_collected(tmp_path: Path, what: s
             (store / "runs").mkdir()
     collection = collected(tmp_path)
     assert any(message in sentence for sentence in collection.failures), collection.failures
-    assert collection.taken_by_machine["node-a"] == 2
-    assert collection.taken_by_machine["node-b"] == (what == "foreign")
+    assert collection.taken_count_by_machine["node-a"] == 2
+    assert collection.taken_count_by_machine["node-b"] == (what == "foreign")
 
 
 def test_a_run_in_progress_is_not_collected(tmp_path: Path) -> None:
     with find_run(OTHER, stores(tmp_path)[1]).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         collection = collected(tmp_path)
-    assert collection.taken_by_machine["node-b"] == 0 and any(
-        "still being measured" in reason for reason in +collection.left_by_reason
+    assert collection.taken_count_by_machine["node-b"] == 0 and any(
+        "still being measured" in reason for reason in +collection.excluded_count_by_reason
     )
 
 

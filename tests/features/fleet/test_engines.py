@@ -23,10 +23,10 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.command import parse_option
-from fp8bench.features.fleet.engines import WorkerOrder, check_is_reachable, start_workers
+from fp8bench.features.fleet.engines import WorkerStartOrder, check_is_reachable, start_workers
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
-from fp8bench.store.fleet_plans import compute_cell_states, read_plan, write_plan
+from fp8bench.store.fleet_plans import compute_cell_states, read_fleet_plan, write_plan
 from tests.commands import ROOT, Say
 
 # pytest in the background makes its child processes ignore SIGINT.
@@ -60,7 +60,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def states(plan: Path, store: Path) -> set[str]:
-    return {state.status.value for state in compute_cell_states(read_plan(plan), store)}
+    return {state.status.value for state in compute_cell_states(read_fleet_plan(plan), store)}
 
 
 @pytest.mark.nightly
@@ -226,7 +226,7 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     elsewhere = plan.with_name("h200.json")
-    held = read_plan(plan)
+    held = read_fleet_plan(plan)
     write_plan(replace(held, cells=tuple(replace(cell, kind="h200", gpus=1) for cell in held.cells)), elsewhere)
     refused = submitted(elsewhere)
     assert refused.returncode == 2 and "no node of this Ray cluster offers fp8bench:h200" in refused.stderr
@@ -247,7 +247,7 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
 def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     cells = (Cell("gemm[m=16]@cpu"),)
-    order = WorkerOrder(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
+    order = WorkerStartOrder(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
     for engine, changed_order, words in (
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),

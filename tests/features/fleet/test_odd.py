@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fp8bench.features.fleet.machines import MIN_OUTLIER_CHANGE, OUTLIER_DEVIATIONS, MachineRun, find_deviations
+from fp8bench.features.fleet.machines import MIN_OUTLIER_CHANGE, OUTLIER_DEVIATIONS, MachineRun, find_machine_deviations
 from fp8bench.features.fleet.report import find_missing_measurements
 from tests.counts import for_each
 
@@ -23,7 +23,7 @@ def fleet(
 
 
 def odd(times: dict[str, dict[str, float]]) -> set[str]:
-    return {machine for machine, deviation in find_deviations(times).items() if deviation.odd}
+    return {machine for machine, deviation in find_machine_deviations(times).items() if deviation.odd}
 
 
 @for_each(("machines", "spread", "most"), [(7, 0.01, 1), (7, 0.1, 30), (17, 0.1, 8)])
@@ -44,17 +44,17 @@ def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
     for case, scale in (("one", 1.0), ("two", 3.0), ("three", 7.0)):
         times[case] = {machine: scale * ratio for machine, ratio in ratios.items()}
     times["two"]["f"] = 900.0
-    deviation = find_deviations(times)["f"]
+    deviation = find_machine_deviations(times)["f"]
     assert deviation.ratio == pytest.approx(1.5) and deviation.score == pytest.approx(25) and deviation.odd
     times["one"]["f"] = times["three"]["f"] = 1.0
     ratios = {"f": 1.0 + 0.02 * (OUTLIER_DEVIATIONS - 0.1)}
     for case, scale in (("one", 1.0), ("three", 7.0)):
         times[case]["f"] = scale * ratios["f"]
-    assert not find_deviations(times)["f"].odd
+    assert not find_machine_deviations(times)["f"].odd
 
 
 def test_few_or_equal_machines_show_nothing() -> None:
-    assert find_deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
+    assert find_machine_deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
     equal = dict.fromkeys("uvwxyz", 1.0)
     assert not odd({"a": equal})
     assert not odd({"a": {**equal, "z": 1 + MIN_OUTLIER_CHANGE / 2}})

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.jobs.several_runs import cut_into_cells
+from fp8bench.jobs.several_runs import make_fleet_plan
 from fp8bench.jobs.several_runs import measure_cell as measure
 from fp8bench.model import Request
 from fp8bench.protocols import SilentObserver
@@ -82,7 +82,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, short_slots: None) -> tup
     """A plan of three cells, and the lines of a run of each."""
     folder, axes = tmp_path_factory.mktemp("fleet"), (("shape", ("16", "24", "32")),)
     request = Request("gemm", ("fp32", "bf16"), quick=True, rounds=2, energy=False, isolation=False, axes=axes)
-    plan = cut_into_cells(request, *pipeline.plan_only(request, folder), "")
+    plan = make_fleet_plan(request, *pipeline.plan_only(request, folder), "")
     write_plan(plan, folder / "plan.json")
     runs = [Path(measure(plan, number, folder / "own", SilentObserver(), "")[1].path) for number in range(3)]
     lines = [as_older(path).read_text().splitlines() for path in runs]

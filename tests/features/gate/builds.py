@@ -13,25 +13,25 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8bench.analysis.compare.compare import compare_figures
+from fp8bench.analysis.compare.compare import compare_matched_figures
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import MatchedFigures
-from fp8bench.analysis.steps.change_points import MIN_LEVEL_LENGTH, find_newest_levels, find_steps
+from fp8bench.analysis.steps.change_points import MIN_LEVEL_LENGTH, find_level_steps, find_newest_levels
 from fp8bench.cli.progress import SILENT
-from fp8bench.features.duel.values import Duel, Session
+from fp8bench.features.duel.values import CaseSession, Duel
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import (
     DetectionLimit,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
-    SecondLook,
+    SecondMeasurement,
     apply_second_look,
     case_and_metric,
     judge_first_look,
 )
-from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.stored_runs import GateSource, Remeasurer, judge_comparisons
+from fp8bench.features.gate.power import RemeasurementMethod, SeriesState, detection_limits, history_detection_limits
+from fp8bench.features.gate.stored_runs import GateSource, SuspectRemeasurer, judge_comparisons
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.model.specs import TIME
@@ -74,7 +74,7 @@ def build(
     if not any(figure.outcome is GateOutcome.SUSPECTED for figure in judged):
         return judged
     again = _comparisons(before, [setting.run(draw, planted)], after)
-    return apply_second_look(judged, SecondLook({case_and_metric(case): case for case in again}, "again"), rules)
+    return apply_second_look(judged, SecondMeasurement({case_and_metric(case): case for case in again}, "again"), rules)
 
 
 def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> GateVerdict:
@@ -82,16 +82,16 @@ def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> Gat
     before = [setting.run(draw, 1.0) for _ in range(setting.before)]
     after = [setting.run(draw, planted) for _ in range(setting.after)]
 
-    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+    def confirm(suspects: Sequence[Comparison]) -> SecondMeasurement:
         again = _comparisons(before, [setting.run(draw, planted)], after)
-        return SecondLook({case_and_metric(case): case for case in again}, "again")
+        return SecondMeasurement({case_and_metric(case): case for case in again}, "again")
 
     return judge_comparisons(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
 
 
 def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerdict:
     """Judges a duel of one case whose processes vary by `spread`; sessions of repeated duels are added."""
-    remeasurer = Remeasurer(Path(), SILENT)
+    remeasurer = SuspectRemeasurer(Path(), SILENT)
 
     def duel() -> Duel:
         sessions = []
@@ -100,16 +100,18 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
             times = [
                 steady(round(math.exp(one) * (planted if place > 1 else 1.0)), 12) for place, one in enumerate(log)
             ]
-            sessions.append(Session(tuple(times[:2]), tuple(times[2:])))
+            sessions.append(CaseSession(tuple(times[:2]), tuple(times[2:])))
         return header(results=(result("bf16", *sessions),), finished=True, sessions=4)
 
-    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+    def confirm(suspects: Sequence[Comparison]) -> SecondMeasurement:
         again = duel()
         again = replace(again, results=tuple(remeasurer.add_earlier_sessions(one, "a") for one in again.results))
-        return SecondLook({case_and_metric(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
+        return SecondMeasurement(
+            {case_and_metric(figure): figure for figure in comparisons(again)}, "in duel x", pools_samples=True
+        )
 
     return judge_comparisons(
-        GateSource("duel", comparisons(duel()), confirm, remeasurement=Remeasurement.DUEL), (), True, SILENT
+        GateSource("duel", comparisons(duel()), confirm, remeasurement=RemeasurementMethod.DUEL), (), True, SILENT
     )
 
 
@@ -120,7 +122,7 @@ def _estimates(runs: Sequence[Run], case: int) -> tuple[Estimate, ...]:
 def _comparisons(before: list[Run], after: list[Run], beside: Sequence[Run] = ()) -> Iterator[Comparison]:
     for case in range(CASES):
         old, new, others = (_estimates(runs, case) for runs in (before, after, beside))
-        yield compare_figures(
+        yield compare_matched_figures(
             MatchedFigures(TIME, "s", old, new, extra=others), f"made[case={case}]@cpu/bf16", "made", ()
         )
 
@@ -156,7 +158,7 @@ def stored(setting: Setting) -> Build:
 
     def of(draw: random.Random, planted: float) -> tuple[bool, DetectionLimit]:
         judged = build(setting, draw, 1 + planted, NO_THRESHOLD)
-        sights = detection_limits(judged, Remeasurement.MEASURED_AGAIN)
+        sights = detection_limits(judged, RemeasurementMethod.MEASURED_AGAIN)
         return _fails(judged[0]), next(sight for sight in sights if sight.case == judged[0].comparison.case)
 
     return of
@@ -171,9 +173,9 @@ def nights(count: int, between: float) -> Build:
             "made[case=0]@box/bf16", "made", "relative_time", "x", Direction.SAME, Evidence.HISTORY, 1.0, 1.0
         )
         newest = SeriesState(flat, find_newest_levels([np.exp(logs)])[0])
-        (sight,) = history_detection_limits([newest], (), 0, Remeasurement.MEASURED_AGAIN)
+        (sight,) = history_detection_limits([newest], (), 0, RemeasurementMethod.MEASURED_AGAIN)
         logs[-MIN_LEVEL_LENGTH:] += math.log1p(planted)
-        slower = [step for step in find_steps([np.exp(logs)])[0] if step.after > 1.01 * step.before]
+        slower = [step for step in find_level_steps([np.exp(logs)])[0] if step.after > 1.01 * step.before]
         if not slower:
             return False, sight
         last = slower[-1]
@@ -190,6 +192,8 @@ def nights(count: int, between: float) -> Build:
         ratio = Interval(value / last.before, value / last.before, value / last.before, 0.0)
         again = replace(flat, direction=where, before=last.before, after=value, ratio=ratio)
         judged = judge_first_look([step], NO_THRESHOLD)
-        return _fails(apply_second_look(judged, SecondLook({case_and_metric(again): again}), NO_THRESHOLD)[0]), sight
+        return _fails(
+            apply_second_look(judged, SecondMeasurement({case_and_metric(again): again}), NO_THRESHOLD)[0]
+        ), sight
 
     return of

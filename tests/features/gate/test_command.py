@@ -11,8 +11,8 @@ import pytest
 from junitparser import JUnitXml
 
 from fp8bench.cli.main import build_parser
-from fp8bench.features.gate.judging import SecondLook
-from fp8bench.features.gate.stored_runs import Remeasurer
+from fp8bench.features.gate.judging import SecondMeasurement
+from fp8bench.features.gate.stored_runs import SuspectRemeasurer
 from fp8bench.model import Record, Run, Scalar, Status
 from fp8bench.store.runs.listing import run_files
 from tests.commands import Say, git, only_sentence, unfolding
@@ -62,7 +62,7 @@ def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypa
         asked.append((run.id, cases))
         return None, "not here"
 
-    monkeypatch.setattr(Remeasurer, "measure_cases", again)
+    monkeypatch.setattr(SuspectRemeasurer, "measure_cases", again)
     for number, time in ((0, 1.0), (1, 1.5)):
         others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records(time))
         for hour, some in ((1, tuple(records(time))), (1.5, others)):
@@ -121,11 +121,11 @@ def test_a_duel_runs_only_for_the_current_code(
     new = keep(store, run_at(1, records=tuple(records(1.5)), facts={"commit": here, **facts}))
     asked = []
 
-    def duel_with_commit(_: object, commit: str, *__: object) -> SecondLook:
+    def duel_with_commit(_: object, commit: str, *__: object) -> SecondMeasurement:
         asked.append(commit)
-        return SecondLook({}, refused="here is none")
+        return SecondMeasurement({}, refused="here is none")
 
-    monkeypatch.setattr(Remeasurer, "duel_with_commit", duel_with_commit)
+    monkeypatch.setattr(SuspectRemeasurer, "duel_with_commit", duel_with_commit)
     assert say(old.stem, new.stem)[0] == 1
     assert asked == ([] if facts else [here])
 

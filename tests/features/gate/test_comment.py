@@ -15,13 +15,19 @@ import numpy as np
 import pytest
 import yaml
 
-from fp8bench.cli.progress import TERMINAL
-from fp8bench.features.duel.run import IDLE_NOTE
-from fp8bench.features.duel.values import CaseResult, Duel, Session
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
+from fp8bench.features.duel.run import NO_CODE_LOADED_NOTE
+from fp8bench.features.duel.values import CaseResult, CaseSession, Duel
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import GateVerdict
 from fp8bench.features.gate.stored_runs import GateSource, judge_comparisons, make_failed_comparison
-from fp8bench.features.gate.view import CODE_AND_TEXT_BY_STATUS, DuelReview, ReviewStatus, render_comment, review_duel
+from fp8bench.features.gate.view import (
+    CODE_AND_TEXT_BY_STATUS,
+    DuelReview,
+    ReviewStatus,
+    make_duel_review,
+    render_comment,
+)
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
 from tests.counts import for_each
@@ -33,13 +39,13 @@ RAISED = {"status": Status.FAILED, "reason": "ValueError: no", "detail": "Traceb
 LOST = {"status": Status.FAILED, "reason": "the worker was killed"}
 
 
-def times(ratio: float, spread: float, seed: int = 0) -> tuple[Session, ...]:
+def times(ratio: float, spread: float, seed: int = 0) -> tuple[CaseSession, ...]:
     draw = np.random.default_rng(seed)
     sessions = []
     for _ in range(4):
         logs = draw.normal(0, spread, 4) + np.log(1e6) + np.array([0, 0, np.log(ratio), np.log(ratio)])
         timings = tuple(steady(round(value), 12) for value in np.exp(logs))
-        sessions.append(Session(timings[:2], timings[2:]))
+        sessions.append(CaseSession(timings[:2], timings[2:]))
     return tuple(sessions)
 
 
@@ -63,7 +69,7 @@ def case(
 def verdict_of(results: Sequence[CaseResult], notes: tuple[str, ...] = ()) -> tuple[GateVerdict, Duel]:
     duel: Duel = header(results=tuple(results), notes=notes, finished=True, sessions=4)
     source = GateSource("duel", comparisons(duel), None, notes, duel=duel)
-    return judge_comparisons(source, (), False, TERMINAL), duel
+    return judge_comparisons(source, (), False, TERMINAL_JOB_OBSERVER), duel
 
 
 REFUSED = {"status": Status.SKIPPED, "reason": "side A: no unit; side B: no unit"}
@@ -85,7 +91,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
     "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], (), ReviewStatus.RECIPE_MISMATCH),
     "emulated on one side": ([case(after={"level": Level.EMULATED})], (), ReviewStatus.RECIPE_MISMATCH),
     "noise as large as the threshold": ([case(spread=0.1)], (), ReviewStatus.CANNOT_TELL),
-    "neither side has loaded the code": ([case()], (IDLE_NOTE,), ReviewStatus.RECIPE_MISMATCH),
+    "neither side has loaded the code": ([case()], (NO_CODE_LOADED_NOTE,), ReviewStatus.RECIPE_MISMATCH),
 }  # fmt: skip
 
 
@@ -93,7 +99,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 def test_the_comment_begins_with_the_outcome(name: str) -> None:
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
-    reviewed = review_duel(verdict, duel)
+    reviewed = make_duel_review(verdict, duel)
     assert reviewed.status is expected, reviewed
     assert bool(reviewed.reasons) is (expected is not ReviewStatus.PASS)
     if expected is ReviewStatus.QUALITY_BLOCKED:
@@ -122,8 +128,11 @@ def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
     lost = GateSource(
         "duel", (make_failed_comparison("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),)
     )
-    for unfinished in (judge_comparisons(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
-        assert review_duel(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE_ERROR
+    for unfinished in (
+        judge_comparisons(lost, (), False, TERMINAL_JOB_OBSERVER),
+        replace(verdict, problem="nothing", code=3),
+    ):
+        assert make_duel_review(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE_ERROR
     assert [code for code, _ in CODE_AND_TEXT_BY_STATUS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(
         CODE_AND_TEXT_BY_STATUS
     ) == list(ReviewStatus)
@@ -131,7 +140,7 @@ def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
 
 def test_the_table_lists_changes_with_intervals() -> None:
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
-    text = render_comment(review_duel(verdict, duel), verdict, duel, "x")
+    text = render_comment(make_duel_review(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [re.split(r" *\| *", row)[1:-1] for row in rows]
@@ -157,7 +166,7 @@ def test_a_comment_on_many_cases_has_25_lines() -> None:
     ]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
     verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))
-    text = render_comment(review_duel(verdict, duel), verdict, duel, "fp8bench gate")
+    text = render_comment(make_duel_review(verdict, duel), verdict, duel, "fp8bench gate")
     assert text.count("\n") <= 25 and "more" in text and len(text) < 10_000
     for status in ReviewStatus:
         assert render_comment(DuelReview(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from junitparser import JUnitXml
 
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.features.gate.history import compare_history
 from fp8bench.features.gate.judging import (
     GateOutcome,
     JudgedFigure,
-    SecondLook,
+    SecondMeasurement,
     apply_second_look,
     case_and_metric,
     judge_first_look,
 )
-from fp8bench.features.gate.stored_runs import Remeasurer
+from fp8bench.features.gate.stored_runs import SuspectRemeasurer
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
 from tests.commands import Say, git
 from tests.counts import for_each
@@ -74,7 +74,7 @@ FindSteps = tuple[tuple[JudgedFigure, ...], list[Comparison]]
 
 def looked_again(store: Path) -> FindSteps:
     """All figures of the history after both looks, and the initial suspects."""
-    found = compare_history(store, TERMINAL)
+    found = compare_history(store, TERMINAL_JOB_OBSERVER)
     figures = judge_first_look(found.comparisons)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
     assert suspects and found.confirm is not None
@@ -92,7 +92,7 @@ def test_a_second_look_must_lie_near_the_new_level(
         asked.append(cases)
         return run_at(99, records=bf16_at(times)), ""
 
-    monkeypatch.setattr(Remeasurer, "measure_cases", measured)
+    monkeypatch.setattr(SuspectRemeasurer, "measure_cases", measured)
     settled, suspects = looked_again(tmp_path)
     assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
@@ -109,7 +109,7 @@ def test_an_error_that_became_nan_fails(store: Path, fp8bench: Say, monkeypatch:
     assert out.split("\n")[-3].split()[-3:] == ["nan", "-", "-"]
     for again, outcome in ((math.nan, GateOutcome.REGRESSION), (0.02, GateOutcome.CLEARED)):
         answer = run_at(99, records=with_error(again)), ""
-        monkeypatch.setattr(Remeasurer, "measure_cases", lambda *_, answer=answer: answer)
+        monkeypatch.setattr(SuspectRemeasurer, "measure_cases", lambda *_, answer=answer: answer)
         settled, suspects = looked_again(store)
         assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
 
@@ -133,7 +133,7 @@ def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkey
         asked.append(run.id)
         return run_at(99, records=bf16_at(1.5)), ""
 
-    monkeypatch.setattr(Remeasurer, "measure_cases", measured)
+    monkeypatch.setattr(SuspectRemeasurer, "measure_cases", measured)
     for number, time in enumerate(STEPPED):
         path = keep(store, run_at(number, records=bf16_at(time)))
         keep(store, run_at(number, number + 1.5, records=others))
@@ -153,7 +153,7 @@ def test_a_duel_with_the_commit_before_the_step(
     bf16_history(tmp_path, *STEPPED)
     asked = []
 
-    def duel_with_commit(_: object, commit: str, __: object, suspects: Sequence[Comparison]) -> SecondLook:
+    def duel_with_commit(_: object, commit: str, __: object, suspects: Sequence[Comparison]) -> SecondMeasurement:
         asked.append((commit, [suspect.case for suspect in suspects]))
         where = Direction.WORSE if times > 1 else Direction.SAME
         ratio = Interval(times, times * 0.99, times * 1.01, 0.99)
@@ -162,9 +162,9 @@ def test_a_duel_with_the_commit_before_the_step(
             case_and_metric(suspect): replace(suspect, before=1e-3, after=1e-3 * times, p_value=1e-6, **changes)
             for suspect in suspects
         }
-        return SecondLook(found, "in duel abc")
+        return SecondMeasurement(found, "in duel abc")
 
-    monkeypatch.setattr(Remeasurer, "duel_with_commit", duel_with_commit)
+    monkeypatch.setattr(SuspectRemeasurer, "duel_with_commit", duel_with_commit)
     settled, suspects = looked_again(tmp_path)
     figure = next(figure for figure in settled if figure.comparison.metric == "relative_time")
     assert figure.outcome is outcome and "in duel abc" in figure.why

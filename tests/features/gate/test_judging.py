@@ -14,23 +14,28 @@ import scipy
 
 from fp8bench.analysis.steps.change_points import MIN_SPREAD, PieceLevel, smallest_visible_step
 from fp8bench.cli.progress import SILENT
-from fp8bench.features.duel.values import Session
-from fp8bench.features.duel.verdicts import compare_case
+from fp8bench.features.duel.values import CaseSession
+from fp8bench.features.duel.verdicts import compare_case_sides
 from fp8bench.features.gate.judging import (
     MIN_CASES_FOR_SPREAD,
     DetectionLimit,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
-    SecondLook,
+    SecondMeasurement,
     apply_second_look,
     case_and_metric,
     estimate_spread,
     judge_first_look,
     select_discoveries,
 )
-from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, Remeasurer, judge_comparisons
+from fp8bench.features.gate.power import RemeasurementMethod, SeriesState, detection_limits, history_detection_limits
+from fp8bench.features.gate.stored_runs import (
+    MAX_SUSPECT_REMEASUREMENTS,
+    GateSource,
+    SuspectRemeasurer,
+    judge_comparisons,
+)
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.features.gate.view import summarize_limits
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
@@ -97,7 +102,7 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
     judged = judge_first_look([first], rules)
     assert judged[0].outcome is GateOutcome.SUSPECTED
     found = {case_and_metric(first): again} if again is not None else {}
-    return apply_second_look(judged, SecondLook(found, "again", "" if again else "no device"), rules)[0]
+    return apply_second_look(judged, SecondMeasurement(found, "again", "" if again else "no device"), rules)[0]
 
 
 @for_each(
@@ -218,7 +223,7 @@ def test_figures_without_a_second_look_keep_their_suspicion() -> None:
         (exact(1.05), GateOutcome.REGRESSION),
         (stored(1.2, **TAKEN), GateOutcome.SUSPECTED),
     ):
-        (judged,) = apply_second_look(judge_first_look([change]), SecondLook({}, refused="--no-rerun"))
+        (judged,) = apply_second_look(judge_first_look([change]), SecondMeasurement({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
 
 
@@ -289,14 +294,14 @@ def test_a_spread_is_that_of_unchanged_cases() -> None:
         estimate_spread, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
     )
     assert even and shifted and everything and alike
-    assert 0.01 < even.deviation < 0.04 and abs(even.shift) < 0.01
+    assert 0.01 < even.deviation < 0.04 and abs(even.common_shift) < 0.01
     for moved in (0.3, -0.3):
         half = estimate_spread([*usual, *[moved] * 15])
-        assert half is not None and half.deviation < 2 * even.deviation and half.compute_chance(0.3) < 1e-4
-    assert shifted.shift == pytest.approx(0.05, abs=0.01) and shifted.deviation == pytest.approx(even.deviation)
-    assert everything.shift == 0 and everything.compute_chance(0.3) < 1e-6
+        assert half is not None and half.deviation < 2 * even.deviation and half.compute_p_value(0.3) < 1e-4
+    assert shifted.common_shift == pytest.approx(0.05, abs=0.01) and shifted.deviation == pytest.approx(even.deviation)
+    assert everything.common_shift == 0 and everything.compute_p_value(0.3) < 1e-6
     assert estimate_spread([0.1] * (MIN_CASES_FOR_SPREAD - 1)) is None
-    assert alike.compute_chance(0.0) == 1 and alike.compute_chance(0.2) == 0
+    assert alike.compute_p_value(0.0) == 1 and alike.compute_p_value(0.2) == 0
 
 
 DUEL = Noise(0.005, 11)
@@ -305,7 +310,7 @@ MANY = Noise(0.01, 8, 5, 5)
 
 def sights(
     *figures: Comparison,
-    remeasurement: Remeasurement = Remeasurement.MEASURED_AGAIN,
+    remeasurement: RemeasurementMethod = RemeasurementMethod.MEASURED_AGAIN,
     rules: tuple[ThresholdRule, ...] = (),
 ) -> tuple[DetectionLimit, ...]:
     return detection_limits(judge_first_look(figures, rules), remeasurement)
@@ -324,18 +329,19 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 
 def test_noise_raises_the_smallest_detectable_slow_down() -> None:
-    (usual,) = sights(figure(1.0, noise=DUEL), remeasurement=Remeasurement.DUEL)
+    (usual,) = sights(figure(1.0, noise=DUEL), remeasurement=RemeasurementMethod.DUEL)
     assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.can_detect_threshold
     wide = Interval(1.0, 0.96, 1.04, 0.99)
-    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), remeasurement=Remeasurement.DUEL)
+    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), remeasurement=RemeasurementMethod.DUEL)
     assert noisy.smallest > 0.05 and not noisy.can_detect_threshold
     among = sights(
-        *(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), remeasurement=Remeasurement.DUEL
+        *(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)),
+        remeasurement=RemeasurementMethod.DUEL,
     )
     assert all(other.smallest > usual.smallest for other in among)
-    assert sights(figure(1.0, noise=DUEL), remeasurement=Remeasurement.NONE)[0].smallest < usual.smallest
+    assert sights(figure(1.0, noise=DUEL), remeasurement=RemeasurementMethod.NONE)[0].smallest < usual.smallest
     # A difference of 5 us exceeds 5% of a time of 10 us.
-    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), remeasurement=Remeasurement.DUEL)
+    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), remeasurement=RemeasurementMethod.DUEL)
     assert short.threshold == 0.5 and short.smallest == usual.smallest
 
 
@@ -346,7 +352,7 @@ def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
     for sight in sights(*dozen):
         assert 0.1 < sight.smallest < 0.2 and not sight.unknown and not sight.can_detect_threshold
     # A later duel may fail figures that stored runs may not.
-    assert all(sight.smallest < 0.1 for sight in sights(*dozen, remeasurement=Remeasurement.DUEL))
+    assert all(sight.smallest < 0.1 for sight in sights(*dozen, remeasurement=RemeasurementMethod.DUEL))
     (alone,) = sights(dozen[0])
     assert "fp8bench duel suite gemm --against" in alone.unknown
     assert alone.unknown and alone.smallest > 0.1 and not alone.can_detect_threshold
@@ -358,10 +364,10 @@ def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
 def test_a_duel_without_an_interval() -> None:
     for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
         slots = [steady(1000 + n, rounds) for n in range(4)]
-        time = next(compare_case(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
+        time = next(compare_case_sides(result("bf16", *[CaseSession(tuple(slots[:2]), tuple(slots[2:]))] * many)))
         assert (time.noise is not None) == known
     (sight,) = sights(
-        figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), remeasurement=Remeasurement.DUEL
+        figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), remeasurement=RemeasurementMethod.DUEL
     )
     assert sight.smallest == math.inf and "--sessions" in sight.unknown and not sight.can_detect_threshold
     # Memory, ignored figures and failed cases do not vary.
@@ -376,7 +382,7 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> DetectionLim
     """A series with this noise and number of nights."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
     (sight,) = history_detection_limits(
-        [SeriesState(replace(FLAT, metric=metric), level)], (), 0, Remeasurement.MEASURED_AGAIN
+        [SeriesState(replace(FLAT, metric=metric), level)], (), 0, RemeasurementMethod.MEASURED_AGAIN
     )
     return sight
 
@@ -402,7 +408,7 @@ def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, co
     memory = replace(source, series_states=(SeriesState(replace(FLAT, metric="peak_memory"), level),))
     assert (
         judge_comparisons(memory, (), True, SILENT).exit_code == 0
-        and judge_comparisons(memory, (), True, SILENT).sights
+        and judge_comparisons(memory, (), True, SILENT).detection_limits
     )
     assert judge_comparisons(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
@@ -458,8 +464,10 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
     ],
 )
 def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOutcome, why: str) -> None:
-    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), remeasurement=Remeasurement.DUEL)
-    verdict = judge_comparisons(replace(source, lost_cases=frozenset({change.case})), (), True, SILENT)
+    source = GateSource(
+        "b against a", (change,), lambda suspects: SecondMeasurement({}), remeasurement=RemeasurementMethod.DUEL
+    )
+    verdict = judge_comparisons(replace(source, incomparable_case_ids=frozenset({change.case})), (), True, SILENT)
     (found,) = verdict.judged
     assert found.outcome is outcome and why in found.why
     assert verdict.exit_code == (4 if outcome is GateOutcome.CANNOT_TELL else 0)
@@ -472,13 +480,16 @@ def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> 
 
     def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
         left = iter(answers)
-        confirm = lambda _: SecondLook({case_and_metric(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
-        source = GateSource("b against a", (suspect,), confirm, remeasurement=Remeasurement.DUEL, budget=budget)
+
+        def confirm(_: object) -> SecondMeasurement:
+            return SecondMeasurement({case_and_metric(suspect): next(left)}, "in duel x", pools_samples=adds_up)
+
+        source = GateSource("b against a", (suspect,), confirm, remeasurement=RemeasurementMethod.DUEL, budget=budget)
         code = judge_comparisons(source, (), True, SILENT).exit_code
         return code, len(answers) - len(list(left))
 
     assert looks([unsettled, unsettled, figure(1.36), suspect]) == (1, 3)
-    assert looks([unsettled] * 9) == (4, MAX_LOOKS)
+    assert looks([unsettled] * 9) == (4, MAX_SUSPECT_REMEASUREMENTS)
     assert looks([unsettled] * 9, budget=0.0) == (4, 1) and looks([unsettled] * 9, adds_up=False) == (4, 1)
     assert looks([figure(1.0)]) == (0, 1)
 
@@ -490,8 +501,8 @@ def test_an_interval_beyond_the_threshold_is_suspected_among_however_many() -> N
 
 
 def test_sessions_of_second_duels_add_up() -> None:
-    remeasurer = Remeasurer(Path(), SILENT)
-    measured = result("bf16", Session((steady(1000, 5),), (steady(1100, 5),)))
+    remeasurer = SuspectRemeasurer(Path(), SILENT)
+    measured = result("bf16", CaseSession((steady(1000, 5),), (steady(1100, 5),)))
     counts = [len(remeasurer.add_earlier_sessions(measured, commit).sessions) for commit in "aaba"]
     assert counts == [1, 2, 1, 3]
 

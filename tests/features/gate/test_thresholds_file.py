@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.gate.command import read_rules
+from fp8bench.features.gate.command import read_threshold_rules
 from fp8bench.features.gate.thresholds import ThresholdRule, check_rules, find_threshold
 from fp8bench.model import Comparison, Direction, Evidence
 from tests.counts import for_each
@@ -20,7 +20,7 @@ def figure(case: str = "gemm[m=64,n=64]@cpu/bf16", metric: str = "time", unit: s
 def rules_of(folder: Path, text: str) -> tuple[ThresholdRule, ...]:
     file = folder / "my.yaml"
     file.write_text(text)
-    return read_rules(file)
+    return read_threshold_rules(file)
 
 
 def test_the_first_matching_rule_applies(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fp8bench.errors import UsageError
-from fp8bench.features.infer.fits import LineDraws, find_crossing, fit_line
-from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, WINDOW_TOKENS, add_reference, held_out_text
+from fp8bench.features.infer.fits import FittedLine, find_context_crossing, fit_line
+from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, WINDOW_TOKENS, add_reference, make_held_out_windows
 from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _make_decoder, _predict_tokens, compare_arms, read_weights
 from fp8bench.features.infer.values import (
     ArmTimes,
@@ -55,7 +55,7 @@ def test_names_of_arms_are_parsed_and_printed() -> None:
     ]:
         arm = parse_arm(word)
         assert format_arm(arm) == word
-        assert precisions.canonical(arm_precision(arm)) == arm_precision(arm)
+        assert precisions.find_canonical_name(arm_precision(arm)) == arm_precision(arm)
     assert arm_precision(Arm("fp32", "fp8")) == "served:carrier=fp32:kv=fp8"
     for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "kv=own", "kv=", "weights=int8@0=bf16", "fp8"):
         with pytest.raises(UsageError, match="is not an arm"):
@@ -106,7 +106,7 @@ def swept(seed: int, rounds: int, spread: float, a: float, b: float) -> dict[int
     return {context: tuple(((a + b * context) * noisy(random, rounds, spread)).tolist()) for context in CONTEXTS}
 
 
-def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDraws:
+def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> FittedLine:
     line = fit_line(swept(seed, rounds, spread, a, b))
     assert line is not None
     return line
@@ -125,7 +125,7 @@ def test_intervals_hold_the_truth(rounds: int, spread: float, sweeps: int, least
     held = np.zeros(3)
     for sweep in range(sweeps):
         line, other = fitted(2 * sweep, rounds, spread, 1e-3, 6e-7), fitted(2 * sweep + 1, rounds, spread, 8e-4, 8.5e-7)
-        crossing = find_crossing(other, line, CONTEXTS)
+        crossing = find_context_crossing(other, line, CONTEXTS)
         for place, (interval, true) in enumerate(((line.line.a, 1e-3), (line.line.b, 6e-7))):
             held[place] += interval.low <= true * fast <= interval.high
         held[2] += crossing.at is None or crossing.low <= 800 <= crossing.high
@@ -141,11 +141,13 @@ def test_a_crossing_is_claimed_of_no_curve() -> None:
         straight = swept(2 * seed, 24, 0.01, 1e-3, 6e-7)
         curved = swept(2 * seed + 1, 24, 0.01, 9.9e-4, 6e-7)
         leaps = {context: np.multiply(1 + 0.3 * (context > 1024), times) for context, times in curved.items()}
-        crossing = find_crossing(*(line for line in map(fit_line, (leaps, straight)) if line is not None), CONTEXTS)
+        crossing = find_context_crossing(
+            *(line for line in map(fit_line, (leaps, straight)) if line is not None), CONTEXTS
+        )
         assert crossing.at is None or crossing.low <= 1024 < crossing.high, seed
 
 
-def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -> LineDraws:
+def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -> FittedLine:
     """An arm that reads whole pages, with 1% noise."""
     random = np.random.default_rng(seed)
     rounds = {}
@@ -163,7 +165,7 @@ def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tup
         reference = paged(1, 1e-3, 1e-6, contexts, 2 * seed)
         for at in (300, 700, 812, 1200):
             a = 1e-3 + 6e-7 * at
-            crossing = find_crossing(paged(page, a, 4e-7, contexts, 2 * seed + 1), reference, contexts)
+            crossing = find_context_crossing(paged(page, a, 4e-7, contexts, 2 * seed + 1), reference, contexts)
             every = np.arange(contexts[0], contexts[-1] + 1)
             slower = every[a + 4e-7 * -(-every // page) * page >= 1e-3 + 1e-6 * every]
             first = every[len(slower[slower <= at])] if page == 1 else every[~np.isin(every, slower)][0]
@@ -181,8 +183,8 @@ def test_measured_contexts_override_the_fitted_lines() -> None:
     rounds = {c: ((1.25e-3 + 5e-7 * c) * slow_at[c] * noisy(random, 24, 0.01)).tolist() for c in contexts}
     line = fit_line(rounds)
     assert line is not None
-    steady = replace(line, seconds_above=np.zeros(len(contexts)))  # as if the lines fitted exactly
-    crossing = find_crossing(steady, replace(reference, seconds_above=np.zeros(len(contexts))), contexts)
+    steady = replace(line, line_excess_seconds=np.zeros(len(contexts)))  # as if the lines fitted exactly
+    crossing = find_context_crossing(steady, replace(reference, line_excess_seconds=np.zeros(len(contexts))), contexts)
     assert crossing.contrary == (1281,) and crossing.high == 1281 and crossing.at is not None
     question = ServingQuestion("nano", (Arm("fp32"), Arm("bf16")), contexts, 1, True, 1024)
     times = ArmTimes(Arm("fp32"), line=reference.line), ArmTimes(Arm("bf16"), line=line.line, crossing=crossing)
@@ -192,15 +194,15 @@ def test_measured_contexts_override_the_fitted_lines() -> None:
 
 def test_crossings_are_printed_if_they_exist() -> None:
     reference = fitted(1, 24, 0.01, 1e-3, 6e-7)
-    sooner = find_crossing(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
-    later = find_crossing(fitted(3, 24, 0.01, 1.2e-3, 3.5e-7), reference, CONTEXTS)
+    sooner = find_context_crossing(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
+    later = find_context_crossing(fitted(3, 24, 0.01, 1.2e-3, 3.5e-7), reference, CONTEXTS)
     for crossing, ends in ((sooner, (True, False)), (later, (False, True))):
         assert crossing.faster == ends and crossing.at is not None
         assert crossing.low < 800 < crossing.high and crossing.high < 2 * crossing.low
-    slower = find_crossing(fitted(4, 24, 0.01, 1.2e-3, 9e-7), reference, CONTEXTS)
+    slower = find_context_crossing(fitted(4, 24, 0.01, 1.2e-3, 9e-7), reference, CONTEXTS)
     assert slower.at is None and slower.faster == (False, False)
     for seed, a, b in ((5, 1e-3, 6e-7), (6, 2e-3, 5e-7)):  # also at 10,000, beyond the measured contexts
-        assert find_crossing(fitted(seed, 24, 0.01, a, b), reference, CONTEXTS).at is None
+        assert find_context_crossing(fitted(seed, 24, 0.01, a, b), reference, CONTEXTS).at is None
     assert fit_line(dict.fromkeys(CONTEXTS[:3], (1e-3,) * 10)) is None
 
 
@@ -218,7 +220,7 @@ def quality(
 
 @pytest.fixture(scope="module")
 def found() -> ServingQuality:
-    return quality(held_out_text(1024))
+    return quality(make_held_out_windows(1024))
 
 
 def test_the_shipped_model_is_trained_and_its_text_held_out(found: ServingQuality) -> None:
@@ -227,7 +229,7 @@ def test_the_shipped_model_is_trained_and_its_text_held_out(found: ServingQualit
     weights, config = read_weights(SHIPPED_WEIGHTS, SERVED_SIZES[SHIPPED], "cpu"), SERVED_SIZES[SHIPPED]
     size = 2 * sum(weights(name).numel() for name in list_weight_shapes(config))
     assert size == SHIPPED_WEIGHTS.stat().st_size < 400_000
-    random = quality(held_out_text(256), "", ARMS[:2])
+    random = quality(make_held_out_windows(256), "", ARMS[:2])
     assert random.caution == RANDOM_WEIGHTS and random.perplexity > 100
 
 
@@ -241,7 +243,7 @@ def test_quality_has_a_zero_a_floor_and_an_order(found: ServingQuality) -> None:
 
 
 def test_kl_is_that_of_the_definition(found: ServingQuality) -> None:
-    text = held_out_text(256)[:1]
+    text = make_held_out_windows(256)[:1]
     own = quality(text, arms=ARMS[:2])
     config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW_TOKENS)
     weight = read_weights(SHIPPED_WEIGHTS, config, "cpu")
@@ -262,7 +264,7 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Decoder, "forward", shortened)
     with pytest.raises(RuntimeError, match="Size does not match"):
-        quality(held_out_text(256), arms=ARMS[:2])
+        quality(make_held_out_windows(256), arms=ARMS[:2])
 
 
 def test_values_that_are_not_numbers_are_reported(found: ServingQuality) -> None:
@@ -280,9 +282,9 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: ServingQ
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     lines = [fitted(1, 24, 0.01, 1e-3, 6e-7), fitted(2, 24, 0.01, 1.2e-3, 9e-7), fitted(3, 24, 0.01, 8e-4, 8.5e-7)]
 
-    def times(arm: Arm, line: LineDraws) -> ArmTimes:
+    def times(arm: Arm, line: FittedLine) -> ArmTimes:
         tpot = tuple((context, float(line.at(np.array([context])).mean())) for context in CONTEXTS)
-        crossing = None if arm is arms[0] else find_crossing(line, lines[0], CONTEXTS)
+        crossing = None if arm is arms[0] else find_context_crossing(line, lines[0], CONTEXTS)
         return ArmTimes(arm, tpot, line.line, crossing, 0.01, kernel="torch's own products")
 
     timed = tuple(times(arm, line) for arm, line in zip((arms[0], arms[1], arms[3]), lines, strict=True))

@@ -11,20 +11,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.progress import TERMINAL_JOB_OBSERVER
 from fp8bench.features.infer import job
-from fp8bench.features.infer.job import collect_arm_times, complete_question
+from fp8bench.features.infer.job import collect_arm_times, complete_serving_question
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import encode_answer, table_rows
 from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import USER_SHAPES, ServedShape, step_bytes
+from fp8bench.nn.served import USER_MODEL_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.finite import InitialFiniteElements
 from tests.commands import Say
 from tests.counts import for_each
 from tests.fakes import steady
@@ -40,7 +40,7 @@ def user_model(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a maker after registering its model's shape."""
     maker = f"{MODELS}:own"
     bench = InferBench(Settings())
-    monkeypatch.setitem(USER_SHAPES, maker, ServedShape(*bench.read_shape(maker, CPU, 0)))
+    monkeypatch.setitem(USER_MODEL_SHAPES, maker, ServedShape(*bench.read_shape(maker, CPU, 0)))
     return maker
 
 
@@ -90,23 +90,23 @@ def test_an_arm_with_nan_is_reported_and_samples_nothing() -> None:
 
 def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{MODELS}:masking"
-    monkeypatch.setitem(USER_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
+    monkeypatch.setitem(USER_MODEL_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
     setup = setup_of("decode", {"size": name, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, "bf16")
     workload = workloads.get("decode")
     state = workload.prepare(setup)
-    before = FiniteState(state)
+    before = InitialFiniteElements(state)
     workload.step(state, SilentPhases())
-    assert not before.find_lost_numbers(state).lost and bool(state.logits.isneginf().any())
+    assert not before.find_lost_numbers(state).nonfinite_count and bool(state.logits.isneginf().any())
     assert 0 < workload.error(setup)["logits_error"] < 0.05
 
 
 def test_questions_about_a_users_model_are_completed_or_refused(user_model: str, fp8bench: Say, tmp_path: Path) -> None:
-    shape = USER_SHAPES[user_model]
+    shape = USER_MODEL_SHAPES[user_model]
     question = ServingQuestion(user_model, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
-    assert question.is_user_model and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
-    assert complete_question(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
-    assert complete_question(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
-    value = encode_answer(ServingAnswer(complete_question(question), "cpu", (), 128, None))
+    assert question.is_user_model and complete_serving_question(question).contexts == (128, 512, 513, 1024, 2048)
+    assert complete_serving_question(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
+    assert complete_serving_question(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
+    value = encode_answer(ServingAnswer(complete_serving_question(question), "cpu", (), 128, None))
     assert value["bytes"][1]["kv"] * 4 == value["bytes"][0]["kv"]
     assert step_bytes(shape, Arm("fp32"), 1, 8).kv == 4 * 2 * served_models.LAYERS * 8 * served_models.WIDTH
     support = workloads.get("decode").support
@@ -123,7 +123,7 @@ def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
     """In the worker too: a bf16 head made the fp32 arm a seventh slower and gave it bf16's error."""
     params = dict(small("decode", "fp32").case.params)
     arms = f"served:carrier={carrier}:kv={carrier}", carrier
-    setups = [bench._make_setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
+    setups = [bench._make_case_setup(case("decode", precisions.find_canonical_name(arm), params), CPU) for arm in arms]
     carried, served = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
     assert carried == served and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
 
@@ -171,7 +171,9 @@ def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) 
 
     def answered(run: Run) -> ServingAnswer:
         monkeypatch.setattr(job, "execute", Mock(side_effect=[run, KeyboardInterrupt]))
-        return job._measure_times(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
+        return job._measure_arm_times(
+            ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL_JOB_OBSERVER
+        )
 
     partial = answered(run_of(records))
     assert not partial.finished and len(partial.runs) == 1 and partial.question == question

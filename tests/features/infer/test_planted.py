@@ -15,12 +15,12 @@ import torch
 
 from fp8bench.analysis.claims import label_false_claims
 from fp8bench.errors import UsageError
-from fp8bench.features.infer.job import HELD_OUT_MODULES, WINDOW_TOKENS, held_out_text
+from fp8bench.features.infer.job import HELD_OUT_MODULES, WINDOW_TOKENS, make_held_out_windows
 from fp8bench.features.infer.quality import InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.model import Label
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import USER_SHAPES, ServedShape
+from fp8bench.nn.served import USER_MODEL_SHAPES, ServedShape
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
@@ -65,7 +65,7 @@ def test_a_model_that_cheats_is_labelled(
 ) -> None:
     expected = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
     name = f"{MODELS}:{maker}"
-    monkeypatch.setitem(USER_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
+    monkeypatch.setitem(USER_MODEL_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
     found = records(bench, corpus, "decode", "fp32", "bf16", size=name, context="32,60")
     assert len(found) == 4
     for record in found:
@@ -76,7 +76,7 @@ def test_windows_are_slices_of_the_encoded_text() -> None:
     folder = Path(sysconfig.get_paths()["stdlib"])
     whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT_MODULES)
     ids = whole.encode("ascii", errors="replace")
-    windows = held_out_text(2048)
+    windows = make_held_out_windows(2048)
     assert len(windows) == 16 and all(len(window) == WINDOW_TOKENS + 1 and bytes(window) in ids for window in windows)
     again = [bytes(window).decode().encode("utf-16") for window in windows]
     assert not any(window in ids for window in again)

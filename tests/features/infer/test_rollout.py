@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.infer import quality as module
-from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, held_out_text
+from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, make_held_out_windows
 from fp8bench.features.infer.quality import (
     MakeArmModel,
     _serve_configured_model,
     compare_arms,
     measure_rollout_gap,
-    summarize_gaps,
+    summarize_rollout_gaps,
 )
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.nn.decoder import Decoder
@@ -26,7 +26,7 @@ from tests.workloads.steps import CPU
 
 LEAD, LOW = Arm("fp32"), Arm("bf16", "fp8-tensor", "int4")
 TASK = QualityTask(
-    ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(SHIPPED_WEIGHTS), text=held_out_text(1024)),
+    ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(SHIPPED_WEIGHTS), text=make_held_out_windows(1024)),
     0,
     (LEAD, LOW),
     CPU,
@@ -37,7 +37,7 @@ TASK = QualityTask(
 
 def test_figures_are_those_of_their_definitions() -> None:
     rows = [[0.1, -0.3, 0.0], [0.02, 0.25, -0.01]]
-    gap, flat = summarize_gaps(torch.tensor(rows, dtype=torch.float64)), [*rows[0], *rows[1]]
+    gap, flat = summarize_rollout_gaps(torch.tensor(rows, dtype=torch.float64)), [*rows[0], *rows[1]]
     ratios = [math.exp(value) for value in flat]
     assert gap.tokens == 6 and gap.mean == pytest.approx(sum(map(abs, flat)) / 6) and gap.largest == 0.3
     assert gap.kl == pytest.approx(sum(ratio - 1 - value for ratio, value in zip(ratios, flat, strict=True)) / 6)
@@ -51,7 +51,7 @@ def test_figures_are_those_of_their_definitions() -> None:
 
 def test_an_interval_over_few_texts_is_wide() -> None:
     gaps = torch.tensor([[0.1, 0.3], [0.2, 0.4], [0.0, 0.1]], dtype=torch.float64)
-    two, one = (summarize_gaps(gaps[:count]).ratio for count in (2, 1))
+    two, one = (summarize_rollout_gaps(gaps[:count]).ratio for count in (2, 1))
     spread = abs(float(gaps.exp()[0].mean() - gaps.exp()[1].mean())) / 2
     assert (two.high - two.low) / 2 == pytest.approx(12.71 * spread, rel=0.01)
     assert one.point == pytest.approx(float(gaps[0].exp().mean())) and (one.low, one.high) == (-math.inf, math.inf)
@@ -63,7 +63,7 @@ def test_figures_estimate_the_truth_of_known_distributions() -> None:
     p, q = random.dirichlet(np.ones(40)), random.dirichlet(np.ones(40) * 50)
     p = 0.7 * q + 0.3 * p
     draws = random.choice(40, p=q, size=(400, 1000))
-    gap = summarize_gaps(torch.tensor(np.log(p / q)[draws]))
+    gap = summarize_rollout_gaps(torch.tensor(np.log(p / q)[draws]))
     assert gap.kl == pytest.approx(float((q * np.log(q / p)).sum()), rel=0.02)
     assert gap.ratio.low < 1 < gap.ratio.high and gap.ratio.high - gap.ratio.low < 0.01
     assert gap.effective[0] == pytest.approx(1 / float((p * p / q).sum()), rel=0.01) and gap.effective[1] < 0.1

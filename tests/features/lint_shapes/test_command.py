@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.features.lint_shapes.command import LinearShape, ShapeFinding, find_layer_shapes, judge_all, judge_product
-from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
+from fp8bench.features.lint_shapes.command import (
+    LinearShape,
+    ShapeFinding,
+    find_layer_shapes,
+    judge_all_products,
+    judge_product_shape,
+)
+from fp8bench.formats.hardware import A100, B200, CPU, DEVICE_CLASSES, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Level
 from fp8bench.nn.shared_precisions import RecipePrecision
@@ -119,7 +125,7 @@ def recipe(mode: str) -> RecipePrecision:
 
 
 def lint(shape: LinearShape, mode: str, device: DeviceClass, kind: str = "forward") -> ShapeFinding:
-    return judge_product(shape, kind, recipe(mode), device)
+    return judge_product_shape(shape, kind, recipe(mode), device)
 
 
 def scaled_modes() -> list[str]:
@@ -127,7 +133,7 @@ def scaled_modes() -> list[str]:
     return [name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision)]
 
 
-@for_each("device", CLASSES, ids=lambda one: one.name)
+@for_each("device", DEVICE_CLASSES, ids=lambda one: one.name)
 @for_each("mode", scaled_modes())
 def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode: str, device: DeviceClass) -> None:
     precision = precisions.get(mode)
@@ -143,11 +149,11 @@ def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode
 
 
 def test_what_fp8bench_has_natively_has_all_three_products() -> None:
-    assert set(FACTS) == set(CLASSES)
+    assert set(FACTS) == set(DEVICE_CLASSES)
     pairs = []
     for mode in scaled_modes():
         support = precisions.get(mode).support
-        pairs += [(mode, device) for device in CLASSES if support(FACTS[device]).level is Level.NATIVE]
+        pairs += [(mode, device) for device in DEVICE_CLASSES if support(FACTS[device]).level is Level.NATIVE]
     assert ("fp8", H100) in pairs
     for (mode, device), kind in itertools.product(pairs, OPERAND_ROLES):
         assert lint(LinearShape("", 64, 64, 64), mode, device, kind).fits, (mode, device, kind)
@@ -168,7 +174,7 @@ def test_each_product_contracts_over_another_side() -> None:
 
 
 def test_a_padded_product_fits() -> None:
-    for mode, device in itertools.product(scaled_modes(), CLASSES):
+    for mode, device in itertools.product(scaled_modes(), DEVICE_CLASSES):
         for m, n, k in itertools.product((1, 17, 50257), repeat=3):
             found = lint(LinearShape("", m, n, k), mode, device)
             if found.padded:
@@ -181,5 +187,5 @@ def test_options_of_modes_change_the_rules() -> None:
     refused = lint(shape, "fp8:formats=e5m2", H100)
     assert refused.exists and not refused.fits and refused.padded is None
     assert lint(shape, "fp8-e5m2", MI350X).fits
-    findings = judge_all([shape], [recipe("fp8:weight-gradient=bf16")], [H100])
+    findings = judge_all_products([shape], [recipe("fp8:weight-gradient=bf16")], [H100])
     assert [finding.product for finding in findings] == ["forward", "input-gradient"]

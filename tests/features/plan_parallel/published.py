@@ -27,7 +27,7 @@ from fp8bench.features.plan_parallel.formulas import (
     predict_memory,
 )
 from fp8bench.features.plan_parallel.ranking import (
-    MODELS,
+    PUBLISHED_MODELS,
     LayoutKind,
     MeasuredTraining,
     calibrate_topology,
@@ -79,7 +79,7 @@ def _row(entry: Mapping[str, Any]) -> Published:
         entry["name"],
         entry.get("gpus", source.get("gpus")),
         entry.get("recipe", ranking.DEFAULT_RECIPE),
-        MODELS[entry["model"]],
+        PUBLISHED_MODELS[entry["model"]],
         ParallelLayout(**entry["layout"]),
         StepLoad(checkpointing=Checkpointing(entry["checkpointing"]), **load),
         Topology(
@@ -182,11 +182,11 @@ def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
     """Fits attention's share and the recipes' ratios to these rows."""
     misses: dict[float, float] = {}
     for share in _SHARES:
-        patch.setattr(formulas, "_ATTENTION_RATE", share)
+        patch.setattr(formulas, "_ATTENTION_RATE_SHARE", share)
         recipes = recipes_of(rows)
         patch.setattr(ranking, "FP8_RATE_RATIOS", recipes)
         misses[share] = sum(math.log1p(pair.error) ** 2 for pair in _pairs(rows, recipes))
-    patch.setattr(formulas, "_ATTENTION_RATE", min(misses, key=lambda share: misses[share]))
+    patch.setattr(formulas, "_ATTENTION_RATE_SHARE", min(misses, key=lambda share: misses[share]))
     patch.setattr(ranking, "FP8_RATE_RATIOS", recipes_of(rows))
 
 

@@ -15,7 +15,7 @@ from fp8bench.features.plan_parallel.ranking import (
     FP8_RATE_RATIOS,
     HELD_OUT_ERRORS,
     HELD_OUT_TEXT,
-    MODELS,
+    PUBLISHED_MODELS,
     UNCALIBRATED_TEXT,
     MeasuredTraining,
     calibrate_topology,
@@ -27,7 +27,7 @@ from tests.counts import for_each
 from tests.features.plan_parallel.published import bands, held_out, recipes_of, trainings, uncalibrated, within
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 794e12, 1402e12)
-MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), StepLoad(8192, 2)
+MODEL, FSDP, LOAD = PUBLISHED_MODELS["llama3-8b"], ParallelLayout(shards=8), StepLoad(8192, 2)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     by = next(row for row in trainings() if row.name == "8B, FSDP 8, FP8")
     errors = []
     for share in (0.55, 1e6):
-        monkeypatch.setattr(formulas, "_ATTENTION_RATE", share)
+        monkeypatch.setattr(formulas, "_ATTENTION_RATE_SHARE", share)
         topology = calibrate_topology(by.topology, MeasuredTraining(by.model, by.layout, by.load, by.figures["pace"]))
         told = predict_training_pace(topology, MeasuredTraining(row.model, row.layout, row.load, 0.0))
         errors.append(abs(told / row.figures["pace"] - 1))
@@ -90,4 +90,4 @@ def test_a_fit_without_held_out_machines_has_no_band() -> None:
     assert pace_band(by, MODEL, FSDP, narrow, "rowwise") == 0.28
     assert pace_band(by, MODEL, FSDP, narrow, "mxfp8") is None
     assert pace_band(by, MODEL, ParallelLayout(tensor=8), LOAD, "tensorwise") is None
-    assert pace_band(by, MODELS["llama3-70b"], ParallelLayout(tensor=8), narrow, "tensorwise") is None
+    assert pace_band(by, PUBLISHED_MODELS["llama3-70b"], ParallelLayout(tensor=8), narrow, "tensorwise") is None

@@ -14,10 +14,10 @@ from fp8bench import units
 from fp8bench.features.plan_parallel import formulas as memory_module
 from fp8bench.features.plan_parallel.formulas import (
     STATE_BYTES,
+    BytesPerWeight,
     Checkpointing,
     DecoderModel,
     ParallelLayout,
-    StateBytes,
     StepLoad,
     Topology,
     predict_memory,
@@ -27,11 +27,11 @@ from fp8bench.features.plan_parallel.formulas import (
 from fp8bench.features.plan_parallel.models import FP8_LM_MODELS
 from fp8bench.features.plan_parallel.ranking import (
     MEMORY_ERROR,
-    MODELS,
     PUBLISHED_GPUS,
+    PUBLISHED_MODELS,
     PUBLISHED_SEQUENCES,
     PUBLISHED_WEIGHTS,
-    list_unpublished_sizes,
+    describe_unpublished_sizes,
 )
 from tests.counts import for_each
 from tests.features.plan_parallel.published import GIB, TABLE, held, published
@@ -44,7 +44,7 @@ LOAD = StepLoad(sequence=32, local=8)
 
 @for_each(("model", "weights"), [("llama3-8b", 8030261248), ("llama3-70b", 70553706496), ("llama3-405b", 405853388800)])
 def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
-    assert MODELS[model].weights == weights
+    assert PUBLISHED_MODELS[model].weights == weights
 
 
 def test_every_published_figure_is_within_its_band() -> None:
@@ -57,7 +57,7 @@ def test_every_published_figure_is_within_its_band() -> None:
 
 def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
     rows = published()
-    assert {name: DecoderModel(name, **fields) for name, fields in TABLE["model"].items()} == MODELS
+    assert {name: DecoderModel(name, **fields) for name, fields in TABLE["model"].items()} == PUBLISHED_MODELS
     ends = (
         (PUBLISHED_GPUS, [row.layout.gpus for row in rows]),
         (PUBLISHED_WEIGHTS, [row.model.weights for row in rows]),
@@ -68,10 +68,14 @@ def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
 
 
 def test_what_no_published_training_is_like_is_named() -> None:
-    model = MODELS["llama3-8b"]
-    assert list_unpublished_sizes(model, 8, 8192) == list_unpublished_sizes(MODELS["llama3-405b"], 1024, 262144) == ()
-    assert list_unpublished_sizes(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
-    assert len(list_unpublished_sizes(SMALL, 4, 128)) == 3
+    model = PUBLISHED_MODELS["llama3-8b"]
+    assert (
+        describe_unpublished_sizes(model, 8, 8192)
+        == describe_unpublished_sizes(PUBLISHED_MODELS["llama3-405b"], 1024, 262144)
+        == ()
+    )
+    assert describe_unpublished_sizes(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
+    assert len(describe_unpublished_sizes(SMALL, 4, 128)) == 3
 
 
 @for_each(
@@ -79,7 +83,9 @@ def test_what_no_published_training_is_like_is_named() -> None:
     [
         # States of 12 bytes a weight, as if gradients took none.
         (
-            lambda patch: patch.setitem(STATE_BYTES, "fp32", StateBytes(0, 4, 4, 4, weight_copy=2, resident_copy=2)),
+            lambda patch: patch.setitem(
+                STATE_BYTES, "fp32", BytesPerWeight(0, 4, 4, 4, weight_copy=2, resident_weight_copy=2)
+            ),
             {"8B, 32k, FP8", "8B, 256k, FP8"},
         ),
         # An uncompiled loss, which distinguishes the rows of 2025.
@@ -242,8 +248,10 @@ def test_fp8_lm_saves_the_published_memory(row: dict[str, Any], share: float) ->
     assert share - 0.1 < 1 - row["memory"][2] / row["memory"][0] < share
     for memory, published_bytes in ((before, row["memory"][0]), (after, row["memory"][2])):
         assert 6 < published_bytes - memory.total / GIB < 13
-    once = replace(STATE_BYTES["fp8-lm"], resident_copy=1)
-    with_one_copy = saved + (STATE_BYTES["fp8-lm"].resident_copy - once.resident_copy) * before.gathered / 2 / GIB
+    once = replace(STATE_BYTES["fp8-lm"], resident_weight_copy=1)
+    with_one_copy = (
+        saved + (STATE_BYTES["fp8-lm"].resident_weight_copy - once.resident_weight_copy) * before.gathered / 2 / GIB
+    )
     assert abs(with_one_copy / published_saving - 1) > 0.1
     unsharded = [predict_memory(model, layout, replace(each, zero_one=False)).total for each in (load, narrow)]
     assert abs((unsharded[0] - unsharded[1]) / GIB / published_saving - 1) > 0.1

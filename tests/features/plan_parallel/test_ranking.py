@@ -9,9 +9,9 @@ import pytest
 
 from fp8bench.features.plan_parallel.formulas import Checkpointing, StepLoad, Topology
 from fp8bench.features.plan_parallel.ranking import (
-    MODELS,
+    PUBLISHED_MODELS,
     USABLE_MEMORY_SHARE,
-    ParallelQuestion,
+    LayoutRankingQuestion,
     WorthwhileAnswer,
     judge_parallelism,
     list_layouts,
@@ -22,8 +22,8 @@ from fp8bench.features.plan_parallel.ranking import (
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
 
 
-def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: int = 8192) -> ParallelQuestion:
-    return ParallelQuestion(MODELS[model], gpus, batch, StepLoad(sequence, 1), H100)
+def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: int = 8192) -> LayoutRankingQuestion:
+    return LayoutRankingQuestion(PUBLISHED_MODELS[model], gpus, batch, StepLoad(sequence, 1), H100)
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
@@ -79,10 +79,10 @@ def test_each_kind_of_model_gets_its_usual_split() -> None:
     Experts only if the model has some.
     """
 
-    def yes(question: ParallelQuestion) -> set[str]:
+    def yes(question: LayoutRankingQuestion) -> set[str]:
         return {ruling.kind for ruling in judge_parallelism(question) if ruling.say is WorthwhileAnswer.YES}
 
-    small = replace(asked(), model=replace(MODELS["llama3-8b"], layers=2, vocabulary=8192))
+    small = replace(asked(), model=replace(PUBLISHED_MODELS["llama3-8b"], layers=2, vocabulary=8192))
     assert yes(small) == {"DDP", "FSDP"}
     assert yes(asked()) == {"FSDP"}
     assert yes(asked("llama3-405b", 512, 512)) == {"TP", "PP"}

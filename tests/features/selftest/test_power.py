@@ -23,7 +23,7 @@ from fp8bench.features.selftest.power import (
 )
 from fp8bench.measure.arm import STATES_PER_SHORT_STEP
 from fp8bench.model import DeviceFacts, Verdict
-from fp8bench.plan.checked_workload import checked_axes, expand_cases
+from fp8bench.plan.checked_workload import expand_cases, list_checked_axes
 from fp8bench.registry import workloads
 from tests.commands import Say, unfolding
 from tests.counts import for_each
@@ -65,7 +65,7 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
             seconds_longest=2.5,
         ),
     )
-    assert alarm.wrong_signs == 0 and wrong.wrong_signs == 1
+    assert alarm.wrong_sign_trials == 0 and wrong.wrong_sign_trials == 1
     table = format_power_table(PowerResult((alarm, wrong), (0.5, 1.0, 2.0)))
     assert "load 0.5 to 2.0, median 1.0" in table and max(map(len, table.splitlines())) <= 110
     assert "false alarms: 1 of 3 identical pairs; wrong signs: 1 of 6 comparisons" in table
@@ -114,7 +114,7 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
     params = dict(operation.params)
     base = workloads.get(str(params["base"]))
     axes = {axis.name: axis.values(axis.default)[0] for axis in base.axes(facts)}
-    (case,) = expand_cases(base, checked_axes(base, facts), axes)
+    (case,) = expand_cases(base, list_checked_axes(base, facts), axes)
     expected = {name for name, _ in case} | ({"data"} if base.uses_corpus else set())
     assert {name.removeprefix("base.") for name in params} - {"base"} == expected
     assert operation.key in power.OPERATION_NAMES

@@ -12,9 +12,15 @@ import pytest
 
 from fp8bench.cli.option_types import precision_map
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.sensitivity.command import measuring_command, render_page
-from fp8bench.features.sensitivity.job import WEIGHT_DRAWS, StudyQuestion, group_layers, open_study, write_map
-from fp8bench.features.sensitivity.study import FORMATS, LoweredUnit, Study
+from fp8bench.features.sensitivity.command import make_trial_command, render_page
+from fp8bench.features.sensitivity.job import (
+    WEIGHT_DRAW_COUNT,
+    StudyRequest,
+    group_layers,
+    plan_sensitivity_study,
+    write_map,
+)
+from fp8bench.features.sensitivity.study import FORMATS, LoweredUnit, SensitivityStudy
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.protocols import Layer, find_map_key
@@ -74,9 +80,11 @@ def low_of(case: Case) -> frozenset[str]:
     return frozenset(layer.name for layer in LAYERS if mode(layer) == "fp8")
 
 
-def studied(trainer: Trainer, by: LoweredUnit = LoweredUnit.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
+def studied(
+    trainer: Trainer, by: LoweredUnit = LoweredUnit.LAYER, tolerance: float = 0.05
+) -> tuple[SensitivityStudy, Told]:
     reports: Told = []
-    runs = open_study(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
+    runs = plan_sensitivity_study(StudyRequest(ASKED, by, 5, tolerance), (CPU,), None, trainer)
     runs.run(lambda *words: reports.append(words))
     return runs.study, reports
 
@@ -91,7 +99,7 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
     study, reports = studied(trainer)
     assert [mode for mode, *_ in trainer.log] == [
         "bf16",
-        *["bf16"] * WEIGHT_DRAWS,
+        *["bf16"] * WEIGHT_DRAW_COUNT,
         *(f"bf16{{{layer.name}=fp8}}" for layer in LAYERS),
         "fp8{head=fp8}",
     ]
@@ -132,9 +140,9 @@ def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> Non
     """Suites keep the head high by default, so a map with a high head gives the same low layers."""
     study, _ = studied(Trainer(costs("head")))
     assert study.suggestion is not None and study.suggestion.precision_map == ()
-    assert study.explicit_map(study.suggestion) == (("head", "bf16"),)
+    assert study.make_explicit_map(study.suggestion) == (("head", "bf16"),)
     assert low_of(Case("x", (), "fp8", "cpu", (("head", "bf16"),))) == {*study.suggestion.low}
-    assert measuring_command(study, study.suggestion).endswith("--precision-map head=bf16")
+    assert make_trial_command(study, study.suggestion).endswith("--precision-map head=bf16")
     write_map(study, tmp_path / "map.txt")
     assert precision_map(str(tmp_path / "map.txt")) == (("head", "bf16"),)
     with pytest.raises(UsageError, match="no map is suggested"):
@@ -205,7 +213,7 @@ def test_each_layer_gets_the_cheapest_format_that_is_nearly_the_best(tmp_path: P
     candidate, everywhere = study.candidates
     assert dict(candidate.precision_map) == {"head": "fp8", up: "fp8-e5m2", down: "fp8-e5m2"}
     assert everywhere.precision_map == (("head", "fp8"),) and study.suggestion == candidate
-    assert f"{up}=fp8-e5m2" in measuring_command(study, candidate)
+    assert f"{up}=fp8-e5m2" in make_trial_command(study, candidate)
     text = " ".join(render(render_page(study)).split())
     assert f"{up} 50.00% 11.20% 10.00% 10.90% 10.00% fp8-e5m2" in text and f"{down} - 30.00% 10.00%" in text
     write_map(study, tmp_path / "map")

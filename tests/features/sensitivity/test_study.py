@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 
 from fp8bench.features.sensitivity.command import render_page
 from fp8bench.features.sensitivity.study import (
-    LayerTrial,
     LossVerdict,
+    LoweredLayersTrial,
     LoweredUnit,
-    Study,
+    SensitivityStudy,
     averaged_steps,
     encode_study,
     format_map,
-    make_map,
-    make_map_of_one,
-    shorten_map,
+    make_precision_map,
+    make_single_key_map,
+    shorten_precision_map,
 )
 from fp8bench.protocols import Layer, find_map_key
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 
-BASE = LayerTrial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
-STUDY = Study(
+BASE = LoweredLayersTrial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
+STUDY = SensitivityStudy(
     "transformer",
     (("size", "nano"),),
     "cpu",
@@ -45,22 +45,24 @@ STUDY = Study(
 )
 
 
-def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> LayerTrial:
+def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> LoweredLayersTrial:
     failure = "" if loss is not None else "crash"
-    return LayerTrial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure)
+    return LoweredLayersTrial(
+        name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure
+    )
 
 
 @for_each(("steps", "last"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (50, 10)])
 def test_a_loss_is_the_mean_of_the_last_fifth(steps: int, last: int) -> None:
     assert averaged_steps(steps) == last
-    assert LayerTrial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
+    assert LoweredLayersTrial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
 
 
 def test_gaps_are_relative_to_the_reference() -> None:
     assert STUDY.gap(probe("a", 2.5)) == pytest.approx(0.25)
     assert STUDY.gap(probe("a", 1.5)) == pytest.approx(-0.25)
     assert STUDY.gap(probe("a", None)) is None
-    assert LayerTrial("a", "mlp", "bf16").loss is None
+    assert LoweredLayersTrial("a", "mlp", "bf16").loss is None
     assert replace(probe("a", 2.5), failure="the loss is nan in step 3").loss is None
 
 
@@ -124,7 +126,7 @@ def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
     assert study.keeps_loss(probe("better", 0.1)) and replace(study, tolerance=0.0).keeps_loss(probe("same", 2.0))
 
 
-def told(study: Study) -> str:
+def told(study: SensitivityStudy) -> str:
     return " ".join(render(render_page(study)).split())
 
 
@@ -158,13 +160,13 @@ NAMES = [layer.name for layer in LAYERS]
 def test_maps_are_as_short_as_one_would_write_them(high_layers: Sequence[str], words: str) -> None:
     high = tuple(f"{front}." for front in high_layers)
     low = [name for name in NAMES if not f"{name}.".startswith(high)]
-    assert format_map(make_map(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
+    assert format_map(make_precision_map(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
 
 
 def test_another_reference_is_named_for_the_head_too() -> None:
     """Without a map the excluded layers run in fp8's carrier instead of the reference."""
-    assert format_map(make_map(LAYERS, NAMES[:-1], ("fp8", "fp32"), "bf16")) == "head=fp32"
-    assert format_map(make_map(LAYERS, NAMES, ("fp8", "fp32"), "bf16")) == "head=fp8"
+    assert format_map(make_precision_map(LAYERS, NAMES[:-1], ("fp8", "fp32"), "bf16")) == "head=fp32"
+    assert format_map(make_precision_map(LAYERS, NAMES, ("fp8", "fp32"), "bf16")) == "head=fp8"
 
 
 def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
@@ -183,7 +185,7 @@ def test_any_names_and_kinds_of_layers_are_mapped(layers: list[Layer], data: st.
     modes = st.sampled_from(["x", "y", "z"])
     expected = {layer.name: data.draw(modes) for layer in layers}
     usual = {layer.name: data.draw(modes) for layer in layers}
-    keys = dict(shorten_map(layers, expected, usual))
+    keys = dict(shorten_precision_map(layers, expected, usual))
     assert {layer.name: said(layer, keys, usual) for layer in layers} == expected
 
 
@@ -191,7 +193,7 @@ def test_a_layer_called_like_a_kind_is_low_alone() -> None:
     names = {"linear": "", "other": "", "attn": "attn", "self_attention": "attn", "p": "", "p.low": ""}
     layers = [Layer(name, "linear", group=group) for name, group in names.items()]
     for low in layers:
-        keys = dict(make_map_of_one(layers, low.name, (low.name,), ("fp8", "bf16")))
+        keys = dict(make_single_key_map(layers, low.name, (low.name,), ("fp8", "bf16")))
         modes = {layer.name: keys.get(find_map_key(layer, keys) or "", "bf16") for layer in layers}
         assert [name for name, mode in modes.items() if mode == "fp8"] == [low.name]
-    assert make_map_of_one(layers, "other", ("other",), ("fp8", "bf16")) == (("other", "fp8"),)
+    assert make_single_key_map(layers, "other", ("other",), ("fp8", "bf16")) == (("other", "fp8"),)

@@ -11,11 +11,11 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import KIND
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import KeptTraining
+from fp8bench.features.train.values import StoredTraining
 from fp8bench.measure.handle import LocalWorker
 from tests.trainings import FakeLab, NotedTraining, write_text
 
-Trained = Callable[..., tuple[KeptTraining, FakeLab, NotedTraining]]
+Trained = Callable[..., tuple[StoredTraining, FakeLab, NotedTraining]]
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     """Trains with a fake lab; without a request resumes the existing training."""
     write_text()
 
-    def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, NotedTraining]:
+    def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[StoredTraining, FakeLab, NotedTraining]:
         monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
         seen = NotedTraining()
         kept = (

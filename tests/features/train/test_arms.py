@@ -11,8 +11,8 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import (
     MAX_ARMS,
-    check_memory,
     check_training,
+    check_training_memory,
     choose_device,
     make_arms,
     select_arms_of_seed,
@@ -239,10 +239,10 @@ def test_arms_that_do_not_fit_into_memory_together_are_refused() -> None:
     tight, wide = (
         replace(training(), request=request, arms=arms, device=replace(CPU, memory_bytes=room)) for room in (343, 345)
     )
-    check_memory(wide, costs)
-    check_memory(tight, costs[:2])
+    check_training_memory(wide, costs)
+    check_training_memory(tight, costs[:2])
     with pytest.raises(UsageError, match="the 4 arms need 310 B together, and there are 308 B"):
-        check_memory(tight, costs)
+        check_training_memory(tight, costs)
 
 
 SETTINGS: dict[str, list[Any]] = {

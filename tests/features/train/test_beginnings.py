@@ -20,10 +20,10 @@ from fp8bench.features.train.tasks import (
     QUESTION_COUNT,
     list_retrieval_lengths,
     make_documents,
-    make_items,
+    make_task_items,
     make_task_text,
 )
-from fp8bench.features.train.values import TokenSpan, TrainingText
+from fp8bench.features.train.values import TokenSpan, TrainingTokens
 from tests.counts import for_each
 
 LINES = [f"line {number} of a text, and of its {number % 7} relatives" for number in range(3000)]
@@ -38,7 +38,7 @@ def given(tmp_path: Path) -> str:
     return str(path)
 
 
-def prepared(data: Path | str, window: int = 8) -> TrainingText:
+def prepared(data: Path | str, window: int = 8) -> TrainingTokens:
     return beginnings.prepare_text(str(data), Path(data).parent / "data", window)
 
 
@@ -174,8 +174,8 @@ PROSE = b" ".join(random.Random(1).choices([b"alpha", b"gamma", b"delta", b"thet
 
 @for_each("sequence", [16, 24, 65])
 def test_answers_are_in_the_text_before_the_question(sequence: int) -> None:
-    ((_, copies),) = make_items("copy", sequence, b"")
-    retrievals = dict(make_items("retrieval", sequence, b""))
+    ((_, copies),) = make_task_items("copy", sequence, b"")
+    retrievals = dict(make_task_items("retrieval", sequence, b""))
     assert [int(name.partition("@")[2]) for name in retrievals] == list(list_retrieval_lengths(sequence))
     for item in copies:
         before, _, after = item.texts[0].partition(b"=")
@@ -191,13 +191,13 @@ def test_answers_are_in_the_text_before_the_question(sequence: int) -> None:
 
 
 def test_a_cloze_offers_words_of_the_same_length() -> None:
-    ((_, items),) = make_items("cloze", 48, PROSE)
+    ((_, items),) = make_task_items("cloze", 48, PROSE)
     assert {item.right for item in items} == {(0,), (1,), (2,), (3,)}
     for item in items:
         assert len(set(item.texts)) == 4 and {len(text) for text in item.texts} == {48}
         assert item.texts[item.right[0]] in PROSE and not all(text in PROSE for text in item.texts)
     with pytest.raises(UsageError, match="held-out text has 0"):
-        list(make_items("cloze", 48, b"a b c"))
+        list(make_task_items("cloze", 48, b"a b c"))
 
 
 def test_documents_fill_a_window_and_held_out_ones_differ() -> None:

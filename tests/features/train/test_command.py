@@ -17,7 +17,7 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import KeptTraining, LayerReading
+from fp8bench.features.train.values import LayerReading, StoredTraining
 from fp8bench.features.train.words import FAILURE_WORDS
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, only_sentence, unfolding
@@ -48,7 +48,7 @@ def say(store: Path, fp8bench: Say) -> Say:
     return unfolding(fp8bench, "train")
 
 
-def newest(store: Path) -> KeptTraining:
+def newest(store: Path) -> StoredTraining:
     return load_training(KIND.files(store)[0])
 
 

@@ -17,8 +17,8 @@ from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import PARALLEL, TrainerSettings
 from fp8bench.features.train.run import train
-from fp8bench.features.train.values import ArmCost, KeptTraining, StepRow, TrainingEvent
-from fp8bench.features.train.view import list_facts
+from fp8bench.features.train.values import ArmCost, StepRow, StoredTraining, TrainingEvent
+from fp8bench.features.train.view import list_training_facts
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.nn.sizes import SIZES
 from suites.kill import wait_until_gone
@@ -108,7 +108,7 @@ def _text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_text()
 
 
-def trained(store: Path, seed: int, parallel: str = "ddp") -> KeptTraining:
+def trained(store: Path, seed: int, parallel: str = "ddp") -> StoredTraining:
     request = small(
         dtypes=("fp32", "fp8-delayed"),
         settings=TrainerSettings(model=TINY, parallel=parallel),
@@ -124,12 +124,12 @@ def trained(store: Path, seed: int, parallel: str = "ddp") -> KeptTraining:
         return train(request, store, NotedTraining(), "fp8bench train")
 
 
-def learnt(kept: KeptTraining) -> list[str]:
+def learnt(kept: StoredTraining) -> list[str]:
     """The lines without times; restarts and resumptions are included."""
     return sorted(map(repr, said(kept)))
 
 
-def kinds(kept: KeptTraining) -> list[str]:
+def kinds(kept: StoredTraining) -> list[str]:
     return [event.kind for event in kept.select_lines(TrainingEvent)]
 
 
@@ -140,7 +140,9 @@ def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> No
     (event,) = killed.select_lines(TrainingEvent)
     assert event.kind == "restarted" and "rank 1 of 2, in " in event.words and "was ended by SIGKILL" in event.words
     assert killed.finished and whole.finished and not kinds(whole) and learnt(killed) == learnt(whole) and gone()
-    assert whole.training.device.ranks == 2 and dict(list_facts(whole.training))["ranks"].startswith(f"2 by {parallel}")
+    assert whole.training.device.ranks == 2 and dict(list_training_facts(whole.training))["ranks"].startswith(
+        f"2 by {parallel}"
+    )
     assert all("several ranks" in cost.energy.why for cost in whole.select_lines(ArmCost) if cost.energy)
     (cost,) = [cost for cost in whole.select_lines(ArmCost) if cost.arm == "fp32" and cost.memory]
     assert cost.memory is not None and len(cost.memory.ranks) == 2

@@ -78,10 +78,10 @@ def test_going_back_cuts_the_stream_and_keeps_events(writer: TrainingWriter) -> 
     writer.close()
     again = reopen_training(writer.path)
     assert again.points == writer.points and again.points[-1].out == (("mxfp8", "it crashed"),)
-    again.go_back(again.points[-1])
+    again.truncate_at_resume_point(again.points[-1])
     again.append(LINES[3:4])
     assert repr(load_training(writer.path).lines) == repr((*LINES[:2], resumed, LINES[3]))
-    again.go_back(again.points[0])
+    again.truncate_at_resume_point(again.points[0])
     assert load_training(writer.path).lines == (resumed,) and again.points == writer.points[:1]
     again.close()
     third = reopen_training(writer.path)

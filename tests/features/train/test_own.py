@@ -17,11 +17,11 @@ from fp8bench.features.train.api import name_maker
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import COVERAGE_EVENT, StreamLine, TrainingEvent, TrainingObserver
-from fp8bench.features.train.verdicts.curves import InconclusiveReason, Learned
+from fp8bench.features.train.verdicts.curves import InconclusiveReason, LearningVerdict
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
-from fp8bench.features.train.view import list_notes
-from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS
+from fp8bench.features.train.view import list_training_notes
+from fp8bench.workloads.model import LOADED_MODELS, MODEL_MAKERS_IN_PROCESS
 from tests.counts import for_each
 from tests.trainings import said
 
@@ -87,10 +87,10 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
         return model, (x,), lambda output: F.cross_entropy(output, (x.sum(1) > 0).long())
 
     kept = short(store, local, seeds=5, steps=6, rate=0.01)
-    assert not LIVE_MODELS and not LOADED_MODELS and kept.training.request.settings.make
+    assert not MODEL_MAKERS_IN_PROCESS and not LOADED_MODELS and kept.training.request.settings.make
     verdicts = judge_training(kept.training, kept.lines)
     assert not verdicts.has_held_out
-    assert any("nothing was held out" in note for note in list_notes(JudgedTraining(kept)))
+    assert any("nothing was held out" in note for note in list_training_notes(JudgedTraining(kept)))
     assert verdicts.arms[0].judged.why is not InconclusiveReason.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 
 
@@ -169,10 +169,10 @@ def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
     verdicts = compared.found
     assert isinstance(verdicts, TrainingVerdicts)
     learned = {
-        "wrong": Learned.WORSE,
-        "rounding": Learned.WITHIN_NOISE,
-        "copy": Learned.WITHIN_NOISE,
-        "short": Learned.INCONCLUSIVE,
+        "wrong": LearningVerdict.WORSE,
+        "rounding": LearningVerdict.WITHIN_NOISE,
+        "copy": LearningVerdict.WITHIN_NOISE,
+        "short": LearningVerdict.INCONCLUSIVE,
     }
     assert {said.arm.name: said.judged.learned for said in verdicts.arms} == learned
     printed = " ".join(str(compared).split())

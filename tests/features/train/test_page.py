@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.features.train.data import list_csv_rows, list_scalars, training_to_json
 from fp8bench.features.train.frame import FIGURES, Figure
-from fp8bench.features.train.page import choose_ends, render_page
+from fp8bench.features.train.page import choose_point_steps, render_page
 from fp8bench.features.train.values import (
     WIRE_BYTES,
     ArmCost,
@@ -85,7 +85,7 @@ def test_a_declared_figure_is_in_every_place(monkeypatch: pytest.MonkeyPatch) ->
 @for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
 def test_windows_end_at_the_endpoint(steps: int) -> None:
     """The first has one step; few enough to draw."""
-    ends = choose_ends(steps)
+    ends = choose_point_steps(steps)
     assert (ends[0], ends[-1]) == (1, steps) and ends == tuple(sorted(set(ends))) and len(ends) <= 61
 
 

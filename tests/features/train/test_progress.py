@@ -15,10 +15,10 @@ from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.progress import (
     PAGE_INTERVAL_SECONDS,
     LiveLog,
-    LivePage,
+    LiveTrainingPage,
     TrainingBoard,
     TrainingLines,
-    with_outputs,
+    add_training_outputs,
 )
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.data.loggers import LogTarget
@@ -125,7 +125,7 @@ def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.M
     told = NotedTraining()
     now = [0.0]
     writer = start_training(begun, store)
-    page, broken = (LivePage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))
+    page, broken = (LiveTrainingPage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))
     page.trained(0, 0, ())
     assert not file.exists()  # nothing has begun
     page.begun(begun)
@@ -169,9 +169,9 @@ def test_scalars_are_logged_as_they_come(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_inner_observer_still_gets_everything(tmp_path: Path) -> None:
     told = NotedTraining()
-    with with_outputs(told, tmp_path, None) as alone:
+    with add_training_outputs(told, tmp_path, None) as alone:
         assert alone is told
-    with with_outputs(told, tmp_path, tmp_path / "live.html") as several:
+    with add_training_outputs(told, tmp_path, tmp_path / "live.html") as several:
         several.begun(training())
         several.note("a word")
         several.trained(0, 1, [alarm(1)])
@@ -197,11 +197,11 @@ def test_a_command_runs_for_each_alarm(tmp_path: Path) -> None:
     command = (
         f'echo "$FP8BENCH_RULE $FP8BENCH_ARM $FP8BENCH_STEP $FP8BENCH_ALARM" >> {tmp_path}/told; exit $FP8BENCH_STEP'
     )
-    with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
+    with add_training_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.begun(training())
         observer.trained(0, 10, [row_of("fp8", 0, 5), alarm(0), LOOK])
     assert (tmp_path / "told").read_text() == f"falls fp8 0 {alarm(0).describe()}\n" and not said
-    with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
+    with add_training_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.trained(0, 10, [alarm(3)])
     assert len((tmp_path / "told").read_text().splitlines()) == 2
     assert [sentence.endswith("ended with 3; the training goes on") for sentence in said] == [True]

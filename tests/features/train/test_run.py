@@ -13,24 +13,24 @@ import pytest
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
 from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import KIND, TrainingWriter, load_training, reopen_training
-from fp8bench.features.train.request import CHANCE_ROLES
+from fp8bench.features.train.request import CHANCE_ARM_ROLES
 from fp8bench.features.train.values import (
     ArmCost,
-    KeptTraining,
     SeedTask,
     StepFigure,
     StepRow,
+    StoredTraining,
     TrainingEvent,
     Validation,
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.features.train.view import list_notes, render_all
-from fp8bench.measure.sensors.driver import DeviceQuery
+from fp8bench.features.train.view import list_training_notes, render_all
+from fp8bench.measure.sensors.driver import DeviceValueQuery
 from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.model import DeviceFacts, EnergyUse, MemoryUse
 from fp8bench.model.raw import StateCheck
-from fp8bench.model.readings import Reading, Readings, Unavailable
+from fp8bench.model.readings import Reading, Readings, UnavailableReading
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.facts import H200
@@ -41,7 +41,7 @@ from tests.trainings import FakeLab, said, small, strikes
 CUT_OFF = KeyboardInterrupt()
 
 
-def kinds(kept: KeptTraining) -> list[str]:
+def kinds(kept: StoredTraining) -> list[str]:
     return [event.kind for event in kept.select_lines(TrainingEvent)]
 
 
@@ -51,7 +51,7 @@ def asked(lab: FakeLab, *names: str) -> list[str]:
 
 def test_every_arm_is_trained_in_every_seed(trained: Trained) -> None:
     """The one-ulp arm only in the first."""
-    kept, lab, seen = trained(FakeLab(), small(bands=CHANCE_ROLES))
+    kept, lab, seen = trained(FakeLab(), small(bands=CHANCE_ARM_ROLES))
     assert kept.finished and not kept.troubles and seen.places[-1] == (1, 20)
     arms = [(seed, arm) for seed in (0, 1) for arm in ("bf16", "bf16 again", "fp8")]
     arms.append((0, "bf16 one ulp"))
@@ -207,7 +207,7 @@ def powered(monkeypatch: pytest.MonkeyPatch) -> PoweredLab:
     return lab
 
 
-def energies(kept: KeptTraining) -> dict[str, EnergyUse]:
+def energies(kept: StoredTraining) -> dict[str, EnergyUse]:
     return {cost.arm: cost.energy for cost in kept.select_lines(ArmCost) if cost.energy}
 
 
@@ -229,7 +229,7 @@ def test_an_empty_cell_of_energy_has_a_reason(trained: Trained, powered: Powered
         replace(line, energy=EnergyUse("counter")) if isinstance(line, ArmCost) and line.energy else line
         for line in training.lines
     ]
-    notes = list(list_notes(JudgedTraining(replace(training, lines=tuple(lines)))))
+    notes = list(list_training_notes(JudgedTraining(replace(training, lines=tuple(lines)))))
     assert "energy of bf16 and fp8: no window was measured" in notes
 
 
@@ -243,8 +243,12 @@ def test_without_a_counter_the_reason_is_kept_and_no_further_step_taken(trained:
 class BusyDevice(DeviceReader):
     """A driver that reports part of how busy the device is."""
 
-    def _read_queries(self, wanted: tuple[DeviceQuery, ...]) -> Readings:
-        return {"use": Reading(0.75, "share", "x"), "memory_use": Unavailable("no"), "power": Reading(300.0, "W", "x")}
+    def _read_queries(self, wanted: tuple[DeviceValueQuery, ...]) -> Readings:
+        return {
+            "use": Reading(0.75, "share", "x"),
+            "memory_use": UnavailableReading("no"),
+            "power": Reading(300.0, "W", "x"),
+        }
 
 
 def test_the_drivers_figures_of_use_are_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +373,7 @@ def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: p
         patched.setattr(TrainingWriter, what, full)
         with pytest.raises(NotKept, match="no space left") as caught:
             trained(FakeLab(), small())
-    assert isinstance(caught.value.run, KeptTraining) and not caught.value.run.finished
+    assert isinstance(caught.value.run, StoredTraining) and not caught.value.run.finished
     error = WorkerFault("StoreError", "the checkpoint cannot be written (No space left on device). Make room.")
     with pytest.raises(NotKept, match=r"^the checkpoint cannot be written"):
         trained(FakeLab(strikes("", 0, error, name="save")))

@@ -17,10 +17,10 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train.kind import KIND, start_training
 from fp8bench.features.train.lines import line_to_json
 from fp8bench.features.train.page import render_page
-from fp8bench.features.train.streams import is_stream, load_loops
+from fp8bench.features.train.streams import is_stream_file, load_recorded_loops
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow, StreamLine, TrainingEvent
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.report.elements import Items, Lines, Page
+from fp8bench.report.elements import Lines, Page, TextList
 from tests.learning_curves import judged, lines, training
 
 GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}
@@ -56,7 +56,7 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
     """A loop twice as fast learns like the training, and is not called sooner."""
     bf16, fp8 = write_seeds(tmp_path, "bf16"), write_seeds(tmp_path, "fp8", seconds=0.005)
     (trained,) = judged(lines(GAPS)).verdicts.arms
-    loops = JudgedTraining(load_loops([bf16, fp8]))
+    loops = JudgedTraining(load_recorded_loops([bf16, fp8]))
     (watched,) = loops.verdicts.arms
     assert watched.judged == trained.judged and watched.speed is None
     assert [row.tokens_per_second for row in loops.summaries] == pytest.approx([19200, 38400])
@@ -68,7 +68,7 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
     text = Path(capsys.readouterr().out.strip()).read_text()
     assert "Gap to the reference over steps" in text and "Streams of fp8bench.watch" in text
     with pytest.raises(UsageError, match="1 and 5 seeds"):
-        load_loops([bf16, fp8[:1]])
+        load_recorded_loops([bf16, fp8[:1]])
 
 
 def test_joined_seeds_have_the_name_that_they_share(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_joined_seeds_have_the_name_that_they_share(tmp_path: Path) -> None:
         names = [f"{name}-{seed}" for seed in range(2)]
         return [write(tmp_path / f"{name}.jsonl", [replace(row, arm=name) for row in losses]) for name in names]
 
-    loops = load_loops([write_loop("bf16"), write_loop("fp8")])
+    loops = load_recorded_loops([write_loop("bf16"), write_loop("fp8")])
     assert [arm.name for arm in loops.training.arms] == ["bf16", "fp8"]
 
 
@@ -91,14 +91,14 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
     ]
     first = write_seeds(tmp_path, "fp8", ALARM, *readings, *memory)[0]
     stream = first.rename(tmp_path / "steps.jsonl")
-    page = render_page(JudgedTraining(load_loops([[stream]])))
+    page = render_page(JudgedTraining(load_recorded_loops([[stream]])))
     titles = [part.title for part in page.parts]
     assert titles[0] == "How it learned" and "What happened" in titles
     flags = [mark.flag for mark in chart(page, "loss").series[0][1] if mark and mark.flag]
     assert flags == ["falls"]
     (_, octaves), *others = chart(page, "tensors-1-inputs").series
     assert [mark and mark.value for mark in octaves] == [-10, 0, 10] and not others
-    both = render_page(JudgedTraining(load_loops([write_seeds(tmp_path, "bf16", *memory)[:1], [stream]])))
+    both = render_page(JudgedTraining(load_recorded_loops([write_seeds(tmp_path, "bf16", *memory)[:1], [stream]])))
     assert [name for name, _ in chart(both, "memory-over-steps").series] == ["bf16", "fp8"]
     store = tmp_path / "store"
     assert (
@@ -107,7 +107,12 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
     writer = start_training(training(), store)
     writer.close()
     kept = writer.path
-    assert is_stream(stream) and not is_stream(kept) and not is_stream(tmp_path) and not is_stream(tmp_path / "none")
+    assert (
+        is_stream_file(stream)
+        and not is_stream_file(kept)
+        and not is_stream_file(tmp_path)
+        and not is_stream_file(tmp_path / "none")
+    )
     assert KIND.find(str(kept), store) == kept
 
 
@@ -117,8 +122,8 @@ def test_a_loop_that_failed_says_so_first_and_shows_its_first_steps(tmp_path: Pa
     rising = [replace(row, loss=4.0 + row.step, gradient_norm=1e9 if row.step in (5, 6) else 1.0) for row in losses[1:]]
     alarm = TrainingEvent("bf16", 0, 12, "alarm", "the loss rose", values=(("rule", "loss-back-up"),))
     cast = LayerReading("bf16", 0, 1, "head", "input", 1.0, 0.0, 0.0, 1.0, 0.0, underflow=0.25, signal_to_noise=30.0)
-    page = render_page(JudgedTraining(load_loops([[write(tmp_path / "a.jsonl", [*rising, alarm, cast])]])))
-    (sentences,) = (element for element in page.parts[0].elements if isinstance(element, Items))
+    page = render_page(JudgedTraining(load_recorded_loops([[write(tmp_path / "a.jsonl", [*rising, alarm, cast])]])))
+    (sentences,) = (element for element in page.parts[0].elements if isinstance(element, TextList))
     assert [sentence.text for sentence in sentences.items] == [
         "bf16: the loss rose from 5 in step 1 to 103 in step 99; 1 alarm, the first in step 12: the loss rose",
         "casts: at most 25.0% of a tensor underflows, and at most 0.0% saturates",
@@ -126,8 +131,8 @@ def test_a_loop_that_failed_says_so_first_and_shows_its_first_steps(tmp_path: Pa
     assert chart(page, "gradient-norm-over-steps").description.endswith("The axis fits the last two thirds.")
     drawn = chart(page, "loss").series[0][1]
     assert drawn[1] is not None and drawn[1].value == 5.0
-    plain = render_page(JudgedTraining(load_loops([[write(tmp_path / "b.jsonl", losses)]])))
-    (sentences,) = (element for element in plain.parts[0].elements if isinstance(element, Items))
+    plain = render_page(JudgedTraining(load_recorded_loops([[write(tmp_path / "b.jsonl", losses)]])))
+    (sentences,) = (element for element in plain.parts[0].elements if isinstance(element, TextList))
     assert sentences.items[0].text.endswith("; 0 alarms") and sentences.items[1].text.startswith("no cast was measured")
 
 
@@ -138,7 +143,7 @@ def test_a_loop_without_tokens_has_steps_a_second(tmp_path: Path) -> None:
         replace(line, seconds=0.01 + line.step / 1e4) if isinstance(line, StepRow) else line for line in content[:9]
     ]
     slower = write(tmp_path / "b.jsonl", rows)
-    loops = JudgedTraining(load_loops([[path], [slower]]))
+    loops = JudgedTraining(load_recorded_loops([[path], [slower]]))
     assert [row.tokens_per_second for row in loops.summaries] == [None, None]
     assert chart(render_page(loops), "steps-per-second-over-steps").series[0][1][0] is not None
 

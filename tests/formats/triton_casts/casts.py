@@ -9,8 +9,15 @@ from torch import Tensor
 
 from fp8bench.formats import native_codes
 from fp8bench.formats.grids import E4M3, E5M2, E8M0, FP16, Format
-from fp8bench.formats.native_codes import codes, codes_both, current_scale, delayed_scale, row_codes, transpose_codes
-from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
+from fp8bench.formats.native_codes import (
+    cast_codes_with_transpose,
+    codes,
+    compute_current_scale,
+    delayed_scale,
+    row_codes,
+    transpose_codes,
+)
+from fp8bench.formats.recipes import Amax, DelayedScaling, ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.tiled_codes import tiled_codes, tiled_codes_both
 from tests.formats.test_operators import AWKWARD
@@ -26,8 +33,8 @@ def tensor_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
             inverse, straight, turned = native_codes.current_codes(x, fmt, rounding, both=True)
             _, alone, _ = native_codes.current_codes(x, fmt, rounding, both=False)
         else:
-            scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
-            straight, turned = codes_both(x, fmt, scale)
+            scale, inverse = compute_current_scale(largest_magnitude(x), fmt, rounding)
+            straight, turned = cast_codes_with_transpose(x, fmt, scale)
             alone = straight
         return inverse, straight, turned, alone
 
@@ -38,7 +45,7 @@ def plain_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
     """Without a scale, with an external scale that saturates many elements, and bytes that are only moved."""
 
     def cast(x: Tensor) -> Sequence[Tensor]:
-        both = codes_both(x, fmt, torch.full((), 768.0, device=x.device))
+        both = cast_codes_with_transpose(x, fmt, torch.full((), 768.0, device=x.device))
         turned = transpose_codes(both[0]) if fmt.bits == 8 else both[1]
         return codes(x, fmt), *both, turned
 
@@ -50,7 +57,7 @@ def delayed_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
 
     With their states.
     """
-    delayed = [Delayed(4, margin=2), Delayed(3, Amax.MOST_RECENT, interval=2), Delayed(1500)]
+    delayed = [DelayedScaling(4, margin=2), DelayedScaling(3, Amax.MOST_RECENT, interval=2), DelayedScaling(1500)]
 
     def cast(x: Tensor) -> Sequence[Tensor]:
         result: list[Tensor] = []
@@ -64,7 +71,7 @@ def delayed_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
                     used, inverse, straight, turned = step
                 else:
                     used, inverse = delayed_scale(largest_magnitude(sized), *state, fmt, how)
-                    straight, turned = codes_both(sized, fmt, used)
+                    straight, turned = cast_codes_with_transpose(sized, fmt, used)
                 result += [used, inverse, straight, *(tensor.clone() for tensor in state)]
                 if size > 1:
                     result.append(turned)

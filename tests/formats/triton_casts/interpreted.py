@@ -57,7 +57,7 @@ class Interpreted(operators.Kernels):
 
         def run(*tensors: torch.Tensor) -> None:
             """Returns nothing to repeat: the interpreter has no compiled kernels."""
-            launch.run_plans(launch.plan_for_device(definition, tensors), tensors)
+            launch.run_launch_plans(launch.plan_for_device(definition, tensors), tensors)
 
         return Compiled(run)
 

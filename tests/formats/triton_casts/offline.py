@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fp8bench.formats.triton_casts.launch import Specialised
+from fp8bench.formats.triton_casts.launch import SpecialisedFunction
 from fp8bench.formats.triton_casts.plans import Plan
 
 TYPES = {
@@ -53,7 +53,7 @@ def compile_plan(plan: Plan, tensors: Sequence[Tensor], capability: int) -> Code
     from fp8bench.formats.triton_casts import kernels
 
     function = getattr(kernels, plan.function)
-    special = Specialised.of(plan, tensors)
+    special = SpecialisedFunction.of(plan, tensors)
     types = dict(special.types)
     signature, constants, hints = {}, dict(special.constants), {}
     for place, name in enumerate(function.arg_names):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8bench.formats import triton_casts
 from fp8bench.formats.code_kernels import (
     CodesKernel,
-    CurrentCodesKernel,
+    CurrentScaleCodesKernel,
     DelayedCodesKernel,
     RowCodesKernel,
     SquareCodesKernel,
@@ -22,10 +22,10 @@ from fp8bench.formats.code_kernels import (
     view_stretches,
     view_transposed_squares,
 )
-from fp8bench.formats.compiling import Definition, Kernel, PairKernel
+from fp8bench.formats.compiling import CombinedKernel, Definition, Kernel
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.recipes import MX, Delayed, ScaleRounding
-from fp8bench.formats.tiled_codes import Places, TiledCodesKernel
+from fp8bench.formats.recipes import MX, DelayedScaling, ScaleRounding
+from fp8bench.formats.tiled_codes import TiledCodesKernel, TileViews
 from fp8bench.formats.triton_casts.plans import plan_launches
 
 BF16, F32, I32, U8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
@@ -64,12 +64,12 @@ def call_move(columns: int) -> Call:
 
 
 def call_current(columns: int, both: bool = True) -> Call:
-    kernel = CurrentCodesKernel(E4M3, ScaleRounding.EXACT, BF16, "cuda", True, both)
+    kernel = CurrentScaleCodesKernel(E4M3, ScaleRounding.EXACT, BF16, "cuda", True, both)
     return kernel, [empty(TOKENS, columns, dtype=BF16), empty(), empty(), *outputs(TOKENS, columns, both)]
 
 
 def call_delayed(columns: int, both: bool = True) -> Call:
-    kernel = DelayedCodesKernel(E4M3, Delayed(1024), BF16, "cuda", True, both)
+    kernel = DelayedCodesKernel(E4M3, DelayedScaling(1024), BF16, "cuda", True, both)
     state = [empty(1024), empty(dtype=I32), empty(), empty(), empty()]
     return kernel, [empty(TOKENS, columns, dtype=BF16), *state, *outputs(TOKENS, columns, both)]
 
@@ -89,18 +89,18 @@ def call_rows(columns: int, block: int = 0, ways: Sequence[bool] = (False,)) -> 
         places.append(view_stretches(empty(TOKENS, columns, dtype=BF16), 16, block, turned))
         places.append(view_stretches(empty(rows, length, dtype=E4), 16, block))
         places.append(inverse.view(len(inverse), -1, 16, 1, 1))
-    return (kernels[0] if len(kernels) == 1 else PairKernel(*kernels)), places
+    return (kernels[0] if len(kernels) == 1 else CombinedKernel(*kernels)), places
 
 
 def call_mx(columns: int, ways: Sequence[bool] = (False,)) -> Call:
     kernels, result = list[Kernel](), list[Tensor]()
     for turned in ways:
-        places = Places(MX, True, turned)
+        places = TileViews(MX, True, turned)
         rows, length = (columns, TOKENS) if turned else (TOKENS, columns)
         kernels.append(TiledCodesKernel(E4M3, places, BF16, "cuda"))
         result += [places.matrix(empty(TOKENS, columns, dtype=BF16)), places.codes(empty(rows, length, dtype=U8), 1)]
         result.append(places.scales(empty(rows * length // 32, dtype=U8), rows))
-    return (kernels[0] if len(kernels) == 1 else PairKernel(*kernels)), result
+    return (kernels[0] if len(kernels) == 1 else CombinedKernel(*kernels)), result
 
 
 BOTH = (False, True)
@@ -171,13 +171,13 @@ def test_a_plan_has_every_argument_of_its_kernel(name: str) -> None:
     plans = plan_launches(*CALLS[name](), PROCESSORS)
     assert plans
     for plan in plans:
-        assert not plan.arguments.keys() & plan.constants.keys() and plan.programs > 0
+        assert not plan.arguments.keys() & plan.constants.keys() and plan.grid_program_count > 0
         assert {*plan.arguments, *plan.constants} == arguments_of_kernels()[plan.function]
 
 
 def test_sizes_that_offsets_of_32_bits_do_not_reach_have_no_plan() -> None:
     rows = 1 << 17
     for columns, launches in ((1 << 13, 2), (1 << 14, 0)):
-        kernel = CurrentCodesKernel(E4M3, ScaleRounding.EXACT, BF16, "cuda", True, False)
+        kernel = CurrentScaleCodesKernel(E4M3, ScaleRounding.EXACT, BF16, "cuda", True, False)
         tensors = [empty(rows, columns, dtype=BF16), empty(), empty(), *outputs(rows, columns, False)]
         assert len(plan_launches(kernel, tensors, PROCESSORS)) == launches

@@ -16,10 +16,10 @@ from torch import Tensor
 from fp8bench.formats import native_codes, operators, triton_casts
 from fp8bench.formats.compiling import Compiled, Definition
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.native_codes import codes_both, row_codes_both, square_codes
+from fp8bench.formats.native_codes import cast_codes_with_transpose, row_codes_both, square_codes
 from fp8bench.formats.recipes import ScaleRounding
-from fp8bench.formats.triton_casts import choose_casts, uses_triton
-from fp8bench.model.run import TIME_CONDITIONS
+from fp8bench.formats.triton_casts import choose_cast_compiler, uses_triton
+from fp8bench.model.run import TIME_CONDITION_FACTS
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -83,50 +83,50 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> operators.Kernels:
 
 def test_a_cast_is_defined_until_it_is_compiled_then_launched_then_repeated(by_hand: operators.Kernels) -> None:
     x, scale = torch.randn(32, 48).bfloat16(), torch.tensor(2.0)
-    expected = codes_both(x, E4M3, scale)
+    expected = cast_codes_with_transpose(x, E4M3, scale)
     assert len(by_hand.wanted) == 1 and by_hand.eager == 1
     by_hand.compile(*by_hand.wanted)
-    launched = codes_both(x, E4M3, scale)
+    launched = cast_codes_with_transpose(x, E4M3, scale)
     assert all(
         torch.equal(*(tensor.view(torch.uint8) for tensor in pair)) for pair in zip(launched, expected, strict=True)
     )
     assert by_hand.fused[0] == 1 and not REPEATED
 
-    straight, turned = codes_both(x, E4M3, scale)
+    straight, turned = cast_codes_with_transpose(x, E4M3, scale)
     addresses = [tensor.data_ptr() for tensor in (x, straight, turned, scale)]
     assert len(REPEATED) == 1 and REPEATED[0] == addresses and by_hand.fused[0] == 2
     layouts = [
         [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in pair] for pair in (launched, (straight, turned))
     ]
     assert layouts[0] == layouts[1]
-    codes_both(x, E4M3, torch.ones(()))
+    cast_codes_with_transpose(x, E4M3, torch.ones(()))
     assert len(REPEATED) == 2
-    codes_both(x.t(), E4M3, scale)
-    codes_both(x[:16], E4M3, scale)
-    codes_both(x.half(), E4M3, scale)
+    cast_codes_with_transpose(x.t(), E4M3, scale)
+    cast_codes_with_transpose(x[:16], E4M3, scale)
+    cast_codes_with_transpose(x.half(), E4M3, scale)
     assert len(REPEATED) == 2 and by_hand.fused[0] == 5 and by_hand.eager == 2
 
 
 def test_a_repeated_cast_is_an_operator_to_a_dispatch_mode(by_hand: operators.Kernels) -> None:
     """Modes count operators, and see no launch of Triton's."""
     x, scale = torch.randn(32, 48).bfloat16(), torch.tensor(2.0)
-    codes_both(x, E4M3, scale)
+    cast_codes_with_transpose(x, E4M3, scale)
     by_hand.compile(*by_hand.wanted)
     for _ in range(2):
-        codes_both(x, E4M3, scale)
+        cast_codes_with_transpose(x, E4M3, scale)
     with Operators() as operators_called:
-        codes_both(x, E4M3, scale)
+        cast_codes_with_transpose(x, E4M3, scale)
     assert list_casts(operators_called) == ["codes"] and len(REPEATED) == 1
 
 
 def test_only_what_is_aligned_and_no_copy_is_repeated(by_hand: operators.Kernels) -> None:
     memory, scale = torch.randn(32 * 48 + 1).bfloat16(), torch.ones(())
-    codes_both(memory[:-1].view(32, 48), E4M3, scale)
+    cast_codes_with_transpose(memory[:-1].view(32, 48), E4M3, scale)
     by_hand.compile(*by_hand.wanted)
     for _ in range(2):
-        codes_both(memory[:-1].view(32, 48), E4M3, scale)
-        codes_both(memory[1:].view(32, 48), E4M3, scale)
-        codes_both(memory[:-1].view(32, 48)[:, ::3], E4M3, scale)
+        cast_codes_with_transpose(memory[:-1].view(32, 48), E4M3, scale)
+        cast_codes_with_transpose(memory[1:].view(32, 48), E4M3, scale)
+        cast_codes_with_transpose(memory[:-1].view(32, 48)[:, ::3], E4M3, scale)
     assert len({addresses[0] for addresses in REPEATED}) == 2  # the second is misaligned, so it is copied
     assert by_hand.fused[0] + by_hand.eager == 7
 
@@ -177,7 +177,7 @@ def test_who_makes_casts_is_chosen_by_the_precision(monkeypatch: pytest.MonkeyPa
         with precisions.get("fp8").scope():
             assert uses_triton(GPU)
         assert not uses_triton(GPU)
-    with pytest.raises(KeyError), choose_casts(allows_triton=False):
+    with pytest.raises(KeyError), choose_cast_compiler(allows_triton=False):
         raise KeyError
     assert uses_triton(GPU) and triton_casts.describe(GPU) == "casts run as Triton kernels"
 
@@ -202,4 +202,4 @@ def test_a_run_records_who_makes_its_casts(monkeypatch: pytest.MonkeyPatch) -> N
     assert describe_torch_build()["casts"] == "casts run as Triton kernels"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert describe_torch_build()["casts"] == "casts are compiled by torch, because triton is not installed"
-    assert "casts" in TIME_CONDITIONS
+    assert "casts" in TIME_CONDITION_FACTS

@@ -15,7 +15,7 @@ from fp8bench.measure.ranks.answers import (
     describe_delay,
     describe_failure,
     find_culprit,
-    find_suspects,
+    find_suspect_ranks,
     make_failed_rank,
     merge_answers,
 )
@@ -88,31 +88,37 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
     ("states", "guilty"),
     [
         # Rank 0 complains about a collective that rank 1 never reached.
-        ([state(0, 12, phase="communication", answered=True, fault=TIMED_OUT), state(1, 11)], 1),
+        ([state(0, 12, phase="communication", has_answered=True, fault=TIMED_OUT), state(1, 11)], 1),
         # One raised, and the other waits for it.
-        ([state(0, 12, phase="communication"), state(1, 11, answered=True, fault=("ValueError: boom", ""))], 1),
+        ([state(0, 12, phase="communication"), state(1, 11, has_answered=True, fault=("ValueError: boom", ""))], 1),
         # One exited by itself, and the launcher ended the other.
         ([state(0, 10, ended="was ended by SIGTERM", status=-15), state(1, 12, ended="exited", status=7)], 1),
         # It exited with 0, which the launcher does not report; the other rank learned that its peer had gone.
-        ([state(0, 12, answered=True, fault=("RuntimeError: closed by peer", "")), state(1, 11, ended="ended")], 1),
+        ([state(0, 12, has_answered=True, fault=("RuntimeError: closed by peer", "")), state(1, 11, ended="ended")], 1),
         # NCCL's watchdog aborts ranks that wait for a hanging rank.
         ([state(0, 12, ended="was ended by SIGABRT", status=-6), state(1, 11)], 1),
         # Both came equally far and complain; the rank that was aborted is named, although the other was quiet longer.
         ([state(0, 12, 9.0, ended="was ended by SIGABRT", status=-6), state(1, 12, 1.0)], 0),
         # No rank is behind: the aborted one is named.
-        ([state(0, 12, answered=True, fault=("RuntimeError: reset", "")), state(1, 12, ended="SIGABRT", status=-6)], 1),
+        (
+            [
+                state(0, 12, has_answered=True, fault=("RuntimeError: reset", "")),
+                state(1, 12, ended="SIGABRT", status=-6),
+            ],
+            1,
+        ),
         # One raised after a step that both completed, and the other answered normally.
-        ([state(0, 29, 1.0, answered=True), state(1, 29, 2.0, answered=True, fault=LEFT)], 1),
+        ([state(0, 29, 1.0, has_answered=True), state(1, 29, 2.0, has_answered=True, fault=LEFT)], 1),
         # One raised by itself, and then its neighbour lost the connection, a moment earlier.
-        ([state(0, 21, 1.0, answered=True, fault=CLOSED), state(1, 21, 2.0, answered=True, fault=GONE)], 1),
+        ([state(0, 21, 1.0, has_answered=True, fault=CLOSED), state(1, 21, 2.0, has_answered=True, fault=GONE)], 1),
         # The same for a pipeline's last stage, whose steps have more phases than those of the waiting stage.
-        ([state(0, 21), state(1, 40, answered=True, fault=("ValueError: boom", ""))], 1),
+        ([state(0, 21), state(1, 40, has_answered=True, fault=("ValueError: boom", ""))], 1),
         # The first of several that exited by themselves; they are given in that order.
         ([state(2, 9, ended="exited", status=3), state(1, 8, ended="exited", status=4), state(0, 9)], 2),
     ],
 )
 def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> None:
-    assert find_culprit(states).rank == guilty and find_suspects(states) == (find_culprit(states),)
+    assert find_culprit(states).rank == guilty and find_suspect_ranks(states) == (find_culprit(states),)
 
 
 @for_each(
@@ -120,11 +126,11 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
     [
         # Both are equally far. The complaining rank may be the delayed one: it was stopped, for example, and continued
         # after its timeout.
-        ([state(0, 11, 1.0, answered=True, fault=TIMED_OUT), state(1, 11, 2.0)], "0 and 1"),
+        ([state(0, 11, 1.0, has_answered=True, fault=TIMED_OUT), state(1, 11, 2.0)], "0 and 1"),
         ([state(0, 11, 2.0), state(1, 11, 1.0)], "0 and 1"),
-        ([state(0, 11, 2.0), state(1, 11, 1.0), state(2, 12, answered=True, fault=TIMED_OUT)], "0 and 1"),
+        ([state(0, 11, 2.0), state(1, 11, 1.0), state(2, 12, has_answered=True, fault=TIMED_OUT)], "0 and 1"),
         ([state(2, 11), state(0, 11), state(1, 11, 1.0)], "0, 1 and 2"),
-        ([state(0, 11, answered=True), state(1, 11), state(2, 11)], "1 and 2"),
+        ([state(0, 11, has_answered=True), state(1, 11), state(2, 11)], "1 and 2"),
     ],
 )
 def test_an_unclear_fault_names_no_rank(states: list[RankState], named: str) -> None:
@@ -134,7 +140,7 @@ def test_an_unclear_fault_names_no_rank(states: list[RankState], named: str) -> 
 
 
 def test_failures_name_rank_phase_and_reason() -> None:
-    waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
+    waiting = state(0, 12, 9.0, "communication", has_answered=True, fault=TIMED_OUT)
     assert make_failed_rank(find_culprit([waiting, state(1, 11, 3.0)]).heartbeat, 2, 10.0) == FailedRank(
         1, 2, "slot", "gemm", 11, 7.0
     )
@@ -142,7 +148,7 @@ def test_failures_name_rank_phase_and_reason() -> None:
         "rank 1 of 2, in phase gemm of 'slot', hangs: its last heartbeat, number 11, is 7.0 s old; rank 0 "
         "said: RuntimeError: Timed out waiting 6000ms for recv"
     )
-    boom = state(1, 11, answered=True, fault=("ValueError: boom", ""))
+    boom = state(1, 11, has_answered=True, fault=("ValueError: boom", ""))
     assert (
         describe_failure([state(0, 12), boom], 1.0) == "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"
     )

@@ -105,14 +105,14 @@ def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: 
         software = worker.software()
         assert software["rank 0 OMP_NUM_THREADS"] == software["rank 1 OMP_NUM_THREADS"] == "1"
         case = Case("failing_ranks", (("fault", "raise"),), "fp32", "cpu", ranks=2)
-        worker.within(240).prepare("a", case, facts)
-        slot = worker.within(240).slot("a", 2, 0)
+        worker.with_time_limit(240).prepare("a", case, facts)
+        slot = worker.with_time_limit(240).slot("a", 2, 0)
         assert [len(rank.step_ns) for rank in slot.ranks] == [2, 2]
         for call, step in enumerate(slot.steps):
             assert sum(step.intervals_ns) == max(rank.step_ns[call] for rank in slot.ranks)
         assert len(left_behind()) >= 2
         with pytest.raises(WorkerError, match="rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"):
-            worker.within(240).slot("a", 1, 0)
+            worker.with_time_limit(240).slot("a", 1, 0)
         assert gone(), left_behind()
 
 
@@ -235,7 +235,7 @@ def test_a_python_without_torch_is_named_with_a_remedy(tmp_path: Path, monkeypat
         with pytest.raises(WorkerError, match=f"^{re.escape(lacks)}"):
             worker.probe()
         with pytest.raises(WorkerError, match=re.escape("(on all 2 ranks)")) as raised:
-            worker.within(240).prepare("a", Case("gemm", (), "fp32", "cpu", ranks=2), CPU)
+            worker.with_time_limit(240).prepare("a", Case("gemm", (), "fp32", "cpu", ranks=2), CPU)
         assert str(raised.value).startswith(lacks)
 
 
@@ -244,13 +244,15 @@ def test_a_python_without_torch_is_named_with_a_remedy(tmp_path: Path, monkeypat
 def test_the_end_of_a_rank_is_described_even_if_reported_late(fault: str) -> None:
     with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 120.0) as worker:
         facts = cpu_of(worker)
-        worker.within(240).prepare("a", Case("failing_ranks", (("fault", fault),), "fp32", "cpu", ranks=2), facts)
+        worker.with_time_limit(240).prepare(
+            "a", Case("failing_ranks", (("fault", fault),), "fp32", "cpu", ranks=2), facts
+        )
         launcher = worker._process._popen.pid
         os.kill(launcher, signal.SIGSTOP)
         going_on = threading.Timer(3.5, os.kill, (launcher, signal.SIGCONT))
         going_on.start()
         with pytest.raises(WorkerLost, match=re.escape(REASONS[fault])):
-            worker.within(240).slot("a", 5, 0)
+            worker.with_time_limit(240).slot("a", 5, 0)
         going_on.join()
         assert gone()
 
@@ -261,5 +263,5 @@ def test_real_and_simulated_ranks_give_the_same_bits(size: int) -> None:
     suite = str(Path(__file__).with_name("bitwise_suite.py"))
     with RanksWorker(Settings(imports=(suite,)), size) as worker:
         facts = cpu_of(worker)
-        errors = worker.within(240).error(Case("bitwise_ranks", (), "fp32", "cpu", ranks=size), facts)
+        errors = worker.with_time_limit(240).error(Case("bitwise_ranks", (), "fp32", "cpu", ranks=size), facts)
     assert errors["different_values"] == 0 and errors["compared_values"] > 100_000

@@ -15,18 +15,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8bench.measure.sensors.energy import (
-    FAST_PAUSE_SECONDS,
+    FAST_COUNTER_PAUSE_SECONDS,
     THREAD_NAME,
     TICK_PAUSE_SECONDS,
     Energy,
-    Polling,
+    SamplerPolling,
     SourceKind,
 )
-from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, CounterRhythm, Tick
+from fp8bench.measure.sensors.mean_power import MIN_TICK_INTERVALS, CounterRhythm, CounterTick
 from fp8bench.measure.sensors.meter import Meter, open_nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.model.readings import Reading, Unavailable
+from fp8bench.model.readings import Reading, UnavailableReading
 from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
@@ -34,7 +34,9 @@ from tests.measure.sensors.virtual import VirtualClock
 Opened = Callable[[], Meter]
 
 
-def run(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tuple[Energy | Unavailable, float, float]:
+def run(
+    meter: Meter, clock: VirtualClock, seconds: float | None = None
+) -> tuple[Energy | UnavailableReading, float, float]:
     """The energy of a window, `seconds` long or as long as needed, with start and end."""
     with meter.window() as window:
         start = clock.now()
@@ -50,7 +52,7 @@ def measured(meter: Meter, clock: VirtualClock, seconds: float | None = None) ->
     return energy, start, end
 
 
-def reason(energy: Energy | Unavailable) -> str:
+def reason(energy: Energy | UnavailableReading) -> str:
     return energy.reason
 
 
@@ -63,13 +65,13 @@ def test_constant_power_within_one_per_cent(
     clock.lateness = lateness
     meter, chance = opened(), random.Random(milliseconds)
     assert (meter.kind, meter.refused, meter.why) == (SourceKind.COUNTER, (), "")
-    assert meter.source.rhythm.period == pytest.approx(milliseconds / 1e3, abs=2e-3 + 2 * lateness)
+    assert meter.source.counter_rhythm.period == pytest.approx(milliseconds / 1e3, abs=2e-3 + 2 * lateness)
     for _ in range(12):
         nvml.state.now_ns += chance.randrange(10**9)
         energy, start, end = measured(meter, clock)
         assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
         assert energy.seconds == pytest.approx(end - start)
-        assert energy.measured_stretch.intervals >= MIN_INTERVALS
+        assert energy.measured_stretch.intervals >= MIN_TICK_INTERVALS
         assert energy.measured_stretch.uncertainty is not None and energy.measured_stretch.uncertainty <= 0.005
         assert abs(energy.watts / 300 - 1) <= energy.measured_stretch.uncertainty + 1e-9
 
@@ -100,7 +102,7 @@ def test_few_intervals_give_no_number(nvml: Simulation, library: Library, millis
     energy, start, end = run(meter, clock, milliseconds / 1000)
     meter.close()
     if isinstance(energy, Energy):
-        assert energy.measured_stretch.intervals >= MIN_INTERVALS and end - start > 1.0
+        assert energy.measured_stretch.intervals >= MIN_TICK_INTERVALS and end - start > 1.0
     else:
         assert energy.reason.startswith("not measurable: ") and end - start < 1.2
 
@@ -158,7 +160,7 @@ def test_each_window_watches_the_state(nvml: Simulation, opened: Opened, clock: 
     assert energy.watched["throttle"] == Reading(0x4, "mask", "nvmlDeviceGetCurrentClocksEventReasons")
     nvml.fail("nvmlDeviceGetClockInfo", 10, first=nvml.calls()["nvmlDeviceGetClockInfo"])  # which leaves the energy
     energy, _, _ = measured(meter, clock, 3.0)
-    assert energy.watched["sm_clock"] == Unavailable("NVML timed out (NVML error 10)")
+    assert energy.watched["sm_clock"] == UnavailableReading("NVML timed out (NVML error 10)")
     assert isinstance(energy.watched["throttle"], Reading)
     assert energy.watts == pytest.approx(300, rel=0.01)
 
@@ -250,7 +252,7 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
         assert window.is_enough
     assert reason(window.energy) == "the energy source gave no answer for 0.4 s"
     state = meter.device.state()["power"]
-    assert state == Unavailable("the energy source gave no answer for 0.4 s, and is not called again")
+    assert state == UnavailableReading("the energy source gave no answer for 0.4 s, and is not called again")
     meter.close()
     left_behind()
 
@@ -282,15 +284,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 STEADY = CounterRhythm(0.1, 0.0, 0.1)
-LAST = MIN_INTERVALS + 1
+LAST = MIN_TICK_INTERVALS + 1
 
 
-def tick(at: float, late: float = 0.0) -> Tick:
-    return Tick(at - late / 2, at + late / 2, 0.0)
+def tick(at: float, late: float = 0.0) -> CounterTick:
+    return CounterTick(at - late / 2, at + late / 2, 0.0)
 
 
 def test_the_first_ten_ticks_are_counted_between_ticks() -> None:
-    pace = Polling(counts=True, rhythm=STEADY)
+    pace = SamplerPolling(counts=True, rhythm=STEADY)
     now = 1.001 + pace.next(1.001, tick(1.0, 0.002), 1)
     assert now == pytest.approx(1.15)
     now = 1.17 + pace.next(1.17, tick(1.085, 0.17), 2)
@@ -299,31 +301,34 @@ def test_the_first_ten_ticks_are_counted_between_ticks() -> None:
 
 
 def test_after_ten_ticks_the_sampler_sleeps_until_the_next() -> None:
-    pace = Polling(counts=True, rhythm=STEADY)
+    pace = SamplerPolling(counts=True, rhythm=STEADY)
     pace.next(1.0, tick(1.0), 1)
     assert (
-        1.95 + pace.next(1.95, tick(1.9, 0.1), MIN_INTERVALS) == pytest.approx(2.0 - 2 * TICK_PAUSE_SECONDS)
+        1.95 + pace.next(1.95, tick(1.9, 0.1), MIN_TICK_INTERVALS) == pytest.approx(2.0 - 2 * TICK_PAUSE_SECONDS)
         and not pace.blind
     )
-    assert pace.next(1.997, None, MIN_INTERVALS) == TICK_PAUSE_SECONDS
+    assert pace.next(1.997, None, MIN_TICK_INTERVALS) == TICK_PAUSE_SECONDS
     assert 2.001 + pace.next(2.001, tick(2.0), LAST) == pytest.approx(2.1 - 2 * TICK_PAUSE_SECONDS)
 
 
 def test_ticks_of_a_fast_counter_are_skipped() -> None:
-    pace = Polling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02))
+    pace = SamplerPolling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02))
     assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * TICK_PAUSE_SECONDS) and pace.blind
     assert pace.next(1.056, tick(1.05), LAST) == TICK_PAUSE_SECONDS and not pace.blind
     assert pace.next(1.06, tick(1.06), LAST + 1) > TICK_PAUSE_SECONDS
 
 
 def test_expensive_readings_become_rarer() -> None:
-    fast, steady = Polling(counts=True, rhythm=CounterRhythm(0.002, 0.0, 0.003)), Polling(counts=True, rhythm=STEADY)
+    fast, steady = (
+        SamplerPolling(counts=True, rhythm=CounterRhythm(0.002, 0.0, 0.003)),
+        SamplerPolling(counts=True, rhythm=STEADY),
+    )
     for pace in (fast, steady):
-        pace.limit_cost(0.006, 0.5)
-    assert fast.next(0.0, None, 0) == FAST_PAUSE_SECONDS
+        pace.limit_polling_cost(0.006, 0.5)
+    assert fast.next(0.0, None, 0) == FAST_COUNTER_PAUSE_SECONDS
     for _ in range(20):
-        fast.limit_cost(0.02, 1.0)
-        steady.limit_cost(0.02, 1.0)
+        fast.limit_polling_cost(0.02, 1.0)
+        steady.limit_polling_cost(0.02, 1.0)
     assert fast.next(0.0, None, 0) == 0.05
     assert steady.next(1.0, tick(1.0), LAST) == pytest.approx(0.4 - 2 * TICK_PAUSE_SECONDS)
     assert steady.blind

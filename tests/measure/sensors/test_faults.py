@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from fp8bench.measure.sensors.driver import has_ended
+from fp8bench.measure.sensors.driver import wait_for_thread_end
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import open_nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.model.readings import Read, Reading, Unavailable, subtract_counters
+from fp8bench.model.readings import Reading, ReadingOrUnavailable, UnavailableReading, subtract_counters
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -52,11 +52,11 @@ def prepared(nvml: Simulation) -> None:
     nvml.split(device, 1)
 
 
-def run(nvml: Simulation) -> dict[str, Read | Energy]:
+def run(nvml: Simulation) -> dict[str, ReadingOrUnavailable | Energy]:
     """All results of a run of two windows, by name."""
     clock = VirtualClock(nvml.state)
     instance = nvml.state.device[0].instance[0].uuid.decode()
-    said: dict[str, Read | Energy] = {}
+    said: dict[str, ReadingOrUnavailable | Energy] = {}
     with open_nvml_meter(DeviceIdentity(uuid=instance), clock, Library(timeout=60.0)) as meter:
         said["kind"] = Reading(meter.kind, "", "")
         said |= meter.device.facts()
@@ -79,7 +79,7 @@ def run(nvml: Simulation) -> dict[str, Read | Energy]:
     return said
 
 
-def plain(said: Read | Energy) -> object:
+def plain(said: ReadingOrUnavailable | Energy) -> object:
     """The fields that must agree between two runs: times and joules vary."""
     if isinstance(said, Energy):
         return (said.source, round(said.watts))
@@ -120,10 +120,10 @@ def test_a_driver_is_not_accused_of_a_stop_of_our_own_process() -> None:
         def is_alive(self) -> bool:
             return len(waits) < 2
 
-    assert has_ended(Thread(), 5.0) and waits == [2.5, 2.5]
+    assert wait_for_thread_end(Thread(), 5.0) and waits == [2.5, 2.5]
 
 
-def faulty(nvml: Simulation, function: str, code: int = 0, first: int = 0) -> dict[str, Read | Energy]:
+def faulty(nvml: Simulation, function: str, code: int = 0, first: int = 0) -> dict[str, ReadingOrUnavailable | Energy]:
     """A run in which a function fails from one of its calls on."""
     prepared(nvml)
     if function in ELSE:
@@ -132,9 +132,9 @@ def faulty(nvml: Simulation, function: str, code: int = 0, first: int = 0) -> di
     return run(nvml)
 
 
-def sound(name: str, said: Read | Energy, healthy: dict[str, object]) -> None:
+def sound(name: str, said: ReadingOrUnavailable | Energy, healthy: dict[str, object]) -> None:
     """Asserts that a value equals the one without the fault, or the truth, or is a reason."""
-    if isinstance(said, Unavailable):
+    if isinstance(said, UnavailableReading):
         assert len(said.reason) > 10, (name, said)
     elif isinstance(said, Energy):
         assert said.watts == pytest.approx(300, rel=0.01), (name, said)

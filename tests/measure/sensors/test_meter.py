@@ -15,7 +15,7 @@ from fp8bench.measure.sensors.meter import Meter, open_meter, open_nvml_meter, o
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model import DeviceFacts
-from fp8bench.model.readings import Reading, Unavailable
+from fp8bench.model.readings import Reading, UnavailableReading
 from tests.counts import counts, for_each
 from tests.measure.sensors.nvml.library import Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_energy import measured
@@ -37,7 +37,7 @@ def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
 
 def test_an_unknown_gpu_has_reasons(nvml: Simulation) -> None:
     with open_meter(replace(GPU, uuid="GPU-ffff"), {}) as meter:
-        why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
+        why = UnavailableReading("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
         reads = (*device.facts().values(), *device.state().values(), *device.read_throttled_seconds().values())
         assert {*reads, *device.read_in_this_thread().values(), device.process_memory(), meter.measure_idle()} == {why}
@@ -51,10 +51,10 @@ def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(opening.rapl, "RAPL_FOLDER", tmp_path / "absent")
     with open_meter(CPU, {}) as meter:
         assert meter.kind in (SourceKind.NONE, SourceKind.RAPL)
-        assert meter.device.process_memory() == Unavailable("a CPU has no NVML")
+        assert meter.device.process_memory() == UnavailableReading("a CPU has no NVML")
     with open_rapl_meter(tmp_path / "absent") as meter:
         assert meter.why.startswith(f"there is no {tmp_path}/absent: ")
-        assert meter.measure_idle() == Unavailable(meter.why)
+        assert meter.measure_idle() == UnavailableReading(meter.why)
 
 
 def test_rapl_counters_become_energy(
@@ -92,7 +92,7 @@ def test_mig_instances_that_share_a_gpu_share_its_energy(
     nvml.split(device, 2)
     uuid = device.instance[0].uuid.decode()
     with open_nvml_meter(DeviceIdentity(uuid=uuid), clock, library) as meter:
-        assert meter.measure_idle() == Unavailable(
+        assert meter.measure_idle() == UnavailableReading(
             "2 MIG instances share the GPU, and only the energy of the whole GPU is known"
         )
         assert isinstance(meter.device.state()["sm_clock"], Reading)
@@ -106,7 +106,7 @@ def test_without_energy_the_device_is_still_read(nvml: Simulation) -> None:
         assert meter.kind is SourceKind.NONE and nvml.calls().get("nvmlDeviceGetTotalEnergyConsumption", 0) == 0
         with meter.window() as window:
             assert window.is_enough
-        assert window.energy == Unavailable("--no-energy was given")
+        assert window.energy == UnavailableReading("--no-energy was given")
         temperature = meter.device.read_changing_state()["temperature"]
         assert temperature.number == 55
     with open_meter(CPU, {}, energy=False) as meter:

@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.model.readings import NoReading, Reading, Unavailable, subtract_counters
+from fp8bench.model.readings import NoReading, Reading, UnavailableReading, subtract_counters
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -102,7 +102,9 @@ def test_memory_of_processes_is_read(nvml: Simulation, device: NvmlDevice) -> No
     assert device.process_memory(1) == Reading(40 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
     for unknown in (-1, 0):
         gpu.process_bytes[0] = unknown
-        assert device.process_memory() == Unavailable("the driver does not report the memory of single processes")
+        assert device.process_memory() == UnavailableReading(
+            "the driver does not report the memory of single processes"
+        )
     gpu.pid[0] = 2
     read = device.process_memory()
     assert "not among the 2 processes that NVML lists" in read.reason

@@ -78,13 +78,13 @@ def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: S
     library.timeout = 0.1
     nvml.fail("nvmlDeviceGetCount_v2", delay=1.0)
     with pytest.raises(NoReading, match=r"^NVML gave no answer for 0\.1 s, and is not called again$"):
-        library.within_timeout(lambda: library.call("nvmlDeviceGetCount"))
+        library.call_within_timeout(lambda: library.call("nvmlDeviceGetCount"))
     while not (calls := nvml.calls()).get("nvmlDeviceGetCount_v2"):
         time.sleep(0.01)  # on a busy machine its thread may be given up before
     with pytest.raises(NoReading, match="not called again"):
         library.call("nvmlSystemGetDriverVersion")
     with pytest.raises(NoReading, match="not called again"):
-        library.within_timeout(lambda: None)
+        library.call_within_timeout(lambda: None)
     library.close()
     assert nvml.calls() == calls
     nvml.fail("nvmlInitWithFlags", delay=1.0)
@@ -100,9 +100,9 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
         "from fp8bench.model.readings import NoReading\n"
         "library = Library()\n"
         "library.open()\n"
-        "print(library.within_timeout(lambda: library.call('nvmlSystemGetDriverVersion')))\n"
+        "print(library.call_within_timeout(lambda: library.call('nvmlSystemGetDriverVersion')))\n"
         "library.timeout = 0.1\n"
-        "try:\n    library.within_timeout(lambda: library.call('nvmlDeviceGetCount'))\n"
+        "try:\n    library.call_within_timeout(lambda: library.call('nvmlDeviceGetCount'))\n"
         "except NoReading as failure:\n    print(failure.reason)\n"
         "library.close()\n"
     )

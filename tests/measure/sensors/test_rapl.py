@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors import rapl
 from fp8bench.measure.sensors.rapl import EnergyCounter, EnergyDomain, HostDevice
-from fp8bench.model.readings import NoReading, Reading, Unavailable
+from fp8bench.model.readings import NoReading, Reading, UnavailableReading
 from tests.counts import for_each
 from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps
 
@@ -44,7 +44,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_packages_and_their_memory_count_once(root: Path) -> None:
-    domains = rapl.list_domains(root)
+    domains = rapl.list_energy_domains(root)
     assert [domain.name for domain in domains] == ["package-0", "package-0/dram", "package-1"]
     assert {domain.range_uj for domain in domains} == {RANGE + 1}
     counter = EnergyCounter(domains, lambda: 0.0)
@@ -80,7 +80,7 @@ def test_a_counter_that_wraps_is_continued(growths: list[int], limit: int, start
 def test_a_counter_that_was_reset_is_refused(tmp_path: Path, limit: object) -> None:
     path = zone(tmp_path, "intel-rapl:0", "package-0", energy=100_000_000_000, limit=limit)
     now = [0.0]
-    counter = EnergyCounter(rapl.list_domains(tmp_path), lambda: now[0])
+    counter = EnergyCounter(rapl.list_energy_domains(tmp_path), lambda: now[0])
     counter.read()
     (path / "energy_uj").write_text("0")
     now[0] = 1.0
@@ -99,14 +99,14 @@ def test_a_denied_counter_names_a_remedy(root: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "read_text", refusing)
     with pytest.raises(NoReading, match=r"energy_uj may be read by root only .*sudo chmod o\+r"):
-        rapl.list_domains(root)
+        rapl.list_energy_domains(root)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 def test_an_unreadable_counter_is_denied(root: Path) -> None:
     (root / "intel-rapl:1" / "energy_uj").chmod(0)
     with pytest.raises(NoReading, match="may be read by root only"):
-        rapl.list_domains(root)
+        rapl.list_energy_domains(root)
 
 
 @for_each(
@@ -120,13 +120,13 @@ def test_a_machine_without_rapl_gives_a_reason(tmp_path: Path, flags: str, why: 
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
     with pytest.raises(NoReading, match=f"^there is no .*/absent: {why}"):
-        rapl.list_domains(tmp_path / "absent", cpuinfo)
+        rapl.list_energy_domains(tmp_path / "absent", cpuinfo)
     root = tmp_path / "powercap"
     zone(root, "intel-rapl:0", "psys")
     with pytest.raises(NoReading, match=f"has no RAPL package: {why}"):
-        rapl.list_domains(root, cpuinfo)
+        rapl.list_energy_domains(root, cpuinfo)
     with pytest.raises(NoReading, match="this kernel or container"):
-        rapl.list_domains(tmp_path / "absent", tmp_path / "no cpuinfo")
+        rapl.list_energy_domains(tmp_path / "absent", tmp_path / "no cpuinfo")
 
 
 def made(root: Path, clocks: dict[int, str], **chips: list[str]) -> HostDevice:
@@ -148,14 +148,22 @@ def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) 
     device = made(tmp_path, {0: "1500000\n", 1: "3600000\n"}, k10temp=["61250", "58000"], nvme=["90000"])
     seen = device.read_changing_state()
     assert seen["cpu_clock"] == Reading(3.6e9, "Hz", "sysfs") and seen["temperature"] == Reading(61.25, "degC", "sysfs")
-    assert seen["sm_clock"] == Unavailable("a CPU has no driver") and device.has_sensors and not device.has_no_sensors
-    assert device.read_in_this_thread() == seen and device.facts()["driver"] == Unavailable("a CPU has no driver")
+    assert (
+        seen["sm_clock"] == UnavailableReading("a CPU has no driver")
+        and device.has_sensors
+        and not device.has_no_sensors
+    )
+    assert device.read_in_this_thread() == seen and device.facts()["driver"] == UnavailableReading(
+        "a CPU has no driver"
+    )
 
 
 @for_each("clocks", [{}, {0: "<unknown>"}, {0: "0"}])
 def test_unreadable_values_have_a_reason(tmp_path: Path, clocks: dict[int, str]) -> None:
     device = made(tmp_path, clocks)
-    assert isinstance(device.read_changing_state()["cpu_clock"], Unavailable) and device.has_sensors == bool(clocks)
+    assert isinstance(device.read_changing_state()["cpu_clock"], UnavailableReading) and device.has_sensors == bool(
+        clocks
+    )
 
 
 def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:

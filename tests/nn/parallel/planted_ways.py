@@ -6,25 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, Job, Way
+from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, DivisionMethod, ModelPartSetup
 from fp8bench.numerics import collectives
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fp8bench.nn.parallel.data_parallel import DDPModel
-    from fp8bench.nn.parallel.division import Division
+    from fp8bench.nn.parallel.division import RankModelPart
 
 WIRES, AMAX = {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")}, {"amax": AMAX_GROUPS}
 
 
-def plant(name: str, model: Callable[[Job], Division], options: Mapping[str, tuple[str, ...]]) -> None:
-    WAYS[name] = Way(name, "a way with a mistake", lambda asked: "", model, options)
+def plant(name: str, model: Callable[[ModelPartSetup], RankModelPart], options: Mapping[str, tuple[str, ...]]) -> None:
+    WAYS[name] = DivisionMethod(name, "a way with a mistake", lambda asked: "", model, options)
 
 
 def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
 
-    def model(job: Job) -> Division:
+    def model(job: ModelPartSetup) -> RankModelPart:
         from fp8bench.nn.parallel.data_parallel import DDPModel
 
         return body(DDPModel)(job)
@@ -61,13 +61,13 @@ def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
     return body
 
 
-def other_scale(times: float) -> Callable[[Job], Division]:
+def other_scale(times: float) -> Callable[[ModelPartSetup], RankModelPart]:
     """For split tensors rank 1 uses `times` the common largest magnitude and casts by it.
 
     Of four ranks the second of each pair does.
     """
 
-    def model(job: Job) -> Division:
+    def model(job: ModelPartSetup) -> RankModelPart:
         from fp8bench.nn.parallel import tensor_parallel
         from fp8bench.nn.parallel.exchanges import RankGroup
         from fp8bench.nn.parallel.tensor_parallel import TensorFSDP
@@ -85,7 +85,7 @@ def other_scale(times: float) -> Callable[[Job], Division]:
     return model
 
 
-def nobody_asked(job: Job) -> Division:
+def nobody_asked(job: ModelPartSetup) -> RankModelPart:
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
@@ -96,7 +96,7 @@ def nobody_asked(job: Job) -> Division:
     return model
 
 
-def one_sum_forgotten(job: Job) -> Division:
+def one_sum_forgotten(job: ModelPartSetup) -> RankModelPart:
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
@@ -104,9 +104,9 @@ def one_sum_forgotten(job: Job) -> Division:
     return model
 
 
-def other_wire_scale(way: Way) -> Callable[[Job], Division]:
+def other_wire_scale(way: DivisionMethod) -> Callable[[ModelPartSetup], RankModelPart]:
 
-    def model(job: Job) -> Division:
+    def model(job: ModelPartSetup) -> RankModelPart:
         made: Any = way.make_division(job)
         wire = made.fp8_wire
         own, result = collectives.compute_largest_scale, wire._run_program
@@ -120,25 +120,25 @@ def other_wire_scale(way: Way) -> Callable[[Job], Division]:
 
         if job.group.rank() == 1:
             wire._run_program = wrong
-        found: Division = made
+        found: RankModelPart = made
         return found
 
     return model
 
 
-def expert_mistake(kind: str) -> Callable[[Job], Division]:
+def expert_mistake(kind: str) -> Callable[[ModelPartSetup], RankModelPart]:
     """Rank 1 returns rows in another order.
 
     Or gradients of the router, or of all that is not an expert's, are not averaged.
     """
 
-    def model(job: Job) -> Division:
+    def model(job: ModelPartSetup) -> RankModelPart:
         from fp8bench.nn.parallel.exchanges import RankGroup
-        from fp8bench.nn.parallel.expert_parallel import ExpertsByRanks, RankedExperts
+        from fp8bench.nn.parallel.expert_parallel import ExpertsByRanks, RankLocalExperts
 
         made = ExpertsByRanks(job)
         if kind == "alone":
-            made._shared_group.sum_gradients = lambda gradients: None  # type: ignore[method-assign]
+            made._rank_group.sum_gradients = lambda gradients: None  # type: ignore[method-assign]
             return made
 
         class Turned(RankGroup):
@@ -148,7 +148,7 @@ def expert_mistake(kind: str) -> Callable[[Job], Division]:
 
         turned = Turned(job.group)
         for block in made.module.blocks:
-            assert isinstance(block.mlp, RankedExperts)
+            assert isinstance(block.mlp, RankLocalExperts)
             block.mlp.group = turned
         return made
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.numerics.rank_programs import AllGather, AllToAll, MaximumOverRanks, Program, RowsToRanks
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, AllToAllRows, ExchangeProgram, MaximumOverRanks
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class ThreadedGroup(RankGroup):
             return [item.detach() for item in self.handle.board.all_of(self.handle.number, x.detach().clone())]
 
 
-def on_board(place: Place, program: Program[T]) -> T:
+def on_board(place: Place, program: ExchangeProgram[T]) -> T:
     answer: Any = None
     while True:
         try:
@@ -107,7 +107,7 @@ def on_board(place: Place, program: Program[T]) -> T:
             result: T = end.value
             return result
         payloads = place.board.all_of(place.number, exchange.payload)
-        if isinstance(exchange, RowsToRanks):
+        if isinstance(exchange, AllToAllRows):
             to = place.board.all_of(place.number, torch.tensor(exchange.sent_lengths))
             answer = [own.split(some.tolist())[place.number] for own, some in zip(payloads, to, strict=True)]
         elif isinstance(exchange, AllToAll):

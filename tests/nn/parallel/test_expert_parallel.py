@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8bench.nn.experts import Experts, draw_load
-from fp8bench.nn.parallel.expert_parallel import RankedExperts
+from fp8bench.nn.experts import Experts, draw_expert_load
+from fp8bench.nn.parallel.expert_parallel import RankLocalExperts
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
@@ -29,7 +29,7 @@ def block(precision: str, load: str) -> Experts:
         made = Experts(EXPERTS, WIDTH, HIDDEN, True, 1.0, lambda name: arithmetic)
         with torch.no_grad():
             made.router.mul_(20)
-    made.planned_experts = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    made.planned_experts = draw_expert_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     return made
 
 
@@ -71,7 +71,7 @@ def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> lis
 
     def one(place: Place) -> Passed:
         group = ThreadedGroup(place)  # type: ignore[arg-type]
-        made = RankedExperts(blocks[place.number], group, wire)
+        made = RankLocalExperts(blocks[place.number], group, wire)
         result = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own_experts.start)
         result.sent, result.rows = place.sent, tuple(made.rows)
         return result
@@ -104,7 +104,7 @@ def test_ranks_compute_what_one_does_bit_for_bit(precision: str, load: str) -> N
 
 
 def rows_to(load: str, ranks: int) -> list[list[int]]:
-    plan = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    plan = draw_expert_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     assert plan is not None
     result = [[0] * ranks for _ in range(ranks)]
     for token, chosen in enumerate(plan.tolist()):
@@ -137,7 +137,7 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
     def given(wire: str) -> Tensor:
         def one(place: Place) -> Tensor:
             group = ThreadedGroup(place)  # type: ignore[arg-type]
-            made = RankedExperts(blocks[place.number], group, wire)
+            made = RankLocalExperts(blocks[place.number], group, wire)
             return made._exchange(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
 
         return torch.cat(on_ranks(2, one))

@@ -21,8 +21,8 @@ from fp8bench.model import Case, DeviceFacts, Record, Request, Scalar, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.exchanges import assign_owners
-from fp8bench.nn.parallel.step import find_limits
+from fp8bench.nn.parallel.exchanges import assign_owner_ranks
+from fp8bench.nn.parallel.step import find_difference_limits
 from fp8bench.nn.parallel.ways import ScaleTraffic, count_scale_traffic
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
@@ -118,10 +118,10 @@ def test_four_ranks_do_so_too_and_pairs_share_scales(tmp_path: Path) -> None:
     with ranks(RANKS, tmp_path) as four:
         assert_asked(four, RANKS, "fp8", "fp8-delayed")
         right, wrong = (case("fp8", way, RANKS, amax="group") for way in ("tp_fsdp", "tp_half"))
-        result = four.worker.within(60).error(right, four.facts)
+        result = four.worker.with_time_limit(60).error(right, four.facts)
         assert isinstance(result, dict) and 1e-4 < result["update_error"] < 0.3
         with pytest.raises(WorkerFault, match=r"rank 1 multiplies the weight of blocks.0.attn.qkv by .* all ranks' sh"):
-            four.worker.within(60).error(wrong, four.facts)
+            four.worker.with_time_limit(60).error(wrong, four.facts)
 
 
 def assert_asked(group: Ranks, size: int, *modes: str) -> None:
@@ -137,7 +137,8 @@ def assert_asked(group: Ranks, size: int, *modes: str) -> None:
     model = GPT(config, lambda name: PlainArithmetic(torch.float32), torch.float32)
     sizes = [parameter.numel() for parameter in model.parameters()]
     shares = [
-        [n for n, own in zip(sizes, assign_owners(sizes, size), strict=True) if own == rank] for rank in range(size)
+        [n for n, own in zip(sizes, assign_owner_ranks(sizes, size), strict=True) if own == rank]
+        for rank in range(size)
     ]
     assert asked("zero", "fp8", wire="fp8") == (2, 12 * max(map(len, shares)) * (size - 1))
 
@@ -191,14 +192,14 @@ MISTAKEN = [
 def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None:
     """One of two real ranks makes each mistake: slightly above the limit of rounding."""
     for item in HONEST[first::4]:
-        result = two.worker.within(60).error(item, two.facts)
-        limits = find_limits([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
+        result = two.worker.with_time_limit(60).error(item, two.facts)
+        limits = find_difference_limits([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
         assert isinstance(result, dict), (item.id, result)
         held = result["update_error"], result["furthest_error"], result["gain_error"]
         assert all(value < 0.8 * most for value, most in zip(held, limits, strict=True)), (item.id, result)
     for item, message in MISTAKEN[first::4]:
         with pytest.raises(WorkerFault, match=message):
-            two.worker.within(60).error(item, two.facts)
+            two.worker.with_time_limit(60).error(item, two.facts)
 
 
 TIED = {
@@ -219,11 +220,11 @@ def test_a_tied_head_is_trained_by_all_ways(two: Ranks) -> None:
         for precision, most in (("fp32", 1e-5), ("fp8", 0.3)):
             plain = case(precision, way, **options)
             tied = replace(plain, params=tuple((name, "tied" if name == "size" else v) for name, v in plain.params))
-            result = two.worker.within(60).error(tied, two.facts)
+            result = two.worker.with_time_limit(60).error(tied, two.facts)
             assert isinstance(result, dict) and result["update_error"] < most, (way, precision, result)
     forgotten = replace(tied, params=(("way", "pp_forgets_tie"), *tied.params[1:]), precision="fp32")
     with pytest.raises(WorkerFault, match=r"change of embedding|all weights' changes"):
-        two.worker.within(60).error(forgotten, two.facts)
+        two.worker.with_time_limit(60).error(forgotten, two.facts)
 
 
 def named(record: Record) -> str:

@@ -18,7 +18,7 @@ from fp8bench.nn.parallel.step import (
     RankDifference,
     WeightUpdate,
     compare_with_one_rank,
-    find_limits,
+    find_difference_limits,
     make_parallel_state,
 )
 from fp8bench.nn.sizes import GPTConfig
@@ -57,9 +57,9 @@ def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
 
 def test_each_limit_is_held_and_named() -> None:
     """Noise shortens a gain by half its square."""
-    limits = find_limits([precisions.get("fp8")], "fp32")
+    limits = find_difference_limits([precisions.get("fp8")], "fp32")
     updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
-    assert limits.describe_excess(RankDifference(0.0, 0.0, updates)) == ""
+    assert limits.describe_exceeded_limit(RankDifference(0.0, 0.0, updates)) == ""
     small = updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}
     for wrong, words in (
         (small, "of the change of b is 0.6, but rounding explains at most 0.5"),
@@ -67,6 +67,8 @@ def test_each_limit_is_held_and_named() -> None:
         ({"a": WeightUpdate(25.0, 100.0, 100.0)}, "all weights' changes is 0.5,"),
         ({"a": WeightUpdate(math.nan, 1.0, 1.0)}, "nan"),
     ):
-        assert words in limits.describe_excess(RankDifference(0.0, 0.0, wrong))
-    for known in (find_limits([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
-        assert known.gain > 0.99 * known.update**2 / 2 and known.update <= known.furthest
+        assert words in limits.describe_exceeded_limit(RankDifference(0.0, 0.0, wrong))
+    for known in (
+        find_difference_limits([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")
+    ):
+        assert known.gain > 0.99 * known.update**2 / 2 and known.update <= known.max_weight_distance

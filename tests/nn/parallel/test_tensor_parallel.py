@@ -13,7 +13,7 @@ from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
-from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, list_cuts
+from fp8bench.nn.parallel.ways import WAYS, ModelPartSetup, ParallelCase, list_weight_cuts
 from fp8bench.nn.shared_precisions import get_recipe
 from fp8bench.nn.sizes import SIZES, GPTConfig, list_features
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
@@ -66,10 +66,12 @@ def trained_alone(config: GPTConfig, mode: str) -> tuple[list[float], Updates]:
     return losses, {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
-def job_of(place: Place, models: list[GPT], config: GPTConfig, mode: str, amax: str) -> Job:
+def job_of(place: Place, models: list[GPT], config: GPTConfig, mode: str, amax: str) -> ModelPartSetup:
     """Models are created one after the other, because the random state belongs to the process."""
     handle: Any = place
-    return Job(lambda: models[place.number], config, BATCH, CPU, True, 1.0, {"amax": amax, "wire": "stream"}, handle)
+    return ModelPartSetup(
+        lambda: models[place.number], config, BATCH, CPU, True, 1.0, {"amax": amax, "wire": "stream"}, handle
+    )
 
 
 def trained_by(
@@ -83,7 +85,7 @@ def trained_by(
         losses = []
         for tokens, targets in batches(config):
             loss = model.loss(tokens, targets, SilentPhases())
-            losses.append(float(torch.stack(model._shared_group.gather_from_ranks(loss)).mean()))
+            losses.append(float(torch.stack(model._rank_group.gather_from_ranks(loss)).mean()))
             torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
             model.drop_gradients()
         return losses, {name: tensor - before[name] for name, tensor in model.gather_weights().items()}
@@ -173,7 +175,7 @@ GROUPED = replace(NANO, is_llama_like=True, key_heads=2)
 
 @for_each(("config", "ranks"), [(NANO, 2), (NANO, 4), (GROUPED, 2)])
 def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
-    for path, cut in list_cuts(config).items():
+    for path, cut in list_weight_cuts(config).items():
         outputs, inputs = list_features(config)[path.split(".")[1]]
         whole = torch.arange(outputs * inputs).view(outputs, inputs)
         shares = [cut.share(whole, rank, ranks) for rank in range(ranks)]
@@ -184,7 +186,7 @@ def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
 def refusal(
     way: str, mode: str = "fp32", ranks: int = 2, config: GPTConfig = NANO, batch: int = 8, **options: str
 ) -> str:
-    return WAYS[way].refuse(ParallelCase(config, batch, ranks, precisions.get(mode), options, CPU))
+    return WAYS[way].explain_impossible_case(ParallelCase(config, batch, ranks, precisions.get(mode), options, CPU))
 
 
 def test_what_cannot_be_cut_is_refused_with_the_number() -> None:

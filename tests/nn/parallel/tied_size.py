@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8bench.nn.parallel.ways import WAYS, Job
+from fp8bench.nn.parallel.ways import WAYS, ModelPartSetup
 from fp8bench.nn.sizes import SIZES
 
 if TYPE_CHECKING:
-    from fp8bench.nn.parallel.division import Division
+    from fp8bench.nn.parallel.division import RankModelPart
 
 SIZES["tied"] = replace(SIZES["nano"], tied=True)
 
 
-def _forgetting(job: Job) -> Division:
+def _forgetting(job: ModelPartSetup) -> RankModelPart:
     from fp8bench.nn.parallel.pipeline import OneForwardOneBackward
 
     model = OneForwardOneBackward(job)

@@ -19,10 +19,10 @@ from fp8bench.report.data.loggers import (
     LogSource,
     LogTarget,
     ScalarLogger,
-    check_target,
+    check_log_target,
     curve_position,
+    iterate_run_scalars,
     run_log_source,
-    run_scalars,
 )
 from tests.counts import for_each
 from tests.runs import transformer
@@ -34,14 +34,14 @@ SOURCE = LogSource("t1", "training t1", 1700000000, {"command": "c"}, folder="t1
 
 
 def named(run: Run, findings: Mapping[str, Finding]) -> dict[tuple[str, str], float]:
-    parts = ((scalar.name.partition("/"), scalar.value) for scalar in run_scalars(run, findings))
+    parts = ((scalar.name.partition("/"), scalar.value) for scalar in iterate_run_scalars(run, findings))
     return {(mode, tag): value for (mode, _, tag), value in parts}
 
 
 def log_all(run: Run, findings: Mapping[str, Finding], target: LogTarget) -> list[str]:
     said: list[str] = []
     logger = ScalarLogger([target], run_log_source(run), said.append, "the run is kept")
-    for scalar in run_scalars(run, findings):
+    for scalar in iterate_run_scalars(run, findings):
         logger.log(*scalar)
     logger.close()
     return said
@@ -131,10 +131,10 @@ def test_without_the_package_a_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ["wandb", "tensorboard", *(name for name in sys.modules if name.split(".")[0] == "tensorboard")]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"--log tensorboard:.* needs the package tensorboard, .*fp8bench\[tb\]"):
-        check_target(LogTarget(TENSORBOARD, str(tmp_path / "new")))
+        check_log_target(LogTarget(TENSORBOARD, str(tmp_path / "new")))
     assert not (tmp_path / "new").exists()
     with pytest.raises(UsageError, match="--log wandb:x needs the package wandb, which does not import"):
-        check_target(LogTarget(WANDB, "x"))
+        check_log_target(LogTarget(WANDB, "x"))
 
 
 class Wandb:
@@ -163,7 +163,7 @@ class Wandb:
 def test_wandb_gets_a_row_for_each_step_of_a_run_that_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    check_target(LogTarget(WANDB, "mine"))
+    check_log_target(LogTarget(WANDB, "mine"))
     logger = ScalarLogger([LogTarget(WANDB, "mine")], SOURCE, lambda _: None, "")
     for name, step in (("a/loss", 0), ("b/loss", 0), ("a/loss", 1)):
         logger.log(name, step, 2.0)

@@ -15,7 +15,7 @@ from fp8bench.model import Finding, Interval, Level, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.run import TidyRow, csv_columns, run_document, tidy_rows
+from fp8bench.report.data.run import TidyCsvRow, csv_columns, run_document, tidy_rows
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import ROOT
 from tests.counts import for_each
@@ -28,7 +28,7 @@ RUN, FINDINGS = measured()
 TABLE = tidy_rows(RUN, FINDINGS)
 
 
-def chosen(case: str = "", table: list[TidyRow] = TABLE, **wanted: object) -> list[TidyRow]:
+def chosen(case: str = "", table: list[TidyCsvRow] = TABLE, **wanted: object) -> list[TidyCsvRow]:
     return [
         row
         for row in table
@@ -36,7 +36,7 @@ def chosen(case: str = "", table: list[TidyRow] = TABLE, **wanted: object) -> li
     ]
 
 
-def only(case: str, table: list[TidyRow] = TABLE, **wanted: object) -> TidyRow:
+def only(case: str, table: list[TidyCsvRow] = TABLE, **wanted: object) -> TidyCsvRow:
     (row,) = chosen(case, table, **wanted)
     return row
 

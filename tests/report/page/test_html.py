@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import fp8bench.report
-from fp8bench.jobs.report_files import INDEX_NAME, PAGE_NAME, Pages, _write_page
-from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.page.html import CardAnswer, make_card, read_card, render
+from fp8bench.jobs.report_files import INDEX_FILE_NAME, PAGE_NAME, ReportDestinations, _write_page
+from fp8bench.report.elements import Code, Column, Field, NameValuePairs, Page, Part, Table, Text, TextList, Tone
+from fp8bench.report.page.html import CardVerdictLine, make_page_card, read_page_card, render
 from tests.counts import for_each
 from tests.pages import LONG, NUISANCES, SCRIPT, charts, hostile_page, whole_page
 
@@ -142,7 +142,7 @@ def test_fields() -> None:
 
 
 def test_ids_are_words_of_their_own() -> None:
-    two = Part("Speed of <all>", "S", (*charts()[:1], *charts()[:1], Code("x"), Facts((("a", "b"),))))
+    two = Part("Speed of <all>", "S", (*charts()[:1], *charts()[:1], Code("x"), NameValuePairs((("a", "b"),))))
     read = Strict(render(Page("t", "", (two, two))))
     expected = {"speed-of-all", "speed-of-all-2", *(f"speed-up{end}" for end in ("", "-2", "-3", "-4"))}
     assert expected <= read.ids
@@ -161,17 +161,17 @@ PAGE_OF_RUN = Page(
 
 
 def reported(reports: Path, name: str, page: Page) -> str:
-    _write_page(page, ((), ()), reports / name, Pages())
-    return (reports / INDEX_NAME).read_text()
+    _write_page(page, ((), ()), reports / name, ReportDestinations())
+    return (reports / INDEX_FILE_NAME).read_text()
 
 
 def test_a_page_gives_back_the_card_it_was_made_with() -> None:
-    card = read_card(render(PAGE_OF_RUN))
-    assert card == make_card(PAGE_OF_RUN)
+    card = read_page_card(render(PAGE_OF_RUN))
+    assert card == make_page_card(PAGE_OF_RUN)
     assert card is not None
-    assert card.answers == (CardAnswer("bf16", "slower"), CardAnswer("fp8", "unsure"))
+    assert card.answers == (CardVerdictLine("bf16", "slower"), CardVerdictLine("fp8", "unsure"))
     said = replace(PAGE_OF_RUN, parts=(Part("a", "A", (Text("fp8 learns as bf16 does."),)),))
-    assert make_card(said).answers == (CardAnswer("", "fp8 learns as bf16 does."),)
+    assert make_page_card(said).answers == (CardVerdictLine("", "fp8 learns as bf16 does."),)
 
 
 def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path)
 
 def test_the_index_has_every_answer_and_a_date(tmp_path: Path) -> None:
     """The folder of a stream has no time, so the index has the time when its page was written."""
-    answers = Items((Text("bf16: cannot tell, 0.99x; memory +1.1%;\nwhy"), Text("fp8: speed unknown; memory +2.2%")))
+    answers = TextList((Text("bf16: cannot tell, 0.99x; memory +1.1%;\nwhy"), Text("fp8: speed unknown; memory +2.2%")))
     run = Page("gemm", "", (Part("verdict", "", (Text("cuda:0", Tone.STRONG), answers)),), remark="noisy")
     index = reported(tmp_path, "watched-train-1", run)
     assert "<td>bf16: cannot tell, 0.99x; fp8: speed unknown (noisy)</td>" in index

@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import (
+    Code,
+    Column,
+    Element,
+    Field,
+    NameValuePairs,
+    Page,
+    Part,
+    Table,
+    Text,
+    TextList,
+    Tone,
+)
 from fp8bench.report.page.markdown import render
 from tests.counts import for_each
 from tests.pages import NUISANCES, bars, hostile_page, whole_page
@@ -38,8 +50,8 @@ def test_elements() -> None:
     assert one(Text("plain"), Text("fast", Tone.GOOD), Text("slow", Tone.BAD), Text("?", Tone.DOUBT)) == (
         "plain\n\n\u25b2 fast\n\n\u25bc slow\n\n\u25cb ?\n"
     )
-    assert one(Text("so", Tone.STRONG), Items((Text("a"), Text("b", Tone.GOOD)))) == "**so**\n\n- a\n- \u25b2 b\n"
-    assert one(Facts((("a", "b"), ("c", "d")))) == "| what | is |\n| --- | --- |\n| a | b |\n| c | d |\n"
+    assert one(Text("so", Tone.STRONG), TextList((Text("a"), Text("b", Tone.GOOD)))) == "**so**\n\n- a\n- \u25b2 b\n"
+    assert one(NameValuePairs((("a", "b"), ("c", "d")))) == "| what | is |\n| --- | --- |\n| a | b |\n| c | d |\n"
     assert one(Code("fp8bench list\n")) == "```\nfp8bench list\n```\n"
     assert one(Code("a ``` b")) == "````\na ``` b\n````\n"
     columns = (Column("name"), Column("time", number=True))
@@ -56,7 +68,7 @@ def test_a_pull_request_sees_few_lines(rows: int) -> None:
     seen, rest = text.split(REST)
     assert len(seen.splitlines()) + 1 <= 25 and rest.endswith("\n</details>\n")
     assert "One case was skipped" in seen and rest.startswith("\n\n## All cases")
-    items = Items(tuple(Text(f"number {n}") for n in range(40)))
+    items = TextList(tuple(Text(f"number {n}") for n in range(40)))
     long = render(Page("T", "", (Part("p", "P", (items,)),)))
     seen, rest = long.split(REST)
     assert 20 <= len(seen.splitlines()) + 1 <= 25 and "- number 0\n" in seen
@@ -79,7 +91,7 @@ def test_charts_are_their_numbers() -> None:
 def test_names_read_as_they_are(name: str) -> None:
     expected = re.sub(r"\s+", " ", name)
     table = Table("t", name, (Column(name), Column("b")), ((Field(name), Field("c")),))
-    assert read_back(one(Text(name), Items((Text(name),)), table)) == [expected] * 4 + ["b", expected, "c"]
+    assert read_back(one(Text(name), TextList((Text(name),)), table)) == [expected] * 4 + ["b", expected, "c"]
 
 
 def test_a_hostile_page_has_no_markup_of_its_own() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.report.page.html import render
-from fp8bench.report.page.section import make_material, report_page
+from fp8bench.report.page.section import make_report_material, report_page
 from fp8bench.store.runs.run_file import load_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,4 +44,4 @@ def test_raw_names_are_found() -> None:
 def test_a_page_shows_no_raw_name(path: str) -> None:
     """The figures and phases of these runs, such as gradient_error, product_error and data_load."""
     run = load_run(ROOT / path)
-    assert not find_raw_names(visible_text(render(report_page(make_material([run], [findings(run)])))))
+    assert not find_raw_names(visible_text(render(report_page(make_report_material([run], [findings(run)])))))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from fp8bench.analysis.steps.changes import FoundChanges
+from fp8bench.analysis.steps.changes import ChangeSearchResult
 from fp8bench.model import Fault, Figure, Series, Trend
-from fp8bench.report.terminal.changes import changes_page
+from fp8bench.report.terminal.changes import make_changes_page
 from fp8bench.report.terminal.history import (
     asv_files_page,
-    faults_page,
     merge_page,
     run_row,
     runs_page,
     show_trend_value,
+    store_faults_page,
     trend_page,
     trends_page,
 )
@@ -98,14 +98,17 @@ def test_pages_of_stores() -> Told:
         Fault("a.partial", "it is left over", "Delete it", broken=False),
         Fault("runs/b.jsonl", "line 7 is broken", "Resume it"),
     ]
-    yield "what is broken stands first; each is where, what, and what to do", render(faults_page(faults, 3, 4, "s"))
-    yield "nothing broken", render(faults_page([], 1, 1, "s"))
+    yield (
+        "what is broken stands first; each is where, what, and what to do",
+        render(store_faults_page(faults, 3, 4, "s")),
+    )
+    yield "nothing broken", render(store_faults_page([], 1, 1, "s"))
     yield "what was made", render(asv_files_page("s", 1, 7, 2, {"dirty": 1}))
     yield "what was taken in", render(merge_page("s: imported t", {"new runs": 2}))
 
 
 def test_the_headline_counts_series_that_were_not_looked_at() -> None:
-    regressions = FoundChanges((), 3, Counter({"fewer than 11 commits": 105}), exact_count_trends=3)
-    assert changes_page(regressions, ".fp8bench").title == (
+    regressions = ChangeSearchResult((), 3, Counter({"fewer than 11 commits": 105}), exact_count_trends=3)
+    assert make_changes_page(regressions, ".fp8bench").title == (
         ".fp8bench: 0 regressions and 0 improvements in 6 series; 105 series not looked at"
     )

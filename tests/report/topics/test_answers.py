@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp8bench.analysis.phase_gains import find_reason
+from fp8bench.analysis.phase_gains import find_explaining_phases
 from fp8bench.model import Case, Interval, PhaseGain, Verdict
 from fp8bench.report.panels import group_into_panels
-from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe_reason, propose_commands, verdict_rows
+from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe_speed_reason, propose_commands, verdict_rows
 from fp8bench.report.words.naming import name_work_outside_phases
 from tests.counts import for_each
 from tests.materials import Made, recased
@@ -42,9 +42,11 @@ def test_reasons() -> Told:
         ),
         ("several phases, a plural among them", {"gemm": (20, 16), "cast": (1, 2), "attention": (2, 5)}),
     ):
-        reason = find_reason([gain(phase, *both) for phase, both in {**times, "elementwise": (9, 9)}.items()])
+        reason = find_explaining_phases(
+            [gain(phase, *both) for phase, both in {**times, "elementwise": (9, 9)}.items()]
+        )
         assert reason is not None
-        yield claim, describe_reason(reason)
+        yield claim, describe_speed_reason(reason)
 
 
 def test_a_reference_without_phases_has_forward_and_backward_as_one() -> None:
@@ -54,9 +56,11 @@ def test_a_reference_without_phases_has_forward_and_backward_as_one() -> None:
     suite = judged((Verdict.FASTER, 0.5))
     named = [group_into_panels(*made)[0].named_cases[1] for made in (suite, recased(suite, to_own_model))]
     assert [name_work_outside_phases(case) for case in named] == ["", "forward and backward"]
-    reason = find_reason([gain("unattributed", 20, 40), gain("cast", 1, 0), gain("optimizer_step", 9, 9)])
-    assert reason is not None and "the rest of the step saves 20.0 ms" in describe_reason(reason)
-    assert "forward and backward save 20.0 ms (2.00x)" in describe_reason(reason, name_work_outside_phases(named[1]))
+    reason = find_explaining_phases([gain("unattributed", 20, 40), gain("cast", 1, 0), gain("optimizer_step", 9, 9)])
+    assert reason is not None and "the rest of the step saves 20.0 ms" in describe_speed_reason(reason)
+    assert "forward and backward save 20.0 ms (2.00x)" in describe_speed_reason(
+        reason, name_work_outside_phases(named[1])
+    )
 
 
 def unsettled(low: float, point: float, high: float, level: float = 0.99, **changes: object) -> Made:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.analysis.break_even import SizedRatio, break_even
+from fp8bench.analysis.break_even import TimeRatioAtSize, break_even
 from fp8bench.model import Interval, Label, Scalar
-from fp8bench.report.topics.break_even import break_even_rows, break_even_table, describe_crossings
+from fp8bench.report.topics.break_even import break_even_table, describe_crossings, iterate_break_even_rows
 from tests.materials import Made, built, material, part, shapes
 from tests.told_before import Told, as_before
 
@@ -24,7 +24,7 @@ def swept_shapes(*speeds: float, labels: tuple[Label, ...] = ()) -> Made:
 
 def words(*speeds: float) -> str:
     intervals = (Interval(1 / speed, 0.99 / speed, 1.01 / speed, 0.99) for speed in speeds)
-    curve = break_even([SizedRatio(16 << place, interval) for place, interval in enumerate(intervals)])
+    curve = break_even([TimeRatioAtSize(16 << place, interval) for place, interval in enumerate(intervals)])
     assert curve is not None
     return describe_crossings("m", curve)
 
@@ -43,7 +43,7 @@ def test_break_even() -> Told:
         (0.5, 0.5, 1.0),
     ):
         yield f"speed-ups of {speeds} pay", words(*speeds)
-        rows = break_even_rows(*swept_shapes(*speeds))
+        rows = iterate_break_even_rows(*swept_shapes(*speeds))
         yield f"rows of {speeds}, without a size where there is no crossing", list(map(tuple, rows))
     for claim, made in {
         "a table says where each pays, and why not": swept_shapes(0.5, 0.8, 1.25, 2.0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import DeviceFacts, Environment, Overheads, Resumption, Scalar, Verdict
-from fp8bench.report.elements import Code, Facts, Items
+from fp8bench.report.elements import Code, NameValuePairs, TextList
 from tests.materials import Made, of_kind, part, recased
 from tests.runs import gemm, judged, transformer
 from tests.told_before import Told, as_before
@@ -30,8 +30,8 @@ DRIVER: dict[str, Scalar | None] = {
 }
 
 
-def facts(*made: Made) -> Facts:
-    (shown,) = of_kind(part("environment", *made), Facts)
+def facts(*made: Made) -> NameValuePairs:
+    (shown,) = of_kind(part("environment", *made), NameValuePairs)
     return shown
 
 
@@ -56,9 +56,9 @@ def test_environment() -> Told:
     yield "a GPU says what its driver had set", facts(told_by_driver)
     run, findings = transformer()
     noted = replace(run, notes=tuple(f"note {number}" for number in range(50))), findings
-    yield "more notes than one reads are counted", of_kind(part("environment", noted), Items)
+    yield "more notes than one reads are counted", of_kind(part("environment", noted), TextList)
     cut = replace(run, records=run.records[:1], finished=False), findings
-    yield "a run cut off says so", of_kind(part("environment", cut), Items)
+    yield "a run cut off says so", of_kind(part("environment", cut), TextList)
     yield "runs side by side have a column each", part("environment", gemm(), transformer())
     yield "the commands, and where the samples are", part("environment", kept())
     again = Resumption("2026-01-06", "fp8bench suite --resume 1", Environment({}))

@@ -9,9 +9,9 @@ from fp8bench.model import Capacity, Measurement, MemoryUse, PhaseMemory, Proven
 from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.elements import Stacks, Table
 from fp8bench.report.panels import group_into_panels
-from fp8bench.report.topics.memory import capacity_tables, device_peak_ratio, peak_ratio, phases_at_peak
+from fp8bench.report.topics.memory import capacity_tables, device_peak_ratio, list_phases_at_peak, peak_ratio
 from fp8bench.report.topics.memory import memory_table as memory_of
-from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
+from fp8bench.report.topics.own_batch import LargestBatch, own_batch_table
 from tests.materials import Made, built, of_kind, part, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 from tests.told_before import Told, as_before
@@ -86,14 +86,17 @@ def test_memory() -> Told:
     far = with_uses(use(FP32), use({"weights": MIB, "data": 3 * MIB}), use(FP8))
     yield "cases far apart are shares, with their sizes in their names", of_kind(part("memory", far), Stacks)
     unknown = with_uses(use(FP32), MemoryUse(200 * MIB, why="nobody listened"), use(FP8))
-    yield "a case of which nobody knows is all rest", [*of_kind(part("memory", unknown), Stacks), *table_of(unknown)]
+    yield (
+        "a case of which nobody knows is all rest",
+        [*of_kind(part("memory", unknown), Stacks), *table_of(unknown)],
+    )
 
 
 def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
     """Memory held when a product ends is still held by the surrounding phase."""
     phases = [PhaseMemory(name, 10) for name in ("unattributed", "elementwise", "gemm", "cast")]
-    assert phases_at_peak(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
-    assert phases_at_peak(MemoryUse(10)) == []
+    assert list_phases_at_peak(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
+    assert list_phases_at_peak(MemoryUse(10)) == []
 
 
 def fits(
@@ -161,10 +164,10 @@ def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
 def test_each_precision_at_its_own_batch() -> None:
     """Next to the common batch, and at equal tokens per step, where bf16 accumulates two micro-batches."""
     search = replace(fits(16), tokens=4096, seconds=(9.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0))
-    bf16 = OwnBatch("bf16", search, 1000.0, 0.5)
-    fp16 = OwnBatch("fp16", replace(fits(32), tokens=8192, seconds=(2.0,) * 8), None, 0.5)
+    bf16 = LargestBatch("bf16", search, 1000.0, 0.5)
+    fp16 = LargestBatch("fp16", replace(fits(32), tokens=8192, seconds=(2.0,) * 8), None, 0.5)
     assert (bf16.rate, fp16.rate, bf16.seconds) == (2048, 4096, 2.0)
-    assert (bf16.accumulated_rate(8192), fp16.accumulated_rate(8192)) == (8192 / 3.5, 8192 / 2)
-    table, _ = own_batch_table([bf16, fp16, OwnBatch("fp8", replace(fits(20), tokens=4096), None, None)])
+    assert (bf16.compute_accumulated_rate(8192), fp16.compute_accumulated_rate(8192)) == (8192 / 3.5, 8192 / 2)
+    table, _ = own_batch_table([bf16, fp16, LargestBatch("fp8", replace(fits(20), tokens=4096), None, None)])
     assert isinstance(table, Table) and [row[0].text for row in table.rows] == ["bf16", "fp16"]
     assert table.rows[0][-2].value == 1e9 / 2048 / 3600

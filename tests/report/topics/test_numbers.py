@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.measure.slots import cut_into_cells
+from fp8bench.measure.slots import cut_step_into_cells
 from fp8bench.model import CELL_PHASES, LayerScale, Record, SlotSample, TensorStatistics, Timing
 from fp8bench.report.elements import Table, Text
 from fp8bench.report.page.section import MAX_ROWS
-from fp8bench.report.topics.numbers import is_sampler_step_error, sampler_step_seconds
+from fp8bench.report.topics.numbers import is_step_error_metric, sampler_step_seconds
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, built, many, of_kind, part, with_errors
@@ -99,7 +99,7 @@ def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) ->
     for length in milliseconds:
         codes += [GEMM, ELEMENTWISE, accumulate, ELEMENTWISE]
         intervals += [length * MS * 9 // 10, length * MS // 10 - 3000, 2000, 1000]
-    made = cut_into_cells([*codes, NOBODY], [*intervals, 1000], part_ends="accumulate")
+    made = cut_step_into_cells([*codes, NOBODY], [*intervals, 1000], part_ends="accumulate")
     slots = []
     for call in range(calls):
         slow = [interval * (100 if call == 1 else 1) for interval in (*intervals, 1000)]
@@ -125,9 +125,9 @@ def test_steps_that_marks_do_not_tell_apart_have_no_times() -> None:
     assert sampler_step_seconds(replace(sampled(10, 10), varying=True)) == ()
     assert sampler_step_seconds(sampled(10, 10, calls=0)) == ()
     assert (
-        is_sampler_step_error("free_floor_step12_error")
-        and not is_sampler_step_error("latent_error")
-        and not is_sampler_step_error("step_error")
+        is_step_error_metric("free_floor_step12_error")
+        and not is_step_error_metric("latent_error")
+        and not is_step_error_metric("step_error")
     )
 
 

@@ -12,7 +12,7 @@ from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, S
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, RankScaling, Transfer
 from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.panels import Panel, group_into_panels
-from fp8bench.report.topics.ranks import rank_elements
+from fp8bench.report.topics.ranks import make_rank_elements
 from tests.materials import part
 from tests.runs import EMULATED, NATIVE, error, run_of
 from tests.told_before import Told, as_before
@@ -63,14 +63,14 @@ def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
 @as_before
 def test_ranks() -> Told:
     (panel,) = group_into_panels(made(), findings(made()))
-    yield "a column a rank; half of 2 s of communication hides in 5 s beside 4 s of products", rank_elements(panel)
+    yield "a column a rank; half of 2 s of communication hides in 5 s beside 4 s of products", make_rank_elements(panel)
     off = Overlap((4.0,) * 6, (2.0,) * 6, (5.0,) * 6, (9.0,) * 6)
     wide = Overlap((4.0,) * 6, (2.0,) * 6, (3.9, 4.5, 5.0, 5.0, 5.5, 6.0), (6.0,) * 6)
     both = [record("fp32", "fp8_ring", 6.0, 1.0, overlap=off), record("bf16", "fp8_ring", 6.0, 1.0, overlap=wide)]
-    yield "a word stands where nothing is told, and what it means is said once", rank_elements(*of_run(*both))
+    yield "a word stands where nothing is told, and what it means is said once", make_rank_elements(*of_run(*both))
     own = record("fp32", "", 1.0, 1.0)
     stages = replace(own, case=replace(own.case, workload="parallel", params=(("microbatches", 4),)), transfer=None)
-    yield "of 18 ms of a pipeline's two ranks 8 are waiting and sending", rank_elements(*of_run(stages))
+    yield "of 18 ms of a pipeline's two ranks 8 are waiting and sending", make_rank_elements(*of_run(stages))
 
 
 def of_run(*records: Record) -> tuple[Panel, ...]:

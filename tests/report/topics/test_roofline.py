@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Label, Limit, Request, Verdict
-from fp8bench.report.elements import Items, Text
+from fp8bench.report.elements import Text, TextList
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.roofline import describe_phase_limits, explain_unknown_limits
 from tests.materials import Made, built, of_kind, part
@@ -35,9 +35,9 @@ def test_roofline() -> Told:
         list(describe_phase_limits(group_into_panels(run, far)[0])),
     )
     noisy = {**findings, own: replace(findings[own], labels=(Label.NOISY,), floor=0.2)}
-    yield "a case under a label gives it perhaps", of_kind(part("roofline", (run, noisy)), Items)
+    yield "a case under a label gives it perhaps", of_kind(part("roofline", (run, noisy)), TextList)
     unsure = {**findings, own: replace(findings[own], verdict=Verdict.UNSURE)}
-    yield "one without a verdict does not say what", of_kind(part("roofline", (run, unsure)), Items)
+    yield "one without a verdict does not say what", of_kind(part("roofline", (run, unsure)), TextList)
     unverified = made(replace(CEILING, device="NVIDIA GB200", rates=()))
     yield "what nobody has checked is unverified", of_kind(part("roofline", unverified), Text)
     run, findings = made(None)

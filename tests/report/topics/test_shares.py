@@ -9,7 +9,7 @@ from fp8bench.analysis.tapes import list_step_shares
 from fp8bench.model import Run, Share, ShareKind, Shares
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.report.terminal.layout import render
-from fp8bench.report.topics.shares import shares_page
+from fp8bench.report.topics.shares import step_shares_page
 from tests.materials import built, part
 from tests.runs import gemm, render_whole, transformer
 from tests.told_before import Told, as_before
@@ -29,7 +29,7 @@ def test_shares_of_a_step() -> Told:
     shared = replace(run, records=tuple(replace(record, shares=Shares(PARTS, 10e-3)) for record in run.records))
     yield (
         "each kind of work and each module",
-        render(shares_page(shared, list_step_shares(shared, findings)), 160, False, False),
+        render(step_shares_page(shared, list_step_shares(shared, findings)), 160, False, False),
     )
 
 

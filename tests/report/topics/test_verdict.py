@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Record, Status, Verdict
 from fp8bench.report.case_status import CaseStatus
-from fp8bench.report.elements import Items
+from fp8bench.report.elements import TextList
 from fp8bench.report.panels import NamedCase, group_into_panels
 from fp8bench.report.topics.verdict import (
     describe_cases_without_result,
     describe_emulations,
     list_cases,
 )
-from fp8bench.report.words.legend import error_word
+from fp8bench.report.words.legend import describe_error_size
 from tests.counts import for_each
 from tests.materials import built, nothing, of_kind, part, recased, skipped
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, gemm, judged, run_of, transformer
@@ -38,12 +38,12 @@ def test_verdict() -> Told:
     yield "and how many were skipped and failed", part("verdict", skipped())
     yield "without a run, too", built("verdict")
     kinds = [failed("bf16", f"fault {size}", m=size) for size in range(40)]
-    yield "many kinds of failures are cut", of_kind(part("verdict", (run_of(kinds), {})), Items)
+    yield "many kinds of failures are cut", of_kind(part("verdict", (run_of(kinds), {})), TextList)
     yield "runs side by side have their labels", part("verdict", gemm(), transformer())
     run, findings = judged((Verdict.FASTER, 0.5))
     other, moved = recased((run, findings), lambda case: replace(case, device="cuda:0"))
     both = run_of([*run.records, *other.records]), findings | moved
-    yield "devices are named where there are several", of_kind(part("verdict", both), Items)
+    yield "devices are named where there are several", of_kind(part("verdict", both), TextList)
 
 
 @for_each(
@@ -64,7 +64,7 @@ def test_verdict() -> Told:
     ],
 )
 def test_the_size_of_an_error_depends_on_its_metric(metric: str, errors: tuple[float, ...], word: str) -> None:
-    assert error_word((metric, error) for error in errors) == word
+    assert describe_error_size((metric, error) for error in errors) == word
 
 
 def of(*records: Record) -> list[NamedCase]:

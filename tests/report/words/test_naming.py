@@ -10,8 +10,8 @@ from fp8bench.report.words.naming import (
     describe_commit,
     describe_missing_records,
     describe_sizes,
+    format_run_start,
     name_setting,
-    show_start,
 )
 from tests.runs import case, gemm, run_of, transformer
 from tests.told_before import Told, as_before
@@ -37,7 +37,7 @@ def test_naming() -> Told:
         "once",
         "",
     ):
-        yield f"when {started!r} was", show_start(replace(under(), started=started))
+        yield f"when {started!r} was", format_run_start(replace(under(), started=started))
     run, _ = gemm()
     cut = replace(run, records=run.records[:4])
     yield "cases without a record are counted", describe_missing_records(cut)

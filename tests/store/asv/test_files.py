@@ -20,14 +20,14 @@ from fp8bench.errors import AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, 
 from fp8bench.model import Series
 from fp8bench.store.asv import files as asv_files
 from fp8bench.store.asv.files import (
+    load_asv_machine,
     load_benchmarks,
-    load_if_present,
-    load_machine,
-    make_definition,
+    load_file_if_present,
+    make_benchmark_definition,
+    merge_asv_machine,
     merge_benchmarks,
-    merge_machine,
-    read_object,
     read_settled_file,
+    read_versioned_json_object,
     rename_broken_file,
     save_benchmarks,
     save_machine,
@@ -65,7 +65,7 @@ def read_only() -> Iterator[Path]:
         path.chmod(0o444)
         folder.chmod(0o555)
         root = os.geteuid() == 0
-        read_object(path, 2)  # modules imported later might be unreadable for another user
+        read_versioned_json_object(path, 2)  # modules imported later might be unreadable for another user
         try:
             if root:
                 os.seteuid(NOBODY)
@@ -77,7 +77,7 @@ def read_only() -> Iterator[Path]:
 
 
 def test_a_read_only_folder_gives_a_message(read_only: Path) -> None:
-    assert read_object(read_only, 2) == {"a": 1}
+    assert read_versioned_json_object(read_only, 2) == {"a": 1}
     with pytest.raises(AsvFileError, match=r"x\.json cannot be written \(Permission denied\)"):
         write_object(read_only, {"a": 2})
     with pytest.raises(AsvFileError, match=r"x\.json is broken and cannot be renamed \(Permission denied\)"):
@@ -91,7 +91,7 @@ def test_an_unreadable_file_is_not_broken(old: Path) -> None:
     os.mkfifo(pipe)
     for path, why in ((old.parent, "Is a directory"), (pipe, "it is a named pipe.*"), (old / "x", "Not a directory")):
         with pytest.raises(AsvFileError, match=rf"cannot be read \({why}\)\.$") as caught:
-            read_object(path, 2)
+            read_versioned_json_object(path, 2)
         assert not isinstance(caught.value, AsvFileBroken) and isinstance(caught.value, StoreError)
 
 
@@ -103,11 +103,11 @@ def test_a_file_that_is_being_written_is_looked_at_again(old: Path, monkeypatch:
 
     old.write_text("")
     monkeypatch.setattr(asv_files.time, "sleep", sleep)
-    assert read_settled_file(lambda path: read_object(path, 2), old, 60) == {"a": 1} and pieces == []
+    assert read_settled_file(lambda path: read_versioned_json_object(path, 2), old, 60) == {"a": 1} and pieces == []
     monkeypatch.setattr(asv_files.time, "sleep", lambda seconds: pytest.fail("it waits"))
     old.write_text("[]")  # complete but wrong
     with pytest.raises(AsvFileBroken, match="expected an object"):
-        read_settled_file(lambda path: read_object(path, 2), old, 60)
+        read_settled_file(lambda path: read_versioned_json_object(path, 2), old, 60)
 
 
 def test_a_writer_that_was_stopped_half_way_keeps_its_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,9 @@ def test_a_writer_that_was_stopped_half_way_keeps_its_file(old: Path, monkeypatc
         old.write_text(OLD[:9])
         os.utime(old, (1000.0, 1000.0))
         with contextlib.nullcontext() if set_aside_too is aside else pytest.raises(AsvFileTorn):
-            assert load_if_present(lambda path: read_object(path, 2), old, set_aside_too) == {"a": 1}
+            assert load_file_if_present(lambda path: read_versioned_json_object(path, 2), old, set_aside_too) == {
+                "a": 1
+            }
     assert not aside and list(old.parent.iterdir()) == [old]
 
 
@@ -141,7 +143,7 @@ def test_a_file_that_stays_torn_is_broken(
 
     def load(path: Path) -> dict[str, Any]:
         seen.append(path)
-        return read_object(path, 2)
+        return read_versioned_json_object(path, 2)
 
     def sleep(seconds: float) -> None:
         if len(seen) == 2:
@@ -174,7 +176,7 @@ MACHINE = {"machine": "box", "os": "Linux", "arch": "x86_64", "cpu": "a cpu", "n
 
 
 def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
-    definitions = [FOREIGN, make_definition(TIME), make_definition(ERROR)]
+    definitions = [FOREIGN, make_benchmark_definition(TIME), make_benchmark_definition(ERROR)]
     conf = SimpleNamespace(results_dir=str(tmp_path), benchmark_dir="suites")
     Benchmarks(conf, definitions).save()
     theirs = tmp_path / "benchmarks.json"
@@ -182,7 +184,7 @@ def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
     assert merge_benchmarks({}, [TIME, ERROR]) | {"time_x": FOREIGN} == load_benchmarks(theirs)
     save_benchmarks(theirs, load_benchmarks(theirs))
     assert theirs.read_bytes() == before
-    assert Benchmarks.load(conf)[TIME.name] == make_definition(TIME)
+    assert Benchmarks.load(conf)[TIME.name] == make_benchmark_definition(TIME)
 
 
 @for_each(
@@ -190,10 +192,14 @@ def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
 )
 def test_merging_drops_no_name_and_replaces_a_definition_that_says_something_else(change: dict[str, Any]) -> None:
     new = replace(TIME, **change)
-    known = {**make_definition(TIME), "code": "def track_time(self): ...", "rounds": 2}  # asv's discovery added to it
+    known = {
+        **make_benchmark_definition(TIME),
+        "code": "def track_time(self): ...",
+        "rounds": 2,
+    }  # asv's discovery added to it
     before = {"time_x": FOREIGN, TIME.name: known}
-    assert merge_benchmarks(before, [TIME, ERROR]) == {**before, ERROR.name: make_definition(ERROR)}
-    assert merge_benchmarks(before, [new]) == {"time_x": FOREIGN, TIME.name: make_definition(new)}
+    assert merge_benchmarks(before, [TIME, ERROR]) == {**before, ERROR.name: make_benchmark_definition(ERROR)}
+    assert merge_benchmarks(before, [new]) == {"time_x": FOREIGN, TIME.name: make_benchmark_definition(new)}
     assert before == {"time_x": FOREIGN, TIME.name: known}
 
 
@@ -207,13 +213,13 @@ def test_lists_of_other_versions_give_a_message(tmp_path: Path) -> None:
     with pytest.raises(AsvFileOfOtherVersion, match="newer asv: its version is 3, fp8bench reads version 2"):
         load_benchmarks(path)
     with pytest.raises(AsvFileOfOtherVersion, match="newer asv: its version is 3, fp8bench reads version 1"):
-        load_machine(path)
+        load_asv_machine(path)
     path.write_text('{\n    "gemm.Gemm.track_ti')
     with pytest.raises(AsvFileTorn, match="is broken: "):
         load_benchmarks(path)
     path.write_text('{"version": 1, "machine": null}')
     with pytest.raises(AsvFileBroken, match="it has no field 'machine'"):
-        load_machine(path)
+        load_asv_machine(path)
 
 
 def test_asv_writes_the_same_machine(tmp_path: Path) -> None:
@@ -222,16 +228,16 @@ def test_asv_writes_the_same_machine(tmp_path: Path) -> None:
     machine.save(str(tmp_path))
     path = tmp_path / "box" / "machine.json"
     before = path.read_bytes()
-    assert load_machine(path) == {**MACHINE, "gpu": "H200"}
-    save_machine(path, load_machine(path))
+    assert load_asv_machine(path) == {**MACHINE, "gpu": "H200"}
+    save_machine(path, load_asv_machine(path))
     assert path.read_bytes() == before
 
 
 def test_a_machine_keeps_what_was_known_of_it() -> None:
     old = {**MACHINE, "gpu": "H200", "note": {"a": 1}}
-    assert merge_machine(old, {"machine": "box", "os": "Linux 7", "cpu": None, "disk": "ssd"}) == {
+    assert merge_asv_machine(old, {"machine": "box", "os": "Linux 7", "cpu": None, "disk": "ssd"}) == {
         **old,
         "os": "Linux 7",
         "disk": "ssd",
     }
-    assert merge_machine({}, MACHINE) == MACHINE
+    assert merge_asv_machine({}, MACHINE) == MACHINE

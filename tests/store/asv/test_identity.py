@@ -19,10 +19,10 @@ from fp8bench.model import Environment
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
 from fp8bench.store.asv.identity import (
-    Identity,
-    find_identity,
+    AsvIdentity,
+    find_machine_identity,
     list_identity_facts,
-    parse_identity,
+    parse_machine_identity,
     resolve_interpreter,
 )
 from tests.counts import for_each
@@ -50,8 +50,8 @@ print(json.dumps([said, here.python, here.name, file]))
 """
 OURS = f"""
 import json
-from fp8bench.store.asv.identity import find_identity
-here = find_identity()
+from fp8bench.store.asv.identity import find_machine_identity
+here = find_machine_identity()
 print(json.dumps([[here.machine], here.python, here.env_name, here.file_name({COMMIT!r})]))
 """
 
@@ -118,7 +118,7 @@ def test_the_machine_is_the_one_that_asv_uses(
 ) -> None:
     home = write_home(tmp_path / "home", {**HOMES, **BROKEN}[name])
     monkeypatch.setenv("HOME", str(home))
-    assert find_identity().machine == asv_machines["none" if name in BROKEN else name]
+    assert find_machine_identity().machine == asv_machines["none" if name in BROKEN else name]
     assert len(list(home.iterdir())) == (name != "none")  # the user's file; without one none is created
 
 
@@ -128,17 +128,17 @@ def test_the_users_entry_comes_before_the_stores_and_that_before_what_is_found(
     """A store's machine.json keeps its series intact when the kernel is updated; its version is the file's."""
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "none", None)))
     before = {**MACHINE, "os": "before the update"}
-    assert find_identity({**before, "version": 1}).machine == before
-    assert find_identity({"os": "no name"}).machine["machine"] == NODE
+    assert find_machine_identity({**before, "version": 1}).machine == before
+    assert find_machine_identity({"os": "no name"}).machine["machine"] == NODE
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "entry", HOMES["gpu"])))
-    assert find_identity(before).machine["gpu"] == "NVIDIA H200"
+    assert find_machine_identity(before).machine["gpu"] == "NVIDIA H200"
 
 
 def test_lists_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`asv publish` fails on them, so a series with one is never drawn."""
     entry = {**MACHINE, "gpus": ["a", "b"], "more": {"a": 1}, "python": "not the machine's"}
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", {NODE: entry, "version": 1})))
-    assert find_identity().machine == MACHINE
+    assert find_machine_identity().machine == MACHINE
 
 
 def test_an_unknown_system_has_empty_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,12 +195,12 @@ PATHS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 def test_names_are_asvs(path: str, commit: str) -> None:
     from asv import environment, results
 
-    here = Identity({"machine": "m"}, path)
+    here = AsvIdentity({"machine": "m"}, path)
     name = environment.get_env_name("existing", path.replace(os.sep, "_"), {}, {})
     assert here.env_name == name
     assert f"m{os.sep}{here.file_name(commit)}" == results.get_filename("m", commit, name)
     assert "/" not in here.file_name(commit)
-    surrogates = Identity({"machine": "m"}, os.fsdecode(b"/\xff" * 100))  # bytes that are not UTF-8
+    surrogates = AsvIdentity({"machine": "m"}, os.fsdecode(b"/\xff" * 100))  # bytes that are not UTF-8
     assert surrogates.file_name(COMMIT).startswith("01234567-env-")
 
 
@@ -212,9 +212,9 @@ NAMES = st.text(min_size=1).filter(lambda name: "/" not in name and "\0" not in 
 @given(st.dictionaries(KEYS, SCALARS), NAMES, st.text(min_size=1))
 def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, python: str) -> None:
     """Including types: to asv 8 and "8" are two series."""
-    here = Identity({"machine": machine, **more}, python, "where it was made")
+    here = AsvIdentity({"machine": machine, **more}, python, "where it was made")
     plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **list_identity_facts(here)}))))
-    back = parse_identity(decode(Environment, plain).facts)
+    back = parse_machine_identity(decode(Environment, plain).facts)
     assert back == here
     assert all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
 
@@ -228,8 +228,8 @@ def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, pyt
     ],
 )
 def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, value: Any) -> None:
-    facts = list_identity_facts(Identity(MACHINE, "/venv/bin/python3"))
+    facts = list_identity_facts(AsvIdentity(MACHINE, "/venv/bin/python3"))
     assert (facts["asv_python"], facts["asv_machine"]) == ("/venv/bin/python3", NODE)  # named like asv's parameters
-    assert parse_identity({**facts, name: value}) is None
-    assert parse_identity({key: kept for key, kept in facts.items() if key != name}) is None
-    assert parse_identity({}) is None
+    assert parse_machine_identity({**facts, name: value}) is None
+    assert parse_machine_identity({key: kept for key, kept in facts.items() if key != name}) is None
+    assert parse_machine_identity({}) is None

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
-from fp8bench.model.codec import Malformed
+from fp8bench.model.codec import MalformedValueError
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, AsvStats, summarize_samples
 from tests.counts import for_each
@@ -132,7 +132,7 @@ def test_statistics_are_asvs(tmp_path_factory: pytest.TempPathFactory, samples: 
 
 
 def test_a_row_has_an_entry_for_each_combination() -> None:
-    with pytest.raises(Malformed, match="2 values, 1 statistics and 1 lists of samples for 1 combinations"):
+    with pytest.raises(MalformedValueError, match="2 values, 1 statistics and 1 lists of samples for 1 combinations"):
         AsvRow((), "1", (1.0, 2.0), (None,), (None,))
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.store.asv.files import load_results
-from fp8bench.store.asv.rows import figures_by_combination
-from fp8bench.store.asv.view import results_folder, update_view
+from fp8bench.store.asv.rows import index_figures_by_params
+from fp8bench.store.asv.view import asv_results_folder, update_view
 from fp8bench.store.runs.run_file import load_run
 from tests.counts import for_each
 from tests.histories import keep, records, run_at
@@ -25,6 +25,6 @@ def test_figures_that_are_not_finite_count_as_failed(tmp_path: Path, broken: flo
         replace(other, measurements=(error("product_error", broken),)),
     )
     update_view(load_run(keep(store, run_at(0, records=with_errors))), store)
-    (path,) = results_folder(store).glob("*/*-existing-*.json")
-    figures = figures_by_combination(load_results(path).rows["gemm.Gemm.track_product_error"])
+    (path,) = asv_results_folder(store).glob("*/*-existing-*.json")
+    figures = index_figures_by_params(load_results(path).rows["gemm.Gemm.track_product_error"])
     assert [figures["'fp32'", "'512'"][0], figures["'bf16'", "'512'"][0]] == [0.01, None]

@@ -16,8 +16,8 @@ from fp8bench.registry import workloads
 from fp8bench.store.commit_runs import group_by_interpreter, read_runs
 from fp8bench.store.figures import cache
 from fp8bench.store.figures import history as opening
-from fp8bench.store.figures.cache import VERSION, cache_path, delete_cache, read_values, write_values
-from fp8bench.store.figures.history import cache_figures, open_history
+from fp8bench.store.figures.cache import VERSION, delete_cache, get_figure_cache_path, read_cached_values, write_values
+from fp8bench.store.figures.history import cache_commit_figures, open_store_history
 from fp8bench.store.figures.lines import History
 from fp8bench.store.figures.tables import make_table
 from fp8bench.store.merge_stores import rebuild_asv_view
@@ -42,7 +42,7 @@ class Reads(list[int]):
 
 
 def opened(store: Path) -> History:
-    return open_history(store, Reads())
+    return open_store_history(store, Reads())
 
 
 def same(store: Path) -> Trends:
@@ -52,7 +52,7 @@ def same(store: Path) -> Trends:
         assert trends_of(opened(store), every) == slow
     delete_cache(store)
     if slow.runs:
-        cache_figures(store, next(run_files(store)))
+        cache_commit_figures(store, next(run_files(store)))
     again = opened(store)
     assert trends_of(again, every) == slow and not again.troubles
     assert opened(store).read == 0
@@ -91,8 +91,8 @@ def test_endings(tmp_path: Path) -> None:
     keep(tmp_path, run_at(3, records=tuple(records(status=Status.FAILED))))
     found = opened(tmp_path)
     endings = [trend.ending for trend in found.trends(every)]
-    assert [replace(one.trend, figures=()) for one in endings] == [one.trend for one in found.endings(every)]
-    assert [one[1:] for one in endings] == [one[1:] for one in found.endings(every)]
+    assert [replace(one.trend, figures=()) for one in endings] == [one.trend for one in found.list_trend_endings(every)]
+    assert [one[1:] for one in endings] == [one[1:] for one in found.list_trend_endings(every)]
     assert {ending.points for ending in endings} == {0, 2, 4}
     assert any(ending.before is not None and ending.last.value is None for ending in endings)
 
@@ -105,7 +105,7 @@ def test_comparable_figures(tmp_path: Path) -> None:
     keep(tmp_path, run_at(5, records=tuple(records(1.2))))
     found = opened(tmp_path)
     for line in found.lines:
-        figures = line.to_trend().figures
+        figures = line.make_trend().figures
         for one in line.comparable:
             assert [figures[place].value for place in one.places] == one.values.tolist()
             assert len({(figures[place].version, figures[place].under) for place in one.places}) == 1
@@ -117,15 +117,15 @@ def test_comparable_figures(tmp_path: Path) -> None:
 def test_a_new_run_has_one_commit_read(tmp_path: Path) -> None:
     paths = history(tmp_path, 1.0, 1.1, 1.2)
     reads = Reads()
-    open_history(tmp_path, reads)
-    open_history(tmp_path, reads)
+    open_store_history(tmp_path, reads)
+    open_store_history(tmp_path, reads)
     keep(tmp_path, run_at(1, 9))
     for path in (paths[0], paths[2]):
         content = path.read_bytes()
         status = path.stat()
         path.write_bytes(b"x" * len(content))  # no reader notices
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    found = open_history(tmp_path, reads)
+    found = open_store_history(tmp_path, reads)
     assert reads == [3, 2] and found.runs == 4
 
 
@@ -142,7 +142,7 @@ def test_changed_run_files_are_read_again(tmp_path: Path) -> None:
     for read in (3, 0):
         found = opened(tmp_path)
         assert found.read == read and trends_of(found, every) == read_trends(tmp_path, every)
-    assert found.runs == 2 and sum(found.left_out_reasons.values()) == 2  # one of them has only a line
+    assert found.runs == 2 and sum(found.skipped_run_reasons.values()) == 2  # one of them has only a line
 
 
 def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +154,21 @@ def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(gemm, "history", type(grid)(**{**vars(grid), "dtypes": ("fp32",)}))
     from fp8bench.store import points
 
-    for one in (points._check_grid, points._cached_series, points._cached_metrics, points._cached_cells):
+    for one in (
+        points._check_workload_grid,
+        points._make_cached_series,
+        points._cached_metrics,
+        points._list_cached_cells,
+    ):
         one.cache_clear()
     found = opened(tmp_path)
     names = {trend.cell[0] for trend in found.trends(every)}
-    for one in (points._check_grid, points._cached_series, points._cached_metrics, points._cached_cells):
+    for one in (
+        points._check_workload_grid,
+        points._make_cached_series,
+        points._cached_metrics,
+        points._list_cached_cells,
+    ):
         one.cache_clear()
     assert found.read == 2 and names == {"fp32"}
 
@@ -204,7 +214,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    path = cache_path(tmp_path)
+    path = get_figure_cache_path(tmp_path)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     first, second = opened(tmp_path), opened(tmp_path)
     assert trends_of(first, every) == trends_of(second, every) == slow
@@ -214,7 +224,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
 def test_no_digit_of_a_cache_changes_unseen(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    path = cache_path(tmp_path)
+    path = get_figure_cache_path(tmp_path)
     whole = path.read_bytes()
     for place in (*range(16, 100, 7), *range(100, len(whole), 193)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
@@ -233,12 +243,12 @@ def test_a_cache_of_another_version_is_made_again(tmp_path: Path, monkeypatch: p
 
 def test_a_cache_that_cannot_be_written_costs_reading_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history(tmp_path, 1.0, 1.1)
-    cache_path(tmp_path).mkdir()
+    get_figure_cache_path(tmp_path).mkdir()
     found = opened(tmp_path)
     assert trends_of(found, every) == read_trends(tmp_path, every) and found.read == 2 and not found.troubles
     monkeypatch.setattr(opening, "_MIN_REPORTED_RUNS", 1)
     (trouble,) = opened(tmp_path).troubles
-    assert "reads 2 runs again" in trouble and str(cache_path(tmp_path)) in trouble
+    assert "reads 2 runs again" in trouble and str(get_figure_cache_path(tmp_path)) in trouble
 
 
 def test_a_cache_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +269,7 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
     history(tmp_path, 1.0)
     slow = trends_of(opened(tmp_path), every)
     monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.01)
-    with sqlite3.connect(cache_path(tmp_path), isolation_level=None) as other:
+    with sqlite3.connect(get_figure_cache_path(tmp_path), isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         assert "locked" in write_values(tmp_path, {("commit", "a"): b"b"})
         found = opened(tmp_path)
@@ -270,21 +280,21 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
 
 def test_keeping_after_a_run(tmp_path: Path) -> None:
     _, last = history(tmp_path, 1.0, 1.1)
-    cache_figures(tmp_path, last)
-    cache_figures(tmp_path / "nowhere", last)
-    cache_figures(tmp_path, Path())
-    assert list(read_values(tmp_path, "commit")) == [commit(1)[:8]]
+    cache_commit_figures(tmp_path, last)
+    cache_commit_figures(tmp_path / "nowhere", last)
+    cache_commit_figures(tmp_path, Path())
+    assert list(read_cached_values(tmp_path, "commit")) == [commit(1)[:8]]
     assert opened(tmp_path).read == 1
 
 
 def test_rebuilding_makes_it_again(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    wrong = read_values(tmp_path, "commit")[commit(1)[:8]]
+    wrong = read_cached_values(tmp_path, "commit")[commit(1)[:8]]
     write_values(tmp_path, {("commit", commit(0)[:8]): wrong, ("commit", "gone"): b"{}\n"})
     rebuild_asv_view(tmp_path)
     again = opened(tmp_path)
-    assert again.read == 0 and trends_of(again, every) == slow and "gone" not in read_values(tmp_path, "commit")
+    assert again.read == 0 and trends_of(again, every) == slow and "gone" not in read_cached_values(tmp_path, "commit")
 
 
 def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
@@ -297,7 +307,7 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
         found = opened(store)
         assert found.read == read and trends_of(found, every) == read_trends(store, every)
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
-    assert {path.name for path in store.iterdir()} == {"runs", cache_path(store).name}
+    assert {path.name for path in store.iterdir()} == {"runs", get_figure_cache_path(store).name}
 
 
 def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
@@ -313,4 +323,4 @@ def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
         import_user_modules((str(write_module(tmp_path, 2)),))
         (table,) = map(make_table, group_by_interpreter(read_runs([path]).runs))
     parts = [repr((table.place, table.layout, table.facts)).encode(), table.rows]
-    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (2, "c05942f06c1b0747")
+    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (3, "0c68100ebb43c8a7")

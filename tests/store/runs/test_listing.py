@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.jobs.report_files import Pages, write_named_report
+from fp8bench.jobs.report_files import ReportDestinations, write_named_report
 from fp8bench.model import LayerScale, Request
 from fp8bench.store.commit_runs import find_runs
-from fp8bench.store.figures.history import open_history
+from fp8bench.store.figures.history import open_store_history
 from fp8bench.store.merge_stores import merge_runs, rebuild_asv_view
 from fp8bench.store.runs import listing as reading
-from fp8bench.store.runs.listing import COPY_REASON, REFUSED_REASON, find_run, find_run_id, listing, run_files
+from fp8bench.store.runs.listing import REFUSED_REASON, RUN_COPY_REASON, find_run, find_run_id, listing, run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolded
 from tests.histories import commit, history, read_trends
@@ -75,10 +75,10 @@ def links(path: Path) -> Path:
 
 def numbers(store: Path) -> tuple[object, int, dict[str, int]]:
     """All figures of a history by its files of figures, asserted to equal those of the runs."""
-    opened = open_history(store, lambda done, runs: None)
+    opened = open_store_history(store, lambda done, runs: None)
     trends = opened.trends(lambda _: True)
     assert trends == read_trends(store, lambda _: True).trends
-    return trends, opened.runs, dict(opened.left_out_reasons)
+    return trends, opened.runs, dict(opened.skipped_run_reasons)
 
 
 def test_a_copy_counts_once(store: Path, fp8bench: Say) -> None:
@@ -89,11 +89,11 @@ def test_a_copy_counts_once(store: Path, fp8bench: Say) -> None:
     compared = fp8bench("compare", commit(0), commit(1))[1]
     for name, copy in {**COPIES, "a link": links}.items():
         other = copy(path)
-        assert numbers(store) == (trends, 2, {COPY_REASON: 1}) and len(list(run_files(store))) == 2, name
+        assert numbers(store) == (trends, 2, {RUN_COPY_REASON: 1}) and len(list(run_files(store))) == 2, name
         assert fp8bench("compare", commit(0), commit(1))[1] == compared, name
         assert {load_run(file).id for file in listing(store).files} == {own, "00000064"}, name
         assert load_run(find_run(own, store)).finished, name
-        assert rebuild_asv_view(store).left_out_reasons[COPY_REASON] == 1, name
+        assert rebuild_asv_view(store).skipped_run_reasons[RUN_COPY_REASON] == 1, name
         other.unlink()
         assert numbers(store) == (trends, 2, {}), name
 
@@ -141,10 +141,10 @@ def test_a_run_that_is_named_twice_counts_once(store: Path, tmp_path: Path) -> N
         assert len(meant.files) == 1, words
     assert "counts once" in " ".join(find_runs(f"{second},{copy}", store).notes)
     with pytest.raises(UsageError, match="was given twice"):
-        write_named_report([str(second), str(copy)], store, Pages())
+        write_named_report([str(second), str(copy)], store, ReportDestinations())
     edit = edited(b"187500,", b"150000,")(second)
     with pytest.raises(StoreError, match="but different contents"):
-        write_named_report([str(second), str(edit)], store, Pages())
+        write_named_report([str(second), str(edit)], store, ReportDestinations())
 
 
 def test_a_copy_with_a_later_name_is_not_the_last_run(store: Path, fp8bench: Say) -> None:
@@ -160,16 +160,16 @@ def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     path = history(theirs, 1.0, 1.5)[1]
     COPIES["another name"](path)
-    assert [one.name for one in merge_runs(store, theirs).copied] == [
+    assert [one.name for one in merge_runs(store, theirs).copied_files] == [
         file.name for file in reversed(list(run_files(theirs)))
     ]
     copied = next(file for file in run_files(store) if find_run_id(file) == find_run_id(path))
     copied.rename(copied.with_name("renamed.jsonl"))
     again = merge_runs(store, theirs)
-    assert (again.copied, again.extended, again.same, again.failed) == ([], [], 2, [])
+    assert (again.copied_files, again.extended_paths, again.same, again.failed) == ([], [], 2, [])
     edited(b"187500,", b"150000,")(path)
     lied = merge_runs(store, theirs)
-    assert not lied.copied and lied.same == 1 and len(lied.failed) == 1 and str(path) in lied.failed[0]
+    assert not lied.copied_files and lied.same == 1 and len(lied.failed) == 1 and str(path) in lied.failed[0]
 
 
 def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
@@ -193,7 +193,7 @@ def test_copies_of_unreadable_files_stop_nothing(store: Path) -> None:
     torn = [placed(path, head[:300].replace(b"000000c8", b"0000bad1"), name=f"torn{n}.jsonl") for n in range(2)]
     there = listing(store)
     assert there.copies == {newer[1]: newer[0], torn[1]: torn[0]} and not there.refused
-    assert open_history(store, lambda done, runs: None).runs == 2
+    assert open_store_history(store, lambda done, runs: None).runs == 2
 
 
 def test_a_file_that_is_deleted_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_file_that_is_deleted_meanwhile_stops_nothing(store: Path, monkeypatch
     known = {file: find_run_id(file) for file in (path, copy)}
     monkeypatch.setattr(reading, "find_run_id", lambda file: known.get(file, str(file)))
     copy.unlink()
-    assert set(reading.remove_copies([path, copy]).files) == {path, copy}
+    assert set(reading.list_distinct_runs([path, copy]).files) == {path, copy}
 
 
 def test_the_newest_files_are_asked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,16 +223,16 @@ def test_cases_of_one_precision_give_the_largest(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         reading, "load_stored_run", lambda word, store: kept_scales(("fp8", 2.0), ("fp8", 3.0), ("fp8-e4m3", 1))
     )
-    request = reading.add_stored_scales(Request("mlp", scales_from="last"), tmp_path)
+    request = reading.add_scales_from_run(Request("mlp", scales_from="last"), tmp_path)
     assert request.known_scales == (("fp8", "up", "input", 3.0), ("fp8-e4m3", "up", "input", 1))
     assert request.scales.find_magnitudes("fp8") == {("up", "input"): 3.0}
     assert request.scales.find_magnitudes("fp8-delayed") == {("up", "input"): 3.0}
-    assert reading.add_stored_scales(request, tmp_path) is request
+    assert reading.add_scales_from_run(request, tmp_path) is request
     plain = Request("mlp")
-    assert reading.add_stored_scales(plain, tmp_path) is plain
+    assert reading.add_scales_from_run(plain, tmp_path) is plain
 
 
 def test_a_run_without_scales_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(reading, "load_stored_run", lambda word, store: kept_scales())
     with pytest.raises(UsageError, match=r"run a1b2 has no stored scales. Measure it with --static-scales N"):
-        reading.add_stored_scales(Request("mlp", scales_from="a1"), tmp_path)
+        reading.add_scales_from_run(Request("mlp", scales_from="a1"), tmp_path)

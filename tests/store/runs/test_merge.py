@@ -29,7 +29,7 @@ def theirs(tmp_path: Path) -> Path:
 @pytest.fixture
 def copies(ours: Path, theirs: Path) -> tuple[Path, Path]:
     path = history(theirs, 1.0)[0]
-    return path, merge_runs(ours, theirs).copied[0]
+    return path, merge_runs(ours, theirs).copied_files[0]
 
 
 def test_runs_that_are_new_are_copied_to_the_byte(ours: Path, theirs: Path) -> None:
@@ -37,16 +37,16 @@ def test_runs_that_are_new_are_copied_to_the_byte(ours: Path, theirs: Path) -> N
     keep(ours, run_at(7))
     before = tree(theirs)
     merged = merge_runs(ours, theirs)
-    assert len(merged.copied) == 2 and not merged.failed and tree(theirs) == before
+    assert len(merged.copied_files) == 2 and not merged.failed and tree(theirs) == before
     assert before.items() <= tree(ours).items() and len(tree(ours)) == 3
     again = merge_runs(ours, theirs)
-    assert (again.copied, again.extended, again.same, again.failed) == ([], [], 2, [])
+    assert (again.copied_files, again.extended_paths, again.same, again.failed) == ([], [], 2, [])
 
 
 def test_a_run_that_went_on_there_is_continued(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
     path, copy = copies
     path.write_bytes(path.read_bytes() + NOTE)
-    assert merge_runs(ours, theirs).extended == [copy] and copy.read_bytes() == path.read_bytes()
+    assert merge_runs(ours, theirs).extended_paths == [copy] and copy.read_bytes() == path.read_bytes()
     copy.write_bytes(copy.read_bytes() + NOTE)
     merged = merge_runs(ours, theirs)
     assert merged.same == 1 and copy.read_bytes() == path.read_bytes() + NOTE
@@ -72,10 +72,10 @@ def test_a_running_run_is_copied_up_to_its_last_whole_line(ours: Path, theirs: P
         file.write(NOTE[:9])
         file.flush()
         merged = merge_runs(ours, theirs)
-        assert merged.copied[0].read_bytes() == whole and "still being measured" in merged.notes[0]
+        assert merged.copied_files[0].read_bytes() == whole and "still being measured" in merged.notes[0]
         file.write(NOTE[9:])
     merged = merge_runs(ours, theirs)
-    assert merged.extended[0].read_bytes() == whole + NOTE and not merged.notes
+    assert merged.extended_paths[0].read_bytes() == whole + NOTE and not merged.notes
 
 
 def test_files_that_are_not_runs_are_not_copied(ours: Path, theirs: Path) -> None:
@@ -83,7 +83,7 @@ def test_files_that_are_not_runs_are_not_copied(ours: Path, theirs: Path) -> Non
     (folder / "20260101T000000Z-00000001-a.jsonl").write_text("words\n")
     (folder / "20260101T000000Z-00000001-b.jsonl").write_text('{"schema":99,"header":{}}\n')
     merged = merge_runs(ours, theirs)
-    assert len(merged.copied) == 1 and len(merged.failed) == 2
+    assert len(merged.copied_files) == 1 and len(merged.failed) == 2
     assert "is not a run file" in merged.failed[0] and "newer fp8bench" in merged.failed[1]
 
 
@@ -95,7 +95,7 @@ def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch:
 
     monkeypatch.setattr("os.fsync", full)
     merged = merge_runs(ours, theirs)
-    assert "No space left on device" in merged.failed[0] and not merged.copied
+    assert "No space left on device" in merged.failed[0] and not merged.copied_files
     assert not tree(ours)
 
 

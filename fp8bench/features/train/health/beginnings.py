@@ -8,9 +8,9 @@ from dataclasses import field
 from statistics import median
 from typing import Any
 
-from fp8bench.features.train.health.jumps import finite_octaves
+from fp8bench.features.train.health.jumps import compute_finite_log2
 from fp8bench.features.train.health.steps import HealthRule, Remedy
-from fp8bench.features.train.health.tensors import FigureRule, PreviousReadings, TensorRule, name_tensor
+from fp8bench.features.train.health.tensors import PreviousReadings, StepFigureRule, TensorHealthRule, name_tensor
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
@@ -18,7 +18,7 @@ from fp8bench.protocols import Role
 OctaveCourse = list[tuple[int, float]]
 
 
-class SlowGrowth(TensorRule):
+class SlowGrowth(TensorHealthRule):
     """Detects magnitudes that grow slowly but steadily. The growth of a weight slows down as a model learns, so
     growth by a constant factor has a different cause. Inputs have a higher limit than weights, because the inputs of a
     healthy layer may double within forty steps when the model begins to use it.
@@ -29,42 +29,45 @@ class SlowGrowth(TensorRule):
     window = 20
     weight_readings = 5
     weight_octaves = 1.3
-    input_readings = 9
-    input_octaves = 2.0
+    input_reading_count = 9
+    input_change_octaves = 2.0
     min_speed_ratio = 0.75
     line_tolerance = 0.2
-    min_earlier = 4
+    min_earlier_readings = 4
     alarms_at = (
         f"the largest magnitude of a weight changes by {weight_octaves:g} octaves in {weight_readings} readings, "
-        f"that of an input by {input_octaves:g} in {input_readings}, to a value beyond {min_earlier} to {window} "
-        f"earlier readings; these readings deviate from a line by at most {line_tolerance:g} of the change, and the "
-        f"change in their second half is at least {min_speed_ratio:g} times as fast as in the first half"
+        f"that of an input by {input_change_octaves:g} in {input_reading_count}, to a value beyond "
+        f"{min_earlier_readings} to {window} earlier readings; these readings deviate from a line by at most "
+        f"{line_tolerance:g} of the change, and the change in their second half is at least {min_speed_ratio:g} times "
+        "as fast as in the first half"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         is_weight = reading.role == Role.WEIGHT
         reading_count, octaves = (
-            (self.weight_readings, self.weight_octaves) if is_weight else (self.input_readings, self.input_octaves)
+            (self.weight_readings, self.weight_octaves)
+            if is_weight
+            else (self.input_reading_count, self.input_change_octaves)
         )
-        if len(previous) < self.min_earlier + reading_count - 1:
+        if len(previous) < self.min_earlier_readings + reading_count - 1:
             return ""
-        end_octaves = finite_octaves([previous[1 - reading_count].amax, reading.amax])
-        if len(end_octaves) < 2 or abs(end_octaves[1] - end_octaves[0]) < octaves:
+        endpoint_amax_octaves = compute_finite_log2([previous[1 - reading_count].amax, reading.amax])
+        if len(endpoint_amax_octaves) < 2 or abs(endpoint_amax_octaves[1] - endpoint_amax_octaves[0]) < octaves:
             return ""
         readings = (*previous, reading)
-        steps_and_octaves = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]
-        if len(steps_and_octaves) < len(readings):
+        steps_and_log2_amaxes = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]
+        if len(steps_and_log2_amaxes) < len(readings):
             return ""
-        change = self.find_change(steps_and_octaves[:-reading_count], steps_and_octaves[-reading_count:])
+        change = self.find_octave_change(steps_and_log2_amaxes[:-reading_count], steps_and_log2_amaxes[-reading_count:])
         if not change:
             return ""
         return (
             f"the largest magnitude of {name_tensor(reading)} changed by {change:+.1f} octaves since step "
-            f"{steps_and_octaves[-reading_count][0]}"
+            f"{steps_and_log2_amaxes[-reading_count][0]}"
         )
 
-    def find_change(self, earlier_values: OctaveCourse, last_values: OctaveCourse) -> float:
+    def find_octave_change(self, earlier_values: OctaveCourse, last_values: OctaveCourse) -> float:
         """Returns the change over `last_values` in octaves if they are on a straight line, and the newest is clearly
         beyond all earlier values. Otherwise returns 0.
         """
@@ -74,12 +77,15 @@ class SlowGrowth(TensorRule):
             last_values[-1],
         )
         change = end_value - start_value
-        distance = min((end_value - value) * math.copysign(1, change) for _, value in earlier_values)
-        speeds_by_half = (middle_value - start_value) / (middle - start), (end_value - middle_value) / (end - middle)
+        octave_distance = min((end_value - value) * math.copysign(1, change) for _, value in earlier_values)
+        growth_rates_of_halves = (
+            (middle_value - start_value) / (middle - start),
+            (end_value - middle_value) / (end - middle),
+        )
         if (
-            distance < abs(change) / 2
-            or min(speed * change for speed in speeds_by_half) <= 0
-            or speeds_by_half[1] / speeds_by_half[0] < self.min_speed_ratio
+            octave_distance < abs(change) / 2
+            or min(speed * change for speed in growth_rates_of_halves) <= 0
+            or growth_rates_of_halves[1] / growth_rates_of_halves[0] < self.min_speed_ratio
         ):
             return 0.0
         deviation = max(
@@ -88,7 +94,7 @@ class SlowGrowth(TensorRule):
         return change if deviation <= self.line_tolerance * abs(change) else 0.0
 
 
-class EmbeddingRow(FigureRule):
+class EmbeddingRow(StepFigureRule):
     """Detects a row of an embedding that becomes much larger than the others. The rows of frequent tokens grow as a
     model learns, by about a third in a thousand steps.
     """
@@ -118,26 +124,26 @@ class GradientVanished(HealthRule[Any]):
     """
 
     name = "gradient-vanished"
-    line_types = StepRow | StepFigure
+    judged_line_types = StepRow | StepFigure
     figures = ("weight_gradient",)
     window = 20
     min_readings = 5
-    median_octaves = 5.0
-    minimum_octaves = 2.0
-    low_readings = 2
+    octaves_below_median = 5.0
+    octaves_below_minimum = 2.0
+    low_reading_count = 2
     longest_run_factor = 3
     alarms_at = (
-        f"a matrix's share of the gradient norm is {median_octaves:g} octaves below the median of {min_readings} to "
-        f"{window} readings and {minimum_octaves:g} below their minimum; this lasts for {low_readings} readings plus "
-        f"{longest_run_factor} times the longest such run before"
+        f"a matrix's share of the gradient norm is {octaves_below_median:g} octaves below the median of {min_readings} "
+        f"to {window} readings and {octaves_below_minimum:g} below their minimum; this lasts for {low_reading_count} "
+        f"readings plus {longest_run_factor} times the longest such run before"
     )
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
     _gradient_norm: float = math.nan
-    _norm_shares: dict[str, deque[float]] = field(
+    _norm_shares_by_layer: dict[str, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.window))
     )
     # For each matrix, how many consecutive readings were low: in the current and in the longest streak.
-    _low_run_lengths: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
+    _low_share_run_lengths: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepRow):
@@ -145,23 +151,28 @@ class GradientVanished(HealthRule[Any]):
             return ""
         if not 0 < self._gradient_norm < math.inf:
             return ""
-        shares, (run_length, longest_run) = self._norm_shares[line.layer], self._low_run_lengths[line.layer]
-        log_norm_share = math.log2(line.value / self._gradient_norm) if line.value else -math.inf
+        shares, (run_length, longest_run) = (
+            self._norm_shares_by_layer[line.layer],
+            self._low_share_run_lengths[line.layer],
+        )
+        log_gradient_norm_share = math.log2(line.value / self._gradient_norm) if line.value else -math.inf
         usual_share, min_share = (
             (median(shares), min(shares)) if len(shares) >= self.min_readings else (-math.inf, -math.inf)
         )
-        if line.value and log_norm_share >= min(usual_share - self.median_octaves, min_share - self.minimum_octaves):
-            shares.append(log_norm_share)
-            self._low_run_lengths[line.layer] = 0, max(run_length, longest_run)
+        if line.value and log_gradient_norm_share >= min(
+            usual_share - self.octaves_below_median, min_share - self.octaves_below_minimum
+        ):
+            shares.append(log_gradient_norm_share)
+            self._low_share_run_lengths[line.layer] = 0, max(run_length, longest_run)
             return ""
-        self._low_run_lengths[line.layer] = run_length + 1, longest_run
+        self._low_share_run_lengths[line.layer] = run_length + 1, longest_run
         if (
             len(shares) < self.min_readings
-            or run_length + 1 < self.low_readings + self.longest_run_factor * longest_run
+            or run_length + 1 < self.low_reading_count + self.longest_run_factor * longest_run
         ):
             return ""
         description = (
-            f"has lost {usual_share - log_norm_share:.1f} octaves of its share of the gradient norm"
+            f"has lost {usual_share - log_gradient_norm_share:.1f} octaves of its share of the gradient norm"
             if line.value
             else "is zero everywhere"
         )

@@ -26,7 +26,7 @@ from fp8bench.report.words.naming import join_words
 QUIET_STEPS = 50
 
 
-class Health:
+class TrainingHealth:
     """Applies all rules to the output lines of a training. While a problem lasts, only one alarm is raised about it.
     When a training is resumed, its stored lines are read first.
     """
@@ -53,15 +53,15 @@ class Health:
                 if line.kind == COVERAGE_EVENT and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue
-            for rule in self._find_readers(line):
+            for rule in self._find_reading_rules(line):
                 # A rule has to read every line that it accepts, even if its alarm will be suppressed.
                 text = rule.read_line(line)
-                if text and self._starts_episode(rule, line):
+                if text and self._starts_alarm_episode(rule, line):
                     key = (rule.arm.name, line.seed, line.step, rule.name)
                     alarms.setdefault(key, []).append(self._make_alarm(rule, text, line))
         return tuple(map(_merge_tensors, alarms.values()))
 
-    def _find_readers(self, line: StreamLine) -> list[HealthRule[Any]]:
+    def _find_reading_rules(self, line: StreamLine) -> list[HealthRule[Any]]:
         line_key: tuple[object, ...] = (type(line),)
         if isinstance(line, StepFigure):
             line_key = (line.name,)
@@ -73,11 +73,11 @@ class Health:
         key = line.seed, line.arm, line_key
         reading_rules = self._readers.get(key)
         if reading_rules is None:
-            rules = self._find_rules(line.seed, line.arm)
+            rules = self._find_health_rules(line.seed, line.arm)
             reading_rules = self._readers[key] = [rule for rule in rules if rule.accepts_line(line)]
         return reading_rules
 
-    def _find_rules(self, seed: int, arm: str) -> list[HealthRule[Any]]:
+    def _find_health_rules(self, seed: int, arm: str) -> list[HealthRule[Any]]:
         """Returns the rules that read an arm's lines: the arm's rules, and those of arms that are compared with it."""
         if seed not in self._seeds:
             self._seeds.add(seed)
@@ -95,8 +95,8 @@ class Health:
     def _forget_tensors(self, seed: int, arm: str) -> None:
         """Restarts the rules about tensors of an arm whose precision has changed, because earlier scales are not
         comparable."""
-        rules = self._find_rules(seed, arm)
-        rules[:] = [type(rule)(rule.arm) if rule.line_types is LayerReading else rule for rule in rules]
+        rules = self._find_health_rules(seed, arm)
+        rules[:] = [type(rule)(rule.arm) if rule.judged_line_types is LayerReading else rule for rule in rules]
         self._readers.clear()
         self._cast_tensors.clear()
 
@@ -117,7 +117,7 @@ class Health:
                 reference = candidate_reference.name
         return WatchedArm(arm.name, reference, min_rate_factor)
 
-    def _starts_episode(self, rule: HealthRule[Any], line: StreamLine) -> bool:
+    def _starts_alarm_episode(self, rule: HealthRule[Any], line: StreamLine) -> bool:
         """Records that a rule has found a problem, and returns whether the problem is new. It is new if in the last 50
         steps neither this rule (about the same tensor) nor the rule named by its `suppressed_by` has found a problem.
         """
@@ -132,7 +132,9 @@ class Health:
         layer, tensor = _find_tensor(line)
         settings = arm.merge_settings(self._settings)
         useful_remedies = [
-            remedy.value for remedy in rule.current_remedies if has_effect(remedy, arm.precision, settings, layer)
+            remedy.value
+            for remedy in rule.last_alarm_remedies
+            if has_remedy_effect(remedy, arm.precision, settings, layer)
         ]
         remedies = "; ".join(useful_remedies)
         values = (("rule", rule.name),)
@@ -152,7 +154,7 @@ def _merge_tensors(events: Sequence[TrainingEvent]) -> TrainingEvent:
 _HIGH_PRECISIONS = ("fp32", "bf16", "tf32")
 
 
-def has_effect(remedy: Remedy, precision: str, settings: TrainerSettings, layer: str) -> bool:
+def has_remedy_effect(remedy: Remedy, precision: str, settings: TrainerSettings, layer: str) -> bool:
     """Returns whether the remedy would change the training of an arm with this precision and these settings."""
     # A remedy that the arm already uses would be useless advice.
     name = precision.partition(":")[0]

@@ -12,7 +12,7 @@ from fp8bench.features.train.values import LayerReading
 _MIN_EARLIER, _MIN_FACTOR = 4, 4.0
 
 
-def finite_octaves(magnitudes: Iterable[float]) -> list[float]:
+def compute_finite_log2(magnitudes: Iterable[float]) -> list[float]:
     """Returns log2 of each magnitude that is positive and finite."""
     return [math.log2(magnitude) for magnitude in magnitudes if 0 < magnitude < math.inf]
 
@@ -30,11 +30,15 @@ def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
     # A jump must exceed all earlier values. Compare with the last value first, because this takes the least time.
     if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:
         return 0.0
-    earlier_octaves = finite_octaves(earlier)
+    earlier_octaves = compute_finite_log2(earlier)
     if len(earlier_octaves) < _MIN_EARLIER:
         return 0.0
-    distance = math.log2(value) - median(earlier_octaves)
-    beyond_all_octaves = (
-        math.log2(value) - max(earlier_octaves) if distance > 0 else min(earlier_octaves) - math.log2(value)
+    octave_distance = math.log2(value) - median(earlier_octaves)
+    octaves_beyond_earlier_values = (
+        math.log2(value) - max(earlier_octaves) if octave_distance > 0 else min(earlier_octaves) - math.log2(value)
     )
-    return distance if abs(distance) >= limit and beyond_all_octaves >= math.log2(_MIN_FACTOR) else 0.0
+    return (
+        octave_distance
+        if abs(octave_distance) >= limit and octaves_beyond_earlier_values >= math.log2(_MIN_FACTOR)
+        else 0.0
+    )

@@ -10,26 +10,21 @@ from typing import Any
 
 from fp8bench.features.train.health.jumps import find_jump
 from fp8bench.features.train.health.steps import LEARNED_SHARE, HealthRule, Remedy, measure_noise, newest_values
-from fp8bench.features.train.health.tensors import (
-    FigureRule,
-    PreviousReadings,
-    TensorRule,
-    name_tensor,
-)
+from fp8bench.features.train.health.tensors import PreviousReadings, StepFigureRule, TensorHealthRule, name_tensor
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
 # The number of newest losses and rates that rules read.
-_LOSS_WINDOW = 60
+_LOSS_WINDOW_STEPS = 60
 _RATE_WINDOW = 30
 
 
 class LossRule(HealthRule[Any]):
     """A rule about losses. The rule never alarms if another optimizer trains against the module, as in a GAN."""
 
-    line_types = StepRow | StepFigure
+    judged_line_types = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
-    _losses: deque[float] = newest_values(_LOSS_WINDOW)
+    _losses: deque[float] = newest_values(_LOSS_WINDOW_STEPS)
     _newest_learning_rates: deque[float] = newest_values(_RATE_WINDOW)
     _is_only_optimizer: bool = True
     _guessing_loss: float = math.inf
@@ -48,13 +43,11 @@ class LossRule(HealthRule[Any]):
         return self.judge([*self._losses]) if self._is_only_optimizer else ""
 
     def judge(self, losses: list[float]) -> str:
-        """Returns the text of an alarm about the newest loss, which is the last of `losses`. Returns '' if nothing is
-        wrong.
-        """
+        """Returns the text of an alarm about the newest loss, the last of `losses`, or '' if nothing is wrong."""
         raise NotImplementedError
 
 
-class LossBackUp(LossRule):
+class LossRisesAgain(LossRule):
     """Detects a loss that rises again. One hard batch may raise it, but not five in a row. A change to a different kind
     of text usually undoes less than half of the progress. Text that has nothing in common with the earlier text is an
     exception: its losses look like those of wrong labels.
@@ -62,17 +55,18 @@ class LossBackUp(LossRule):
 
     name = "loss-back-up"
     high_losses = 5
-    losses_at_start = 3
+    start_loss_count = 3
     lost_share = 0.5
     noise_factor = 6.0
-    above_first = 0.25
-    rate_rise = 1.5
-    lost_share_by_rate = 0.2
-    noise_factor_by_rate = 4.0
+    excess_over_first_losses = 0.25
+    learning_rate_rise_factor = 1.5
+    lost_share_after_rate_rise = 0.2
+    noise_factor_after_rate_rise = 4.0
     alarms_at = (
         f"{high_losses} losses in a row exceed the lowest mean of ten by {lost_share:.0%} of what was learned and by "
-        f"{noise_factor:g} times the noise ({lost_share_by_rate:.0%} and {noise_factor_by_rate:g} times if the rate "
-        f"rose {rate_rise:g} times in {_RATE_WINDOW} steps); or the first {losses_at_start} losses by {above_first:.0%}"
+        f"{noise_factor:g} times the noise ({lost_share_after_rate_rise:.0%} and {noise_factor_after_rate_rise:g} "
+        f"times if the rate rose {learning_rate_rise_factor:g} times in {_RATE_WINDOW} steps); or the first "
+        f"{start_loss_count} losses by {excess_over_first_losses:.0%}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first_losses: list[float] = field(default_factory=list)
@@ -80,34 +74,37 @@ class LossBackUp(LossRule):
 
     def judge(self, losses: list[float]) -> str:
         # Store the first losses, because a collapsed training returns to their level.
-        if len(self._first_losses) < self.losses_at_start:
+        if len(self._first_losses) < self.start_loss_count:
             self._first_losses.append(losses[-1])
         earlier_losses, last_losses = losses[: -self.high_losses], losses[-self.high_losses :]
         # Use a mean of ten steps, because a single easy batch would give too low a value.
         if len(earlier_losses) >= 10:
             self._lowest_mean = min(self._lowest_mean, fmean(earlier_losses[-10:]))
-        if len(earlier_losses) < self.losses_at_start:
+        if len(earlier_losses) < self.start_loss_count:
             return ""
         lowest_loss, first_loss = min(last_losses), median(self._first_losses)
-        if lowest_loss > max(self._first_losses) + self.above_first * abs(first_loss):
+        if lowest_loss > max(self._first_losses) + self.excess_over_first_losses * abs(first_loss):
             return (
                 f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest_loss:.4g} or "
                 f"more in the last {self.high_losses}: is the learning rate too high, or did the data change?"
             )
-        # Compare the rise of the loss with its earlier fall. Under any loss function, losing half of that progress is a
-        # collapse.
-        learned_loss = first_loss - self._lowest_mean
+        # Compare the rise of the loss with its earlier fall: losing half of it is a collapse under any loss function.
+        loss_decrease = first_loss - self._lowest_mean
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
         rate = self._newest_learning_rates[-1]
         rate_rise_text = (
-            f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._newest_learning_rates[0] else ""
+            f": the rate rose to {rate:.3g}"
+            if rate > self.learning_rate_rise_factor * self._newest_learning_rates[0]
+            else ""
         )
-        lost_share, times = (
-            (self.lost_share_by_rate, self.noise_factor_by_rate)
+        lost_share, noise_factor = (
+            (self.lost_share_after_rate_rise, self.noise_factor_after_rate_rise)
             if rate_rise_text
             else (self.lost_share, self.noise_factor)
         )
-        if learned_loss <= 0 or lowest_loss - self._lowest_mean < max(lost_share * learned_loss, times * noise):
+        if loss_decrease <= 0 or lowest_loss - self._lowest_mean < max(
+            lost_share * loss_decrease, noise_factor * noise
+        ):
             return ""
         return (
             f"the loss has risen again from {self._lowest_mean:.4g}, and has stayed above {lowest_loss:.4g} for "
@@ -151,11 +148,11 @@ class LossLeaked(LossRule):
 
     name = "loss-leaked"
     low_loss_count = 3
-    max_share = 0.1
+    max_loss_share = 0.1
     noise_factor = 5.0
     alarms_at = (
-        f"{low_loss_count} losses in a row are below {max_share:g} of the smallest of 20 before, and {noise_factor:g} "
-        "times their noise below it"
+        f"{low_loss_count} losses in a row are below {max_loss_share:g} of the smallest of 20 before, and "
+        f"{noise_factor:g} times their noise below it"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
 
@@ -167,7 +164,7 @@ class LossLeaked(LossRule):
         if (
             len(earlier_losses) < 20
             or min(earlier_losses) <= 0
-            or not 0 < max(last_losses) < self.max_share * min(earlier_losses)
+            or not 0 < max(last_losses) < self.max_loss_share * min(earlier_losses)
         ):
             return ""
         # Losses are compared as logarithms, because a leak divides the loss, and noise is proportional to the loss.
@@ -186,14 +183,14 @@ class NoUpdate(HealthRule[Any]):
     """
 
     name = "no-update"
-    line_types = StepRow | StepFigure
+    judged_line_types = StepRow | StepFigure
     # Watched steps have a digest of all weights. It reveals whether any weight changed.
     figures = ("weights_before",)
-    still_steps = 5
-    equal_readings = 3
+    still_step_count = 5
+    equal_reading_count = 3
     alarms_at = (
-        f"in {still_steps} steps in a row the rate is 0 or no weight has a gradient; in 2 steps the update is below "
-        f"1e-8 of the weights; in {equal_readings} watched steps the weights are equal to the bit"
+        f"in {still_step_count} steps in a row the rate is 0 or no weight has a gradient; in 2 steps the update is "
+        f"below 1e-8 of the weights; in {equal_reading_count} watched steps the weights are equal to the bit"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
     _counts_by_symptom: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -204,7 +201,7 @@ class NoUpdate(HealthRule[Any]):
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
             is_equal, self._weight_digest = line.value == self._weight_digest and not self._has_learned, line.value
-            return self._alarm_if_lasting("the weights are the same to the bit", is_equal, self.equal_readings - 1)
+            return self._alarm_if_lasting("the weights are the same to the bit", is_equal, self.equal_reading_count - 1)
         if line.skipped or not math.isfinite(line.loss):
             return ""
         self._first_loss = self._first_loss or line.loss
@@ -213,9 +210,10 @@ class NoUpdate(HealthRule[Any]):
         if self._has_learned:
             return ""
         has_no_gradient = line.gradient_norm == 0
-        alarm_text = self._alarm_if_lasting("the rate is 0", line.rate == 0, self.still_steps)
+        alarm_text = self._alarm_if_lasting("the rate is 0", line.rate == 0, self.still_step_count)
         alarm_text = (
-            self._alarm_if_lasting("no gradient arrives at any weight", has_no_gradient, self.still_steps) or alarm_text
+            self._alarm_if_lasting("no gradient arrives at any weight", has_no_gradient, self.still_step_count)
+            or alarm_text
         )
         if math.isfinite(line.update_ratio):
             is_update_small = line.update_ratio < 1e-8 and line.rate != 0 and not has_no_gradient
@@ -236,17 +234,17 @@ class SameInputs(HealthRule[StepFigure]):
     """
 
     name = "same-inputs"
-    line_types = StepFigure
+    judged_line_types = StepFigure
     figures = ("inputs_again", "inputs_cycled", "inputs_period", "inputs_new", "examples")
     repeated_steps = 7
-    few_examples = 128
-    max_cycle = 4
-    cycled_steps = 8
+    min_example_count = 128
+    max_cycle_length = 4
+    cycled_step_count = 8
     alarms_at = (
-        f"the same inputs in 8 steps in a row, if other inputs came before or there are fewer than {few_examples} "
-        f"examples; {cycled_steps} steps in a row that repeat batches of the last 100, none of which is older than a "
-        f"quarter of the number of new batches; or at most {max_cycle} batches that are repeated from the start, with "
-        f"fewer than {2 * few_examples} examples in all"
+        f"the same inputs in 8 steps in a row, if other inputs came before or there are fewer than {min_example_count} "
+        f"examples; {cycled_step_count} steps in a row that repeat batches of the last 100, none of which is older "
+        f"than a quarter of the number of new batches; or at most {max_cycle_length} batches that are repeated from "
+        f"the start, with fewer than {2 * min_example_count} examples in all"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
     _last_figure_values: dict[str, float] = field(default_factory=dict)
@@ -258,17 +256,19 @@ class SameInputs(HealthRule[StepFigure]):
             return ""
         repeated_step_count = self._last_figure_values["inputs_again"]
         if repeated_step_count >= self.repeated_steps and (
-            repeated_step_count < line.step or line.value < self.few_examples
+            repeated_step_count < line.step or line.value < self.min_example_count
         ):
             # Full-batch training repeats its inputs intentionally.
             return f"the model was given the same inputs in {repeated_step_count + 1:g} steps in a row"
         steps_cycled, period, new_batch_count = (
             self._last_figure_values.get(name, 0.0) for name in ("inputs_cycled", "inputs_period", "inputs_new")
         )
-        if steps_cycled < self.cycled_steps or period < 2:
+        if steps_cycled < self.cycled_step_count or period < 2:
             return ""
-        repeats_from_start = period == new_batch_count <= self.max_cycle and line.value * period < 2 * self.few_examples
-        if not repeats_from_start and self.max_cycle * period > new_batch_count:
+        repeats_from_start = (
+            period == new_batch_count <= self.max_cycle_length and line.value * period < 2 * self.min_example_count
+        )
+        if not repeats_from_start and self.max_cycle_length * period > new_batch_count:
             return ""
         return (
             f"the last {steps_cycled:g} batches repeat earlier ones, at most {period:g} steps old, after "
@@ -276,7 +276,7 @@ class SameInputs(HealthRule[StepFigure]):
         )
 
 
-class AmaxJump(TensorRule):
+class AmaxJump(TensorHealthRule):
     """Detects a jump of the largest magnitude of a tensor without scales. In any precision, it usually changes by 1 or
     2 octaves (factors of 2) between readings.
     """
@@ -292,19 +292,19 @@ class AmaxJump(TensorRule):
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        distance = find_jump(reading.amax, [old.amax for old in previous], self.jump_octaves)
-        if not distance or (distance < 0 and reading.role == Role.WEIGHT):
+        octave_distance = find_jump(reading.amax, [old.amax for old in previous], self.jump_octaves)
+        if not octave_distance or (octave_distance < 0 and reading.role == Role.WEIGHT):
             return ""
         if any(layer_reading.scale != 1 for layer_reading in (reading, *previous)):
             return ""
-        direction = "rose" if distance > 0 else "fell"
+        direction = "rose" if octave_distance > 0 else "fell"
         return (
-            f"the largest magnitude of {name_tensor(reading)} {direction} by {distance:+.1f} octaves to "
+            f"the largest magnitude of {name_tensor(reading)} {direction} by {octave_distance:+.1f} octaves to "
             f"{reading.amax:.3g}"
         )
 
 
-class DeadUnits(TensorRule):
+class DeadUnits(TensorHealthRule):
     """Detects inputs of a layer that are mostly zeros. Usually, activation functions make half of their outputs zero,
     and dropout up to three quarters. Bags of words are an exception, because they consist mostly of zeros from the
     start.
@@ -328,18 +328,18 @@ class DeadUnits(TensorRule):
         if not previous or reading.zeros < self.min_zero_share:
             return ""
         usual_zero_share = median(layer_reading.zeros for layer_reading in previous)
-        has_risen = reading.zeros >= usual_zero_share + self.added_share
+        has_zero_share_risen = reading.zeros >= usual_zero_share + self.added_share
         # The data of the first layer may be sparse. Later layers read outputs of layers.
         is_always_zero = (
             reading.layer != self._first_layer and min(reading.zeros, previous[-1].zeros) >= self.constant_share
         )
-        if not has_risen and not is_always_zero:
+        if not has_zero_share_risen and not is_always_zero:
             return ""
-        usual_share_text = f"; {usual_zero_share:.0%} was usual" if has_risen else ""
+        usual_share_text = f"; {usual_zero_share:.0%} was usual" if has_zero_share_risen else ""
         return f"{reading.zeros:.1%} of {name_tensor(reading)} are zeros{usual_share_text}"
 
 
-class NormGain(FigureRule):
+class NormGain(StepFigureRule):
     """Detects gains of a norm layer that grow or shrink by a large factor. Gains begin at 1 or 0, and change by about
     the learning rate per step.
     """
@@ -347,28 +347,29 @@ class NormGain(FigureRule):
     name = "norm-gain"
     figures = ("gain",)
     window = 20
-    gain_factor = 3.0
+    gain_change_factor = 3.0
     min_gain = 0.5
     alarms_at = (
-        f"the root mean square of gains is more than {gain_factor:g} times its minimum in {window} readings (taken as "
-        f"at least {min_gain:g}), or less than 1/{gain_factor:g} of its maximum (if that is at least {min_gain:g})"
+        f"the root mean square of gains is more than {gain_change_factor:g} times its minimum in {window} readings "
+        f"(taken as at least {min_gain:g}), or less than 1/{gain_change_factor:g} of its maximum (if that is at least "
+        f"{min_gain:g})"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         lowest_gain, highest_gain = min(last), max(last)
         # A gain near 0 easily grows by a large factor, so the lowest gain counts as at least `min_gain`.
-        has_grown = line.value > self.gain_factor * max(lowest_gain, self.min_gain)
-        has_shrunk = highest_gain >= self.min_gain and line.value * self.gain_factor < highest_gain
-        if not has_grown and not has_shrunk:
+        has_gain_grown = line.value > self.gain_change_factor * max(lowest_gain, self.min_gain)
+        has_gain_shrunk = highest_gain >= self.min_gain and line.value * self.gain_change_factor < highest_gain
+        if not has_gain_grown and not has_gain_shrunk:
             return ""
-        earlier_extreme_gain = lowest_gain if has_grown else highest_gain
+        opposite_extreme_gain = lowest_gain if has_gain_grown else highest_gain
         return (
-            f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {earlier_extreme_gain:.3g} earlier"
+            f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {opposite_extreme_gain:.3g} earlier"
         )
 
 
-class LargeLogits(FigureRule):
+class LargeLogits(StepFigureRule):
     """Detects logits so far apart that their softmax underflows: e^-88 is the smallest normal number of fp32. In a
     model that memorises its data, the range of logits grows slowly to 20 or 40, which is no problem.
     """
@@ -377,11 +378,11 @@ class LargeLogits(FigureRule):
     figures = ("logit_range",)
     window = 7
     max_logit_range = 88.0
-    jump_range = 30.0
-    jump_factor = 4.0
+    jump_logit_range = 30.0
+    logit_jump_factor = 4.0
     alarms_at = (
-        f"logits span {max_logit_range:g}; or {jump_range:g}, if that is {jump_factor:g} times the median of the last "
-        f"{window} readings"
+        f"logits span {max_logit_range:g}; or {jump_logit_range:g}, if that is {logit_jump_factor:g} times the median "
+        f"of the last {window} readings"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
@@ -389,15 +390,15 @@ class LargeLogits(FigureRule):
         usual_range = median(last)
         if not (
             line.value >= self.max_logit_range
-            or (line.value >= self.jump_range and line.value > self.jump_factor * usual_range)
+            or (line.value >= self.jump_logit_range and line.value > self.logit_jump_factor * usual_range)
         ):
             return ""
-        earlier_ranges = list(last)[:-1]
-        usual_range_text = f"; {median(earlier_ranges):.3g} was usual" if earlier_ranges else ""
+        earlier_logit_ranges = list(last)[:-1]
+        usual_range_text = f"; {median(earlier_logit_ranges):.3g} was usual" if earlier_logit_ranges else ""
         return f"the logits of an example span {line.value:.4g}{usual_range_text}"
 
 
-class GradientsLeft(FigureRule):
+class UnclearedGradients(StepFigureRule):
     """Detects gradients that the loop did not clear. No threshold is needed, because the rule sees whether each
     gradient tensor was changed.
     """
@@ -411,7 +412,7 @@ class GradientsLeft(FigureRule):
         return "gradients of the previous step were not cleared, so they add up: zero_grad is missing"
 
 
-class MomentsGone(FigureRule):
+class MomentsGone(StepFigureRule):
     """Detects an optimizer that has lost its state. The state of an optimizer only grows."""
 
     name = "moments-gone"
@@ -423,7 +424,7 @@ class MomentsGone(FigureRule):
         return "the optimizer has lost its moments: does the checkpoint have its state, and is that loaded?"
 
 
-class DuplicateInputs(FigureRule):
+class DuplicateInputs(StepFigureRule):
     """Detects batches that contain the same example several times. Usually a loader reads each example once per epoch.
     Drawing with replacement repeats only few examples of a large dataset.
     """
@@ -450,16 +451,16 @@ class DataDrift(HealthRule[StepFigure]):
     """
 
     name = "data-drift"
-    line_types = StepFigure
+    judged_line_types = StepFigure
     figures = (OTHERS_TRAIN, "input_mean", "input_deviation")
-    first_batches = 10
+    first_batch_count = 10
     new_batches = 4
     noise_factor = 6.0
     deviation_share = 0.5
     alarms_at = (
         f"in {new_batches} watched batches in a row, the mean or the deviation of the inputs is on the same side of "
-        f"its average over the first {first_batches}, at a distance of {noise_factor:g} standard deviations of these "
-        f"{first_batches} values and of {deviation_share:g} of the inputs' deviation"
+        f"its average over the first {first_batch_count}, at a distance of {noise_factor:g} standard deviations of "
+        f"these {first_batch_count} values and of {deviation_share:g} of the inputs' deviation"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
     _is_only_optimizer: bool = True
@@ -474,7 +475,7 @@ class DataDrift(HealthRule[StepFigure]):
         if not self._is_only_optimizer:
             return ""
         first_values, newest_input_values = self._first_figure_values[line.name], self._newest_figure_values[line.name]
-        if len(first_values) < self.first_batches:
+        if len(first_values) < self.first_batch_count:
             first_values.append(line.value)
             return ""
         newest_input_values.append(line.value)

@@ -47,14 +47,14 @@ def newest_values(length: int) -> Any:
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
     """One kind of problem in a training. A subclass with a `name` is applied to every training, and documented.
-    `line_types` has the types of lines that a rule reads. If `figures` is not empty, the rule reads only these figures.
-    `alarms_at` describes the limit, and the docstring gives the reasons for the limit. With `compares_arms`, the rule
-    also reads the rows of the arm that its arm is compared with. The rule does not alarm while the rule named by
-    `suppressed_by` alarms.
+    `judged_line_types` has the types of lines that a rule reads. If `figures` is not empty, the rule reads only these
+    figures. `alarms_at` describes the limit, and the docstring gives the reasons for the limit. With `compares_arms`,
+    the rule also reads the rows of the arm that its arm is compared with. The rule does not alarm while the rule named
+    by `suppressed_by` alarms.
     """
 
     name: ClassVar[str]
-    line_types: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
+    judged_line_types: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
     figures: ClassVar[tuple[str, ...]] = ()
     alarms_at: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
@@ -69,10 +69,10 @@ class HealthRule(ABC, Generic[L]):
 
     def accepts_line(self, line: Any) -> bool:
         is_unread_figure = isinstance(line, StepFigure) and self.figures and line.name not in self.figures
-        return isinstance(line, self.line_types) and not is_unread_figure
+        return isinstance(line, self.judged_line_types) and not is_unread_figure
 
     @property
-    def current_remedies(self) -> tuple[Remedy, ...]:
+    def last_alarm_remedies(self) -> tuple[Remedy, ...]:
         """Returns the remedies for the last alarm."""
         return self.remedies
 
@@ -112,53 +112,53 @@ class GradientSpike(HealthRule[StepRow]):
     # If the loss rises as well, the alarm of `loss-back-up` is enough.
     suppressed_by = "loss-back-up"
     window = 50
-    multiples_window = 500
+    norm_multiples_window = 500
     min_steps = 20
     norm_factor = 16.0
     norm_factor_with_loss = 8.0
     loss_factor = 2.5
-    lost_progress_share = 0.1
+    min_lost_progress_share = 0.1
     alarms_at = (
         f"the gradient norm is {norm_factor:g} times its median over {min_steps} to {window} steps, and this multiple "
-        f"is above the square of the largest one in {multiples_window} steps; or it is {norm_factor_with_loss:g} times "
-        f"the median, and the loss exceeds its median {loss_factor:g} times as far as in any of these steps, and by "
-        f"{lost_progress_share:.0%} of what was learned"
+        f"is above the square of the largest one in {norm_multiples_window} steps; or it is {norm_factor_with_loss:g} "
+        f"times the median, and the loss exceeds its median {loss_factor:g} times as far as in any of these steps, and "
+        f"by {min_lost_progress_share:.0%} of what was learned"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _gradient_norms: deque[float] = newest_values(window)
     _losses: deque[float] = newest_values(window)
-    _norm_multiples: deque[float] = newest_values(multiples_window)
+    _gradient_norm_multiples: deque[float] = newest_values(norm_multiples_window)
     _first_loss: float = math.nan
 
     def read_line(self, line: StepRow) -> str:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._gradient_norms, self._losses
         if not math.isfinite(norm + loss):
             return ""
-        alarm_text = self._judge_norm(norm, loss) if len(norms) >= self.min_steps else ""
+        alarm_text = self._judge_gradient_norm(norm, loss) if len(norms) >= self.min_steps else ""
         self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
         norms.append(norm)
         losses.append(loss)
         return alarm_text
 
-    def _judge_norm(self, norm: float, loss: float) -> str:
+    def _judge_gradient_norm(self, norm: float, loss: float) -> str:
         # A spike would raise a mean, and so hide the next spike. It does not raise a median.
         usual_gradient_norm = median(self._gradient_norms)
-        multiple = norm / max(usual_gradient_norm, 1e-300)
-        if multiple > self.norm_factor_with_loss:
+        norm_multiple = norm / max(usual_gradient_norm, 1e-300)
+        if norm_multiple > self.norm_factor_with_loss:
             # Compare with the largest multiple of the median norm in this training so far.
             largest_norm_multiple = max(
                 max(self._gradient_norms) / max(usual_gradient_norm, 1e-300),
-                *self._norm_multiples,
+                *self._gradient_norm_multiples,
                 math.sqrt(self.norm_factor),
             )
             usual_loss = median(self._losses)
             is_loss_high = loss - usual_loss > max(
                 self.loss_factor * (max(self._losses) - usual_loss),
-                self.lost_progress_share * (self._first_loss - usual_loss),
+                self.min_lost_progress_share * (self._first_loss - usual_loss),
             )
-            if math.sqrt(multiple) > largest_norm_multiple or is_loss_high:
-                return f"the gradient norm is {norm:.3g}, {multiple:.3g} times its median, at a loss of {loss:.4g}"
-        self._norm_multiples.append(multiple)
+            if math.sqrt(norm_multiple) > largest_norm_multiple or is_loss_high:
+                return f"the gradient norm is {norm:.3g}, {norm_multiple:.3g} times its median, at a loss of {loss:.4g}"
+        self._gradient_norm_multiples.append(norm_multiple)
         return ""
 
 
@@ -172,10 +172,10 @@ class UpdateBurst(HealthRule[StepRow]):
     suppressed_by = "loss-back-up"
     window = 20
     first_step_count = 10
-    ratio_factor = 4.0
+    update_ratio_factor = 4.0
     alarms_at = (
-        f"the update is {ratio_factor:g} times the median of the last {window} steps, and above the median of the "
-        f"first {first_step_count}"
+        f"the update is {update_ratio_factor:g} times the median of the last {window} steps, and above the median of "
+        f"the first {first_step_count}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _update_ratios: deque[float] = newest_values(window)
@@ -190,7 +190,7 @@ class UpdateBurst(HealthRule[StepRow]):
         ratios.append(ratio)
         if len(ratios) == self.first_step_count:
             self._first_ratio_median = median(ratios)
-        if ratio <= max(self.ratio_factor * usual_ratio, self._first_ratio_median):
+        if ratio <= max(self.update_ratio_factor * usual_ratio, self._first_ratio_median):
             return ""
         return (
             f"the update is {ratio:.3g} times the weights, and usually {usual_ratio:.3g} times: the loss may jump next"
@@ -203,22 +203,22 @@ class LossPlateau(HealthRule[Any]):
     """
 
     name = "plateau"
-    line_types = StepRow | StepFigure
+    judged_line_types = StepRow | StepFigure
     figures = ("entropy",)
-    entropy_distance = 0.03
+    min_entropy_distance_share = 0.03
     min_steps = 100
-    check_interval = 10
-    check_share = 0.005
+    check_step_interval = 10
+    check_interval_share = 0.005
     loss_mean_count = 4
-    flat_range_share = 0.01
-    max_error = 0.0075
-    gradient_share = 0.9
+    flat_loss_range_share = 0.01
+    max_mean_loss_error = 0.0075
+    min_gradient_norm_share = 0.9
     alarms_at = (
         f"the last half of all steps (at least {min_steps}) has {loss_mean_count} consecutive mean losses within "
-        f"{flat_range_share:.1%}, each with an error of at most {max_error:.2%}; the median gradient norm is at least "
-        f"{gradient_share:g} times that of the steps before, the rate at least half of its peak, and the entropy of "
-        f"predictions, if known, {entropy_distance:.0%} away from the loss. Checked every "
-        f"{check_interval} steps, and from step 2,000 on once per {check_share:.1%} of all steps"
+        f"{flat_loss_range_share:.1%}, each with an error of at most {max_mean_loss_error:.2%}; the median gradient "
+        f"norm is at least {min_gradient_norm_share:g} times that of the steps before, the rate at least half of its "
+        f"peak, and the entropy of predictions, if known, {min_entropy_distance_share:.0%} away from the loss. Checked "
+        f"every {check_step_interval} steps, and from step 2,000 on once per {check_interval_share:.1%} of all steps"
     )
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
@@ -239,36 +239,39 @@ class LossPlateau(HealthRule[Any]):
         length = len(self._losses) // 2 // self.loss_mean_count * self.loss_mean_count
         if (
             length < self.min_steps
-            or len(self._losses) % self.check_interval
+            or len(self._losses) % self.check_step_interval
             or len(self._losses) < self._next_check_loss_count
         ):
             return ""
         # A check takes longer the more steps there are, so checks become rarer.
-        self._next_check_loss_count = round(len(self._losses) * (1 + self.check_share))
+        self._next_check_loss_count = round(len(self._losses) * (1 + self.check_interval_share))
         # At a low learning rate a flat loss is normal.
         if min(self._learning_rates[-length], line.rate) < max(self._learning_rates) / 2:
             return ""
         # The noise of a loss can hide a slow fall. Four consecutive means distinguish a slow fall from a flat loss.
-        part_length = length // self.loss_mean_count
+        steps_per_loss_mean = length // self.loss_mean_count
         losses = self._losses[-length:]
-        part_mean_losses = [fmean(losses[start : start + part_length]) for start in range(0, length, part_length)]
+        part_mean_losses = [
+            fmean(losses[start : start + steps_per_loss_mean]) for start in range(0, length, steps_per_loss_mean)
+        ]
         mean_loss = abs(fmean(part_mean_losses) or 1.0)
         relative_loss_range = (max(part_mean_losses) - min(part_mean_losses)) / mean_loss
-        error = measure_noise(losses) / math.sqrt(part_length) / mean_loss
+        error = measure_noise(losses) / math.sqrt(steps_per_loss_mean) / mean_loss
         norm, previous_norm = (
             median(self._gradient_norms[-length:]),
             median(self._gradient_norms[-2 * length : -length]),
         )
         has_nothing_to_learn = abs(part_mean_losses[-1]) < LEARNED_SHARE * abs(self._losses[0])
         has_loss_or_gradient_moved = (
-            relative_loss_range > self.flat_range_share or norm < self.gradient_share * previous_norm
+            relative_loss_range > self.flat_loss_range_share or norm < self.min_gradient_norm_share * previous_norm
         )
-        if has_nothing_to_learn or has_loss_or_gradient_moved or error > self.max_error:
+        if has_nothing_to_learn or has_loss_or_gradient_moved or error > self.max_mean_loss_error:
             return ""
         # If the entropy of predictions equals the loss, nothing more can be learned from this text.
         if (
             self._prediction_entropies
-            and abs(fmean(self._prediction_entropies) - part_mean_losses[-1]) < self.entropy_distance * mean_loss
+            and abs(fmean(self._prediction_entropies) - part_mean_losses[-1])
+            < self.min_entropy_distance_share * mean_loss
         ):
             return ""
         return (
@@ -315,7 +318,7 @@ class GradientScale(HealthRule[StepRow]):
     new_steps = 3
     window = 20
     jump_octaves = 1.9
-    min_gap_octaves = 1.0
+    min_norm_gap_octaves = 1.0
     noise_factor = 5.0
     alarms_at = (
         f"the median gradient norms of the last {new_steps} steps and of the {window} before differ by "
@@ -337,10 +340,12 @@ class GradientScale(HealthRule[StepRow]):
             median(logs[-self.new_steps :]) - median(logs[: -self.new_steps]) for logs in (norms, losses)
         )
         # The new norms must be beyond all earlier ones, because a slow drift is not a jump.
-        norm_gap = min(last_norms) - max(earlier_norms) if norm_change > 0 else min(earlier_norms) - max(last_norms)
+        norm_gap_octaves = (
+            min(last_norms) - max(earlier_norms) if norm_change > 0 else min(earlier_norms) - max(last_norms)
+        )
         if (
             abs(norm_change) < max(self.jump_octaves, self.noise_factor * measure_noise(earlier_norms))
-            or norm_gap < self.min_gap_octaves
+            or norm_gap_octaves < self.min_norm_gap_octaves
         ):
             return ""
         # A changed scale multiplies the loss by the same factor as the gradients, or not at all.
@@ -373,11 +378,11 @@ class LossGap(HealthRule[StepRow]):
     )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _rows_by_step: dict[int, dict[str, StepRow]] = field(default_factory=dict)
-    _row_pairs: deque[tuple[StepRow, StepRow]] = newest_values(window)
+    _step_row_pairs: deque[tuple[StepRow, StepRow]] = newest_values(window)
     _difference_from_reference: str = ""
 
     @property
-    def current_remedies(self) -> tuple[Remedy, ...]:
+    def last_alarm_remedies(self) -> tuple[Remedy, ...]:
         return (Remedy.SAME_SETTINGS,) if self._difference_from_reference else self.remedies
 
     def read_line(self, line: StepRow) -> str:
@@ -390,18 +395,19 @@ class LossGap(HealthRule[StepRow]):
         if len(rows) < 2:
             return ""
         del self._rows_by_step[line.step]
-        reference_row = rows[reference]
-        if not (reference_row.loss and all(math.isfinite(row.loss) for row in rows.values())):
+        reference_step_row = rows[reference]
+        if not (reference_step_row.loss and all(math.isfinite(row.loss) for row in rows.values())):
             return ""
-        self._row_pairs.append((reference_row, rows[arm]))
-        if len(self._row_pairs) < self.window:
+        self._step_row_pairs.append((reference_step_row, rows[arm]))
+        if len(self._step_row_pairs) < self.window:
             return ""
         mean_loss_gap = fmean(
-            (row.loss - reference_row.loss) / abs(reference_row.loss) for reference_row, row in self._row_pairs
+            (row.loss - reference_step_row.loss) / abs(reference_step_row.loss)
+            for reference_step_row, row in self._step_row_pairs
         )
         if mean_loss_gap <= self.margin:
             return ""
-        self._difference_from_reference = self.find_difference(self._row_pairs)
+        self._difference_from_reference = self.find_setting_difference(self._step_row_pairs)
         same_settings = (
             "rate, loss scale, tokens, clipping and batches equal the reference's, so that the arithmetic is suspected"
         )
@@ -409,14 +415,14 @@ class LossGap(HealthRule[StepRow]):
         return f"the loss is {mean_loss_gap:.1%} behind that of {reference} over {self.window} steps: {cause}"
 
     @classmethod
-    def find_difference(cls, pairs: Sequence[tuple[StepRow, StepRow]]) -> str:
+    def find_setting_difference(cls, pairs: Sequence[tuple[StepRow, StepRow]]) -> str:
         """Returns how an arm differs from the reference besides its arithmetic, as text; '' if it does not. `pairs` has
         the rows of both in the same steps: (reference's row, arm's row).
         """
         for name, title in (("rate", "rate"), ("loss_scale", "loss scale"), ("tokens", "number of tokens per step")):
-            ratios = [getattr(row, name) / getattr(base, name) for base, row in pairs if getattr(base, name)]
-            if ratios and abs(median(ratios) - 1) > cls.max_difference:
-                return f"its {title} is {median(ratios):.3g} times as large"
+            figure_ratios = [getattr(row, name) / getattr(base, name) for base, row in pairs if getattr(base, name)]
+            if figure_ratios and abs(median(figure_ratios) - 1) > cls.max_difference:
+                return f"its {title} is {median(figure_ratios):.3g} times as large"
         added_clipping = fmean(row.clipped - base.clipped for base, row in pairs)
         if abs(added_clipping) > cls.max_clipping:
             return (

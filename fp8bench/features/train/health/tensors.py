@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.jumps import find_jump, finite_octaves, usable_scale
+from fp8bench.features.train.health.jumps import compute_finite_log2, find_jump, usable_scale
 from fp8bench.features.train.health.steps import HealthRule, Remedy, newest_values
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
@@ -22,14 +22,14 @@ PreviousReadings = deque[LayerReading]
 _MIN_E8M0, _MAX_E8M0 = 2.0**-127, 2.0**127
 
 
-class TensorRule(HealthRule[LayerReading]):
-    """A rule about the tensors whose role is in `roles`. `judge` receives a tensor's reading and its `window` previous
-    ones. With `about_casts`, it only reads tensors that may be rounded.
+class TensorHealthRule(HealthRule[LayerReading]):
+    """A rule about tensors whose role is in `roles`. `judge` receives a reading and the `window` readings before it.
+    With `judges_casts`, the rule only reads tensors that may be rounded.
     """
 
-    line_types = LayerReading
+    judged_line_types = LayerReading
     roles: ClassVar[tuple[str, ...]] = tuple(Role)
-    about_casts: ClassVar[bool] = False
+    judges_casts: ClassVar[bool] = False
     window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -37,13 +37,13 @@ class TensorRule(HealthRule[LayerReading]):
 
     def accepts_line(self, line: Any) -> bool:
         return (
-            isinstance(line, LayerReading) and line.role in self.roles and (may_be_cast(line) or not self.about_casts)
+            isinstance(line, LayerReading) and line.role in self.roles and (may_be_cast(line) or not self.judges_casts)
         )
 
     def read_line(self, line: LayerReading) -> str:
-        previous = self._previous[line.layer, line.role]
-        text = self.judge(line, previous)
-        previous.append(line)
+        previous_readings = self._previous[line.layer, line.role]
+        text = self.judge(line, previous_readings)
+        previous_readings.append(line)
         return text
 
     @abstractmethod
@@ -53,17 +53,17 @@ class TensorRule(HealthRule[LayerReading]):
 
 def may_be_cast(reading: LayerReading) -> bool:
     """Returns whether a tensor may have been rounded. Tensors of zeros look the same with and without a cast."""
-    is_cast = reading.lag is not None or reading.signal_to_noise is not None or reading.scale != 1
-    return is_cast or not reading.amax
+    shows_cast_effect = reading.lag is not None or reading.signal_to_noise is not None or reading.scale != 1
+    return shows_cast_effect or not reading.amax
 
 
-class _ScaleJump(TensorRule):
+class _ScaleJump(TensorHealthRule):
     """Detects a scale that jumps away from the median of earlier readings: up if `jump_sign` is 1, down if it is -1."""
 
-    about_casts = True
+    judges_casts = True
     window = 6
     jump_octaves = 4.0
-    gradient_octaves = 8.0
+    gradient_jump_octaves = 8.0
     alarms_at = (
         "a scale is 4 octaves (that of a gradient 8) from the median of 4 to 6 readings before, and 2 from each of them"
     )
@@ -71,7 +71,7 @@ class _ScaleJump(TensorRule):
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         # Even in a healthy training, gradients of rare tokens jump by six octaves.
-        octave_limit = self.gradient_octaves if reading.role == Role.GRADIENT else self.jump_octaves
+        octave_limit = self.gradient_jump_octaves if reading.role == Role.GRADIENT else self.jump_octaves
         distance = self.jump_sign * find_jump(usable_scale(reading), list(map(usable_scale, previous)), octave_limit)
         if distance <= 0:
             return ""
@@ -95,11 +95,11 @@ class ScaleRise(_ScaleJump):
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
 
-class ScaleUnsettled(TensorRule):
+class ScaleUnsettled(TensorHealthRule):
     """Detects a scale that swings back and forth. Such a scale is wrong in half of the steps."""
 
     name = "scale-never-settles"
-    about_casts = True
+    judges_casts = True
     window = 9
     swing_octaves = 2.0
     min_turns = 6
@@ -107,7 +107,7 @@ class ScaleUnsettled(TensorRule):
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        scales = finite_octaves(map(usable_scale, (*previous, reading)))
+        scales = compute_finite_log2(map(usable_scale, (*previous, reading)))
         if len(scales) <= self.window or max(scales) - min(scales) < self.swing_octaves:
             return ""
         swings = [new - old for old, new in pairwise(scales)]
@@ -121,11 +121,11 @@ class ScaleUnsettled(TensorRule):
         )
 
 
-class ScaleAtEdge(TensorRule):
+class ScaleAtRangeEnd(TensorHealthRule):
     """Detects a scale at the end of its range. Values that were rounded with such a scale are lost."""
 
     name = "scale-at-edge"
-    about_casts = True
+    judges_casts = True
     alarms_at = "a scale is 0, infinite or NaN, or at an end of E8M0's range, 2^-127 or 2^127"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
@@ -136,12 +136,12 @@ class ScaleAtEdge(TensorRule):
         return ""
 
 
-class ScaleLag(TensorRule):
+class ScaleLag(TensorHealthRule):
     """Detects values beyond the range of their format, because their delayed scale is too large. Growing tensors
     usually exceed the range by hundredths of an octave. With NVFP4, rounding small scales adds up to 0.58 octaves."""
 
     name = "lag"
-    about_casts = True
+    judges_casts = True
     window = 2
     max_lag_octaves = 0.75
     alarms_at = f"values exceed the format's range by more than {max_lag_octaves:g} octaves in 3 readings in a row"
@@ -157,18 +157,18 @@ class ScaleLag(TensorRule):
         )
 
 
-class OverflowBurst(TensorRule):
+class OverflowBurst(TensorHealthRule):
     """Detects a sudden increase of saturated values. Some saturation is normal with block scales that are rounded
     down: 0.6% of normally distributed values, and 3.5% with NVFP4."""
 
     name = "overflow-burst"
-    about_casts = True
+    judges_casts = True
     window = 6
     saturated_share = 0.05
-    rise_factor = 5.0
+    overflow_rise_factor = 5.0
     alarms_at = (
-        f"{saturated_share:.0%} of all elements saturate, and {rise_factor:g} times the median of the {window} "
-        "readings before"
+        f"{saturated_share:.0%} of all elements saturate, and {overflow_rise_factor:g} times the median of the "
+        f"{window} readings before"
     )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
@@ -176,7 +176,7 @@ class OverflowBurst(TensorRule):
         if reading.saturated < self.saturated_share:
             return ""
         usual_saturated_share = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
-        if reading.saturated < self.rise_factor * usual_saturated_share:
+        if reading.saturated < self.overflow_rise_factor * usual_saturated_share:
             return ""
         return (
             f"{reading.saturated:.1%} of {name_tensor(reading)} saturates; {usual_saturated_share:.2%} was usual"
@@ -184,11 +184,11 @@ class OverflowBurst(TensorRule):
         )
 
 
-class UnderflowCreep(TensorRule):
+class UnderflowCreep(TensorHealthRule):
     """Detects more underflow than before. The share that underflows usually stays the same within a few percent."""
 
     name = "underflow-creep"
-    about_casts = True
+    judges_casts = True
     window = 8
     added_share = 0.25
     alarms_at = (
@@ -216,38 +216,38 @@ class UnderflowCreep(TensorRule):
         )
 
 
-class WeightsBehind(TensorRule):
+class WeightsBehind(TensorHealthRule):
     """Detects rounded weights that no longer follow the weights from which they were rounded. Their signal-to-noise
     ratio depends on the format, and normally stays within 0.4 dB in any precision."""
 
     name = "weights-behind"
     roles = (Role.WEIGHT,)
-    about_casts = True
+    judges_casts = True
     window = 20
     drop_db = 2.0
-    low_readings = 3
+    low_reading_count = 3
     exact_db = 150.0  # above this, nothing was rounded: for example, if all weights are 1
     alarms_at = (
-        f"the last {low_readings} of 21 readings of a weight's signal to noise are all {drop_db:g} dB below the best "
-        "of them"
+        f"the last {low_reading_count} of 21 readings of a weight's signal to noise are all "
+        f"{drop_db:g} dB below the best of them"
     )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        ratios = [layer_reading.signal_to_noise for layer_reading in (*previous, reading)]
-        rounding_ratios = [value for value in ratios if value is not None and value < self.exact_db]
+        signal_to_noise_ratios = [layer_reading.signal_to_noise for layer_reading in (*previous, reading)]
+        snr_values_in_db = [value for value in signal_to_noise_ratios if value is not None and value < self.exact_db]
         if (
-            len(rounding_ratios) <= self.low_readings
-            or max(rounding_ratios[-self.low_readings :]) > max(rounding_ratios) - self.drop_db
+            len(snr_values_in_db) <= self.low_reading_count
+            or max(snr_values_in_db[-self.low_reading_count :]) > max(snr_values_in_db) - self.drop_db
         ):
             return ""
         return (
-            f"{name_tensor(reading)} has a signal to noise of {rounding_ratios[-1]:.1f} dB after rounding, once "
-            f"{max(rounding_ratios):.1f} dB"
+            f"{name_tensor(reading)} has a signal to noise of {snr_values_in_db[-1]:.1f} dB after rounding, once "
+            f"{max(snr_values_in_db):.1f} dB"
         )
 
 
-class NotFiniteTensor(TensorRule):
+class NotFiniteTensor(TensorHealthRule):
     """Detects the first tensor with NaN or infinity. The problem began there: such values spread to later tensors."""
 
     name = "tensor-not-finite"
@@ -264,8 +264,7 @@ def name_tensor(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
-# The history of a scale is stale if the scale stayed the same for this many readings while magnitudes changed by this
-# many octaves.
+# The history of a scale is stale if the scale kept its value for so many readings while magnitudes changed by octaves.
 _MIN_STALE_READINGS, _MIN_STALE_OCTAVES = 2, 0.5
 
 
@@ -276,7 +275,7 @@ def describe_stale_history(reading: LayerReading, previous: PreviousReadings) ->
         if old.scale != reading.scale:
             break
         readings.append(old)
-    magnitudes = finite_octaves(old.amax for old in readings)
+    magnitudes = compute_finite_log2(old.amax for old in readings)
     amax_range_octaves = max(magnitudes, default=0.0) - min(magnitudes, default=0.0)
     if reading.scale == 1 or len(readings) < _MIN_STALE_READINGS or amax_range_octaves < _MIN_STALE_OCTAVES:
         return ""
@@ -286,45 +285,45 @@ def describe_stale_history(reading: LayerReading, previous: PreviousReadings) ->
     )
 
 
-class FigureRule(HealthRule[StepFigure]):
+class StepFigureRule(HealthRule[StepFigure]):
     """A rule about one figure. It judges each layer separately, by the last `window` values of the figure."""
 
-    line_types = StepFigure
+    judged_line_types = StepFigure
     window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         self._last_values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.window))
 
     def read_line(self, line: StepFigure) -> str:
-        last = self._last_values[line.layer]
-        last.append(line.value)
-        return self.judge(line, last)
+        last_value = self._last_values[line.layer]
+        last_value.append(line.value)
+        return self.judge(line, last_value)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         """Returns the text of an alarm; '' if nothing is wrong. `last` ends with the newest value."""
         raise NotImplementedError
 
 
-class KeptScale(FigureRule):
+class KeptScale(StepFigureRule):
     """Detects a jump of a stored scale. Stored scales usually change by 1 or 2 octaves, those of gradients by 6."""
 
     name = "kept-scale-jumps"
     figures = ("kept_scale",)
     window = 7
     jump_octaves = 4.0
-    gradient_octaves = 8.0
+    gradient_jump_octaves = 8.0
     alarms_at = (
-        f"a buffer of scales is {jump_octaves:g} octaves (for gradients {gradient_octaves:g}) from the median of 4 to "
-        "6 readings before, and 2 from each of them"
+        f"a buffer of scales is {jump_octaves:g} octaves (for gradients {gradient_jump_octaves:g}) from the median of "
+        "4 to 6 readings before, and 2 from each of them"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.SHORTER_HISTORY)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        jump_limit_octaves = self.gradient_octaves if "grad" in line.layer else self.jump_octaves
-        distance = find_jump(line.value, list(last)[:-1], jump_limit_octaves)
-        if not distance:
+        scale_jump_limit_octaves = self.gradient_jump_octaves if "grad" in line.layer else self.jump_octaves
+        octave_distance = find_jump(line.value, list(last)[:-1], scale_jump_limit_octaves)
+        if not octave_distance:
             return ""
-        return f"{line.layer}, which a layer stores, moved by {distance:+.1f} octaves to {line.value:.3g}"
+        return f"{line.layer}, which a layer stores, moved by {octave_distance:+.1f} octaves to {line.value:.3g}"
 
 
 # Pairs of an embedding's spread and the loss in the same step.
@@ -336,7 +335,7 @@ class EmbeddingCollapse(HealthRule[Any]):
     embedding they may move together, but then the loss does not rise."""
 
     name = "embedding-collapse"
-    line_types = StepRow | StepFigure
+    judged_line_types = StepRow | StepFigure
     figures = ("embedding_spread",)
     window = 20
     spread_share = 0.75
@@ -365,23 +364,23 @@ class EmbeddingCollapse(HealthRule[Any]):
         return f"the rows of {line.layer or 'the embedding'} collapse: spread {line.value:.3g}, once {largest:.3g}"
 
 
-class LayerStill(HealthRule[Any]):
+class LayerStandsStill(HealthRule[Any]):
     """Detects a matrix that no longer learns. Updates of most matrices are within a factor of four of the matrices'
     median. Weight decay alone causes 1 to 6% of that. A rarely used layer may have no gradient for several steps."""
 
     name = "layer-stands-still"
-    line_types = LayerReading | StepFigure
+    judged_line_types = LayerReading | StepFigure
     figures = ("embedding_spread", "gain", "rate_share", "weight_gradient", "steps_without_gradient", "update_ratio")
     update_share = 0.1
     window = 3
-    gap_steps = 10
+    min_gap_steps = 10
     gap_factor = 3
     min_gap_steps_from_start = 25
     alarms_at = (
         f"{window} updates in a row of a matrix, relative to its norm, are below {update_share:g} times the median of "
         "matrices with a gradient; low rates, by --rates or of its group, lower this limit; 2 updates are enough if "
-        f"it no longer changes at all; or the matrix has no gradient in {gap_steps} steps in a row and in {gap_factor} "
-        f"times as many as ever before, or in the first {min_gap_steps_from_start} steps"
+        f"it no longer changes at all; or the matrix has no gradient in {min_gap_steps} steps in a row and in "
+        f"{gap_factor} times as many as ever before, or in the first {min_gap_steps_from_start} steps"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _update_ratios: dict[str, float] = field(default_factory=dict)
@@ -389,7 +388,7 @@ class LayerStill(HealthRule[Any]):
     _sorted_update_ratios: list[float] = field(default_factory=list)
     _non_matrices: set[str] = field(default_factory=set)
     _low_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    _rate_shares: dict[str, float] = field(default_factory=dict)
+    _rate_share_by_layer: dict[str, float] = field(default_factory=dict)
     _updated_layers: set[str] = field(default_factory=set)
     # By layer: the step and the norm of the last gradient.
     _last_gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -406,14 +405,14 @@ class LayerStill(HealthRule[Any]):
             self._non_matrices.add(line.layer)
             self._set_update_ratio(line.layer, math.nan)
         if line.name == "rate_share":
-            self._rate_shares[line.layer] = line.value
+            self._rate_share_by_layer[line.layer] = line.value
         if line.name == "weight_gradient":
             self._last_gradients[line.layer] = line.step, line.value
         # A layer counts as a matrix only if its weight has readings.
         if line.layer not in self._update_ratios or line.layer in self._non_matrices or not math.isfinite(line.value):
             return ""
         if line.name == "steps_without_gradient":
-            return self._judge_gap(line)
+            return self._judge_gradient_gap(line)
         return self._judge_update(line) if line.name == "update_ratio" else ""
 
     def _set_update_ratio(self, layer: str, ratio: float) -> None:
@@ -424,11 +423,11 @@ class LayerStill(HealthRule[Any]):
             insort(self._sorted_update_ratios, ratio)
         self._update_ratios[layer] = ratio
 
-    def _judge_gap(self, line: StepFigure) -> str:
+    def _judge_gradient_gap(self, line: StepFigure) -> str:
         gap, longest_gap_steps = self._steps_without_gradient.get(line.layer, (0.0, 0.0))
         longest_gap_steps = max(longest_gap_steps, gap) if line.value < gap else longest_gap_steps
         self._steps_without_gradient[line.layer] = line.value, longest_gap_steps
-        required_gap_steps = self.gap_steps if line.layer in self._last_gradients else self.min_gap_steps_from_start
+        required_gap_steps = self.min_gap_steps if line.layer in self._last_gradients else self.min_gap_steps_from_start
         if line.value < required_gap_steps or line.value <= self.gap_factor * longest_gap_steps:
             return ""
         return f"no gradient has reached {line.layer} in {line.value:g} steps in a row"
@@ -442,11 +441,11 @@ class LayerStill(HealthRule[Any]):
         self._set_update_ratio(line.layer, line.value if gradient else math.nan)
         usual_ratio = median(self._sorted_update_ratios) if self._sorted_update_ratios else 0.0
         # --rates or a parameter group may intentionally give a layer a low learning rate.
-        learning_rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
+        learning_rate_share = min(1.0, self.arm.min_rate_factor, self._rate_share_by_layer.get(line.layer, 1.0))
         # A rate of 0 from the start is intentional. A layer that stops changing while others change is a mistake.
         has_stopped = line.value == 0 < usual_ratio and line.layer in self._updated_layers
-        is_update_low = has_stopped or line.value < self.update_share * learning_rate_share * usual_ratio
-        self._low_counts[line.layer] = self._low_counts[line.layer] + 1 if is_update_low else 0
+        is_update_too_small = has_stopped or line.value < self.update_share * learning_rate_share * usual_ratio
+        self._low_counts[line.layer] = self._low_counts[line.layer] + 1 if is_update_too_small else 0
         if line.value > 0:
             self._updated_layers.add(line.layer)
         if self._low_counts[line.layer] < (self.window if line.value or line.layer not in self._updated_layers else 2):
@@ -457,7 +456,7 @@ class LayerStill(HealthRule[Any]):
         )
 
 
-class AttentionOverflow(FigureRule):
+class AttentionOverflow(StepFigureRule):
     """Detects scores too large for softmax: weights below e^-88, about fp32's smallest normal number, become zero."""
 
     name = "attention-score-overflow"
@@ -472,7 +471,7 @@ class AttentionOverflow(FigureRule):
         return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
 
 
-class BatchNormDrift(FigureRule):
+class BatchNormDrift(StepFigureRule):
     """Detects running statistics that do not follow the batches. With a momentum of 0.1, they forget half of their
     value in 7 steps. The means of different batches differ by hundredths of a deviation."""
 

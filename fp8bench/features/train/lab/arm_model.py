@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
-from fp8bench.features.train.lab.evaluate import Batch, Evaluation, Scores, TokenWindows
+from fp8bench.features.train.lab.evaluate import HeldOutEvaluation, ModelScorer, TokenBatch, TokenWindows
 from fp8bench.features.train.lab.parallelism import SingleRank, make_parallelism
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, make_step_optimizer
 from fp8bench.features.train.values import Arm, SeedTask, Validation
-from fp8bench.nn.around import set_around
-from fp8bench.nn.attention import EmulatedCore, SelfAttention
+from fp8bench.nn.around import set_surrounding_arithmetics
+from fp8bench.nn.attention import EmulatedAttentionCore, SelfAttention
 from fp8bench.nn.compiling import ForwardPass, compile_model
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.unit_scaling import scale_to_unit
@@ -27,21 +27,21 @@ from fp8bench.protocols import Arithmetic, Phases, ScaleBook, SilentPhases, Watc
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 
-SILENT = SilentPhases()
+UNTIMED_PHASE_MARKERS = SilentPhases()
 # A function that may replace a precision's arithmetic, from the precision's name and arithmetic.
 WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
 
 
 class ArmModel:
     """A model in an arm's precision, with its batches, losses and scoring. The subclass BuiltInModel has the
-    architectures of models.py, and OwnModel the model of a user's function. `tokens` is the number of tokens per
-    step. `has_own_rates` means that the optimizer is a user's, whose rates the built-in schedules do not change.
+    architectures of models.py, and OwnModel the model of a user's function. `tokens` is the number of tokens per step.
+    `has_user_learning_rates` means that the optimizer is a user's, whose rates the built-in schedules do not change.
     """
 
     parallelism = SingleRank()
-    scores: Scores
+    scores: ModelScorer
     tokens: int
-    has_own_rates = False
+    has_user_learning_rates = False
 
     def __init__(
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
@@ -69,7 +69,7 @@ class ArmModel:
         """Prepares the model, its batches and its scoring for training."""
         raise NotImplementedError
 
-    def renew_scales(self, are_due: bool) -> None:
+    def set_scale_renewal(self, are_due: bool) -> None:
         """Sets whether the following casts compute new scales from their data (`are_due`), or use the stored ones."""
         for scale_book in self.scale_books:
             scale_book.watching = are_due
@@ -96,7 +96,7 @@ class ArmModel:
         """Returns the arithmetic of layer `name` with scales that all ranks share, and with casts that `watch_casts`
         receives. Also stores it in `arithmetics`.
         """
-        arithmetic = self.parallelism.share_scales(name, arithmetic)
+        arithmetic = self.parallelism.share_scales_across_ranks(name, arithmetic)
         if self.watch_casts is not None:
             arithmetic = WatchedArithmetic(arithmetic, self.watch_casts)
         self.arithmetics[name] = arithmetic
@@ -163,7 +163,7 @@ class BuiltInModel(ArmModel):
             layer.name: find_map_key(layer, keys)
             for layer in models.list_elementwise_layers(settings.arch, self._config)
         }
-        set_around(
+        set_surrounding_arithmetics(
             model, {name: self.make_arithmetic(keys[key]) for name, key in key_by_elementwise_layer.items() if key}
         )
         if settings.attention != "auto":
@@ -173,16 +173,18 @@ class BuiltInModel(ArmModel):
     def prepare(self) -> None:
         task = self.task
         config = self._config
-        self.parallelism.cut_model(self.model)
+        self.parallelism.cut_model_for_rank(self.model)
         self.windows = TokenWindows(task.text.train, config.sequence, task.facts.key)
-        self._evaluation = Evaluation(task.text, config, self._layers, task.facts, self.parallelism.share_scales)
-        self.scores = Scores(task, self.settings, self._evaluation.held_out, config)
+        self._evaluation = HeldOutEvaluation(
+            task.text, config, self._layers, task.facts, self.parallelism.share_scales_across_ranks
+        )
+        self.scores = ModelScorer(task, self.settings, self._evaluation.held_out, config)
         self.tokens = config.batch * config.sequence * self.settings.micro_batches
         self.collect_parameters()
         self._forward: ForwardPass = self.model
         if self.settings.compile == "yes":
             # Compile the model now, so that no timed step includes compilation.
-            with self.cached_weights.cast(SILENT):
+            with self.cached_weights.cast(UNTIMED_PHASE_MARKERS):
                 self._forward = compile_model(self.model, *self.read_batch(0, 0))
 
     def _round_attention(self, model: LanguageModel) -> None:
@@ -190,13 +192,15 @@ class BuiltInModel(ArmModel):
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
                 scales_queries_first = self.settings.attention == "prescaled"
-                module.core = emulated_core = EmulatedCore(
+                module.core = emulated_attention_core = EmulatedAttentionCore(
                     self.precision.arithmetic(self.task.facts), scales_queries=scales_queries_first
                 )
-                for product_name, arithmetic in emulated_core.parts.items():
-                    emulated_core.parts[product_name] = self.add_arithmetic(f"{path}.core.{product_name}", arithmetic)
+                for product_name, arithmetic in emulated_attention_core.parts.items():
+                    emulated_attention_core.parts[product_name] = self.add_arithmetic(
+                        f"{path}.core.{product_name}", arithmetic
+                    )
 
-    def read_batch(self, step: int, number: int) -> Batch:
+    def read_batch(self, step: int, number: int) -> TokenBatch:
         part_number = number * self.parallelism.part_count + self.parallelism.part_number
         sequences = self._config.batch // self.parallelism.part_count
         return self.windows.draw(self.task.seed, step, part_number, sequences)

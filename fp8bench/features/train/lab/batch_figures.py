@@ -12,20 +12,20 @@ from torch import Tensor
 
 from fp8bench.features.train.lab.loop_figures import (
     compute_fingerprint,
-    find_loss_function,
-    measure_inputs,
-    sample_values,
-    tensors_in,
+    find_loss_node,
+    iterate_output_tensors,
+    measure_input_figures,
+    sample_tensor_values,
 )
-from fp8bench.features.train.lab.readings import Figures
+from fp8bench.features.train.lab.readings import FigureValues
 
 # The inputs of a batch are compared with the inputs of this many earlier batches.
-_COMPARED_BATCHES = 100
+_COMPARED_BATCH_COUNT = 100
 # With more than 1000 classes, a batch has too few labels of each class to compare their frequencies.
 _MAX_CLASSES = 1000
-_MIN_EXAMPLES = 8
+_MIN_BATCH_EXAMPLES = 8
 # Label frequencies are compared once this many watched batches have been counted.
-_MIN_COUNTED_BATCHES = 3
+_MIN_WATCHED_BATCHES = 3
 
 
 class _StoredBatch(NamedTuple):
@@ -35,7 +35,7 @@ class _StoredBatch(NamedTuple):
     shapes: list[torch.Size]
 
 
-class BatchMemory:
+class BatchHistory:
     """Compares the first micro-batch of each step with the batches of earlier steps."""
 
     def __init__(self) -> None:
@@ -54,46 +54,46 @@ class BatchMemory:
         self._last_inputs = self._last_targets = torch.tensor(math.nan)
         self._same_inputs, self._same_targets = torch.zeros((), dtype=torch.bool), torch.zeros(())
         self._label_counts, self._counted_batches = torch.zeros(_MAX_CLASSES, dtype=torch.float64), 0
-        self._watched_figures: Figures = {}
+        self._watched_figures: FigureValues = {}
         self._awaits_targets = False
 
     def add_inputs(self, inputs: Any, is_watched: bool = False) -> None:
-        self._watched_figures, self._awaits_targets = measure_inputs(inputs) if is_watched else {}, is_watched
+        self._watched_figures, self._awaits_targets = measure_input_figures(inputs) if is_watched else {}, is_watched
         self._examples = 0
         self.add_examples(inputs)
-        tensors = [tensor for tensor in tensors_in(inputs) if tensor.numel()]
+        tensors = [tensor for tensor in iterate_output_tensors(inputs) if tensor.numel()]
         if not tensors:
             return
         # A loop may overwrite its batch, so the samples are copies.
         batch = _StoredBatch(
-            [sample_values(tensor).clone() for tensor in tensors], [tensor.shape for tensor in tensors]
+            [sample_tensor_values(tensor).clone() for tensor in tensors], [tensor.shape for tensor in tensors]
         )
         if is_watched:
             fingerprint = compute_fingerprint(batch.samples)
             self._same_inputs, self._last_inputs = fingerprint == self._last_inputs, fingerprint
         self._unread_batches.append(batch)
-        if len(self._unread_batches) > _COMPARED_BATCHES:
+        if len(self._unread_batches) > _COMPARED_BATCH_COUNT:
             self._compare_batches()
 
     def add_examples(self, inputs: Any) -> None:
         """Adds the examples of a micro-batch to those of the current step."""
-        first_input_tensor = next(tensors_in(inputs), None)
+        first_input_tensor = next(iterate_output_tensors(inputs), None)
         self._examples += len(first_input_tensor) if first_input_tensor is not None and first_input_tensor.ndim else 0
 
-    def compare_targets(self, loss: Tensor) -> None:
+    def compare_loss_targets(self, loss: Tensor) -> None:
         """Compares the targets of a loss with those of the last watched step. If the targets are labels of classes,
         compares their frequencies with those in all earlier watched steps.
         """
         # Only the first backward of a step is compared. Later ones belong to further micro-batches, or repeat a
         # closure.
-        target, self._awaits_targets = _find_target(loss) if self._awaits_targets else None, False
-        if target is None or target.numel() < _MIN_EXAMPLES:
+        target, self._awaits_targets = _find_loss_target(loss) if self._awaits_targets else None, False
+        if target is None or target.numel() < _MIN_BATCH_EXAMPLES:
             return
         if target.is_floating_point():
-            fingerprint = compute_fingerprint([sample_values(target)])
+            fingerprint = compute_fingerprint([sample_tensor_values(target)])
             # Constant targets, as those of a GAN's discriminator, are repeated intentionally.
-            is_same_target = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
-            self._same_targets, self._last_targets = (self._same_targets + 1) * is_same_target, fingerprint
+            repeats_last_targets = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
+            self._same_targets, self._last_targets = (self._same_targets + 1) * repeats_last_targets, fingerprint
             self._watched_figures["targets_again"] = self._same_targets
         elif target.numel() == self._examples:
             self._compare_labels(target.flatten())
@@ -116,33 +116,33 @@ class BatchMemory:
         if not self._unread_batches:
             return
         # 1. Compute all fingerprints, and read them at once.
-        device_numbers: list[Tensor] = []
-        conditions = list(map(_find_condition, self._unread_batches))
+        fingerprint_tensors: list[Tensor] = []
+        conditions = list(map(_find_batch_condition, self._unread_batches))
         for batch, condition in zip(self._unread_batches, conditions, strict=True):
             fingerprint = compute_fingerprint(batch.samples)
-            device_numbers.append(fingerprint)
+            fingerprint_tensors.append(fingerprint)
             if condition is not None:
-                device_numbers += [compute_fingerprint([condition]).to(fingerprint), condition[0].to(fingerprint)]
-        numbers = iter(torch.stack(device_numbers).tolist())
+                fingerprint_tensors += [compute_fingerprint([condition]).to(fingerprint), condition[0].to(fingerprint)]
+        numbers = iter(torch.stack(fingerprint_tensors).tolist())
         # 2. Compare the fingerprints, in the order of the batches.
         for batch, condition in zip(self._unread_batches, conditions, strict=True):
-            age = self._count_batch(next(numbers))
+            age = self._record_batch_fingerprint(next(numbers))
             if condition is not None:
                 condition_fingerprint, first_condition_number = next(numbers), next(numbers)
                 # A condition with a single element, or with 0, 1 or a dimension of an input as its first element, may
                 # be a length or a setting.
-                may_be_setting = len(condition) == 1 or first_condition_number in {0, 1}.union(*batch.shapes)
-                self._compare_condition(condition_fingerprint, age == 1, may_be_setting)
+                may_be_length_or_setting = len(condition) == 1 or first_condition_number in {0, 1}.union(*batch.shapes)
+                self._count_equal_conditions(condition_fingerprint, age == 1, may_be_length_or_setting)
         self._last_steps = {
-            key: step for key, step in self._last_steps.items() if self._steps - step <= _COMPARED_BATCHES
+            key: step for key, step in self._last_steps.items() if self._steps - step <= _COMPARED_BATCH_COUNT
         }
         self._unread_batches = []
 
-    def _count_batch(self, fingerprint: float) -> int:
+    def _record_batch_fingerprint(self, fingerprint: float) -> int:
         """Counts the next batch. Returns how many steps ago the same batch occurred, if it did."""
-        age = self._steps - self._last_steps.get(fingerprint, -_COMPARED_BATCHES - 1)
+        age = self._steps - self._last_steps.get(fingerprint, -_COMPARED_BATCH_COUNT - 1)
         self._repeated_steps = self._repeated_steps + 1 if age == 1 else 0
-        if age <= _COMPARED_BATCHES:
+        if age <= _COMPARED_BATCH_COUNT:
             self._cycled_steps += 1
             self._longest_cycle = max(self._longest_cycle, age)
         else:
@@ -152,7 +152,7 @@ class BatchMemory:
         self._steps += 1
         return age
 
-    def _compare_condition(self, condition: float, is_same_batch: bool, may_be_setting: bool) -> None:
+    def _count_equal_conditions(self, condition: float, is_same_batch: bool, may_be_setting: bool) -> None:
         """Counts the steps in a row in which the condition stayed equal although the batch changed. `condition` is the
         fingerprint of the condition. If `may_be_setting`, the condition may be a length or a setting, so it counts only
         after its first change.
@@ -173,24 +173,24 @@ class BatchMemory:
         distance that chance would cause.
         """
         labels = labels[labels >= 0]
-        if len(labels) < _MIN_EXAMPLES or int(labels.max()) >= _MAX_CLASSES:
+        if len(labels) < _MIN_BATCH_EXAMPLES or int(labels.max()) >= _MAX_CLASSES:
             return
         counts = torch.bincount(labels, minlength=_MAX_CLASSES).to(torch.float64)
-        label_shares = counts / len(labels)
+        label_frequencies = counts / len(labels)
         self._label_counts = self._label_counts.to(counts)
-        if self._counted_batches >= _MIN_COUNTED_BATCHES:
-            earlier_label_shares = self._label_counts / self._label_counts.sum()
-            chance_distance = (
-                (earlier_label_shares * (1 - earlier_label_shares) * (2 / math.pi) / len(labels)).sqrt().sum()
+        if self._counted_batches >= _MIN_WATCHED_BATCHES:
+            earlier_label_frequencies = self._label_counts / self._label_counts.sum()
+            chance_label_distance = (
+                (earlier_label_frequencies * (1 - earlier_label_frequencies) * (2 / math.pi) / len(labels)).sqrt().sum()
             )
             self._watched_figures["label_shift"] = (
-                label_shares - earlier_label_shares
-            ).abs().sum() / chance_distance.clamp(min=1 / len(labels))
+                label_frequencies - earlier_label_frequencies
+            ).abs().sum() / chance_label_distance.clamp(min=1 / len(labels))
         self._label_counts = self._label_counts + counts
         self._counted_batches += 1
 
 
-def _find_condition(batch: _StoredBatch) -> Tensor | None:
+def _find_batch_condition(batch: _StoredBatch) -> Tensor | None:
     """Returns a sample of the condition of a batch, such as the time of a diffusion model. It is the last input, except
     the first one, that has a single number or one number per example. Returns None if no input does.
     """
@@ -203,9 +203,9 @@ def _find_condition(batch: _StoredBatch) -> Tensor | None:
     return conditions[-1] if conditions else None
 
 
-def _find_target(loss: Tensor) -> Tensor | None:
+def _find_loss_target(loss: Tensor) -> Tensor | None:
     """Returns the targets from which a loss was computed, if it is a cross entropy or a regression loss; otherwise
     None.
     """
-    loss_node = find_loss_function(loss, "NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss")
+    loss_node = find_loss_node(loss, "NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss")
     return None if loss_node is None else loss_node._saved_target.detach()

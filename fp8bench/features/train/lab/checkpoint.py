@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.lab.step_optimizer import derive_seed
-from fp8bench.features.train.request import TrainerSettings, find_start_file
+from fp8bench.features.train.request import TrainerSettings, find_start_weights_file
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
 from fp8bench.files import (
     MEMORY_BYTES,
-    PARTIAL_SUFFIX,
+    PARTIAL_FILE_SUFFIX,
     add_checksum,
     convert_write_errors,
     open_file,
@@ -72,34 +72,37 @@ class _DigestingFile:
 
 def write_checkpoint(folder: str, task: SeedTask, states: Mapping[str, State], rank: int) -> None:
     target = Path(folder)
-    partial_folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+    partial_checkpoint_folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_FILE_SUFFIX}")
     try:
         # If the disk is full, the error asks the user to make room and to resume the training.
         with convert_write_errors(f"the checkpoint {target}", "Make room, and resume."):
-            partial_folder.mkdir(parents=True)
-            files = {}
+            partial_checkpoint_folder.mkdir(parents=True)
+            checkpoint_files = {}
             for number, (name, state) in enumerate(states.items()):
-                files[name] = _write_arm(partial_folder / f"{number}.pt", state)
-            checkpoint_header = {"task": _compute_task_digest(task, rank), "arms": files}
-            write_whole(partial_folder / _CHECKPOINT_HEADER_FILE, json.dumps(add_checksum(checkpoint_header), indent=1))
+                checkpoint_files[name] = _write_arm_state(partial_checkpoint_folder / f"{number}.pt", state)
+            checkpoint_header = {"task": _compute_task_digest(task, rank), "arms": checkpoint_files}
+            write_whole(
+                partial_checkpoint_folder / _CHECKPOINT_HEADER_FILE,
+                json.dumps(add_checksum(checkpoint_header), indent=1),
+            )
             # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
             # remains, or none.
             shutil.rmtree(target, ignore_errors=True)
-            partial_folder.rename(target)
+            partial_checkpoint_folder.rename(target)
     finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        shutil.rmtree(partial_checkpoint_folder, ignore_errors=True)
 
 
-def _write_arm(path: Path, state: State) -> dict[str, str]:
+def _write_arm_state(path: Path, state: State) -> dict[str, str]:
     with path.open("xb") as file:
-        digesting_file = _DigestingFile(file)
+        hashing_file = _DigestingFile(file)
         try:
-            torch.save(state, cast(IO[bytes], digesting_file))
+            torch.save(state, cast(IO[bytes], hashing_file))
         except RuntimeError:
-            raise digesting_file.failure or RuntimeError(f"torch cannot write {path}") from None
+            raise hashing_file.failure or RuntimeError(f"torch cannot write {path}") from None
         file.flush()
         os.fsync(file.fileno())
-    return {"file": path.name, "sha256": digesting_file.digest}
+    return {"file": path.name, "sha256": hashing_file.digest}
 
 
 def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
@@ -108,7 +111,9 @@ def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
     checkpoint_header = _read_checkpoint_header(path)
     if checkpoint_header["task"] != _compute_task_digest(task, rank):
         raise StoreError(f"the checkpoint {path} is from another training. Resume with the settings it began with.")
-    return {name: _load_arm(path / file["file"], file["sha256"]) for name, file in checkpoint_header["arms"].items()}
+    return {
+        name: _load_arm_state(path / file["file"], file["sha256"]) for name, file in checkpoint_header["arms"].items()
+    }
 
 
 def read_weights(folder: str, arm: str) -> list[Tensor]:
@@ -119,7 +124,7 @@ def read_weights(folder: str, arm: str) -> list[Tensor]:
     files = _read_checkpoint_header(path)["arms"]
     if arm not in files:
         raise StoreError(f"the checkpoint {folder} has no arm {arm!r}. It has {', '.join(files)}.")
-    tensors: list[Tensor] = _load_arm(path / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
+    tensors: list[Tensor] = _load_arm_state(path / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
     return tensors
 
 
@@ -130,7 +135,7 @@ def _read_checkpoint_header(path: Path) -> State:
         raise StoreError(f"{path} holds no complete checkpoint ({error}). Choose another.") from None
 
 
-def _load_arm(path: Path, digest: str) -> State:
+def _load_arm_state(path: Path, digest: str) -> State:
     """Returns an arm's state. Loads only tensors and plain values, and never runs code in the file."""
     try:
         with open_file(path, most=MEMORY_BYTES) as file:
@@ -150,8 +155,10 @@ def _compute_task_digest(task: SeedTask, rank: int) -> str:
     and the rank.
     """
     ranks = rank, task.facts.ranks
-    identity = repr((_CHECKPOINT_VERSION, task.seed, task.arms, task.settings, task.steps, task.text.identity, ranks))
-    return hashlib.sha256(identity.encode()).hexdigest()
+    checkpoint_identity = repr(
+        (_CHECKPOINT_VERSION, task.seed, task.arms, task.settings, task.steps, task.text.identity, ranks)
+    )
+    return hashlib.sha256(checkpoint_identity.encode()).hexdigest()
 
 
 def is_finite(state: Any) -> bool:
@@ -167,11 +174,11 @@ def is_finite(state: Any) -> bool:
 _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 # Prefixes that wrappers such as DDP add to the names of a state dict.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.")
-_MAX_LISTED = 3
+_MAX_LISTED_NAMES = 3
 
 
 def load_initial_weights(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int) -> None:
-    if find_start_file(settings.start) is not None:
+    if find_start_weights_file(settings.start) is not None:
         load_state_dict_file(model, settings.start, settings.make)
     elif settings.start:
         _load_checkpoint_weights(model, *settings.start.rpartition("::")[::2])
@@ -184,19 +191,19 @@ def _perturb_weights(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         # Each weight moves up or down at random by one unit in the last place.
-        is_moved_up = torch.rand(parameter.shape, generator=generator) < 0.5
-        parameter.copy_(torch.nextafter(parameter, torch.where(is_moved_up, math.inf, -math.inf).to(parameter)))
+        moved_up_mask = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(moved_up_mask, math.inf, -math.inf).to(parameter)))
 
 
 @torch.no_grad()
 def _load_checkpoint_weights(model: nn.Module, folder: str, arm: str) -> None:
-    stored_weights = read_weights(folder, arm)
+    checkpoint_weights = read_weights(folder, arm)
     parameters = list(model.parameters())
-    if [weight.shape for weight in stored_weights] != [parameter.shape for parameter in parameters]:
+    if [weight.shape for weight in checkpoint_weights] != [parameter.shape for parameter in parameters]:
         raise UsageError(
             f"--start: the weights in {folder} belong to a different model. Choose its --model and --arch."
         )
-    for parameter, weight in zip(parameters, stored_weights, strict=True):
+    for parameter, weight in zip(parameters, checkpoint_weights, strict=True):
         parameter.copy_(weight)
 
 
@@ -227,8 +234,10 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
     # A state dict file lists a tied parameter under both of its names, but named_parameters() only under the first.
     missing_names = [name for name, _ in model.named_parameters() if name in missing_names]
     if missing_names or unknown_names:
-        reasons = [f"lacks {join_words(missing_names, _MAX_LISTED)}"] if missing_names else []
-        reasons += [f"has {join_words(unknown_names, _MAX_LISTED)}, which this model lacks"] if unknown_names else []
+        reasons = [f"lacks {join_words(missing_names, _MAX_LISTED_NAMES)}"] if missing_names else []
+        reasons += (
+            [f"has {join_words(unknown_names, _MAX_LISTED_NAMES)}, which this model lacks"] if unknown_names else []
+        )
         raise UsageError(f"--start {path} has a different model: it {', and '.join(reasons)}. {advice}.")
     for tensor_name, tensor in model.state_dict().items():
         if tensor_name in tensor_by_name and not torch.equal(tensor, tensor_by_name[tensor_name].to(tensor)):
@@ -273,10 +282,10 @@ def apply_scales(
     ScaleBook that holds these scales is added to `books`. Raises UsageError if --scales-from has no scales for this
     layer.
     """
-    saturation_share = None if settings.saturation_bound is None else settings.saturation_bound / 100
-    if not settings.scales and settings.refresh_scales is None and saturation_share is None:
+    saturation_bound_share = None if settings.saturation_bound is None else settings.saturation_bound / 100
+    if not settings.scales and settings.refresh_scales is None and saturation_bound_share is None:
         return arithmetic
-    rule = StaticScales(0, settings.refresh_scales or 0, saturation_share, source="stored", known=settings.scales)
+    rule = StaticScales(0, settings.refresh_scales or 0, saturation_bound_share, source="stored", known=settings.scales)
     scales = rule.find_magnitudes(precision)
     scale_book = ScaleBook(rule, scales)
     scaled_arithmetic = arithmetic.scaled_by(scale_book, layer_name)
@@ -284,7 +293,7 @@ def apply_scales(
         books.append(scale_book)
     if settings.scales and scaled_arithmetic is not arithmetic and not any(layer == layer_name for layer, _ in scales):
         raise UsageError(
-            f"--scales-from has scales for {join_words((layer for layer, _ in scales), _MAX_LISTED)}, and none "
+            f"--scales-from has scales for {join_words((layer for layer, _ in scales), _MAX_LISTED_NAMES)}, and none "
             f"for {layer_name}, a layer of this model. Choose a training or run of the same model."
         )
     return scaled_arithmetic

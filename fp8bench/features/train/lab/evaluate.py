@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.tasks import METRIC_PREFIX, TASK_PREFIX, TaskItem, make_items
-from fp8bench.features.train.values import SeedTask, TokenSpan, TrainingText, Validation
+from fp8bench.features.train.tasks import METRIC_PREFIX, TASK_PREFIX, TaskItem, make_task_items
+from fp8bench.features.train.values import SeedTask, TokenSpan, TrainingTokens, Validation
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import LanguageModel
@@ -30,11 +30,11 @@ from fp8bench.registry import precisions
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
-Batch = tuple[Tensor, Tensor]
+TokenBatch = tuple[Tensor, Tensor]
 # Philox's 256-bit counter: bits from 192 on are the step, lower bits count random draws.
 _STEP_FIRST_BIT = 192
 # Philox returns four random numbers per counter value.
-_NUMBERS_PER_COUNT = 4
+_NUMBERS_PER_RANDOM_COUNTER = 4
 
 
 class TokenWindows:
@@ -53,40 +53,40 @@ class TokenWindows:
         self._length = length
         self._device = device
 
-    def draw(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
+    def draw(self, seed: int, step: int, micro_batch: int, batch: int) -> TokenBatch:
         """Returns `batch` windows at random positions, which are one micro-batch of a step."""
-        return self._make_batch(self._read_ids(self._draw_starts(seed, step, micro_batch, batch)))
+        return self._make_batch(self._read_ids(self._draw_window_starts(seed, step, micro_batch, batch)))
 
-    def _draw_starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
+    def _draw_window_starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
         """Returns random start positions of windows. All versions of numpy return the same positions, because numpy
         guarantees the numbers of Philox for a key and a counter.
         """
         # The micro-batches of a step use consecutive random numbers. So a step reads the same windows, however it is
         # divided.
-        counter, offset = divmod(micro_batch * batch, _NUMBERS_PER_COUNT)
+        counter, offset = divmod(micro_batch * batch, _NUMBERS_PER_RANDOM_COUNTER)
         generator = np.random.Philox(key=seed, counter=(step << _STEP_FIRST_BIT) + counter)
         random_numbers = generator.random_raw(offset + batch)[offset:]
         return random_numbers % np.uint64(-(-self._start_count // self._start_stride)) * np.uint64(self._start_stride)
 
-    def spread_windows(self, batch: int, max_windows: int) -> list[Batch]:
+    def select_spaced_windows(self, batch: int, max_windows: int) -> list[TokenBatch]:
         """Returns at most `max_windows` windows in batches. The windows do not overlap, and are spread evenly over
         the text.
         """
         available_windows = (self._start_count - 1) // self._length + 1
         window_count = min(max_windows, available_windows)
-        window_numbers = (
+        window_indices = (
             np.arange(window_count, dtype=np.uint64) * np.uint64(available_windows) // np.uint64(window_count)
         )
-        window_starts = window_numbers * np.uint64(self._length)
+        window_starts = window_indices * np.uint64(self._length)
         return [
-            self._make_batch(self._read_ids(window_starts[first : first + batch]))
-            for first in range(0, window_count, batch)
+            self._make_batch(self._read_ids(window_starts[first_window_index : first_window_index + batch]))
+            for first_window_index in range(0, window_count, batch)
         ]
 
     def _read_ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:
         return np.stack([self._tokens[start : start + self._length + 1] for start in starts.tolist()])
 
-    def _make_batch(self, tokens: NDArray[np.uint16]) -> Batch:
+    def _make_batch(self, tokens: NDArray[np.uint16]) -> TokenBatch:
         host_ids = torch.from_numpy(tokens.astype(np.int64))
         if self._device != "cpu":
             # A copy from pinned memory runs while the host continues.
@@ -99,40 +99,40 @@ class TokenWindows:
 QUANTISED_FORMATS = ("bf16", "fp8", "nvfp4")
 # A validation reads about 4096 tokens, but at least 16 windows, and about 1024 tokens per forward pass.
 _VALIDATED_TOKENS = 4096
-_MIN_WINDOWS = 16
+_MIN_VALIDATION_WINDOWS = 16
 _TOKENS_PER_PASS = 1024
 # A loss by position is the average over one of eight equal ranges of a window's positions.
-_POSITION_RANGES = 8
+_POSITION_RANGE_COUNT = 8
 _SILENT_PHASES = SilentPhases()
 
 
 # The sum of losses at each position of a window over all windows, and the number of windows.
-PositionSums = tuple[list[float], int]
+PositionLossSums = tuple[list[float], int]
 
 
 @dataclass(eq=False)
-class Evaluation:
-    """Computes losses on the held-out windows. `layers` are the layers whose precision can be set. `share_scales`
-    returns a layer's arithmetic with scales that depend on all ranks.
+class HeldOutEvaluation:
+    """Computes losses on the held-out windows. `layers` are the layers whose precision can be set.
+    `share_scales_across_ranks` returns a layer's arithmetic with scales that depend on all ranks.
     """
 
-    text: TrainingText
+    text: TrainingTokens
     config: GPTConfig
     layers: Sequence[Layer]
     facts: DeviceFacts
-    share_scales: Callable[[str, Arithmetic], Arithmetic]
+    share_scales_across_ranks: Callable[[str, Arithmetic], Arithmetic]
 
     def __post_init__(self) -> None:
         length = self.config.sequence
         windows = TokenWindows(self.text.held_out, length, self.facts.key)
         # Few long windows fit into 4096 tokens. With fewer than 16 windows, a loss would depend on single sentences.
-        max_windows = max(_MIN_WINDOWS, _VALIDATED_TOKENS // length)
-        self.held_out = windows.spread_windows(max(self.config.batch, _TOKENS_PER_PASS // length), max_windows)
+        max_windows = max(_MIN_VALIDATION_WINDOWS, _VALIDATED_TOKENS // length)
+        self.held_out = windows.select_spaced_windows(max(self.config.batch, _TOKENS_PER_PASS // length), max_windows)
 
     def measure_losses(
         self, model: LanguageModel, row_key: tuple[str, int, int], is_last: bool
     ) -> Iterator[Validation]:
-        def make_validation(name: str, sums: PositionSums, positions: slice = slice(None)) -> Validation:
+        def make_validation(name: str, sums: PositionLossSums, positions: slice = slice(None)) -> Validation:
             losses = sums[0][positions]
             windows = sums[1]
             tokens = len(losses) * windows
@@ -144,17 +144,19 @@ class Evaluation:
         if not is_last:
             return
         length = self.config.sequence
-        positions_per_range = -(-length // _POSITION_RANGES)
+        positions_per_range = -(-length // _POSITION_RANGE_COUNT)
         for range_start in range(0, length, positions_per_range):
             end = min(range_start + positions_per_range, length)
             yield make_validation(f"position:{range_start}-{end - 1}", held_out, slice(range_start, end))
         for mode in QUANTISED_FORMATS:
             arithmetic = precisions.get(mode).arithmetic(self.facts)
             names = [layer.name for layer in self.layers if not layer.high]
-            with use_arithmetics(model, {name: self.share_scales(name, arithmetic.layer(name)) for name in names}):
+            with use_arithmetics(
+                model, {name: self.share_scales_across_ranks(name, arithmetic.layer(name)) for name in names}
+            ):
                 yield make_validation(f"quantised:{mode}", self._sum_losses(model))
 
-    def _sum_losses(self, model: LanguageModel) -> PositionSums:
+    def _sum_losses(self, model: LanguageModel) -> PositionLossSums:
         losses = torch.zeros(self.config.sequence, dtype=torch.float64, device=self.facts.key)
         for tokens, targets in self.held_out:
             losses += model(tokens, targets, _SILENT_PHASES, "none").view(targets.shape).sum(0, dtype=torch.float64)
@@ -168,7 +170,7 @@ _TASK_TOKENS_PER_PASS = 4096
 
 
 @dataclass(eq=False)
-class Scores:
+class ModelScorer:
     """Scores an arm's model on tasks and by the user's metrics. Tasks need a built-in model, which has a `config`."""
 
     task: SeedTask
@@ -190,31 +192,31 @@ class Scores:
             predict = lambda tokens: cast_to(model.logits(tokens, _SILENT_PHASES), model.around["logits"])  # noqa: E731
         yield from self.score_tasks(predict)
         for metric in self.settings.metric:
-            yield from measure_metric(metric, predict, self.held_out)
+            yield from measure_user_metric(metric, predict, self.held_out)
 
     def score_tasks(self, predict: PredictLogits) -> Iterator[tuple[str, float]]:
         """Yields the share of right answers in each task, with the name of its figure. The share is NaN if logits are
         not finite.
         """
         for name, items in self._items.items():
-            rows, lengths = self._pad_texts([*chain.from_iterable(item.texts for item in items)])
+            rows, lengths = self._pad_token_texts([*chain.from_iterable(item.texts for item in items)])
             rows_per_pass = max(1, _TASK_TOKENS_PER_PASS // rows.shape[1])
             batches = [
-                (rows[at : at + rows_per_pass], lengths[at : at + rows_per_pass])
-                for at in range(0, len(rows), rows_per_pass)
+                (rows[begin_row : begin_row + rows_per_pass], lengths[begin_row : begin_row + rows_per_pass])
+                for begin_row in range(0, len(rows), rows_per_pass)
             ]
             if items[0].positions:
-                scores = torch.cat([_predict_choices(predict, part, items[0]) for part, _ in batches])
+                scores = torch.cat([_predict_choice_logits(predict, part, items[0]) for part, _ in batches])
             else:
                 scores = torch.cat([_measure_log_probabilities(predict, *part) for part in batches]).view(
                     len(items), 1, -1
                 )
             # If several choices have the highest score, they share the point. So a model that always answers the same
             # scores no better than chance.
-            right_choices = torch.tensor([item.right for item in items], device=scores.device)
-            yield f"{TASK_PREFIX}{name}", float(_score_answers(scores, right_choices).mean())
+            correct_choice_indices = torch.tensor([item.right for item in items], device=scores.device)
+            yield f"{TASK_PREFIX}{name}", float(_score_answers(scores, correct_choice_indices).mean())
 
-    def _pad_texts(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+    def _pad_token_texts(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
         """Returns texts as rows of token ids, padded at the end to equal length, and the length of each text. Padding
         does not change the scores.
         """
@@ -226,22 +228,24 @@ class Scores:
 
 
 @lru_cache(maxsize=1)
-def _load_task_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[str, list[TaskItem]]:
+def _load_task_items(tasks: tuple[str, ...], text: TrainingTokens, sequence: int) -> dict[str, list[TaskItem]]:
     """Returns the items of each task. Raises UsageError if the training text is given as tokens, or has no words."""
     if text.tokens == "given" and tasks:
         raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")
     held_out = b""
     if "cloze" in tasks:
-        held_out_span = text.held_out
-        tokens = np.memmap(held_out_span.path, dtype=np.uint16, mode="r")[held_out_span.start : held_out_span.stop]
+        held_out_token_span = text.held_out
+        tokens = np.memmap(held_out_token_span.path, dtype=np.uint16, mode="r")[
+            held_out_token_span.start : held_out_token_span.stop
+        ]
         held_out = tokens.astype(np.uint8).tobytes()
     items: dict[str, list[TaskItem]] = {}
     for task in tasks:
-        items.update(make_items(task, sequence, held_out))
+        items.update(make_task_items(task, sequence, held_out))
     return items
 
 
-def _predict_choices(predict: PredictLogits, rows: Tensor, item: TaskItem) -> Tensor:
+def _predict_choice_logits(predict: PredictLogits, rows: Tensor, item: TaskItem) -> Tensor:
     """Returns the logits of the item's choices at the item's positions. Their shape is (texts, positions, choices)."""
     positions, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (item.positions, item.choices))
     return predict(rows)[:, positions - 1][:, :, choices].double()
@@ -250,8 +254,8 @@ def _predict_choices(predict: PredictLogits, rows: Tensor, item: TaskItem) -> Te
 def _measure_log_probabilities(predict: PredictLogits, rows: Tensor, lengths: Tensor) -> Tensor:
     """Returns the log-probability of each text, as a tensor (texts)."""
     log_probabilities = predict(rows)[:, :-1].double().log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
-    is_text = torch.arange(1, rows.shape[1], device=rows.device) < lengths[:, None]
-    return log_probabilities.where(is_text, 0.0).sum(1)
+    is_unpadded_token = torch.arange(1, rows.shape[1], device=rows.device) < lengths[:, None]
+    return log_probabilities.where(is_unpadded_token, 0.0).sum(1)
 
 
 def _score_answers(scores: Tensor, right_choices: Tensor) -> Tensor:
@@ -263,20 +267,20 @@ def _score_answers(scores: Tensor, right_choices: Tensor) -> Tensor:
     return item_scores.where(scores.isfinite().all(-1), torch.nan)
 
 
-def measure_metric(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple[str, float]]:
+def measure_user_metric(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple[str, float]]:
     """Yields the results of a user's metric by figure name: one number, or several. Raises UsageError if the metric
     fails."""
-    metric_word = metric.removesuffix("=lower")
+    metric_name = metric.removesuffix("=lower")
     try:
-        value = named(metric_word)(model, held_out)
+        value = named(metric_name)(model, held_out)
         values = value if isinstance(value, Mapping) else {"": value}
         figures = {
-            f"{METRIC_PREFIX}{metric_word}{f'.{name}' if name else ''}": float(number)
+            f"{METRIC_PREFIX}{metric_name}{f'.{name}' if name else ''}": float(number)
             for name, number in values.items()
         }
     except Exception as error:
         raise UsageError(
-            f"--metric {metric_word} returned no figure: {own_words(error)}. It is called with the model and the "
+            f"--metric {metric_name} returned no figure: {own_words(error)}. It is called with the model and the "
             "held-out batches, and has to return a number, or a mapping of names to numbers."
         ) from error
     yield from figures.items()

@@ -20,9 +20,15 @@ from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhas
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import SEVERAL_RANKS_REASON, DeviceLedger, EmulatedHardware, find_hardware_for_modes
-from fp8bench.worker.faults import DescribedFault, describe_fault
+from fp8bench.worker.faults import FaultDescription, describe_fault
 from fp8bench.worker.main import main
-from fp8bench.worker.memory_pass import MakePrepare, PreparedMemory, ReportMemory, make_cast_watch, measure_step_memory
+from fp8bench.worker.memory_pass import (
+    MakeMemoryPreparation,
+    PreparedMemory,
+    ReportMemoryRole,
+    make_cast_watch,
+    measure_step_memory,
+)
 from fp8bench.worker.step_guards import stdout_to_stderr
 from fp8bench.worker.switches import precision_scope, restore_switches
 from fp8bench.workloads.model import LOADED_MODELS, load_target_model
@@ -33,21 +39,21 @@ if TYPE_CHECKING:
 # The module that a ProcessWorker runs as a lab.
 LAB_MODULE = "fp8bench.features.train.lab.lab"
 # A finished arm is timed by training 50 more steps, at the final learning rate and with new batches each time.
-_REPEATED_STEPS = 50
+_TIMED_REPEAT_STEPS = 50
 
 
-class NotFinite(RuntimeError):
+class ArmNotFinite(RuntimeError):
     """Raised when the steps of an arm should be timed, but the arm has stopped at NaN or infinity."""
 
 
-class NotBuilt(RuntimeError):
+class ArmNotBuilt(RuntimeError):
     """Raised when an arm is used, but its model or optimizer could not be built."""
 
 
 class Lab(Bench):
     """Holds one Trainer per arm of a seed, and runs the parent's calls on them."""
 
-    _task: SeedTask
+    _seed_task: SeedTask
     _rank = 0
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
@@ -56,22 +62,22 @@ class Lab(Bench):
         """
         from fp8bench.features.train.lab.trainer import Trainer
 
-        self._begin_task(task)
+        self._begin_seed_task(task)
         for arm in task.arms:
             try:
-                with self._with_switches():
+                with self._apply_precision_switches():
                     self._trainers[arm.name] = Trainer(task, arm)
             except Exception as error:  # noqa: BLE001 - the other arms may fit, or have a sound plan
                 self._unbuilt[arm.name] = describe_fault(error)
-        return tuple(trainer.describe_state() for trainer in self._trainers.values())
+        return tuple(trainer.describe_arm_state() for trainer in self._trainers.values())
 
-    def _begin_task(self, task: SeedTask) -> Device:
+    def _begin_seed_task(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}
-        self._unbuilt: dict[str, DescribedFault] = {}
+        self._unbuilt: dict[str, FaultDescription] = {}
         LOADED_MODELS.clear()
         # The arms of the previous seed must leave the device before the next ones are built.
         gc.collect()
-        self._task = task
+        self._seed_task = task
         device = self._select_device(task.facts)
         device.empty_cache()
         return device
@@ -79,33 +85,33 @@ class Lab(Bench):
     def examine(self, task: SeedTask) -> tuple[tuple[str, Coverage], ...]:  # type: ignore[override]
         """Trains every arm of a user's model for one step, and returns which layers each arm converts. Raises an
         error if an arm cannot be trained."""
-        from fp8bench.features.train.step import examine_arms
+        from fp8bench.features.train.step import examine_arm_coverages
 
-        self._begin_task(task)
-        with self._with_switches():
-            return examine_arms(task)
+        self._begin_seed_task(task)
+        with self._apply_precision_switches():
+            return examine_arm_coverages(task)
 
     def measure_memory(self, task: SeedTask) -> ArmCost:
         """Measures the memory that the task's only arm needs. First drops the arms of the previous seed, so that no
         other arm is on the device.
         """
         (arm,) = task.arms
-        device = self._begin_task(task)
+        device = self._begin_seed_task(task)
         hardware = find_hardware(task)
-        with self._with_switches(precisions.get(arm.precision)):
+        with self._apply_precision_switches(precisions.get(arm.precision)):
             # The process keeps a user's model for all arms, so load it before an arm's memory is counted.
-            if make := task.settings.make:
-                load_target_model(make, task.seed, task.facts)
+            if make_target := task.settings.make:
+                load_target_model(make_target, task.seed, task.facts)
             build_arm = make_arm_builder(task, arm, hardware)
             memory_use, trainer = measure_step_memory(
                 build_arm, device, task.facts.index, leaks=False, hardware=hardware
             )
         if isinstance(memory_use, str):
             return ArmCost(arm.name, task.seed, why=f"its memory cannot be counted: {memory_use}")
-        parameter_count = trainer.describe_state().parameters
-        sizes = trainer.describe_state().bytes_per_parameter
-        kept_bytes = tuple((name, round(size * parameter_count)) for name, size in sizes)
-        return ArmCost(arm.name, task.seed, kept=kept_bytes, memory=memory_use)
+        parameter_count = trainer.describe_arm_state().parameters
+        sizes = trainer.describe_arm_state().bytes_per_parameter
+        state_bytes_by_name = tuple((name, round(size * parameter_count)) for name, size in sizes)
+        return ArmCost(arm.name, task.seed, kept=state_bytes_by_name, memory=memory_use)
 
     def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         """Trains an arm for up to `steps` steps and returns their output lines. Returns no lines if the arm has stopped
@@ -116,8 +122,8 @@ class Lab(Bench):
         lines: list[StreamLine] = []
         for _ in range(steps):
             lines += self._change_precision(arm)
-            trainer = self._get_trainer(arm)
-            with self._with_switches(trainer.precision):
+            trainer = self._get_arm_trainer(arm)
+            with self._apply_precision_switches(trainer.precision):
                 lines += step.advance(trainer, self._make_unmarked_phases())
         return tuple(lines)
 
@@ -127,10 +133,10 @@ class Lab(Bench):
         """
         from fp8bench.features.train.lab.trainer import change_precision
 
-        trainer = self._get_trainer(arm)
+        trainer = self._get_arm_trainer(arm)
         if trainer.stopped or trainer.precision_change is None or trainer.step < trainer.precision_change[1]:
             return
-        with self._with_switches():
+        with self._apply_precision_switches():
             self._trainers[arm] = change_precision(trainer)
         precision, first_step = trainer.precision_change
         yield trainer.event(COVERAGE_EVENT, f"{arm} is trained in {precision} from step {first_step} on")
@@ -139,11 +145,11 @@ class Lab(Bench):
         """Trains an arm for `steps` further steps without any pause between them, and returns their seconds. These
         steps change the arm's weights, but make no output lines.
         """
-        trainer = self._get_trainer(key)
-        facts = self._task.facts
+        trainer = self._get_arm_trainer(key)
+        facts = self._seed_task.facts
         silent_phases = SilentPhases()
         device = self._select_device(facts)
-        with self._with_switches(trainer.precision):
+        with self._apply_precision_switches(trainer.precision):
             # A single time on the host covers all steps. It ends once the device has finished all queued work.
             start = time.perf_counter()
             for _ in range(steps):
@@ -152,12 +158,12 @@ class Lab(Bench):
             return time.perf_counter() - start
 
     def check(self, key: str) -> StateCheck:
-        stopped = self._get_trainer(key).stopped
+        stopped = self._get_arm_trainer(key).stopped
         return StateCheck("the arm has stopped: its numbers are not finite" if stopped else "")
 
     def validate(self, arm: str, last: bool = False) -> tuple[StreamLine, ...]:
-        trainer = self._get_trainer(arm)
-        with self._with_switches(trainer.precision):
+        trainer = self._get_arm_trainer(arm)
+        with self._apply_precision_switches(trainer.precision):
             return trainer.validate(last)
 
     def drop(self, arm: str) -> None:
@@ -169,12 +175,14 @@ class Lab(Bench):
         returns their names."""
         from fp8bench.features.train.lab.checkpoint import write_checkpoint
 
-        not_finite_arms = self._find_not_finite()
-        states = {name: trainer.get_state() for name, trainer in self._trainers.items() if name not in not_finite_arms}
-        write_checkpoint(folder, self._task, states, self._rank)
+        not_finite_arms = self._list_nonfinite_arms()
+        trainer_states = {
+            name: trainer.get_state() for name, trainer in self._trainers.items() if name not in not_finite_arms
+        }
+        write_checkpoint(folder, self._seed_task, trainer_states, self._rank)
         return not_finite_arms
 
-    def _find_not_finite(self) -> tuple[str, ...]:
+    def _list_nonfinite_arms(self) -> tuple[str, ...]:
         from fp8bench.features.train.lab.checkpoint import is_finite
 
         return tuple(name for name, trainer in self._trainers.items() if not is_finite(trainer.get_state()))
@@ -186,14 +194,14 @@ class Lab(Bench):
         from fp8bench.features.train.lab.trainer import change_precision
 
         # Checkpoints do not contain arms that have stopped at NaN or infinity. Such an arm stays stopped.
-        states = self._read_checkpoint(folder)
+        trainer_states = self._read_checkpoint(folder)
         for name, trainer in list(self._trainers.items()):
-            if name in states:
-                trainer.step = int(states[name]["step"])
-                if states[name]["precision"] != trainer.arm.precision:
-                    with self._with_switches():
+            if name in trainer_states:
+                trainer.step = int(trainer_states[name]["step"])
+                if trainer_states[name]["precision"] != trainer.arm.precision:
+                    with self._apply_precision_switches():
                         self._trainers[name] = change_precision(trainer)
-                self._trainers[name].set_state(states[name])
+                self._trainers[name].set_state(trainer_states[name])
             else:
                 trainer.stopped = True
         return tuple((name, trainer.step) for name, trainer in self._trainers.items())
@@ -201,47 +209,47 @@ class Lab(Bench):
     def _read_checkpoint(self, folder: str) -> dict[str, State]:
         from fp8bench.features.train.lab.checkpoint import read_checkpoint
 
-        return read_checkpoint(folder, self._task, self._rank)
+        return read_checkpoint(folder, self._seed_task, self._rank)
 
     def close(self) -> None:
         self._trainers = {}
         super().close()
 
-    def _get_trainer(self, arm: str) -> Trainer:
+    def _get_arm_trainer(self, arm: str) -> Trainer:
         if arm in self._unbuilt:
-            build_fault = self._unbuilt[arm]
-            if build_fault.kind == UsageError.__name__:
-                raise UsageError(build_fault.text)
-            raise NotBuilt(f"{build_fault.kind}: {build_fault.text}")
+            arm_build_fault = self._unbuilt[arm]
+            if arm_build_fault.kind == UsageError.__name__:
+                raise UsageError(arm_build_fault.text)
+            raise ArmNotBuilt(f"{arm_build_fault.kind}: {arm_build_fault.text}")
         return self._trainers[arm]
 
     @contextmanager
-    def _with_switches(self, precision: Precision | None = None) -> Iterator[None]:
+    def _apply_precision_switches(self, precision: Precision | None = None) -> Iterator[None]:
         """Sets torch's global switches for a precision inside the `with` block. Then restores the switches and the
         random state.
         """
         import torch
 
-        facts = self._task.facts
+        facts = self._seed_task.facts
         self._select_device(facts)
         gpus = [facts.index] if facts.accelerated else []
-        precision_switches = precision_scope(precision) if precision is not None else nullcontext()
+        precision_context = precision_scope(precision) if precision is not None else nullcontext()
         forked_random_state = torch.random.fork_rng(gpus, device_type=facts.kind)
-        with forked_random_state, restore_switches(), stdout_to_stderr(), precision_switches:
+        with forked_random_state, restore_switches(), stdout_to_stderr(), precision_context:
             yield
 
 
 def take_extra_step(trainer: Trainer, phase: Phases) -> None:
-    """Trains an arm for one step. A finished arm repeats one of its last steps. Raises NotFinite if the arm has
+    """Trains an arm for one step. A finished arm repeats one of its last steps. Raises ArmNotFinite if the arm has
     stopped.
     """
     from fp8bench.features.train import step
 
-    trainer.prepare_repeat(_REPEATED_STEPS)
+    trainer.prepare_repeat(_TIMED_REPEAT_STEPS)
     for _ in step.advance(trainer, phase, watched=False):
         pass
     if trainer.stopped:
-        raise NotFinite(f"it stopped at step {trainer.step}: its numbers were not finite")
+        raise ArmNotFinite(f"it stopped at step {trainer.step}: its numbers were not finite")
 
 
 def find_hardware(task: SeedTask) -> EmulatedHardware:
@@ -252,8 +260,8 @@ def find_hardware(task: SeedTask) -> EmulatedHardware:
     settings = arm.merge_settings(task.settings)
     if task.facts.ranks > 1:
         return EmulatedHardware(why=SEVERAL_RANKS_REASON)
-    carrying_precision = precisions.get(arm.precision).carried_by
-    modes = dict.fromkeys(filter(None, (arm.precision, carrying_precision, *dict(settings.precision_map).values())))
+    carrier_precision = precisions.get(arm.precision).carried_by
+    modes = dict.fromkeys(filter(None, (arm.precision, carrier_precision, *dict(settings.precision_map).values())))
     hardware = find_hardware_for_modes(((mode, mode) for mode in modes), task.facts)
     reason = workloads.get("conv").not_on_device if settings.arch == "cnn" and not settings.make else ""
     if settings.attention != "auto":
@@ -261,13 +269,13 @@ def find_hardware(task: SeedTask) -> EmulatedHardware:
     return replace(hardware, why=hardware.why or reason) if hardware.arithmetics else hardware
 
 
-def make_arm_builder(task: SeedTask, arm: Arm, hardware: EmulatedHardware) -> MakePrepare:
+def make_arm_builder(task: SeedTask, arm: Arm, hardware: EmulatedHardware) -> MakeMemoryPreparation:
     """Returns a function that builds the task's arm in order to count its memory. Tensors of this arm are not measured,
     because measuring would use memory.
     """
     from fp8bench.features.train.lab.trainer import Trainer
 
-    def make(listener: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+    def make(listener: ReportMemoryRole | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
         def wrap_with_hardware(mode: str, inner: Arithmetic) -> Arithmetic:
             assert ledger is not None
             return hardware.wrap_arithmetic(mode, inner, ledger)

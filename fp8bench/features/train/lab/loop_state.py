@@ -35,15 +35,15 @@ class LoopState:
         }
         optimizer_moments = _list_moments_of_first_parameter(optimizer)
         # Reading moments waits for the device. So only those moments are read that were changed outside of a step.
-        changed_moments = [
+        changed_optimizer_moments = [
             moment
             for moment, mark in zip(optimizer_moments, self._moment_marks, strict=False)
-            if _id_and_version(moment) != mark
+            if _get_id_and_version(moment) != mark
         ]
-        return any(not moment.any() for moment in changed_moments)
+        return any(not moment.any() for moment in changed_optimizer_moments)
 
     def end_update(self, optimizer: Optimizer) -> None:
-        self._moment_marks = list(map(_id_and_version, _list_moments_of_first_parameter(optimizer)))
+        self._moment_marks = list(map(_get_id_and_version, _list_moments_of_first_parameter(optimizer)))
 
     def list_figures(self, parameters: NamedParameters) -> dict[tuple[str, str], FigureValue]:
         """Returns figures by name and path. `steps_without_gradient` counts the steps in a row in which a parameter had
@@ -69,14 +69,16 @@ class LoopState:
         if self._initially_in_eval is None:
             # Fine-tuning freezes batch norms, or parts of a model with their dropout, from the first step on.
             has_frozen_parameters = any(not parameter.requires_grad for parameter in self._module.parameters())
-            allowed_kinds = _MODE_DEPENDENT_LAYERS if has_frozen_parameters else (nn.modules.batchnorm._BatchNorm,)
+            allowed_layer_types = (
+                _MODE_DEPENDENT_LAYERS if has_frozen_parameters else (nn.modules.batchnorm._BatchNorm,)
+            )
             self._initially_in_eval = {
-                path for path, module in layers_in_eval.items() if isinstance(module, allowed_kinds)
+                path for path, module in layers_in_eval.items() if isinstance(module, allowed_layer_types)
             }
         return [path for path in layers_in_eval if path not in self._initially_in_eval]
 
 
-def _id_and_version(tensor: Tensor) -> tuple[int, int]:
+def _get_id_and_version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), tensor._version
 
 

@@ -11,13 +11,13 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.readings import dense_values
+from fp8bench.features.train.lab.readings import get_stored_values
 from fp8bench.formats.grids import E4M3, FP16
-from fp8bench.formats.native_codes import codes, current_scale
+from fp8bench.formats.native_codes import codes, compute_current_scale
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.moments import MomentStorage, make_arithmetic_storage, make_scaled_storage
+from fp8bench.nn.moments import MomentStorageMethod, make_arithmetic_storage, make_scaled_storage
 from fp8bench.protocols import Operand
 
 # A gradient's scale is halved if more than this share of its values saturates, as in FP8-LM. Otherwise it grows by a
@@ -26,12 +26,12 @@ MAX_SATURATED_SHARE = 1e-5
 _SCALE_GROWTH = 2 ** (1 / 1000)
 
 
-Tensors = Sequence[Tensor]
+TensorSequence = Sequence[Tensor]
 # A model's parameters by their paths.
 NamedParameters = Mapping[str, nn.Parameter]
 
 
-def gradient_or_zeros(parameter: Tensor) -> Tensor:
+def get_gradient_or_zeros(parameter: Tensor) -> Tensor:
     """Returns a parameter's gradient. Returns zeros if the backward did not reach the parameter, such as that of an
     expert without tokens.
     """
@@ -52,26 +52,26 @@ class Gradients:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def get_gradients(self, parameters: Tensors) -> list[Tensor]:
-        return list(map(gradient_or_zeros, parameters))
+    def get_gradients(self, parameters: TensorSequence) -> list[Tensor]:
+        return list(map(get_gradient_or_zeros, parameters))
 
-    def fill_missing(self) -> list[Tensor]:
+    def fill_missing_gradients(self) -> list[Tensor]:
         for parameter in self._parameters:
-            parameter.grad = gradient_or_zeros(parameter)
+            parameter.grad = get_gradient_or_zeros(parameter)
         return self.get_gradients(self._parameters)
 
     def store_gradients(self) -> None:
         """Stores gradients that were put into the parameters' `grad` without a backward."""
 
     def norms(self) -> list[Tensor]:
-        return list(torch._foreach_norm(list(map(dense_values, self.get_gradients(self._parameters)))))
+        return list(torch._foreach_norm(list(map(get_stored_values, self.get_gradients(self._parameters)))))
 
-    def restore_gradients(self, parameters: Tensors) -> None:
+    def restore_gradients(self, parameters: TensorSequence) -> None:
         """Puts the stored gradients into the parameters' `grad` for an update."""
         for parameter, gradient in zip(parameters, self.get_gradients(parameters), strict=True):
             parameter.grad = gradient
 
-    def free_gradients(self, parameters: Tensors) -> None:
+    def free_gradients(self, parameters: TensorSequence) -> None:
         """Frees the float32 gradients that `restore_gradients` has put into `grad` of the parameters."""
 
     def finish_step(self) -> None:
@@ -84,7 +84,7 @@ class Gradients:
         return []
 
 
-class LowGradients(Gradients):
+class LowPrecisionGradients(Gradients):
     """Stores gradients in low precision. As soon as backward computes a float32 gradient, it is added to the stored
     gradient and rounded. So only one float32 gradient at a time uses memory.
     """
@@ -111,7 +111,7 @@ class LowGradients(Gradients):
         for parameter in self._parameters:
             self._store_gradient(parameter)
 
-    def get_gradients(self, parameters: Tensors) -> list[Tensor]:
+    def get_gradients(self, parameters: TensorSequence) -> list[Tensor]:
         return [
             self._stored_gradients[parameter].restore()
             if parameter in self._received_gradients
@@ -119,7 +119,7 @@ class LowGradients(Gradients):
             for parameter in parameters
         ]
 
-    def free_gradients(self, parameters: Tensors) -> None:
+    def free_gradients(self, parameters: TensorSequence) -> None:
         for parameter in parameters:
             parameter.grad = None
 
@@ -174,7 +174,7 @@ class AutomaticScale:
         total = gradient if is_first else gradient + self.restore()
         amax = largest_magnitude(total)
         if is_first:
-            scale, _ = current_scale(amax * self._micro_batches, E4M3, ScaleRounding.EXACT)
+            scale, _ = compute_current_scale(amax * self._micro_batches, E4M3, ScaleRounding.EXACT)
             self._scale = scale * self.share
             self._saturated = torch.zeros_like(self._saturated)
         self._saturated = self._saturated + torch.count_nonzero(total.abs() > E4M3.largest / self._scale)
@@ -187,10 +187,10 @@ class AutomaticScale:
     def finish_step(self) -> None:
         # FP8-LM adapts its scale in the same way: down at once, up slowly.
         has_too_many_saturated = self._saturated > MAX_SATURATED_SHARE * self._codes.numel() * self._micro_batches
-        next_scale_share = torch.where(
+        adjusted_scale_share = torch.where(
             has_too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0)
         )
-        self.share = torch.where(self._inverse.isfinite(), next_scale_share, self.share)
+        self.share = torch.where(self._inverse.isfinite(), adjusted_scale_share, self.share)
 
 
 class Weights:
@@ -212,7 +212,7 @@ class Weights:
     def load_high_precision(self) -> None:
         """Puts the high-precision values into the parameters, so that an update can be added to them."""
 
-    def round_weights(self, parameters: Tensors) -> None:
+    def round_weights(self, parameters: TensorSequence) -> None:
         """Rounds parameters after an update, and stores them."""
 
     def stored_tensors(self) -> list[Tensor]:
@@ -225,13 +225,13 @@ class HalfWeights(Weights):
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
         super().__init__(parameters, layers)
-        self._storage = self._make_storage()
+        self._storage = self._make_moment_storage()
         self._masters: dict[Tensor, Operand] = {}
         self._sizes = {parameter: parameter.untyped_storage().nbytes() for parameter in parameters}
         self.round_weights(parameters)
-        self._free_parameters()
+        self._free_parameter_memory()
 
-    def _make_storage(self) -> MomentStorage:
+    def _make_moment_storage(self) -> MomentStorageMethod:
         """Returns storage with power-of-two scales. With such scales, rounding a rounded weight again, for example in
         a skipped step, changes nothing.
         """
@@ -245,17 +245,17 @@ class HalfWeights(Weights):
         try:
             yield
         finally:
-            self._free_parameters()
+            self._free_parameter_memory()
 
     def _restore_weight(self, parameter: Tensor) -> None:
         """Puts a stored weight into its parameter."""
         parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
 
-    def _free_parameters(self) -> None:
+    def _free_parameter_memory(self) -> None:
         for parameter in self._parameters:
             parameter.untyped_storage().resize_(0)
 
-    def round_weights(self, parameters: Tensors) -> None:
+    def round_weights(self, parameters: TensorSequence) -> None:
         for parameter in parameters:
             self._masters[parameter] = self._storage.store(parameter.detach())
             self._restore_weight(parameter)
@@ -285,7 +285,7 @@ class EightBitWeights(HalfWeights):
         for parameter in self._layers:
             self._restore_weight(parameter)
 
-    def round_weights(self, parameters: Tensors) -> None:
+    def round_weights(self, parameters: TensorSequence) -> None:
         super().round_weights(parameters)
         layers = set(map(id, self._layers))
         for parameter in parameters:
@@ -301,10 +301,10 @@ class StochasticWeights(HalfWeights):
     is set in each step.
     """
 
-    def _make_storage(self) -> MomentStorage:
+    def _make_moment_storage(self) -> MomentStorageMethod:
         self._generator = torch.Generator(self._parameters[0].device)
         self._generator.manual_seed(0)
-        return MomentStorage(
+        return MomentStorageMethod(
             lambda x: Operand(round_to_bf16_randomly(x, self._generator)),
             lambda operand: operand.data.to(torch.float32),
         )
@@ -330,26 +330,26 @@ WEIGHTS_BY_MASTER = {
 }
 
 
-def make_update_rounding(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
+def make_update_rounding(fmt: str) -> Callable[[TensorSequence, TensorSequence], None] | None:
     """Returns a function that rounds the updates of weights to a format, and applies the rounded updates. Returns
     None for fp32.
     """
     if fmt == "fp32":
         return None
-    update_storage = (
+    low_precision_storage = (
         make_scaled_storage(E4M3) if fmt == "fp8" else make_arithmetic_storage(PlainArithmetic(torch.bfloat16))
     )
 
     @torch.no_grad()
-    def apply_rounded_updates(old_weights: Tensors, new_weights: Tensors) -> None:
+    def apply_rounded_updates(old_weights: TensorSequence, new_weights: TensorSequence) -> None:
         for old, new in zip(old_weights, new_weights, strict=True):
-            rounded_update = update_storage.restore(update_storage.store((new - old).to(torch.float32)))
+            rounded_update = low_precision_storage.restore(low_precision_storage.store((new - old).to(torch.float32)))
             new.copy_(old + rounded_update.to(old.dtype))
 
     return apply_rounded_updates
 
 
-def make_state_storages(fmt: str) -> tuple[MomentStorage, MomentStorage] | None:
+def make_state_storages(fmt: str) -> tuple[MomentStorageMethod, MomentStorageMethod] | None:
     """Returns the storages of an optimizer's first and second moments between steps; None for fp32. In FP8-LM, first
     moments are stored in E4M3, and second moments in fp16 with a scale.
     """

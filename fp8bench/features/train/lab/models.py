@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import (
-    CUTTING_PARALLEL,
-    PARALLEL_WITH_WIRE,
+    PARALLELISMS_WITH_WIRE_FORMAT,
     PARAMETER_KINDS,
+    TENSOR_CUTTING_METHODS,
     WIRE_FORMATS,
     TrainerSettings,
     parse_optimizer,
@@ -22,9 +22,9 @@ from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.nn.parallel.ways import explain_uncuttable
+from fp8bench.nn.parallel.ways import explain_uncuttable_model
 from fp8bench.nn.shared_workloads import explain_uncompilable
-from fp8bench.nn.sizes import LINE_TOKENS, SIZES, GPTConfig, around, gpt_around
+from fp8bench.nn.sizes import LINE_TOKENS, SIZES, GPTConfig, around, make_gpt_surrounding_layers
 from fp8bench.protocols import Layer, Precision, find_map_key, list_map_keys
 from fp8bench.registry import precisions
 
@@ -44,7 +44,7 @@ _BLOCK_LAYERS: Mapping[str, tuple[tuple[str, str], ...]] = {
 EXPERTS = 8
 _RATE_NAMES = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
 # The paths of a block's norm layers, by architecture. The last norm of a model is outside of its blocks.
-_NORM_PATHS: Mapping[str, tuple[str, ...]] = {
+_NORM_PATHS_BY_ARCH: Mapping[str, tuple[str, ...]] = {
     "mlp": ("norms.{}",),
     "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
 }
@@ -58,19 +58,19 @@ def make_config(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
     """
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
-    default_config = SIZES[settings.model]
+    model_size_config = SIZES[settings.model]
     # Matrix products need dimensions that are multiples of 128, so the vocabulary is padded.
     padded_vocabulary = -(-vocabulary // _MATRIX_SIDE_MULTIPLE) * _MATRIX_SIDE_MULTIPLE
     return replace(
-        default_config,
-        vocabulary=max(padded_vocabulary, default_config.vocabulary)
-        if default_config.vocabulary > 256
+        model_size_config,
+        vocabulary=max(padded_vocabulary, model_size_config.vocabulary)
+        if model_size_config.vocabulary > 256
         else padded_vocabulary,
-        batch=settings.batch or default_config.batch,
-        sequence=settings.sequence or default_config.sequence,
+        batch=settings.batch or model_size_config.batch,
+        sequence=settings.sequence or model_size_config.sequence,
         experts=EXPERTS if settings.arch == "moe" else 0,
-        hidden=default_config.hidden // 2 if settings.arch == "moe" else default_config.hidden,
-        tied=default_config.tied and settings.arch in ("gpt", "moe"),
+        hidden=model_size_config.hidden // 2 if settings.arch == "moe" else model_size_config.hidden,
+        tied=model_size_config.tied and settings.arch in ("gpt", "moe"),
     )
 
 
@@ -79,8 +79,8 @@ def list_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     precision."""
     block_layers = list(_BLOCK_LAYERS[arch])
     if arch == "moe":
-        for number in range(config.experts):
-            block_layers += [(f"mlp.experts.{number}.up", "mlp"), (f"mlp.experts.{number}.down", "mlp")]
+        for expert_number in range(config.experts):
+            block_layers += [(f"mlp.experts.{expert_number}.up", "mlp"), (f"mlp.experts.{expert_number}.down", "mlp")]
     layers = [Layer("window", "mlp")] if arch == "mlp" else []
     for block in range(config.layers):
         layers += [Layer(f"blocks.{block}.{name}", kind) for name, kind in block_layers]
@@ -88,15 +88,15 @@ def list_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def list_elementwise_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    if arch not in _NORM_PATHS:
-        return gpt_around(config.layers)
+    if arch not in _NORM_PATHS_BY_ARCH:
+        return make_gpt_surrounding_layers(config.layers)
     return around(
         norm_path_template.format(block)
-        for block, norm_path_template in itertools.product(range(config.layers), _NORM_PATHS[arch])
+        for block, norm_path_template in itertools.product(range(config.layers), _NORM_PATHS_BY_ARCH[arch])
     )
 
 
-def check_settings(settings: TrainerSettings) -> None:
+def check_trainer_settings(settings: TrainerSettings) -> None:
     config = make_config(settings, 1)
     is_compiled = settings.compile == "yes"
     has_attention = settings.arch in ("gpt", "moe")
@@ -105,7 +105,7 @@ def check_settings(settings: TrainerSettings) -> None:
         if settings.arch == "cnn"
         else "an mlp keeps few activations anyway"
     )
-    refusals = (
+    refusal_rules = (
         (
             settings.arch == "cnn" and config.sequence % LINE_TOKENS > 0,
             (
@@ -133,7 +133,7 @@ def check_settings(settings: TrainerSettings) -> None:
             ),
         ),
     )
-    for is_refused, message in refusals:
+    for is_refused, message in refusal_rules:
         if is_refused:
             raise UsageError(message)
     names = {**dict.fromkeys(PARAMETER_KINDS), **list_map_keys(list_layers(settings.arch, config))}
@@ -149,12 +149,14 @@ def check_settings(settings: TrainerSettings) -> None:
 
 def check_wire_has_effect(arms: Sequence[TrainerSettings]) -> None:
     """Raises UsageError if a --wire is set and no arm uses it."""
-    arms_with_wire = [arm for arm in arms if arm.wire != WIRE_FORMATS[0]]
-    if arms_with_wire and not any(arm.parallel in PARALLEL_WITH_WIRE for arm in arms_with_wire):
+    arms_with_wire_format = [arm for arm in arms if arm.wire != WIRE_FORMATS[0]]
+    if arms_with_wire_format and not any(
+        arm.parallel in PARALLELISMS_WITH_WIRE_FORMAT for arm in arms_with_wire_format
+    ):
         raise UsageError(
-            f"--wire has no effect: it needs --parallel {' or '.join(PARALLEL_WITH_WIRE)}, and that is "
-            f"{arms_with_wire[0].parallel}. "
-            f"Choose --parallel {PARALLEL_WITH_WIRE[0]}, or leave --wire out."
+            f"--wire has no effect: it needs --parallel {' or '.join(PARALLELISMS_WITH_WIRE_FORMAT)}, and that is "
+            f"{arms_with_wire_format[0].parallel}. "
+            f"Choose --parallel {PARALLELISMS_WITH_WIRE_FORMAT[0]}, or leave --wire out."
         )
 
 
@@ -165,17 +167,17 @@ def _list_elementwise_precisions(settings: TrainerSettings) -> list[str]:
     return [mode for key, mode in settings.precision_map if key in keys]
 
 
-def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    divides_blocks = settings.parallel in CUTTING_PARALLEL
+def check_rank_count(settings: TrainerSettings, ranks: int) -> None:
+    divides_blocks = settings.parallel in TENSOR_CUTTING_METHODS
     is_sharded = settings.parallel == "fsdp"
     parallelism = f"--parallel {settings.parallel}"
     config = make_config(settings, 1)
-    rounds_elementwise = any(precisions.get(word).carried_by for word in _list_elementwise_precisions(settings))
+    has_elementwise_rounding = any(precisions.get(word).carried_by for word in _list_elementwise_precisions(settings))
     if not divides_blocks and config.batch % ranks:
         raise UsageError(
             f"{ranks} ranks cannot share a micro-batch of {config.batch} equally. Give a multiple as --batch."
         )
-    refusals = (
+    refusal_rules = (
         (
             divides_blocks and settings.arch != "gpt",
             f"--arch {settings.arch}",
@@ -198,7 +200,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
             "ranks have different tokens, and would drop the same places in each. Choose --dropout 0",
         ),
         (
-            rounds_elementwise and settings.parallel != "tp",
+            has_elementwise_rounding and settings.parallel != "tp",
             "--precision-map",
             parallelism,
             "elementwise operations would be rounded with scales of each rank's own part. Leave it out",
@@ -241,24 +243,26 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
             "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16",
         ),
     )
-    for is_refused, option, conflict, reason in refusals:
+    for is_refused, option, conflict, reason in refusal_rules:
         if is_refused:
             raise UsageError(f"{option} does not go with {conflict}: {reason}.")
-    reason = explain_uncuttable(config, ranks) if divides_blocks else ""
+    reason = explain_uncuttable_model(config, ranks) if divides_blocks else ""
     if settings.parallel == "sp" and config.sequence % ranks:
         reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
     if reason:
         raise UsageError(f"{parallelism} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks.")
 
 
-def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
+def find_precision_support(
+    settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts
+) -> Support:
     is_model_unconverted = settings.make and precision.name == UNTOUCHED
     support = (
         native("the unchanged model") if is_model_unconverted else _find_precision_support(settings, precision, facts)
     )
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
-    divides_blocks = settings.parallel in CUTTING_PARALLEL and facts.ranks > 1
+    divides_blocks = settings.parallel in TENSOR_CUTTING_METHODS and facts.ranks > 1
     if divides_blocks and precision.whole_layers:
         return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
@@ -271,9 +275,9 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
     multiplies_in_float32 = bool(precision.carried_by) and precision.float32_products == "highest"
     if divides_blocks and (misfit := _explain_misfit(config, facts.ranks, precision)):
         return refused(misfit)
-    batch_share_count = 1 if divides_blocks else facts.ranks
+    data_parallel_rank_count = 1 if divides_blocks else facts.ranks
     # A weight gradient is a matrix product over the tokens. Their number must be a multiple that the device accepts.
-    rows = config.batch // batch_share_count * config.sequence
+    rows = config.batch // data_parallel_rank_count * config.sequence
     multiple = precision.multiples[0]
     if settings.compile == "yes" and (reason := explain_uncompilable(precision, config, rows)):
         return refused(reason)
@@ -281,7 +285,7 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
-    size_words = f"batch x sequence is {rows}" + " of each rank" * (batch_share_count > 1)
+    size_words = f"batch x sequence is {rows}" + " of each rank" * (data_parallel_rank_count > 1)
     if settings.arch == "cnn":  # each image is padded by one line and one column of zeros
         rows = config.batch * (config.sequence // LINE_TOKENS + 1) * (LINE_TOKENS + 1)
         size_words = f"with the line and the column of zeros that pad each image, the batch has {rows} positions"

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8bench.features.train.lab.readings import Figures, TensorCast, measure_tensor
+from fp8bench.features.train.lab.readings import FigureValues, TensorCast, measure_tensor
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import ScaleRounding, Scaling, Treatment
 from fp8bench.formats.scaled import factor, largest_magnitude, values
 from fp8bench.nn.shared_precisions import RecipePrecision
-from fp8bench.numerics.norms import as_rows
+from fp8bench.numerics.norms import view_as_rows
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 
-Treatments = Mapping[Role, Treatment]
+TreatmentByRole = Mapping[Role, Treatment]
 _TENSOR_SCALING = Scaling(0, 0)
 # A virtual cast rounds a sample of about this many values.
-_SAMPLED_VALUES = 1 << 14
+_SAMPLED_VALUE_COUNT = 1 << 14
 _FORMAT_BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 # Where Transformer Engine stores the scale of an operand: a key of `fp8_meta`, and an index into the entry's `scale`.
 _TRANSFORMER_ENGINE_SCALES = {
@@ -36,7 +36,7 @@ _TRANSFORMER_ENGINE_SCALES = {
 }
 
 
-def find_treatments(precision: str) -> Treatments:
+def find_recipe_treatments(precision: str) -> TreatmentByRole:
     """Returns how a precision's recipe treats inputs, weights and gradients; {} for a precision without a recipe."""
     recipe_precision = precisions.get(precision)
     if not isinstance(recipe_precision, RecipePrecision):
@@ -55,7 +55,7 @@ def is_product_layer(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class LayerCast:
+class OperandCast:
     """How a layer casts one operand. `stored_scale` returns the scale that the layer stores, if there is one.
     `is_image` means that the operand is an image. Its block scales are along the second dimension, the channels.
     """
@@ -72,15 +72,15 @@ class LayerCast:
         scale = None if self.stored_scale is None else self.stored_scale()
         if scale is None and self.scaling is not None and not self.scaling.rows:
             scale, _inverse_scale = factor(x if full_tensor is None else full_tensor, self.fmt, self.scaling)
-        rounded_rows = values(as_rows(x), self.fmt, self.scaling, scale=scale)
+        rounded_rows = values(view_as_rows(x), self.fmt, self.scaling, scale=scale)
         return TensorCast(self.fmt, self.scaling, scale, rounded_rows)
 
-    def list_figures(self, x: Tensor) -> Figures:
+    def list_figures(self, x: Tensor) -> FigureValues:
         """Returns all figures of a tensor. Figures that need its rounded values come from a sample, because rounding is
         slow.
         """
-        rows = as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
-        row_stride = max(1, rows.numel() // _SAMPLED_VALUES)
+        rows = view_as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
+        row_stride = max(1, rows.numel() // _SAMPLED_VALUE_COUNT)
         # Square blocks need adjacent rows, so sample consecutive rows.
         has_square_blocks = self.scaling is not None and self.scaling.rows > 1
         sample = rows[: -(-len(rows) // row_stride)] if has_square_blocks else rows[::row_stride]
@@ -93,7 +93,7 @@ class LayerCast:
         return figures
 
 
-def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast | None:
+def find_cast(module: nn.Module, role: Role, declared: TreatmentByRole) -> OperandCast | None:
     """Returns how a module casts an operand: by its stored scales or configuration, or otherwise as `declared`. Returns
     None for modules other than linear layers and convolutions, or if nothing is known about the casts.
     """
@@ -104,16 +104,16 @@ def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast 
         return None
     key, index = _TRANSFORMER_ENGINE_SCALES[role]
     fp8_meta: Any = getattr(module, "fp8_meta", None)
-    entry: Any = fp8_meta.get(key) if isinstance(fp8_meta, dict) else None
-    if isinstance(getattr(entry, "scale", None), Tensor):
+    scale_meta_entry: Any = fp8_meta.get(key) if isinstance(fp8_meta, dict) else None
+    if isinstance(getattr(scale_meta_entry, "scale", None), Tensor):
         fmt = E5M2 if role is Role.GRADIENT and "HYBRID" in str(fp8_meta.get("recipe")) else E4M3
         # The next forward pass overwrites this scale, so a copy is returned.
-        return LayerCast(fmt, _TENSOR_SCALING, lambda: entry.scale[index].detach().clone())
+        return OperandCast(fmt, _TENSOR_SCALING, lambda: scale_meta_entry.scale[index].detach().clone())
     treatment = _find_torchao_treatment(module, role) or declared.get(role)
     if treatment is None:
         return None
     is_image = isinstance(module, nn.modules.conv._ConvNd) and role is not Role.WEIGHT
-    return LayerCast(treatment.fmt, treatment.scaling, None, is_image)
+    return OperandCast(treatment.fmt, treatment.scaling, None, is_image)
 
 
 def _find_torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
@@ -141,8 +141,8 @@ def unpack_fp8(x: Tensor) -> tuple[Tensor, TensorCast | None]:
     if not isinstance(data, Tensor) or data.element_size() != 1:
         return x, None
     # torchao keeps the scale that multiplied the values, Transformer Engine its inverse.
-    inverse = getattr(x, "_scale_inv", None)
-    scale = inverse.reciprocal() if isinstance(inverse, Tensor) else getattr(x, "_scale", None)
+    scale_inverse = getattr(x, "_scale_inv", None)
+    scale = scale_inverse.reciprocal() if isinstance(scale_inverse, Tensor) else getattr(x, "_scale", None)
     if not isinstance(scale, Tensor):
         return x, None
     name = str(getattr(x, "_fp8_dtype", data.dtype)).lower()

@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.batch_figures import BatchMemory
+from fp8bench.features.train.lab.batch_figures import BatchHistory
 from fp8bench.features.train.lab.loop_figures import (
-    LoopHabits,
+    LoopMistakeDetector,
     call_around_backward,
+    get_local_shard,
     list_parameters,
-    local_shard,
     measure_predictions,
 )
 from fp8bench.features.train.lab.loop_state import LoopState
 from fp8bench.features.train.lab.own_ranks import Ranks
 from fp8bench.features.train.lab.rates import join_norms
-from fp8bench.features.train.lab.readings import Figures, dense_values, read_figures
-from fp8bench.features.train.lab.replicas import Replicas, digest_weights
-from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
+from fp8bench.features.train.lab.readings import FigureValues, get_stored_values, move_figures_to_host
+from fp8bench.features.train.lab.replicas import ReplicaWeightCheck, digest_weight_bits
+from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched_step
 from fp8bench.features.train.values import UNSEEN_EVENT, Lines, StepFigure, StepRow, TrainingEvent, Validation
 
 # After this many updates in a row that have no row of figures, or that a GradScaler skips, an event gives the reason.
@@ -37,7 +37,7 @@ _STEPS_UNTIL_EVENT = 3
 Hook = Callable[..., Any]
 
 
-class OwnLoop:
+class UserLoopRecorder:
     """Records a row of figures for every step, and watches every `stride`-th step in detail. The lines go to
     `on_lines`. Gradient norms are those that the optimizer receives. The parameter norm is that of the last watched
     step. A step without a known loss has no row, and three such steps in a row cause an event. A step that the
@@ -69,8 +69,8 @@ class OwnLoop:
         self._module, self._on_lines = module, on_lines
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
         self._watch = ModelWatch(module, name, precision=precision, eager=eager)
-        self._habits = LoopHabits(module, optimizer)
-        self._batches, self._state, self._replicas = BatchMemory(), LoopState(module), Replicas(module)
+        self._habits = LoopMistakeDetector(module, optimizer)
+        self._batches, self._state, self._replicas = BatchHistory(), LoopState(module), ReplicaWeightCheck(module)
         self._ranks = Ranks()
         self._step, self._step_start, self._in_step, self._first_watched = 0, 0.0, False, 0
         self._losses: list[Tensor] = []
@@ -82,9 +82,9 @@ class OwnLoop:
         self._is_loss_divided = self._is_first_batch = self._in_update = False
         self._steps_without_row, self._steps_skipped, self._had_rows = 0, 0, False
         # Rows whose figures are still on the device, as pairs of the incomplete row and its figures.
-        self._rows: list[tuple[StepRow, Figures]] = []
+        self._rows: list[tuple[StepRow, FigureValues]] = []
         self._gradient_norm: Tensor | None = None
-        self._predictions: Figures = {}
+        self._predictions: FigureValues = {}
         self._parameter_norm: Tensor | float = math.nan
         self._weights_before: list[Tensor] = []
         self._watched_step: WatchedStep | None = None
@@ -93,7 +93,7 @@ class OwnLoop:
         # The exception of a user's function that receives lines. This exception ends the loop.
         self.user_error: Exception | None = None
         # A weak reference: when a script drops its optimizer, watching ends and the module is freed.
-        self._optimizer_ref = weakref.ref(optimizer, lambda _: self._drop_model())
+        self._optimizer_ref = weakref.ref(optimizer, lambda _: self._drop_model_references())
 
     def __enter__(self) -> Self:
         guard_hook = self._guard_hook
@@ -101,9 +101,9 @@ class OwnLoop:
             self._habits.optimizer.register_step_pre_hook(guard_hook(self._begin_update)),
             self._habits.optimizer.register_step_post_hook(guard_hook(self._end_update)),
         ]
-        if self._is_hookable:
+        if self._runs_hooks_as_python:
             hook_handles.append(
-                self._module.register_forward_pre_hook(guard_hook(self._record_inputs), with_kwargs=True)
+                self._module.register_forward_pre_hook(guard_hook(self._record_module_inputs), with_kwargs=True)
             )
             hook_handles.append(self._module.register_forward_hook(guard_hook(self._record_output)))
         for handle in hook_handles:
@@ -115,7 +115,7 @@ class OwnLoop:
         self._begin_step()
         return self
 
-    def begin_in_step(self) -> None:
+    def begin_watch_in_step(self) -> None:
         """Begins to watch inside a step of the optimizer. That step is left out, because its loss was computed
         earlier.
         """
@@ -123,7 +123,7 @@ class OwnLoop:
         self._watched_step, self._in_step, self._first_watched = None, True, 1
 
     @property
-    def is_updating(self) -> bool:
+    def is_updating_parameters(self) -> bool:
         return self._in_step or self._in_update
 
     def __exit__(self, *_: object) -> None:
@@ -132,12 +132,12 @@ class OwnLoop:
         """
         self._step_hooks.close()
         if not self._has_ended:
-            self._guard_hook(self._pass_lines)((), is_last=True)
+            self._guard_hook(self._pass_stream_lines)((), is_last=True)
         self._has_ended = True
         self._hooks.close()
 
     @property
-    def _is_hookable(self) -> bool:
+    def _runs_hooks_as_python(self) -> bool:
         """Returns whether hooks run as Python code. They do not after `module.compile()`, which would compile them
         together with the module.
         """
@@ -154,12 +154,12 @@ class OwnLoop:
             except Exception as error:
                 if error is self.user_error:
                     raise
-                self._end_watching(error)
+                self._end_watching_after_error(error)
                 return None
 
         return run
 
-    def _end_watching(self, error: Exception) -> None:
+    def _end_watching_after_error(self, error: Exception) -> None:
         # An optimizer's hooks cannot be removed while they run, so `_has_ended` makes them return at once.
         self._has_ended = True
         with suppress(Exception):
@@ -167,7 +167,7 @@ class OwnLoop:
         words = f"watching ends here, and the training goes on: {type(error).__name__}: {error!s:.300}"
         self._on_lines((TrainingEvent(self._name, 0, self._step, UNSEEN_EVENT, words),))
 
-    def _drop_model(self) -> None:
+    def _drop_model_references(self) -> None:
         """Writes the remaining rows, and drops all references to the model. Called once the optimizer is deleted."""
         self.__exit__()
         self._watched_step, self._weights_before, self._losses, self._backward_losses = None, [], [], []
@@ -183,19 +183,23 @@ class OwnLoop:
 
     @property
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        optimized_ids = set(map(id, list_parameters(self._habits.optimizer)))
-        return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in optimized_ids}
+        optimized_parameter_ids = set(map(id, list_parameters(self._habits.optimizer)))
+        return {
+            path: parameter
+            for path, parameter in self._watch.parameters.items()
+            if id(parameter) in optimized_parameter_ids
+        }
 
     def _begin_step(self, is_late: bool = False) -> None:
         """Begins a step. `is_late` means that the forward pass of the step is already over. Such a step cannot be
         watched.
         """
         self._is_first_batch = True
-        if not is_late and (self._step == self._first_watched or is_watched(self._step, self._stride)):
+        if not is_late and (self._step == self._first_watched or is_watched_step(self._step, self._stride)):
             self._watched_step = self._step_hooks.enter_context(self._watch.watch_step(self._guard_hook))
         self._step_start = time.perf_counter()
 
-    def _record_inputs(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _record_module_inputs(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._end_skipped_step(len(self._losses))
@@ -212,11 +216,11 @@ class OwnLoop:
         """Ends the step if its gradients were discarded, for example by a GradScaler after an overflow. The first
         `loss_count` of the recorded losses belong to this step.
         """
-        outcome = "" if self._in_update else self._habits.find_discarded_gradients()
-        if not outcome:
+        discard_kind = "" if self._in_update else self._habits.find_discarded_gradients()
+        if not discard_kind:
             return
         later_losses = self._losses[loss_count:]
-        if outcome == "skipped":
+        if discard_kind == "skipped":
             self._losses = self._losses[:loss_count]
             self._end_step(is_skipped=True)
             self._begin_step(is_late=bool(later_losses))
@@ -227,7 +231,7 @@ class OwnLoop:
         if not (module.training and torch.is_grad_enabled()):
             return
         # The loss is the module's output, or else the tensor with which backward begins.
-        loss = find_loss(output)
+        loss = find_loss_in_output(output)
         if loss is not None:
             self.loss(loss)
 
@@ -236,13 +240,13 @@ class OwnLoop:
         self._habits.begin_backward()
         if self._watched_step is not None and loss is not None and not self._predictions:
             self._predictions = measure_predictions(loss)
-            self._batches.compare_targets(loss)
+            self._batches.compare_loss_targets(loss)
 
     def _end_backward(self, loss: Tensor | None) -> None:
         # Another model's backward leaves these gradients unchanged.
-        has_reached_parameters = self._habits.end_backward()
+        has_changed_gradients = self._habits.end_backward()
         self._losses_used = len(self._losses)
-        if loss is not None and has_reached_parameters and self._module.training:
+        if loss is not None and has_changed_gradients and self._module.training:
             scale = getattr(self._scaler, "_scale", None)  # `get_scale()` would wait for the device
             if scale is not None:
                 self._loss_scale = scale.to(loss.device, copy=True)
@@ -293,23 +297,23 @@ class OwnLoop:
         if self._watched_step is not None:
             trained_parameters = self._trained_parameters
             self._weights_before = [
-                local_shard(parameter).detach().clone() for parameter in trained_parameters.values()
+                get_local_shard(parameter).detach().clone() for parameter in trained_parameters.values()
             ]
-            self._watched_step.figures["weights_before", ""] = digest_weights(self._weights_before)
+            self._watched_step.figures["weights_before", ""] = digest_weight_bits(self._weights_before)
             self._watched_step.figures |= self._replicas.list_figures(self._step, self._weights_before)
-            norm_by_id = dict(zip(map(id, parameters), gradient_norms, strict=True))
+            gradient_norm_by_id = dict(zip(map(id, parameters), gradient_norms, strict=True))
             self._watched_step.record_gradients(
                 {
-                    path: norm_by_id[id(weight)]
+                    path: gradient_norm_by_id[id(weight)]
                     for path, weight in trained_parameters.items()
-                    if id(weight) in norm_by_id
+                    if id(weight) in gradient_norm_by_id
                 }
             )
 
     def _measure_norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the norms of tensors or, with several ranks, this rank's contribution to each norm."""
-        tensor_norms = torch._foreach_norm([dense_values(local_shard(tensor)) for tensor in tensors])
-        return self._ranks.share_norms(tensor_norms, tensors)
+        tensor_norms = torch._foreach_norm([get_stored_values(get_local_shard(tensor)) for tensor in tensors])
+        return self._ranks.compute_norm_shares(tensor_norms, tensors)
 
     @torch.no_grad()
     def _end_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -329,13 +333,13 @@ class OwnLoop:
             ratio = self._record_update(watched_step)
         # Record no figures without a loss, or without gradients that the optimizer received. A GradScaler skips
         # gradients that are not finite.
-        loss = self._combine_losses()
+        loss = self._combine_step_losses()
         is_skipped_by_scaler = is_skipped and self._scaler is not None
         gradient_norm = math.nan if is_skipped_by_scaler else self._gradient_norm
         # Watching began in the middle of this step, so the step has no row.
         has_row = gradient_norm is not None and loss is not None and not self._in_step
         if gradient_norm is not None and loss is not None and not self._in_step:
-            figures = Figures(
+            figures = FigureValues(
                 loss=loss, gradient_norm=gradient_norm, parameter_norm=self._parameter_norm, update_ratio=ratio
             )
             figures["loss_scale"] = self._loss_scale
@@ -356,14 +360,16 @@ class OwnLoop:
             )
             self._rows.append((row, figures))
         self._step_hooks.close()
-        events = [*self._find_missing_rows(has_row), *self._find_skipping_scaler(is_skipped_by_scaler)]
-        new_mistake_names = self._habits.pop_mistakes()
-        mistake_figures = [
+        events = [*self._find_missing_rows(has_row), *self._make_scaler_skip_events(is_skipped_by_scaler)]
+        new_mistake_names = self._habits.pop_new_mistakes()
+        new_mistake_figures = [
             StepFigure(self._name, 0, self._step, word, 1.0) for word in new_mistake_names if not self._in_step
         ]
-        if watched_step is not None or events or mistake_figures:
-            watched_step_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
-            self._pass_lines((*watched_step_lines, *mistake_figures, *events))
+        if watched_step is not None or events or new_mistake_figures:
+            watched_step_lines = (
+                self._watch.make_stream_lines(self._step, watched_step) if watched_step is not None else ()
+            )
+            self._pass_stream_lines((*watched_step_lines, *new_mistake_figures, *events))
         self._watched_step, self._weights_before, self._gradient_norm = None, [], None
         self._losses, self._backward_losses, self._losses_used = [], [], 0
         self._predictions = {}
@@ -375,22 +381,22 @@ class OwnLoop:
         weights = list(trained_parameters.values())
         weight_norms = torch._foreach_norm(self._weights_before)
         # Subtract in place, because allocating new tensors of this size takes as long as the subtraction.
-        torch._foreach_sub_(self._weights_before, list(map(local_shard, weights)))
+        torch._foreach_sub_(self._weights_before, list(map(get_local_shard, weights)))
         change_norms = torch._foreach_norm(self._weights_before)
-        watched_step.record_update(
+        watched_step.record_update_norms(
             dict(zip(trained_parameters, change_norms, strict=True)),
             dict(zip(trained_parameters, weight_norms, strict=True)),
         )
-        self._parameter_norm = join_norms(self._ranks.share_norms(weight_norms, weights))
+        self._parameter_norm = join_norms(self._ranks.compute_norm_shares(weight_norms, weights))
         watched_step.figures |= {(name, ""): value for name, value in self._predictions.items()}
         watched_step.figures |= (
             self._batches.list_figures()
             | self._habits.list_figures(trained_parameters)
             | self._state.list_figures(trained_parameters)
         )
-        return join_norms(self._ranks.share_norms(change_norms, weights)) / self._parameter_norm
+        return join_norms(self._ranks.compute_norm_shares(change_norms, weights)) / self._parameter_norm
 
-    def _combine_losses(self) -> Tensor | None:
+    def _combine_step_losses(self) -> Tensor | None:
         if self._losses and not (self._is_loss_divided and self._backward_losses):
             return torch.stack(self._losses).mean()
         if not self._backward_losses:
@@ -418,7 +424,7 @@ class OwnLoop:
             self._make_event(f"{missing_rows_text}: in {_STEPS_UNTIL_EVENT} updates {self._explain_missing_rows()}")
         ]
 
-    def _find_skipping_scaler(self, is_skipped: bool) -> list[TrainingEvent]:
+    def _make_scaler_skip_events(self, is_skipped: bool) -> list[TrainingEvent]:
         """Returns an event at the third step in a row that the GradScaler skips."""
         self._steps_skipped = self._steps_skipped + 1 if is_skipped else 0
         if self._steps_skipped != _STEPS_UNTIL_EVENT:
@@ -434,8 +440,8 @@ class OwnLoop:
         return TrainingEvent(self._name, 0, self._step, UNSEEN_EVENT, words)
 
     def _explain_missing_rows(self) -> str:
-        parameters = {id(parameter) for parameter in self._module.parameters()}
-        if not any(id(parameter) in parameters for parameter in list_parameters(self._habits.optimizer)):
+        parameter_by_id = {id(parameter) for parameter in self._module.parameters()}
+        if not any(id(parameter) in parameter_by_id for parameter in list_parameters(self._habits.optimizer)):
             return "the optimizer changed no parameter of this module. Give fp8bench.watch the module that it trains"
         if self._gradient_norm is None:
             return "no parameter had a gradient. Call backward before the optimizer's step"
@@ -443,12 +449,12 @@ class OwnLoop:
             return "the module was in eval mode. Call its train() before the loop"
         return "no loss was found where backward began. Give it by loss(value) on what fp8bench.watch returned"
 
-    def _pass_lines(self, lines: Lines, is_last: bool = False) -> None:
+    def _pass_stream_lines(self, lines: Lines, is_last: bool = False) -> None:
         """Passes the rows since the last call to `on_lines`, followed by the lines of the watched step."""
         # The host waits for the device here, to read the figures of all rows at once.
-        row_figures = read_figures([figures for _, figures in self._rows])
-        pairs = zip(self._rows, row_figures, strict=True)
-        rows = [replace(row, **cast("dict[str, Any]", figures)) for (row, _), figures in pairs]
+        row_figures = move_figures_to_host([figures for _, figures in self._rows])
+        row_figure_pairs = zip(self._rows, row_figures, strict=True)
+        rows = [replace(row, **cast("dict[str, Any]", figures)) for (row, _), figures in row_figure_pairs]
         self._rows = []
         merged_lines = self._ranks.join(rows, tuple(lines), is_last) if rows or lines or is_last else ()
         if merged_lines:
@@ -465,7 +471,7 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def find_loss(output: Any) -> Tensor | None:
+def find_loss_in_output(output: Any) -> Tensor | None:
     """Returns the loss in a module's output, or None. The loss may be the output itself if that is a single number,
     an entry or attribute `loss`, or the first element of a tuple.
     """

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.arm_model import SILENT, ArmModel
-from fp8bench.features.train.lab.evaluate import Scores
-from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, wrap_own_optimizer
+from fp8bench.features.train.lab.arm_model import UNTIMED_PHASE_MARKERS, ArmModel
+from fp8bench.features.train.lab.evaluate import ModelScorer
+from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, wrap_user_optimizer
 from fp8bench.features.train.request import parse_schedule
 from fp8bench.features.train.values import Arm, ArmRole, Validation
 from fp8bench.model import DeviceFacts, Level
@@ -33,7 +33,7 @@ from fp8bench.user_code import own_words
 from fp8bench.workloads.model import copy_target_model
 
 
-class OwnModel(ArmModel):
+class UserArmModel(ArmModel):
     """A copy of the model that a user's function returns. Micro-batches are counted over the whole training. `tokens`
     is the number of tokens in the last step, or the number of examples if batches have no tokens.
     """
@@ -41,7 +41,7 @@ class OwnModel(ArmModel):
     def build_model(self) -> nn.Module:
         self._name = self.settings.make
         self.user_parts = copy_target_model(self._name, self.task.seed, self.task.facts)
-        self.has_own_rates = self.user_parts.optimizer is not None
+        self.has_user_learning_rates = self.user_parts.optimizer is not None
         model = self.user_parts.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(
@@ -54,9 +54,9 @@ class OwnModel(ArmModel):
     def prepare(self) -> None:
         task = self.task
         facts = task.facts
-        self.batches = OwnBatches(self._name, self.user_parts, task.seed, facts)
-        self._held_out = read_held_out(self._name, self.user_parts, facts)
-        self.scores = Scores(
+        self.batches = UserBatches(self._name, self.user_parts, task.seed, facts)
+        self._held_out = read_held_out_batches(self._name, self.user_parts, facts)
+        self.scores = ModelScorer(
             task, self.settings, [move_to_device(batch, facts.key, copy=True) for batch in self._held_out]
         )
         self.tokens = count_tokens(self.user_parts.batch) * self.settings.micro_batches
@@ -89,12 +89,12 @@ class OwnModel(ArmModel):
         facts = self.task.facts
         names = (self.precision.mode, *dict(self.settings.precision_map).values())
         modes = [precisions.get(name) for name in names if name != UNTOUCHED]
-        native_multiples = [
+        native_side_multiples = [
             mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated
         ]
         return (
-            (max(pair[0] for pair in native_multiples), max(pair[1] for pair in native_multiples))
-            if native_multiples
+            (max(pair[0] for pair in native_side_multiples), max(pair[1] for pair in native_side_multiples))
+            if native_side_multiples
             else (1, 1)
         )
 
@@ -109,7 +109,7 @@ class OwnModel(ArmModel):
                         f"--{name.replace('_', '-')} is an option of the built-in optimizer, but "
                         f"{self._name} has its own. Leave it out."
                     )
-            optimizer = wrap_own_optimizer(
+            optimizer = wrap_user_optimizer(
                 self._name, self.model, user_parts.optimizer, user_parts.schedule, settings.updates
             )
             self.parameters = dict(optimizer.parameters)
@@ -154,7 +154,7 @@ class OwnModel(ArmModel):
         # Dropout and samplers of a user's model draw the same numbers at every validation.
         with seed_generators(derive_seed("held-out", self.task.seed), facts):
             copies = (move_to_device(batch, facts.key, copy=True) for batch in self._held_out)
-            losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
+            losses = [float(self.compute_loss(batch, UNTIMED_PHASE_MARKERS)) for batch in copies]
         tokens = [count_tokens(batch) for batch in self._held_out]
         mean_loss = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
         yield Validation(*row_key, "held-out", mean_loss, sum(tokens))
@@ -165,9 +165,9 @@ class OwnModel(ArmModel):
         """
         if self.conversion is None:
             return None
-        unconverted_copy = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
+        unconverted_model = UserArmModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
         converted_weights = Conversion(
-            unconverted_copy.model,
+            unconverted_model.model,
             lambda layer: self.arithmetics.get(layer.name),
             skip=self.settings.skip,
             keys=dict(self.settings.precision_map),
@@ -176,25 +176,25 @@ class OwnModel(ArmModel):
         multiple = max(self.precision.multiples)
 
         # Run the unconverted copy: its operations can all be counted, because no layer is replaced.
-        batch = unconverted_copy.read_batch(0, 0)
+        batch = unconverted_model.read_batch(0, 0)
 
         def run_step() -> None:
-            unconverted_copy.compute_loss(batch, SILENT).backward()  # type: ignore[no-untyped-call]
+            unconverted_model.compute_loss(batch, UNTIMED_PHASE_MARKERS).backward()  # type: ignore[no-untyped-call]
 
-        coverage = measure_coverage(unconverted_copy.model, converted_weights, run_step, multiple=multiple)
-        return replace(coverage, loss=unconverted_copy.loss_words)
+        coverage = measure_coverage(unconverted_model.model, converted_weights, run_step, multiple=multiple)
+        return replace(coverage, loss=unconverted_model.loss_words)
 
 
 # At most this many held-out batches are read from an iterable, which may be endless.
 _MAX_HELD_OUT_BATCHES = 64
 # If held-out batches come from a function, it is called this many times.
-_HELD_OUT_CALLS = 8
+_HELD_OUT_BATCH_CALLS = 8
 # This many of the first batches are read twice and compared.
-_COMPARED_BATCHES = 3
+_COMPARED_BATCH_COUNT = 3
 
 
 @dataclass(eq=False)
-class OwnBatches:
+class UserBatches:
     """Gives the batches of a user by number, counted from 0. An iterable is read in order, and restarted at its end. A
     function is called with the number. `name` is the name of the user's function, and `user_parts` has what it
     returned.
@@ -238,27 +238,27 @@ class OwnBatches:
             raise UsageError(f"{self.name}: its batch {number} cannot be read: {own_words(error)}.") from error
 
     def _iterate_batches(self) -> Iterator[Any]:
-        number = 0
+        batch_number = 0
         iterator_end_marker = object()
         for epoch in count():
-            epoch_start_number = number
+            epoch_start_batch_number = batch_number
             with self._seed_batch_source("epoch", epoch):
-                iterator = iter(self._source)
+                batch_iterator = iter(self._source)
             while True:
-                with self._seed_batch_source("batch", number):
-                    batch = next(iterator, iterator_end_marker)
+                with self._seed_batch_source("batch", batch_number):
+                    batch = next(batch_iterator, iterator_end_marker)
                 if batch is iterator_end_marker:
                     break
-                number += 1
+                batch_number += 1
                 yield batch
-            if number == epoch_start_number:
+            if batch_number == epoch_start_batch_number:
                 raise UsageError(f"{self.name}: its batches end before the first one. Give at least one.")
 
     def _seed_batch_source(self, purpose: str, number: int) -> Any:
         return seed_generators(derive_seed(purpose, self.seed, number), self.facts)
 
 
-def read_held_out(name: str, user_parts: MakeResult, facts: DeviceFacts) -> list[Any]:
+def read_held_out_batches(name: str, user_parts: MakeResult, facts: DeviceFacts) -> list[Any]:
     """Returns the held-out batches, which are the same in every call. Returns [] if the user's function gives none."""
     source = user_parts.held_out
     if source is None:
@@ -266,17 +266,17 @@ def read_held_out(name: str, user_parts: MakeResult, facts: DeviceFacts) -> list
     try:
         with seed_generators(derive_seed("held-out"), facts):
             if callable(source):
-                return [source(step, 0) for step in range(_HELD_OUT_CALLS)]
+                return [source(step, 0) for step in range(_HELD_OUT_BATCH_CALLS)]
             is_single_batch = isinstance(source, Tensor | dict | tuple)
             return [source] if is_single_batch else list(islice(iter(source), _MAX_HELD_OUT_BATCHES))
     except Exception as error:
         raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 
 
-def check_batches(name: str, user_parts: MakeResult, seed: int, facts: DeviceFacts) -> None:
+def check_user_batches(name: str, user_parts: MakeResult, seed: int, facts: DeviceFacts) -> None:
     """Raises UsageError if a batch is different when it is read again. Otherwise arms would train on different data."""
-    first_reader, second_reader = (OwnBatches(name, user_parts, seed, facts) for _ in range(2))
-    batches = [first_reader.read(number) for number in range(_COMPARED_BATCHES)]
+    first_reader, second_reader = (UserBatches(name, user_parts, seed, facts) for _ in range(2))
+    batches = [first_reader.read(number) for number in range(_COMPARED_BATCH_COUNT)]
     for number, batch in enumerate(batches):
         if not is_same_batch(batch, second_reader.read(number)):
             raise UsageError(
@@ -302,9 +302,9 @@ def count_tokens(batch: Any) -> int:
     first_batch_tensor = next((tensor for _, tensor in iterate_named_tensors(batch)), None)
     if first_batch_tensor is None or not first_batch_tensor.ndim:
         return 1
-    has_tokens = (
+    is_token_batch = (
         not first_batch_tensor.is_floating_point()
         and not first_batch_tensor.is_complex()
         and first_batch_tensor.ndim > 1
     )
-    return first_batch_tensor.numel() if has_tokens else first_batch_tensor.shape[0]
+    return first_batch_tensor.numel() if is_token_batch else first_batch_tensor.shape[0]

@@ -51,13 +51,15 @@ class Ranks:
     def get_rank() -> int:
         return dist.get_rank() if count_ranks() > 1 else 0
 
-    def share_norms(self, norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def compute_norm_shares(self, norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns this rank's contribution to the norm of each tensor over all ranks."""
         if self.size == 1:
             return norms
-        return torch._foreach_mul(list(norms), [math.sqrt(self._square_share(tensor)) for tensor in tensors])
+        return torch._foreach_mul(
+            list(norms), [math.sqrt(self._compute_squared_norm_share(tensor)) for tensor in tensors]
+        )
 
-    def _square_share(self, tensor: Tensor) -> float:
+    def _compute_squared_norm_share(self, tensor: Tensor) -> float:
         """Returns which share of a tensor's squared norm this rank contributes. If several ranks hold the same
         values, each contributes an equal share.
         """
@@ -83,41 +85,41 @@ class Ranks:
             return ()
         self._waiting_batches.append((self._sent, rows, lines))
         self._sent += 1
-        complete_lines: list[Any] = []
+        merged_lines: list[Any] = []
         last_rows_deadline = time.monotonic() + (_LAST_ROWS_WAIT_SECONDS if is_last else 0.0)
         while self._waiting_batches:
             keys = self._list_store_keys(self._waiting_batches[0][0])
-            has_batch_arrived = self._store.check(list(keys.values()))
+            is_batch_complete = self._store.check(list(keys.values()))
             # Other ranks may be a few steps behind or have stopped: wait for one batch, and then go on without them.
-            if not has_batch_arrived and is_last and time.monotonic() < last_rows_deadline:
+            if not is_batch_complete and is_last and time.monotonic() < last_rows_deadline:
                 time.sleep(0.05)
-            elif not has_batch_arrived and len(self._waiting_batches) <= 2 and not is_last:
+            elif not is_batch_complete and len(self._waiting_batches) <= 2 and not is_last:
                 break
             else:
                 _, own_rows, own_lines = self._waiting_batches.popleft()
-                complete_lines += [*self._merge_rows(own_rows, keys), *own_lines]
-        return complete_lines
+                merged_lines += [*self._merge_rows(own_rows, keys), *own_lines]
+        return merged_lines
 
     def _list_store_keys(self, number: int) -> dict[int, str]:
         return {rank: f"{number}/{rank}" for rank in range(1, self.size) if rank not in self._silent_ranks}
 
     def _merge_rows(self, rows: list[StepRow], keys: dict[int, str]) -> Lines:
-        merged: list[Any] = []
-        rank_rows: list[dict[int, list[float]]] = []
+        merged_lines: list[Any] = []
+        rank_numbers_by_step: list[dict[int, list[float]]] = []
         for rank, key in keys.items():
             if self._store.check([key]):
-                rank_rows.append({int(step): numbers for step, *numbers in json.loads(self._store.get(key))})
+                rank_numbers_by_step.append({int(step): numbers for step, *numbers in json.loads(self._store.get(key))})
                 self._store.delete_key(key)
             else:
                 self._silent_ranks.add(rank)
                 words = f"rank {rank} has not reported since: its losses and norms are missing in the rows from here on"
                 step = rows[0].step if rows else 0
-                merged.append(TrainingEvent(rows[0].arm if rows else "", 0, step, UNSEEN_EVENT, words))
+                merged_lines.append(TrainingEvent(rows[0].arm if rows else "", 0, step, UNSEEN_EVENT, words))
         for row in rows:
-            other_rank_rows = [numbers[row.step] for numbers in rank_rows if row.step in numbers]
-            rank_row = [row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio]
-            merged.append(self._merge_row_over_ranks(row, [rank_row, *other_rank_rows]))
-        return merged
+            other_rank_rows = [numbers[row.step] for numbers in rank_numbers_by_step if row.step in numbers]
+            rank_row_values = [row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio]
+            merged_lines.append(self._merge_row_over_ranks(row, [rank_row_values, *other_rank_rows]))
+        return merged_lines
 
     def _merge_row_over_ranks(self, row: StepRow, ranks: list[list[float]]) -> StepRow:
         """Returns a row with the mean loss of all ranks, and with norms over the parts of all ranks. A missing rank is

@@ -17,30 +17,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.low_precision import Gradients, NamedParameters, Tensors, gradient_or_zeros
+from fp8bench.features.train.lab.low_precision import Gradients, NamedParameters, TensorSequence, get_gradient_or_zeros
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import split_into_buckets
 from fp8bench.nn.parallel.exchanges import (
     FP8Group,
-    OwnedTensors,
     RankGroup,
+    RankOwnedTensors,
     exchange_tensors,
     gather_tokens,
     scatter_tokens,
 )
-from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
-from fp8bench.nn.parallel.tensor_parallel import share_blocks
-from fp8bench.nn.parallel.ways import find_cut
+from fp8bench.nn.parallel.group_scales import list_divided_roles, use_group_scales
+from fp8bench.nn.parallel.tensor_parallel import split_blocks_over_ranks
+from fp8bench.nn.parallel.ways import find_weight_cut
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
 # At most this many gradient values are sent in one message.
-_MAX_SENT_ELEMENTS = 1 << 24
+_MAX_MESSAGE_ELEMENTS = 1 << 24
 # At most this many values of sharded weights or gradients are sent in one message. This limit is the lower one, because
 # a full gradient is freed once it is sent.
-_MAX_SHARDED_ELEMENTS = 1 << 22
+_MAX_SHARD_MESSAGE_ELEMENTS = 1 << 22
 _DIGEST_CHUNK_ELEMENTS = 1 << 20
 
 T = TypeVar("T")
@@ -54,11 +54,11 @@ class SingleRank:
     part_count = 1
     part_number = rank = 0
 
-    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+    def share_scales_across_ranks(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         """Returns a layer's arithmetic, with scales that depend on the largest magnitudes on all ranks."""
         return arithmetic
 
-    def cut_model(self, model: LanguageModel) -> None:
+    def cut_model_for_rank(self, model: LanguageModel) -> None:
         """Reduces a model to the part that this rank computes."""
 
     def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
@@ -80,7 +80,7 @@ class SingleRank:
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
         """Averages gradients over all ranks, in place."""
 
-    def join_norms(self, norms: Tensors) -> list[Tensor]:
+    def join_norms(self, norms: TensorSequence) -> list[Tensor]:
         """Returns the norms of complete parameters, given the norms of this rank's parts in the same order."""
         return list(norms)
 
@@ -93,7 +93,7 @@ class SingleRank:
         return list(parameters.values())
 
 
-class SeveralRanks(SingleRank):
+class MultiRankTraining(SingleRank):
     """A group of several ranks that train one model."""
 
     def __init__(self, group: RankGroup) -> None:
@@ -107,7 +107,7 @@ class SeveralRanks(SingleRank):
         return self._group.max_over_ranks(torch.where(amax.isnan(), torch.inf, amax))
 
 
-class DataParallel(SeveralRanks):
+class DataParallel(MultiRankTraining):
     """Every rank has all of the model, and reads an equal part of every micro-batch."""
 
     def __init__(self, group: RankGroup) -> None:
@@ -115,7 +115,7 @@ class DataParallel(SeveralRanks):
         self.part_count = group.size
         self.part_number = group.rank
 
-    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+    def share_scales_across_ranks(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         return use_group_scales(arithmetic, Role, self._largest_over_ranks)
 
     def average_loss(self, loss: Tensor) -> Tensor:
@@ -123,10 +123,10 @@ class DataParallel(SeveralRanks):
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
         # All ranks take part in every exchange, even a rank whose experts had no tokens.
-        all_gradients = gradients.fill_missing()
+        filled_gradients = gradients.fill_missing_gradients()
         with phase.communication:
-            for bucket in split_into_buckets([tensor.numel() for tensor in all_gradients], _MAX_SENT_ELEMENTS):
-                tensors = all_gradients[bucket]
+            for bucket in split_into_buckets([tensor.numel() for tensor in filled_gradients], _MAX_MESSAGE_ELEMENTS):
+                tensors = filled_gradients[bucket]
                 joined_gradients = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 dist.all_reduce(joined_gradients, group=self._group.handle)
                 mean_gradients = torch.split(joined_gradients / self.part_count, [tensor.numel() for tensor in tensors])
@@ -135,7 +135,7 @@ class DataParallel(SeveralRanks):
                 )
 
 
-def digest_tensors(tensors: Iterable[Tensor]) -> int:
+def digest_tensor_bits(tensors: Iterable[Tensor]) -> int:
     """Returns a digest of 63 bits that depends on every bit of float32 tensors and on the position of each value."""
     total = position = 0
     for tensor in tensors:
@@ -162,7 +162,7 @@ class FullySharded(DataParallel):
         ]
         self._buckets = list(
             split_into_buckets(
-                [parameter.numel() * self.part_count for parameter in self._stored], _MAX_SHARDED_ELEMENTS
+                [parameter.numel() * self.part_count for parameter in self._stored], _MAX_SHARD_MESSAGE_ELEMENTS
             )
         )
         self._free_weights()
@@ -195,8 +195,10 @@ class FullySharded(DataParallel):
         with phase.communication:
             for bucket in self._buckets:
                 stored_rows = [parameter.detach().reshape(-1) for parameter in self._stored[bucket]]
-                pieces = torch.split(self._group.gather_stack(torch.cat(stored_rows)), list(map(len, stored_rows)), 1)
-                for weight, rows in zip(self._full_weights[bucket], pieces, strict=True):
+                weight_pieces = torch.split(
+                    self._group.gather_stack(torch.cat(stored_rows)), list(map(len, stored_rows)), 1
+                )
+                for weight, rows in zip(self._full_weights[bucket], weight_pieces, strict=True):
                     weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
@@ -205,7 +207,7 @@ class FullySharded(DataParallel):
             for bucket in self._buckets:
                 gradient_rows_by_rank = torch.cat(
                     [
-                        self._view_rows_by_rank(gradient_or_zeros(parameter)).flatten(1)
+                        self._view_rows_by_rank(get_gradient_or_zeros(parameter)).flatten(1)
                         for parameter in self._full_weights[bucket]
                     ],
                     1,
@@ -221,12 +223,12 @@ class FullySharded(DataParallel):
                 ):
                     parameter.grad = piece.view_as(parameter)
 
-    def join_norms(self, norms: Tensors) -> list[Tensor]:
-        squares = self._group.add_over_ranks(torch.stack(list(norms)).to(torch.float64).square())
-        return list(squares.sqrt().to(torch.float32))
+    def join_norms(self, norms: TensorSequence) -> list[Tensor]:
+        squared_norm_sums = self._group.add_over_ranks(torch.stack(list(norms)).to(torch.float64).square())
+        return list(squared_norm_sums.sqrt().to(torch.float32))
 
 
-class TensorParallel(SeveralRanks):
+class TensorParallel(MultiRankTraining):
     """Each rank has some heads and hidden features of every block, and reads complete batches. Between the parts of a
     block, all ranks have bit-identical values. So a wrong sum on one rank is detected.
     """
@@ -235,21 +237,23 @@ class TensorParallel(SeveralRanks):
         super().__init__(group)
         self._config = config
 
-    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+    def share_scales_across_ranks(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         """Makes the scales of tensors that are divided among ranks depend on all ranks. All other tensors, and
         therefore their scales, are equal on all ranks.
         """
-        cut_dimension = find_cut(f"{layer}.weight", self._config)
-        roles = cut_roles(cut_dimension) if cut_dimension is not None else tuple(Role) if ".core." in layer else ()
+        cut_dimension = find_weight_cut(f"{layer}.weight", self._config)
+        roles = (
+            list_divided_roles(cut_dimension) if cut_dimension is not None else tuple(Role) if ".core." in layer else ()
+        )
         return use_group_scales(arithmetic, roles, self._largest_over_ranks) if roles else arithmetic
 
-    def cut_model(self, model: LanguageModel) -> None:
+    def cut_model_for_rank(self, model: LanguageModel) -> None:
         """Reduces the model to this rank's share of every block."""
         assert isinstance(model, GPT)
-        share_blocks(model, self._config, self._group)
+        split_blocks_over_ranks(model, self._config, self._group)
 
     def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
-        self._is_cut = torch.tensor([find_cut(name, self._config) is not None for name in parameters])
+        self._is_cut = torch.tensor([find_weight_cut(name, self._config) is not None for name in parameters])
         return parameters
 
     @contextmanager
@@ -260,7 +264,7 @@ class TensorParallel(SeveralRanks):
         finally:
             self._group.phase = SilentPhases()
 
-    def join_norms(self, norms: Tensors) -> list[Tensor]:
+    def join_norms(self, norms: TensorSequence) -> list[Tensor]:
         """Returns the norms of complete parameters from the norms of the ranks' parts. A parameter that is complete
         on all ranks counts once.
         """
@@ -296,7 +300,9 @@ class ZeroTensors(FullySharded):
                 "fewer --ranks."
             )
         self._weight_bytes = [weight.untyped_storage().nbytes() for weight in self._full_weights]
-        self._owned_tensors = OwnedTensors(self._group, [weight.numel() for weight in self._full_weights], self._wire)
+        self._owned_tensors = RankOwnedTensors(
+            self._group, [weight.numel() for weight in self._full_weights], self._wire
+        )
         self._stored = [
             nn.Parameter(weight.detach().clone()) for weight in self.select_stored_values(self._full_weights)
         ]
@@ -304,7 +310,7 @@ class ZeroTensors(FullySharded):
         return dict(zip(self.select_stored_values(list(parameters)), self._stored, strict=True))
 
     def select_stored_values(self, values: Sequence[T]) -> list[T]:
-        return self._owned_tensors.select_own_items(values)
+        return self._owned_tensors.select_items_of_own_rank(values)
 
     def load_weights(self, phase: Phases) -> None:
         self._owned_tensors.send_updated_tensors(
@@ -315,7 +321,7 @@ class ZeroTensors(FullySharded):
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
         mean_gradients = self._owned_tensors.average_gradients(
-            [gradient_or_zeros(weight) for weight in self._full_weights], phase
+            [get_gradient_or_zeros(weight) for weight in self._full_weights], phase
         )
         for weight in self._full_weights:
             weight.grad = None
@@ -323,13 +329,13 @@ class ZeroTensors(FullySharded):
             parameter.grad = mean
         gradients.store_gradients()
 
-    def join_norms(self, norms: Tensors) -> list[Tensor]:
+    def join_norms(self, norms: TensorSequence) -> list[Tensor]:
         """Returns the norms of all weights, collected from the ranks that store them. `norms` has one or several norms
         of each weight that this rank stores: the first norm of every weight, then the second norms.
         """
-        squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._stored))
-        all_squared_norms = squares.new_zeros(len(squares), len(self._full_weights))
-        all_squared_norms[:, self.select_stored_values(range(len(self._full_weights)))] = squares
+        squared_norms = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._stored))
+        all_squared_norms = squared_norms.new_zeros(len(squared_norms), len(self._full_weights))
+        all_squared_norms[:, self.select_stored_values(range(len(self._full_weights)))] = squared_norms
         return list(self._group.add_over_ranks(all_squared_norms).sqrt().to(torch.float32).flatten())
 
 
@@ -361,14 +367,14 @@ class SequenceParallel(TensorParallel):
         super().__init__(group, config)
         self.token_group = GROUPS_BY_WIRE[wire](group.handle)
 
-    def cut_model(self, model: LanguageModel) -> None:
+    def cut_model_for_rank(self, model: LanguageModel) -> None:
         assert isinstance(model, GPT)
         token_group = self.token_group
 
         def divide_tokens(x: Tensor) -> Tensor:
             return token_group.take_token_share(x).contiguous()
 
-        share_blocks(model, self._config, token_group, gather_tokens, scatter_tokens)
+        split_blocks_over_ranks(model, self._config, token_group, gather_tokens, scatter_tokens)
         model.blocks[0].register_forward_pre_hook(
             lambda _, inputs: (exchange_tensors(inputs[0], divide_tokens, token_group.gather_tokens), *inputs[1:])
         )
@@ -382,7 +388,7 @@ class SequenceParallel(TensorParallel):
         """
         block_parameters = {name: parameter for name, parameter in parameters.items() if name.startswith("blocks.")}
         self._summed_parameters = [
-            parameter for name, parameter in block_parameters.items() if find_cut(name, self._config) is None
+            parameter for name, parameter in block_parameters.items() if find_weight_cut(name, self._config) is None
         ]
         return super().divide_parameters(parameters)
 
@@ -396,7 +402,7 @@ class SequenceParallel(TensorParallel):
             self.token_group.phase = SilentPhases()
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
-        gradients.fill_missing()
+        gradients.fill_missing_gradients()
         self._group.sum_gradients(
             [parameter.grad for parameter in self._summed_parameters if parameter.grad is not None]
         )

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from fp8bench.features.train.lab.low_precision import Tensors
+from fp8bench.features.train.lab.low_precision import TensorSequence
 from fp8bench.features.train.request import MAX_LOSS_SCALE, TrainerSettings, parse_schedule
 from fp8bench.units import parse_number
 
@@ -123,9 +123,9 @@ def find_parameter_kind(name: str, dimensions: int) -> str:
     """Returns the kind of a parameter as --rates names it: 'embedding', 'head', 'norm' (fewer than two dimensions) or
     'layer'.
     """
-    first_path_part = name.partition(".")[0]
-    if first_path_part in ("embedding", "positions", "head"):
-        return "head" if first_path_part == "head" else "embedding"
+    first_parameter_path_part = name.partition(".")[0]
+    if first_parameter_path_part in ("embedding", "positions", "head"):
+        return "head" if first_parameter_path_part == "head" else "embedding"
     return "norm" if dimensions < 2 else "layer"
 
 
@@ -147,16 +147,16 @@ def _find_layer_kind(name: str, dimensions: int) -> str:
     )
 
 
-def find_rate_factor(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
+def find_learning_rate_factor(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
     """Returns the factor by which `rates` multiplies a parameter's learning rate. The longest prefix of the parameter's
     path has priority, then its kind of layer, such as 'attn', then its kind, such as 'norm'. The default is 1.
     """
-    factor_by_name = dict(rates)
-    matching_prefixes = [key for key in factor_by_name if name == key or name.startswith(f"{key}.")]
-    if matching_prefixes:
-        return factor_by_name[max(matching_prefixes, key=len)]
-    return factor_by_name.get(
-        _find_layer_kind(name, dimensions), factor_by_name.get(find_parameter_kind(name, dimensions), 1.0)
+    rate_factor_by_name = dict(rates)
+    matching_name_prefixes = [key for key in rate_factor_by_name if name == key or name.startswith(f"{key}.")]
+    if matching_name_prefixes:
+        return rate_factor_by_name[max(matching_name_prefixes, key=len)]
+    return rate_factor_by_name.get(
+        _find_layer_kind(name, dimensions), rate_factor_by_name.get(find_parameter_kind(name, dimensions), 1.0)
     )
 
 
@@ -202,12 +202,12 @@ class LossScale:
 
 
 def make_loss_scale(settings: TrainerSettings, precision_scale: float) -> LossScale:
-    setting = settings.loss_scale
-    if setting == "dynamic":
+    loss_scale_setting = settings.loss_scale
+    if loss_scale_setting == "dynamic":
         return LossScale(_FIRST_LOSS_SCALE, is_dynamic=True)
-    return LossScale(precision_scale if setting == "auto" else parse_number(setting))
+    return LossScale(precision_scale if loss_scale_setting == "auto" else parse_number(loss_scale_setting))
 
 
-def join_norms(norms: Tensors) -> Tensor:
+def join_norms(norms: TensorSequence) -> Tensor:
     joint_norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return joint_norm

@@ -24,14 +24,14 @@ from fp8bench.formats.grids import BF16, FORMATS, FP16, Format
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude, split_into_blocks
 from fp8bench.nn.arithmetics import RecipeArithmetic
-from fp8bench.numerics.norms import as_rows
+from fp8bench.numerics.norms import view_as_rows
 from fp8bench.numerics.tensor_error import to_decibels
 from fp8bench.protocols import Arithmetic, Operand, Role
-from fp8bench.units import EXACT_DB
+from fp8bench.units import EXACT_SQNR_DB
 
 # Figures by name. A value is a number on the host, or a scalar tensor on the device.
 FigureValue = float | Tensor
-Figures = dict[str, FigureValue]
+FigureValues = dict[str, FigureValue]
 IntegerArray = npt.NDArray[np.signedinteger[Any]]
 
 # The bits of a float32 infinity as an integer. The bits of NaN are a larger integer.
@@ -46,7 +46,7 @@ _SQUARABLE_MAGNITUDE_RANGE = (2.0**-45, 2.0**45)
 _CPU_CHUNK_VALUES = 1 << 19
 # On a GPU this many values are processed at a time: 256 MiB of float32.
 _GPU_PIECE_VALUES = 1 << 26
-_CARRIER_FORMATS = {torch.bfloat16: BF16, torch.float16: FP16}
+_FORMAT_BY_CARRIER_DTYPE = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,22 @@ def is_read_at_once(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def dense_values(gradient: Tensor) -> Tensor:
+def get_stored_values(gradient: Tensor) -> Tensor:
     """Returns the stored values of a sparse gradient. Any other gradient is returned unchanged."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def describe_cast(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> TensorCast:
     if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
-        return TensorCast(_CARRIER_FORMATS.get(source.dtype))
+        return TensorCast(_FORMAT_BY_CARRIER_DTYPE.get(source.dtype))
     rounded_values = arithmetic.restore(operand, torch.float32)
     if isinstance(arithmetic, RecipeArithmetic):
         treatment = arithmetic.treatments[role]
         return TensorCast(treatment.fmt, treatment.scaling, arithmetic.last_scale(role), rounded_values)
-    return TensorCast(_CARRIER_FORMATS.get(operand.data.dtype), rounded=rounded_values)
+    return TensorCast(_FORMAT_BY_CARRIER_DTYPE.get(operand.data.dtype), rounded=rounded_values)
 
 
-def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> Figures:
+def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> FigureValues:
     """Returns all figures of a tensor. If it was cast, also returns the figures of the cast. The host never waits for
     a GPU.
     """
@@ -93,23 +93,25 @@ def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> Figures:
     figures = _measure_on_cpu(x, cast.rounded) if is_read_at_once(x) else None
     amax = None if figures is None else float(figures["amax"])
     if figures is None:
-        figures = _count_figures(as_rows(x), None if cast.rounded is None else as_rows(cast.rounded))
-    return figures if cast.fmt is None else figures | _measure_range(as_rows(x), cast.fmt, amax, cast)
+        figures = _measure_figures_in_pieces(
+            view_as_rows(x), None if cast.rounded is None else view_as_rows(cast.rounded)
+        )
+    return figures if cast.fmt is None else figures | _measure_range(view_as_rows(x), cast.fmt, amax, cast)
 
 
-def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
+def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> FigureValues | None:
     """Returns the figures of a tensor on a CPU, and of its `rounded` values, if there are any. Returns None if some
     values are not finite, or so large or small that sums of their squares are inexact in float32.
     """
     is_bfloat16 = x.dtype == torch.bfloat16
     infinity_bits = _INFINITY_BITS >> 16 if is_bfloat16 else _INFINITY_BITS
     smallest, largest, nonzero_count, vanished_count, square_sum, total, noise = infinity_bits, 0, 0, 0, 0.0, 0.0, 0.0
-    value_chunks = _split_chunks(x)
-    rounded_chunks = [None] * len(value_chunks) if rounded is None else _split_chunks(rounded)
+    value_chunks = _split_into_cpu_chunks(x)
+    rounded_chunks = [None] * len(value_chunks) if rounded is None else _split_into_cpu_chunks(rounded)
     for chunk, rounded_chunk in zip(value_chunks, rounded_chunks, strict=True):
         values = chunk.to(torch.float32)
         bits = _view_bits(chunk if is_bfloat16 else values)
-        low, high = _find_extremes(bits)
+        low, high = _find_extreme_magnitudes(bits)
         if low:
             nonzero_count += len(chunk)
         else:
@@ -120,7 +122,7 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
         total += values.sum().item()
         if rounded_chunk is not None:
             rounded_values = rounded_chunk.to(torch.float32)
-            rounded_low, rounded_high = _find_extremes(_view_bits(rounded_values))
+            rounded_low, rounded_high = _find_extreme_magnitudes(_view_bits(rounded_values))
             if rounded_high >= _INFINITY_BITS:
                 return None
             if not rounded_low:
@@ -128,14 +130,14 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
             difference = rounded_values - values
             noise += torch.dot(difference, difference).item()
     count, amax = x.numel(), _make_float_from_bits(largest, is_bfloat16)
-    # Only `_count_figures` can measure a tensor whose squares overflow or underflow float32.
+    # Only `_measure_figures_in_pieces` can measure a tensor whose squares overflow or underflow float32.
     if amax and not _SQUARABLE_MAGNITUDE_RANGE[0] < amax < _SQUARABLE_MAGNITUDE_RANGE[1]:
         return None
     mean = total / count
     variance = square_sum / count - mean**2
     if variance < mean**2:  # the difference of two nearly equal numbers loses its digits
         return None
-    figures: Figures = {
+    figures: FigureValues = {
         "count": count,
         "finite": count,
         "nonzero": nonzero_count,
@@ -150,17 +152,19 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
     return figures
 
 
-def _count_figures(x: Tensor, rounded: Tensor | None) -> Figures:
+def _measure_figures_in_pieces(x: Tensor, rounded: Tensor | None) -> FigureValues:
     """Returns the figures of `x` and, if `x` was rounded, of its `rounded` values. Needs few kernels, and never waits
     for the device to read a number. Large tensors are processed in pieces.
     """
     rows = max(1, _GPU_PIECE_VALUES // x.shape[1])
     row_slices = [slice(top, top + rows) for top in range(0, len(x), rows)]
-    pieces = [_measure_piece(x[place], None if rounded is None else rounded[place]) for place in row_slices]
-    return pieces[0] if len(pieces) == 1 else _merge_piece_figures(pieces)
+    piece_figures = [
+        _measure_tensor_piece(x[place], None if rounded is None else rounded[place]) for place in row_slices
+    ]
+    return piece_figures[0] if len(piece_figures) == 1 else _merge_piece_figures(piece_figures)
 
 
-def _measure_piece(x: Tensor, rounded: Tensor | None) -> Figures:
+def _measure_tensor_piece(x: Tensor, rounded: Tensor | None) -> FigureValues:
     values = x.to(torch.float64 if is_read_at_once(x) else torch.float32)
     # x - x is 0 for finite values, and NaN for all others.
     finite_mask = values - values == 0
@@ -168,7 +172,7 @@ def _measure_piece(x: Tensor, rounded: Tensor | None) -> Figures:
     magnitudes = values.abs()
     nonzero_mask, both_finite_mask = magnitudes > 0, finite_mask
     variance, mean = torch.var_mean(values, correction=0)
-    figures: Figures = {
+    figures: FigureValues = {
         "count": x.numel(),
         "finite": finite_mask.sum(),
         "nonzero": nonzero_mask.sum(),
@@ -188,16 +192,16 @@ def _measure_piece(x: Tensor, rounded: Tensor | None) -> Figures:
     return figures | {"kept": both_finite_mask.sum()}
 
 
-def _merge_piece_figures(parts: Sequence[Figures]) -> Figures:
-    stacked_figures: dict[str, Tensor] = {}
+def _merge_piece_figures(parts: Sequence[FigureValues]) -> FigureValues:
+    stacked_piece_figures: dict[str, Tensor] = {}
     for name in parts[0].keys() - {"count"}:
-        stacked_figures[name] = torch.stack([torch.as_tensor(part[name]) for part in parts])
+        stacked_piece_figures[name] = torch.stack([torch.as_tensor(part[name]) for part in parts])
     counts = [float(part["count"]) for part in parts]
-    shares = torch.tensor(counts, dtype=torch.float64, device=stacked_figures["mean"].device) / sum(counts)
-    mean = (shares * stacked_figures["mean"]).sum()
-    merged_moments: Figures = {"count": sum(counts), "mean": mean}
-    merged_moments["variance"] = (
-        shares * (stacked_figures["variance"] + (stacked_figures["mean"] - mean).square())
+    shares = torch.tensor(counts, dtype=torch.float64, device=stacked_piece_figures["mean"].device) / sum(counts)
+    mean = (shares * stacked_piece_figures["mean"]).sum()
+    merged_piece_moments: FigureValues = {"count": sum(counts), "mean": mean}
+    merged_piece_moments["variance"] = (
+        shares * (stacked_piece_figures["variance"] + (stacked_piece_figures["mean"] - mean).square())
     ).sum()
     merge_by_name = {
         "amax": torch.amax,
@@ -205,14 +209,16 @@ def _merge_piece_figures(parts: Sequence[Figures]) -> Figures:
         "signal": torch.linalg.vector_norm,
         "noise": torch.linalg.vector_norm,
     }
-    return {name: merge_by_name.get(name, torch.sum)(value) for name, value in stacked_figures.items()} | merged_moments
+    return {
+        name: merge_by_name.get(name, torch.sum)(value) for name, value in stacked_piece_figures.items()
+    } | merged_piece_moments
 
 
-def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast) -> Figures:
+def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast) -> FigureValues:
     """Returns how much of a format's range the values use. If all values are known to be finite, `amax` is their
     largest magnitude; otherwise it is None.
     """
-    figures: Figures = {"largest": fmt.largest}
+    figures: FigureValues = {"largest": fmt.largest}
     if cast.scaling is not None and cast.scaling.rows:
         return figures | _measure_blocks(x, fmt, cast.scaling, amax is not None)
     saturation_limit: FigureValue = fmt.largest * _SATURATION_SLACK_FACTOR
@@ -226,36 +232,37 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
     return figures | {
         "saturated": 0
         if amax is not None and amax <= saturation_limit
-        else _count_values_beyond(x.abs(), saturation_limit)
+        else _count_values_beyond_limits(x.abs(), saturation_limit)
     }
 
 
-def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -> Figures:
+def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -> FigureValues:
     """Returns how much of a format's range the values use, if each block of values has a scale. Blocks of zeros are
     left out, and so are scales that round all values of their block to zero.
     """
     blocks = split_into_blocks(x.to(torch.float32).abs(), fmt, scaling)
     steps = blocks.steps.to(torch.float64)
     is_usable_scale = (steps > 0) & (steps < math.inf)
-    has_values = is_usable_scale & (blocks.peaks > 0)
+    has_nonzero_values = is_usable_scale & (blocks.peaks > 0)
     largest_share = (
         torch.where(is_usable_scale & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
     )
     saturated_count: FigureValue = 0
     if not is_on_cpu or float(largest_share) > _SATURATION_SLACK_FACTOR:
-        saturated_count = _count_values_beyond(
+        saturated_count = _count_values_beyond_limits(
             blocks.magnitudes, torch.where(is_usable_scale, steps * (fmt.largest * _SATURATION_SLACK_FACTOR), math.inf)
         )
     return {
         "fullest": largest_share,
         "saturated": saturated_count,
-        "octaves": torch.where(has_values, -steps.log2(), 0.0).sum() / has_values.sum(),  # mean log2 of the scales
-        "largest_step": torch.where(has_values, steps, 0.0).amax(),
-        "least_step": torch.where(has_values, steps, math.inf).amin(),
+        "octaves": torch.where(has_nonzero_values, -steps.log2(), 0.0).sum()
+        / has_nonzero_values.sum(),  # mean log2 of the scales
+        "largest_step": torch.where(has_nonzero_values, steps, 0.0).amax(),
+        "least_step": torch.where(has_nonzero_values, steps, math.inf).amin(),
     }
 
 
-def _count_values_beyond(magnitudes: Tensor, limits: FigureValue) -> Tensor:
+def _count_values_beyond_limits(magnitudes: Tensor, limits: FigureValue) -> Tensor:
     return ((magnitudes > limits) & (magnitudes < math.inf)).sum()
 
 
@@ -264,10 +271,10 @@ def largest_output(x: Tensor) -> FigureValue:
     if not is_read_at_once(x) or not x.numel():
         return largest_magnitude(x)
     values = x.detach().to(torch.float32).flatten()
-    return _make_float_from_bits(_find_extremes(_view_bits(values))[1])
+    return _make_float_from_bits(_find_extreme_magnitudes(_view_bits(values))[1])
 
 
-def _split_chunks(x: Tensor) -> Sequence[Tensor]:
+def _split_into_cpu_chunks(x: Tensor) -> Sequence[Tensor]:
     flat_values = x.detach().flatten()
     # Most tensors fit into a single chunk. Calling torch.split would take as long as all figures of a small tensor.
     return torch.split(flat_values, _CPU_CHUNK_VALUES) if len(flat_values) > _CPU_CHUNK_VALUES else (flat_values,)
@@ -279,7 +286,7 @@ def _view_bits(values: Tensor) -> IntegerArray:
     return bits  # type: ignore[no-any-return]
 
 
-def _find_extremes(bits: IntegerArray) -> tuple[int, int]:
+def _find_extreme_magnitudes(bits: IntegerArray) -> tuple[int, int]:
     """Returns the smallest and the largest magnitude of floats that are viewed as signed integers. Magnitudes are
     compared as integers, without the highest bit, which is the sign. On a CPU this is several times as fast as
     computing magnitudes, and needs no memory.
@@ -309,16 +316,18 @@ def _make_float_from_bits(bits: int, is_bfloat16: bool = False) -> float:
 
 def _transfer_numbers_to_host(tensors: Sequence[Tensor]) -> list[float]:
     # Converting each number would take a kernel, so numbers of the same dtype are stacked first.
-    indices_by_dtype: dict[torch.dtype, list[int]] = {}
+    tensor_indices_by_dtype: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        indices_by_dtype.setdefault(tensor.dtype, []).append(place)
-    stacked_numbers = [torch.stack([tensors[place] for place in places]) for places in indices_by_dtype.values()]
-    numbers = torch.cat([some.to(torch.float64) for some in stacked_numbers]).tolist()
-    number_by_index = dict(zip(chain.from_iterable(indices_by_dtype.values()), numbers, strict=True))
+        tensor_indices_by_dtype.setdefault(tensor.dtype, []).append(place)
+    number_stacks_by_dtype = [
+        torch.stack([tensors[place] for place in places]) for places in tensor_indices_by_dtype.values()
+    ]
+    numbers = torch.cat([some.to(torch.float64) for some in number_stacks_by_dtype]).tolist()
+    number_by_index = dict(zip(chain.from_iterable(tensor_indices_by_dtype.values()), numbers, strict=True))
     return [number_by_index[place] for place in range(len(tensors))]
 
 
-def read_figures(figures: Sequence[Mapping[Any, FigureValue]]) -> list[dict[Any, float]]:
+def move_figures_to_host(figures: Sequence[Mapping[Any, FigureValue]]) -> list[dict[Any, float]]:
     """Returns figures as numbers on the host. This is the only function here that waits for a device, and it waits
     once.
     """
@@ -332,7 +341,7 @@ def read_figures(figures: Sequence[Mapping[Any, FigureValue]]) -> list[dict[Any,
     ]
 
 
-def make_reading(
+def make_layer_reading(
     arm: str, seed: int, step: int, layer: str, role: str, figures: Mapping[str, float], scale_before: float | None
 ) -> LayerReading:
     """Makes an output line from figures that the host has read. `scale_before` is the scale in the previous reading
@@ -343,11 +352,11 @@ def make_reading(
         return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
     amax, finite = figures["amax"], figures["finite"]
     mean, deviation = _compute_finite_moments(figures)
-    scale = _find_scale(figures)
+    scale = _find_rounding_scale(figures)
     ratio = scale / scale_before if scale_before else 0.0
     drift = abs(math.log2(ratio)) if 0 < ratio < math.inf else None
     has_block_scales = bool(figures.get("largest_step"))
-    has_own_scale = (
+    has_scale_from_its_values = (
         "own_scale" in figures and finite == count
     )  # a scale computed from finite values lets no value saturate
     return LayerReading(
@@ -364,10 +373,10 @@ def make_reading(
         scale,
         1 / figures["largest_step"] if has_block_scales else scale,
         1 / figures["least_step"] if has_block_scales else scale,
-        _find_lag_octaves(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
+        _compute_scale_lag_octaves(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
         drift,
         figures.get("vanished", 0) / count,
-        0.0 if has_own_scale else figures.get("saturated", 0) / count,
+        0.0 if has_scale_from_its_values else figures.get("saturated", 0) / count,
         _compute_signal_to_noise(figures),
         (count - figures["kept"]) / count,
     )
@@ -386,7 +395,7 @@ def _compute_finite_moments(figures: Mapping[str, float]) -> tuple[float, float]
     return mean, math.sqrt(max(0.0, (figures["variance"] + figures["mean"] ** 2) * count / finite - mean**2))
 
 
-def _find_scale(figures: Mapping[str, float]) -> float:
+def _find_rounding_scale(figures: Mapping[str, float]) -> float:
     """Returns the factor by which values were multiplied before rounding: the geometric mean if each block has a scale,
     and 1 if there is no scale.
     """
@@ -395,11 +404,11 @@ def _find_scale(figures: Mapping[str, float]) -> float:
         return float(
             float_factor(torch.tensor(figures["amax"]), _FORMAT_BY_LARGEST_VALUE[figures["largest"]], scale_rounding)
         )
-    mean_scale_octaves = figures.get("octaves", math.nan)
-    return figures.get("scale", 2.0**mean_scale_octaves if math.isfinite(mean_scale_octaves) else 1.0)
+    mean_log2_scale = figures.get("octaves", math.nan)
+    return figures.get("scale", 2.0**mean_log2_scale if math.isfinite(mean_log2_scale) else 1.0)
 
 
-def _find_lag_octaves(largest_share: float) -> float | None:
+def _compute_scale_lag_octaves(largest_share: float) -> float | None:
     """Returns by how many octaves (log2) the largest magnitude exceeds the format's range; negative if a part of the
     range is unused. `largest_share` is their ratio. A ratio just above 1 comes from rounding, and counts as 1. Returns
     None if the ratio is 0 or not finite.
@@ -413,7 +422,7 @@ def _compute_signal_to_noise(figures: Mapping[str, float]) -> float | None:
     if not 0 < figures.get("signal", 0.0) < math.inf:
         return None
     # `to_decibels` expects squared norms. Doubling the decibels is equivalent.
-    return min(2 * to_decibels(figures["signal"], figures["noise"]), EXACT_DB)
+    return min(2 * to_decibels(figures["signal"], figures["noise"]), EXACT_SQNR_DB)
 
 
 # Attention scores are computed for this many queries at a time, since all scores of a long context would not fit into
@@ -445,7 +454,7 @@ def measure_embedding_spread(weight: Tensor) -> Tensor:
     return deviation_norm / math.sqrt(max(len(rows), 1))
 
 
-def measure_largest_row(weight: Tensor) -> Tensor:
+def measure_largest_row_ratio(weight: Tensor) -> Tensor:
     """Returns the norm of an embedding's largest row, divided by that of its median row."""
     row_norms: Tensor = torch.linalg.vector_norm(weight.detach().to(torch.float32), dim=-1)
     return row_norms.amax() / row_norms.median().clamp(min=1e-30)

@@ -15,7 +15,7 @@ from fp8bench.features.train.lab.own_ranks import Ranks, count_ranks, make_store
 from fp8bench.features.train.lab.readings import FigureValue
 
 
-class Replicas:
+class ReplicaWeightCheck:
     """Compares sums of the weights of all ranks. In every watched step, each rank puts its sum into the process group's
     store. Rank 0 reads the sums of all ranks in the previous watched step, and every other rank reads that of rank 0.
     No rank waits, and a missing sum is not compared.
@@ -45,10 +45,10 @@ class Replicas:
         return {("replicas_apart", f"rank {diverged_ranks[0]}"): float(len(diverged_ranks))} if diverged_ranks else {}
 
     def _has_diverged(self, rank: int) -> bool:
-        step, weights = self._sums[-1]
+        step, weights_sum = self._sums[-1]
         if not self._store.check([_make_store_key(step, rank)]):
             return False
-        if math.isclose(float(self._store.get(_make_store_key(step, rank))), weights, rel_tol=_ROUNDING):
+        if math.isclose(float(self._store.get(_make_store_key(step, rank))), weights_sum, rel_tol=_ROUNDING):
             self._once_equal.add(rank)
             return False
         return rank in self._once_equal
@@ -63,7 +63,7 @@ _STORED_STEPS, _ROUNDING = 4, 1e-7
 _INTEGER_TYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest_weights(weights: Sequence[Tensor]) -> Tensor:
+def digest_weight_bits(weights: Sequence[Tensor]) -> Tensor:
     """Returns a number that almost surely changes if any bit of the weights does. The bits are added as integers, which
     is several times as fast as adding float64.
     """

@@ -18,15 +18,15 @@ from torch import nn
 from fp8bench.errors import Fp8benchError
 from fp8bench.features.train.api import print_events, watch
 from fp8bench.features.train.lab.loop_figures import list_parameters, unwrap_module
-from fp8bench.features.train.lab.own_loop import OwnLoop
+from fp8bench.features.train.lab.own_loop import UserLoopRecorder
 from fp8bench.features.train.values import Lines, StepRow
-from fp8bench.jobs.report_files import Pages, short_path, write_named_report
+from fp8bench.jobs.report_files import ReportDestinations, short_path, write_named_report
 from fp8bench.report.words.naming import many
 
 PrintLine = Callable[[str], None]
 
 
-class ScriptLoops:
+class ScriptLoopWatch:
     """Watches each optimizer of a script from its second step on. Each optimizer has a separate stream."""
 
     def __init__(self, stream: Path, store: Path, options: Mapping[str, Any], print_line: PrintLine) -> None:
@@ -40,16 +40,16 @@ class ScriptLoops:
         if optimizer in self._optimizers:
             return
         self._optimizers.add(optimizer)
-        parameters = set(map(id, list_parameters(optimizer)))
+        parameter_ids = set(map(id, list_parameters(optimizer)))
         for loop in self._loops:
-            if not parameters <= loop.parameters:
+            if not parameter_ids <= loop.parameters:
                 continue
             # An optimizer inside another one steps during its step, as in ZeroRedundancyOptimizer.
-            if loop.own_loop.is_updating:
+            if loop.own_loop.is_updating_parameters:
                 return
             # A new optimizer of the same parameters replaces their old optimizer, as in a second phase of training.
             loop.stack.close()
-        self._begin_watching(optimizer)
+        self._begin_watching_loop(optimizer)
 
     def close(self) -> None:
         """Writes the remaining rows of all loops."""
@@ -72,7 +72,7 @@ class ScriptLoops:
                 f"{len(self._loops) - _MAX_REPORTED_LOOPS} more streams are in {short_path(self._stream.parent)}"
             )
 
-    def _begin_watching(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begin_watching_loop(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
         if _uses_deepspeed(optimizer):
             reason = "DeepSpeed keeps parameters in partitions that no module holds, so that they cannot be watched"
@@ -85,26 +85,28 @@ class ScriptLoops:
                 f"{kind} is not watched: no module of torch holds the {tensor_words} that it changes. {_WATCH_ADVICE}"
             )
             return
-        number = len(self._loops) + 1
-        path, live_page = self._stream, self._options.get("live")
-        if number > 1:
-            path = path.with_name(f"{path.stem}.{number}.jsonl")
-            live_page = live_page and live_page.with_name(f"{live_page.stem}.{number}{live_page.suffix}")
+        loop_number = len(self._loops) + 1
+        path, live_page_path = self._stream, self._options.get("live")
+        if loop_number > 1:
+            path = path.with_name(f"{path.stem}.{loop_number}.jsonl")
+            live_page_path = live_page_path and live_page_path.with_name(
+                f"{live_page_path.stem}.{loop_number}{live_page_path.suffix}"
+            )
         title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
-        watched_loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
+        watched_training_loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
         watch_context = watch(
             module,
             optimizer,
             path,
-            told=watched_loop.see,
+            told=watched_training_loop.observe_lines,
             name=path.stem,
             scaler=find_scaler(optimizer),
-            **{**self._options, "live": live_page},
+            **{**self._options, "live": live_page_path},
         )
-        watched_loop.own_loop = watched_loop.stack.enter_context(watch_context)
-        watched_loop.own_loop.begin_in_step()
-        self._loops.append(watched_loop)
-        self._print_line(f"watching {watched_loop.title} from its second step on: {short_path(path)}")
+        watched_training_loop.own_loop = watched_training_loop.stack.enter_context(watch_context)
+        watched_training_loop.own_loop.begin_watch_in_step()
+        self._loops.append(watched_training_loop)
+        self._print_line(f"watching {watched_training_loop.title} from its second step on: {short_path(path)}")
 
 
 # A script may train many models, such as one per fold. At most this many are reported.
@@ -117,13 +119,13 @@ class _WatchedLoop:
     are the ids of the parameters that the loop trains.
     """
 
-    own_loop: OwnLoop
+    own_loop: UserLoopRecorder
 
     def __init__(self, path: Path, title: str, parameters: frozenset[int]) -> None:
         self.path, self.title, self.parameters, self.steps = path, title, parameters, 0
         self.stack = ExitStack()
 
-    def see(self, lines: Lines) -> None:
+    def observe_lines(self, lines: Lines) -> None:
         self.steps = max([self.steps, *(line.step + 1 for line in lines if isinstance(line, StepRow))])
         print_events(lines)
 
@@ -131,23 +133,25 @@ class _WatchedLoop:
 def _write_page(stream: Path, store: Path) -> str:
     """Writes a stream's page and returns its path; '' if it cannot be written."""
     with suppress(Fp8benchError):
-        return short_path(write_named_report([str(stream)], store, Pages()))
+        return short_path(write_named_report([str(stream)], store, ReportDestinations()))
     return ""
 
 
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """Returns the outermost module that holds all parameters of an optimizer, but no parameters of other optimizers."""
-    trained_ids = set(map(id, list_parameters(optimizer)))
-    all_modules: list[nn.Module] = _list_instances(nn.Module)
+    optimized_parameter_ids = set(map(id, list_parameters(optimizer)))
+    all_modules: list[nn.Module] = _list_live_instances(nn.Module)
     other_parameter_ids = set[int]()
-    for other_optimizer in _list_instances(torch.optim.Optimizer):
+    for other_optimizer in _list_live_instances(torch.optim.Optimizer):
         # Wrappers of this optimizer have the same parameters, so they add nothing here.
         with suppress(AttributeError):
-            parameters = set(map(id, list_parameters(other_optimizer)))
-            other_parameter_ids |= parameters - trained_ids
+            parameter_ids = set(map(id, list_parameters(other_optimizer)))
+            other_parameter_ids |= parameter_ids - optimized_parameter_ids
     # 1. Find the smallest module that holds all parameters.
     parameter_ids_by_module = {module: set(map(id, module.parameters())) for module in all_modules}
-    holders = [module for module, parameters in parameter_ids_by_module.items() if parameters >= trained_ids]
+    holders = [
+        module for module, parameter_ids in parameter_ids_by_module.items() if parameter_ids >= optimized_parameter_ids
+    ]
     if not holders:
         return None
     trained_module = min(holders, key=lambda module: sum(1 for _ in module.modules()))
@@ -155,8 +159,8 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     # list of layers, because lists are never called.
     while parents := [module for module in holders if any(child is trained_module for child in module.children())]:
         parent = min(parents, key=lambda module: len(parameter_ids_by_module[module]))
-        has_forward = type(trained_module).forward is not nn.Module.forward
-        if has_forward and (parameter_ids_by_module[parent] & other_parameter_ids or _is_lightning_module(parent)):
+        defines_forward = type(trained_module).forward is not nn.Module.forward
+        if defines_forward and (parameter_ids_by_module[parent] & other_parameter_ids or _is_lightning_module(parent)):
             break
         trained_module = parent
     return trained_module
@@ -164,14 +168,14 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
 
 def find_scaler(optimizer: torch.optim.Optimizer) -> Any:
     """Returns the GradScaler whose step calls this optimizer's step, or None."""
-    grad_scalers = _list_instances(torch.amp.GradScaler)
+    grad_scalers = _list_live_instances(torch.amp.GradScaler)
     return next((scaler for scaler in grad_scalers if id(optimizer) in scaler._per_optimizer_states), None)
 
 
-def _list_instances(kind: type) -> list[Any]:
+def _list_live_instances(kind: type) -> list[Any]:
     # isinstance would read `__class__` of lazy modules and weak proxies, which runs code of theirs.
-    found_instances = [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
-    return list({id(instance): instance for instance in found_instances}.values())
+    live_instances = [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
+    return list({id(instance): instance for instance in live_instances}.values())
 
 
 def _is_lightning_module(module: nn.Module) -> bool:
@@ -182,5 +186,5 @@ def _is_lightning_module(module: nn.Module) -> bool:
 def _uses_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
     if "deepspeed" not in sys.modules:
         return False
-    candidate_objects: Iterable[Any] = [optimizer, *_list_instances(nn.Module)]
+    candidate_objects: Iterable[Any] = [optimizer, *_list_live_instances(nn.Module)]
     return any(type(instance).__module__.partition(".")[0] == "deepspeed" for instance in candidate_objects)

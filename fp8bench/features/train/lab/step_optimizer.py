@@ -26,17 +26,17 @@ from fp8bench.features.train.lab.loop_figures import list_parameters
 from fp8bench.features.train.lab.low_precision import (
     WEIGHTS_BY_MASTER,
     Gradients,
-    LowGradients,
+    LowPrecisionGradients,
     NamedParameters,
-    Tensors,
+    TensorSequence,
     Weights,
     make_state_storages,
     make_update_rounding,
 )
-from fp8bench.features.train.lab.rates import find_clip_group, find_parameter_kind, find_rate_factor
-from fp8bench.features.train.request import UNSUPPORTED_OPTIMIZERS, TrainerSettings, parse_clip, parse_optimizer
+from fp8bench.features.train.lab.rates import find_clip_group, find_learning_rate_factor, find_parameter_kind
+from fp8bench.features.train.request import UNSUPPORTED_OPTIMIZERS, TrainerSettings, parse_clip_option, parse_optimizer
 from fp8bench.features.train.values import State
-from fp8bench.nn.moments import MomentStorage, split_into_buckets
+from fp8bench.nn.moments import MomentStorageMethod, split_into_buckets
 from fp8bench.protocols import Operand
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
@@ -57,12 +57,12 @@ _OPTIMIZERS_BY_NAME: Mapping[str, Callable[..., Optimizer]] = {
     "adafactor": Adafactor,
 }
 # A bucket has at most this many weights, because measuring its update takes a copy of them.
-_MAX_ELEMENTS = 1 << 24
+_MAX_BUCKET_ELEMENTS = 1 << 24
 # Gradients or states in low precision are restored for an update. To limit their memory, a model is then divided into
 # at least this many buckets.
 _LOW_PRECISION_BUCKET_COUNT = 16
 # The names that reports give to the states of torch's optimizers.
-_STATE_NAMES = {
+_OPTIMIZER_STATE_NAMES = {
     "exp_avg": "first moment",
     "momentum_buffer": "first moment",
     "row_var": "first moment",
@@ -74,8 +74,8 @@ _STATE_NAMES = {
 
 
 @dataclass(eq=False)
-class Bucket:
-    """Parameters that one torch optimizer updates together. `holders` are the tensors with the gradients: the
+class ParameterBucket:
+    """Parameters that one torch optimizer updates together. `gradient_holders` are the tensors with the gradients: the
     parameters themselves, or the masters of a HighAccumulation. All of these gradients are divided by one number, and
     `place` is its index in the model's list of divisors. A user's optimizer has no `place`: each gradient has a
     separate divisor, and parameters without a gradient do not change. `storages` hold the moments between steps;
@@ -84,12 +84,12 @@ class Bucket:
 
     optimizer: Optimizer
     parameters: list[Tensor]
-    holders: Tensors
+    gradient_holders: TensorSequence
     place: int | None = None
-    storages: tuple[MomentStorage, MomentStorage] | None = None
-    _stored_states: dict[tuple[Tensor, str], Operand] = field(default_factory=dict)
+    storages: tuple[MomentStorageMethod, MomentStorageMethod] | None = None
+    _stored_optimizer_states: dict[tuple[Tensor, str], Operand] = field(default_factory=dict)
 
-    def begin_states(self) -> None:
+    def create_optimizer_states(self) -> None:
         """Makes torch create the optimizer's states now. For this the optimizer takes a step with zero gradients and
         a rate of 0, which changes no weight and is not counted.
         """
@@ -109,8 +109,8 @@ class Bucket:
                     value.zero_()
         self.store_states()
 
-    def restore_states(self) -> None:
-        for (parameter, name), operand in self._stored_states.items():
+    def restore_moment_states(self) -> None:
+        for (parameter, name), operand in self._stored_optimizer_states.items():
             self.optimizer.state[parameter][name] = self._find_moment_storage(name).restore(operand)
 
     def store_states(self) -> None:
@@ -119,13 +119,15 @@ class Bucket:
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                    self._stored_states[parameter, name] = self._find_moment_storage(name).store(state.pop(name))
+                    self._stored_optimizer_states[parameter, name] = self._find_moment_storage(name).store(
+                        state.pop(name)
+                    )
 
-    def _find_moment_storage(self, name: str) -> MomentStorage:
+    def _find_moment_storage(self, name: str) -> MomentStorageMethod:
         assert self.storages is not None
-        return self.storages[_STATE_NAMES.get(name) == "second moment"]
+        return self.storages[_OPTIMIZER_STATE_NAMES.get(name) == "second moment"]
 
-    def update(self, rate_share: float, divisors: Tensors, is_skipped: Tensor) -> bool:
+    def update(self, rate_share: float, divisors: TensorSequence, is_skipped: Tensor) -> bool:
         """Takes a step of the optimizer, with all rates multiplied by `rate_share`. Changes nothing if `is_skipped`
         is 1. Returns False if the optimizer's step was not called.
         """
@@ -146,8 +148,8 @@ class Bucket:
             if bool(is_skipped):
                 return False
             if self.place is not None:
-                divisors = [divisors[self.place]] * len(self.holders)
-            for holder, gradient_divisor in zip(self.holders, divisors, strict=True):
+                divisors = [divisors[self.place]] * len(self.gradient_holders)
+            for holder, gradient_divisor in zip(self.gradient_holders, divisors, strict=True):
                 if holder.grad is not None:
                     holder.grad.div_(gradient_divisor.to(holder.grad.dtype))
             optimizer.step()
@@ -156,17 +158,17 @@ class Bucket:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def list_states(self) -> Iterator[tuple[str, list[Tensor]]]:
+    def list_state_tensors(self) -> Iterator[tuple[str, list[Tensor]]]:
         """Yields all tensors of the optimizer's states, each with the name that torch gives it."""
         for state in self.optimizer.state.values():
             yield from ((name, [value]) for name, value in state.items() if isinstance(value, Tensor))
-        yield from ((name, operand.tensors) for (_, name), operand in self._stored_states.items())
+        yield from ((name, operand.tensors) for (_, name), operand in self._stored_optimizer_states.items())
 
     def get_state(self) -> State:
-        numbers = {parameter: number for number, parameter in enumerate(self.holders)}
+        numbers = {parameter: number for number, parameter in enumerate(self.gradient_holders)}
         stored_tensors_by_key = {
             f"{numbers[parameter]}/{name}": operand.tensors
-            for (parameter, name), operand in self._stored_states.items()
+            for (parameter, name), operand in self._stored_optimizer_states.items()
         }
         return {"torch": self.optimizer.state_dict(), "stored": stored_tensors_by_key}
 
@@ -174,22 +176,24 @@ class Bucket:
         self.optimizer.load_state_dict(state["torch"])
         for key, tensors in state["stored"].items():
             number, _, name = key.partition("/")
-            parameter = self.holders[int(number)]
-            self._stored_states[parameter, name] = Operand(*(tensor.to(parameter.device) for tensor in tensors))
+            parameter = self.gradient_holders[int(number)]
+            self._stored_optimizer_states[parameter, name] = Operand(
+                *(tensor.to(parameter.device) for tensor in tensors)
+            )
 
 
 @dataclass(eq=False)
 class StepOptimizer:
     """Updates an arm's weights. `updates` is the format to which updates are rounded. A user's optimizer has no
-    `full_rate`, but may have a `schedule`.
+    `full_learning_rate`, but may have a `schedule`.
     """
 
     parameters: NamedParameters
-    buckets: Sequence[Bucket]
+    buckets: Sequence[ParameterBucket]
     gradients: Gradients
     weights: Weights
     updates: str
-    full_rate: float | None = None
+    full_learning_rate: float | None = None
     schedule: Any = None
 
     def __post_init__(self) -> None:
@@ -201,10 +205,14 @@ class StepOptimizer:
     @property
     def rate(self) -> float:
         """Returns the full learning rate. For a user's optimizer, returns the current rate of its first group."""
-        return float(self.buckets[0].optimizer.param_groups[0]["lr"]) if self.full_rate is None else self.full_rate
+        return (
+            float(self.buckets[0].optimizer.param_groups[0]["lr"])
+            if self.full_learning_rate is None
+            else self.full_learning_rate
+        )
 
     @torch.no_grad()
-    def step(self, rate_share: float, divisors: Tensors, skip: Tensor, is_measured: bool = True) -> None:
+    def step(self, rate_share: float, divisors: TensorSequence, skip: Tensor, is_measured: bool = True) -> None:
         """Updates the weights, with the learning rate multiplied by `rate_share`. Each gradient is divided by its entry
         in `divisors`. If `skip` is 1, nothing changes. Without `is_measured`, the norms of updates may be reported as
         0, which saves a copy of the weights.
@@ -216,13 +224,13 @@ class StepOptimizer:
             measured_parameters = bucket.parameters if is_measured or self._round_updates else []
             old_weights = [parameter.detach().clone() for parameter in measured_parameters]
             if bucket.place is not None:
-                self.gradients.restore_gradients(bucket.holders)
-            bucket.restore_states()
+                self.gradients.restore_gradients(bucket.gradient_holders)
+            bucket.restore_moment_states()
             has_stepped = bucket.update(rate_share, divisors, skip)
             if self._round_updates is not None:
                 self._round_updates(old_weights, bucket.parameters)
             bucket.store_states()
-            self.gradients.free_gradients(bucket.holders)
+            self.gradients.free_gradients(bucket.gradient_holders)
             self.weights.round_weights(bucket.parameters)
             weight_norms = torch._foreach_norm(bucket.parameters)
             change_norms = [torch.zeros_like(size) for size in weight_norms]
@@ -246,10 +254,12 @@ class StepOptimizer:
 
     def stored_tensors(self) -> dict[str, list[Tensor]]:
         """Returns all tensors that stay in memory between two steps, by their purpose, such as 'first moment'."""
-        tensors_by_purpose: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
+        tensors_by_purpose: dict[str, list[Tensor]] = {name: [] for name in _OPTIMIZER_STATE_NAMES.values()}
         for bucket in self.buckets:
-            for name, tensors in bucket.list_states():
-                tensors_by_purpose.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
+            for name, tensors in bucket.list_state_tensors():
+                tensors_by_purpose.setdefault(_OPTIMIZER_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(
+                    tensors
+                )
         states = {name: tensors for name, tensors in tensors_by_purpose.items() if tensors}
         return {"weights": self.weights.stored_tensors(), "gradients": self.gradients.stored_tensors(), **states}
 
@@ -288,22 +298,22 @@ def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) 
     gradients = (
         Gradients(trained_parameters)
         if gradient_format == "fp32"
-        else LowGradients(trained_parameters, gradients_per_step, gradient_format == "fp8")
+        else LowPrecisionGradients(trained_parameters, gradients_per_step, gradient_format == "fp8")
     )
     layers = [
         parameter for name, parameter in parameters.items() if find_parameter_kind(name, parameter.ndim) == "layer"
     ]
     name, keys = parse_optimizer(settings.optimizer)
     weight_decay = float(keys.get("weight_decay", 0.0))
-    _, clip_group = parse_clip(settings.clip)
+    _, clip_group = parse_clip_option(settings.clip)
     parameter_numbers_by_group: dict[tuple[float, float, str], list[int]] = {}
     for number, (path, parameter) in enumerate(parameters.items()):
-        factor = find_rate_factor(path, parameter.ndim, settings.rates)
+        factor = find_learning_rate_factor(path, parameter.ndim, settings.rates)
         group = find_clip_group(path, parameter.ndim, clip_group)
         parameter_numbers_by_group.setdefault((factor, weight_decay if parameter.ndim > 1 else 0.0, group), []).append(
             number
         )
-    max_bucket_elements = _MAX_ELEMENTS
+    max_bucket_elements = _MAX_BUCKET_ELEMENTS
     if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
         max_bucket_elements = min(
             max_bucket_elements,
@@ -317,16 +327,16 @@ def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) 
             tensors: list[Tensor] = [trained_parameters[number] for number in numbers[part]]
             optimizer = _make_named_optimizer(name, tensors, settings.rate * factor, keys)
             storages = make_state_storages(settings.optimizer_states)
-            bucket = Bucket(optimizer, tensors, tensors, numbers[part][0], storages)
+            bucket = ParameterBucket(optimizer, tensors, tensors, numbers[part][0], storages)
             if name in _OPTIMIZERS_BY_NAME:
-                bucket.begin_states()
+                bucket.create_optimizer_states()
             buckets.append(bucket)
     # Create the stored weights after the optimizers, because this frees the initial values that optimizers need.
     weights = WEIGHTS_BY_MASTER[settings.master](trained_parameters, layers)
     return StepOptimizer(parameters, buckets, gradients, weights, settings.updates, settings.rate)
 
 
-def _make_named_optimizer(name: str, parameters: Tensors, rate: float, keys: Mapping[str, Any]) -> Optimizer:
+def _make_named_optimizer(name: str, parameters: TensorSequence, rate: float, keys: Mapping[str, Any]) -> Optimizer:
     if name in _OPTIMIZERS_BY_NAME:
         return _OPTIMIZERS_BY_NAME[name](parameters, lr=rate, **keys)
     try:
@@ -336,7 +346,7 @@ def _make_named_optimizer(name: str, parameters: Tensors, rate: float, keys: Map
     return _check_optimizer(optimizer, f"--optimizer {name}", "Give a class of torch optimizers: FILE.py:CLASS.")
 
 
-def wrap_own_optimizer(
+def wrap_user_optimizer(
     name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None, updates: str = "fp32"
 ) -> StepOptimizer:
     """Wraps the optimizer and the schedule of the user's function `name`. In every step, the host waits for the device
@@ -367,7 +377,7 @@ def wrap_own_optimizer(
         raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
     trained_parameters = list(parameters.values())
     holders = [master_by_id[id(parameter)] for parameter in trained_parameters]
-    bucket = Bucket(optimizer, list[Tensor](trained_parameters), holders)
+    bucket = ParameterBucket(optimizer, list[Tensor](trained_parameters), holders)
     return StepOptimizer(
         parameters, [bucket], Gradients(holders), Weights(trained_parameters), updates, schedule=scheduler
     )

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.train.lab.arm_model import SILENT, ArmModel, BuiltInModel, WrapArithmetic
+from fp8bench.features.train.lab.arm_model import UNTIMED_PHASE_MARKERS, ArmModel, BuiltInModel, WrapArithmetic
 from fp8bench.features.train.lab.checkpoint import list_frozen_weights
-from fp8bench.features.train.lab.own_model import OwnModel
-from fp8bench.features.train.lab.parallelism import digest_tensors
+from fp8bench.features.train.lab.own_model import UserArmModel
+from fp8bench.features.train.lab.parallelism import digest_tensor_bits
 from fp8bench.features.train.lab.rates import RateSchedule, find_clip_group, make_loss_scale
 from fp8bench.features.train.lab.watched_step import FaultyTensor, ModelWatch, describe_not_finite
-from fp8bench.features.train.request import parse_change, parse_clip
+from fp8bench.features.train.request import parse_clip_option, parse_precision_change
 from fp8bench.features.train.values import (
     NOT_FINITE_EVENT,
     Arm,
@@ -38,7 +38,7 @@ from fp8bench.protocols.arithmetic import Watch as WatchCasts
 _MAX_SKIPPED_STEPS = 20
 
 
-class CastState(NamedTuple):
+class CastsAndStatistics(NamedTuple):
     """State that one step passes to the next, besides weights and moments: the scales of casts, and the running
     statistics of the model.
     """
@@ -61,7 +61,7 @@ class Trainer:
         self.step = 0
         self.stopped = False
         self._steps_skipped = 0
-        self.arm_model: ArmModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
+        self.arm_model: ArmModel = (UserArmModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
         self.precision = self.arm_model.precision
         self.settings = settings = self.arm_model.settings
         self.model = self.arm_model.model
@@ -69,7 +69,7 @@ class Trainer:
         self.arithmetics = self.arm_model.arithmetics
         self.optimizer = self.arm_model.make_optimizer()
         self.parameters = self.arm_model.parameters
-        self.max_norm, clip_group = parse_clip(settings.clip)
+        self.max_norm, clip_group = parse_clip_option(settings.clip)
         self.clip_groups = [
             find_clip_group(name, parameter.ndim, clip_group) for name, parameter in self.parameters.items()
         ]
@@ -82,7 +82,7 @@ class Trainer:
     def tokens(self) -> int:
         return self.arm_model.tokens
 
-    def describe_state(self) -> ArmState:
+    def describe_arm_state(self) -> ArmState:
         parameter_count = self.arm_model.parameter_count
         sizes = []
         for name, tensors in self._list_stored_tensors().items():
@@ -113,27 +113,31 @@ class Trainer:
         }
 
     @property
-    def are_scales_due(self) -> bool:
+    def are_new_scales_due(self) -> bool:
         """Returns whether the next step computes new scales from data. Scales from --scales-from are used until the
         first renewal after step 0.
         """
-        renewal_interval = self.settings.refresh_scales
-        return bool(renewal_interval and self.step % renewal_interval == 0 and (self.step or not self.settings.scales))
+        scale_renewal_steps = self.settings.refresh_scales
+        return bool(
+            scale_renewal_steps and self.step % scale_renewal_steps == 0 and (self.step or not self.settings.scales)
+        )
 
     @property
     def precision_change(self) -> tuple[str, int] | None:
         """Returns the second precision of the arm and its first step in it; None if the arm has one precision."""
-        precision, step_share = parse_change(self.settings.then)
+        precision, step_share = parse_precision_change(self.settings.then)
         return (precision, max(1, round(step_share * self.task.steps))) if precision else None
 
     def rate_share(self) -> float:
         """Returns the factor for the optimizer's learning rates in the next step: 1 for the full rates. A user's
         schedule is not part of this factor, because it changes the rates in the optimizer itself.
         """
-        return self._rate_factor * (1.0 if self.arm_model.has_own_rates else self._schedule.rate_share(self.step))
+        return self._rate_factor * (
+            1.0 if self.arm_model.has_user_learning_rates else self._schedule.rate_share(self.step)
+        )
 
     def finish_step(
-        self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
+        self, row: StepRow, casts: CastsAndStatistics, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
         """Adapts the loss scale. After a step with NaN or infinity, calls `find` to find the first faulty tensor, and
         reacts as set by --on-nan.
@@ -144,14 +148,14 @@ class Trainer:
         self._steps_skipped = self._steps_skipped + 1 if row.skipped else 0
         self.step += 1
 
-    def digest_weights(self) -> int:
+    def digest_shared_weights(self) -> int:
         """Returns a digest of the weights that all ranks share."""
-        with self.materialise(SILENT):
-            return digest_tensors(self.parallelism.list_shared_parameters(self.parameters))
+        with self.materialise(UNTIMED_PHASE_MARKERS):
+            return digest_tensor_bits(self.parallelism.list_shared_parameters(self.parameters))
 
     def digest_scales(self) -> int:
         """Returns a digest of the scales that depend on earlier casts."""
-        return digest_tensors(tensor for tensor in self._list_cast_tensors() if tensor.dtype == torch.float32)
+        return digest_tensor_bits(tensor for tensor in self._list_cast_tensors() if tensor.dtype == torch.float32)
 
     def _list_cast_tensors(self) -> Iterator[Tensor]:
         """Yields the tensors that casts keep between steps. They exist from the first cast on."""
@@ -179,14 +183,14 @@ class Trainer:
             yield
 
     def _handle_not_finite(
-        self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
+        self, row: StepRow, casts: CastsAndStatistics, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
         """Handles a step with NaN or infinity. If the loss is finite and the loss scale was just halved, only yields an
         event. Otherwise finds the first faulty tensor, and reacts as set by --on-nan.
         """
         # The loss is finite and the loss scale was just halved: the gradients overflowed because of the scale.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
-            self.restore_casts(CastState({}, casts.statistics))
+            self.restore_casts(CastsAndStatistics({}, casts.statistics))
             yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
         faulty_tensor = find()
@@ -214,13 +218,13 @@ class Trainer:
     def event(self, kind: str, words: str) -> TrainingEvent:
         return TrainingEvent(self.arm.name, self.task.seed, self.step, kind, words)
 
-    def copy_casts(self) -> CastState:
-        arithmetic_memories = {
+    def copy_casts(self) -> CastsAndStatistics:
+        arithmetic_memory_by_name = {
             name: _clone_tensors(arithmetic.memory()) for name, arithmetic in self.arithmetics.items()
         }
-        return CastState(arithmetic_memories, _clone_tensors(dict(self.model.named_buffers())))
+        return CastsAndStatistics(arithmetic_memory_by_name, _clone_tensors(dict(self.model.named_buffers())))
 
-    def restore_casts(self, casts: CastState) -> None:
+    def restore_casts(self, casts: CastsAndStatistics) -> None:
         """Restores the state of casts. The trainer uses the given tensors from now on, so the caller must no longer
         change them.
         """
@@ -237,10 +241,14 @@ class Trainer:
         casts = self.copy_casts()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        self.arm_model.renew_scales(False)
+        self.arm_model.set_scale_renewal(False)
         try:
             is_last = is_last or self.step == self.task.steps
-            with self.materialise(SILENT), torch.no_grad(), self.arm_model.cached_weights.cast(SILENT):
+            with (
+                self.materialise(UNTIMED_PHASE_MARKERS),
+                torch.no_grad(),
+                self.arm_model.cached_weights.cast(UNTIMED_PHASE_MARKERS),
+            ):
                 losses = tuple(self.arm_model.validate(row_key, is_last))
                 scores = tuple(self.arm_model.scores.score_model(self.model)) if is_last else ()
             for loss in losses:
@@ -279,7 +287,7 @@ class Trainer:
         self._rate_factor = state["lowered"]
         self._schedule.set_state(state["schedule"])
         self.optimizer.set_state(state["optimizer"])
-        self.restore_casts(CastState(**state["casts"]))
+        self.restore_casts(CastsAndStatistics(**state["casts"]))
         self.watch.scales = dict(state["watched"])
 
 

@@ -17,31 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.loop_figures import find_norm_gains, local_shard, unwrap_module
+from fp8bench.features.train.lab.loop_figures import find_norm_gains, get_local_shard, unwrap_module
 from fp8bench.features.train.lab.own_casts import (
-    LayerCast,
+    OperandCast,
     find_cast,
+    find_recipe_treatments,
     find_stored_scales,
-    find_treatments,
     has_compiled_code,
     observe_attention,
     unpack_fp8,
 )
 from fp8bench.features.train.lab.readings import (
-    Figures,
     FigureValue,
+    FigureValues,
     TensorCast,
     describe_cast,
     find_running_mean,
     largest_output,
-    make_reading,
+    make_layer_reading,
     max_attention_score,
     measure_batch_norm_drift,
     measure_embedding_spread,
-    measure_largest_row,
+    measure_largest_row_ratio,
     measure_peak_bytes,
     measure_tensor,
-    read_figures,
+    move_figures_to_host,
     reset_peak_memory,
 )
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
@@ -49,7 +49,7 @@ from fp8bench.model import Params
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.convolution import BatchNorm
-from fp8bench.nn.whole_layers import LibraryArithmetic
+from fp8bench.nn.whole_layers import LibraryLayerArithmetic
 from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
@@ -73,7 +73,7 @@ class ModelWatch:
         """
         self._arm, self._seed, self.is_eager = arm, seed, eager
         self.is_user_loop = bool(precision)
-        self.treatments = find_treatments(precision) if precision else {}
+        self.treatments = find_recipe_treatments(precision) if precision else {}
         self.scales: dict[str, float] = {}
         self.model = model
         # Wrappers such as DDP add a prefix to each path.
@@ -94,7 +94,7 @@ class ModelWatch:
         """Returns an embedding's values as the model uses them: rounded to the precision of the embedding."""
         module_arithmetic = getattr(self._tables.get(layer), "arithmetic", None)
         arithmetic = getattr(self.model, "around", {}).get(layer, module_arithmetic)
-        return cast_to(local_shard(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
+        return cast_to(get_local_shard(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
     def watch_step(self, guard: Callable[[Hook], Hook] = lambda hook: hook) -> Iterator[WatchedStep]:
@@ -102,17 +102,17 @@ class ModelWatch:
         with ExitStack() as stack:
             yield WatchedStep(self, stack, guard)
 
-    def make_lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
+    def make_stream_lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
         """Yields the readings and figures of a watched step. This waits for the device once."""
-        *tensors, numbers = read_figures([*watched.tensors.values(), watched.figures])
+        *tensors, numbers = move_figures_to_host([*watched.tensors.values(), watched.figures])
         for (layer, role), tensor in zip(watched.tensors, tensors, strict=True):
-            yield self._make_reading(step, layer, role, tensor)
+            yield self._make_layer_reading(step, layer, role, tensor)
         for (name, layer), number in numbers.items():
             yield StepFigure(self._arm, self._seed, step, name, number, layer)
 
-    def _make_reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
+    def _make_layer_reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
         key = f"{layer} {role}"
-        reading = make_reading(self._arm, self._seed, step, layer, role, numbers, self.scales.get(key))
+        reading = make_layer_reading(self._arm, self._seed, step, layer, role, numbers, self.scales.get(key))
         if "scale" in numbers or "octaves" in numbers:
             self.scales[key] = reading.scale
         return reading
@@ -139,10 +139,10 @@ class FaultyTensor:
 
     @property
     def description(self) -> str:
-        scale_text = "" if self.scale is None else f", scaled by {self.scale:g}"
+        gradient_scale_text = "" if self.scale is None else f", scaled by {self.scale:g}"
         return (
             f"the {self.tensor} of {self.layer}, in {self.direction}: {self.share:.3%} of it is not finite, the rest "
-            f"is up to {self.amax:g}{scale_text}"
+            f"is up to {self.amax:g}{gradient_scale_text}"
         )
 
     @property
@@ -178,7 +178,7 @@ class FaultyTensorFinder:
                 stack.callback(parameter.register_hook(gradient_hook).remove)  # type: ignore[no-untyped-call]
             for name, module in model.named_modules():
                 if name:
-                    stack.callback(module.register_forward_hook(partial(self._check_output, name)).remove)
+                    stack.callback(module.register_forward_hook(partial(self._check_module_output, name)).remove)
                 if isinstance(arithmetic := getattr(module, "arithmetic", None), Arithmetic):
                     watched_arithmetic = WatchedArithmetic(
                         arithmetic, partial(self._record_cast, name, arithmetic), turned=False
@@ -187,7 +187,7 @@ class FaultyTensorFinder:
                     stack.callback(setattr, module, "arithmetic", arithmetic)
             yield
 
-    def _check_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _check_module_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             self.check(name, "output", output)
             if output.requires_grad:
@@ -204,8 +204,10 @@ class FaultyTensorFinder:
         backward = role is Role.GRADIENT
 
         def find_scale_now() -> float:
-            (figures,) = read_figures([measure_tensor(source, describe_cast(arithmetic, operand, source, role))])
-            return make_reading("", 0, 0, name, role, figures, None).scale
+            (figures,) = move_figures_to_host(
+                [measure_tensor(source, describe_cast(arithmetic, operand, source, role))]
+            )
+            return make_layer_reading("", 0, 0, name, role, figures, None).scale
 
         find_scale = None if arithmetic.plain else find_scale_now
         self.check(name, role.value, source, backward, find_scale)
@@ -232,12 +234,12 @@ class WatchedStep:
 
     def __init__(self, watch: ModelWatch, stack: ExitStack, guard: Callable[[Hook], Hook]) -> None:
         self._guard = guard
-        self.tensors: dict[tuple[str, str], Figures] = {}
+        self.tensors: dict[tuple[str, str], FigureValues] = {}
         self.figures: dict[tuple[str, str], FigureValue] = {}
         self._watch = watch
         # The input measured last, with its version, cast and figures. Queries, keys and values often share one input,
         # which is then measured once.
-        self._last_input: tuple[Tensor, int, LayerCast | None, Figures] | None = None
+        self._last_input: tuple[Tensor, int, OperandCast | None, FigureValues] | None = None
         # The paths of the modules whose forwards are running. A call of attention belongs to the last of them.
         self._running_modules: list[str] = []
         reset_peak_memory(watch.device)
@@ -259,7 +261,7 @@ class WatchedStep:
                 self.figures["weight_gradient", layer] = gradient_norm
 
     @torch.no_grad()
-    def record_update(self, change_norms: Mapping[str, Tensor], weight_norms: Mapping[str, Tensor]) -> None:
+    def record_update_norms(self, change_norms: Mapping[str, Tensor], weight_norms: Mapping[str, Tensor]) -> None:
         """Records the weights after an update. `change_norms` has the norm of each parameter's change, and
         `weight_norms` the norm of its values before the update, in the same order.
         """
@@ -267,25 +269,25 @@ class WatchedStep:
         modules = {path: module for module, path in self._watch.modules.items()}
         for layer, weight in self._watch.weights.items():
             self._record_tensor(
-                layer, Role.WEIGHT, local_shard(weight), self._find_cast(modules.get(layer), Role.WEIGHT)
+                layer, Role.WEIGHT, get_local_shard(weight), self._find_cast(modules.get(layer), Role.WEIGHT)
             )
         if self._watch.is_user_loop:
             self.figures |= {("kept_scale", path): value for path, value in find_stored_scales(self._watch.model)}
         for layer in self._watch.embeddings:
             embedding_rows = self._watch.read_embedding(layer)
             self.figures["embedding_spread", layer] = measure_embedding_spread(embedding_rows)
-            self.figures["largest_row", layer] = measure_largest_row(embedding_rows)
+            self.figures["largest_row", layer] = measure_largest_row_ratio(embedding_rows)
         ratios = torch._foreach_div(list(change_norms.values()), list(weight_norms.values()))
         for path, ratio in zip(change_norms, ratios, strict=True):
             self.figures["update_ratio", path.removesuffix(".weight")] = ratio
         for path, gain in self._watch.gains.items():
-            gain_shard = local_shard(gain)
+            gain_shard = get_local_shard(gain)
             gain_norm_of_ones = math.sqrt(max(gain_shard.numel(), 1))
             self.figures["gain", path] = torch.linalg.vector_norm(gain_shard, dtype=torch.float32) / gain_norm_of_ones
 
     def _attach_hooks(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
-        has_arithmetic = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, LibraryArithmetic)
+        has_arithmetic = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, LibraryLayerArithmetic)
         if isinstance(arithmetic, Arithmetic) and has_arithmetic:
             stack.callback(setattr, module, "arithmetic", arithmetic)
             watched_arithmetic = WatchedArithmetic(
@@ -298,8 +300,8 @@ class WatchedStep:
         if self._watch.is_user_loop and not _is_torch_layer(module):
             forward_begin_hook = self._guard(lambda *_: self._running_modules.append(path))
             stack.callback(module.register_forward_pre_hook(forward_begin_hook).remove)
-            end_forward = self._guard(self._end_forward)
-            stack.callback(module.register_forward_hook(end_forward, always_call=True).remove)
+            end_forward_hook = self._guard(self._end_forward)
+            stack.callback(module.register_forward_hook(end_forward_hook, always_call=True).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
             module.core = partial(self._record_attention_core, path, module.core)
@@ -322,19 +324,19 @@ class WatchedStep:
             return
         # A recomputed block calls its hooks twice.
         if ("output_amax", path) not in self.figures and output.is_floating_point():
-            self.figures["output_amax", path] = largest_output(local_shard(output))
+            self.figures["output_amax", path] = largest_output(get_local_shard(output))
         if not both_sides:
             return
         first_input = next(filter(lambda value: isinstance(value, Tensor), (*inputs, *named.values())), None)
         if first_input is not None:
-            self._record_input(path, first_input, self._find_cast(module, Role.INPUT))
+            self._record_layer_input(path, first_input, self._find_cast(module, Role.INPUT))
         if output.requires_grad and output.numel() > 1:
             record_gradient = partial(
                 self._record_tensor, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT)
             )
             output.register_hook(self._guard(record_gradient))  # type: ignore[no-untyped-call]
 
-    def _record_input(self, path: str, x: Tensor, cast: LayerCast | None) -> None:
+    def _record_layer_input(self, path: str, x: Tensor, cast: OperandCast | None) -> None:
         last_input, key = self._last_input, (path, str(Role.INPUT))
         if last_input is not None and last_input[0] is x and last_input[1:3] == (x._version, cast):
             self.tensors.setdefault(key, last_input[3])
@@ -343,7 +345,7 @@ class WatchedStep:
         if key in self.tensors:
             self._last_input = (x, x._version, cast, self.tensors[key])
 
-    def _find_cast(self, module: nn.Module | None, role: Role) -> LayerCast | None:
+    def _find_cast(self, module: nn.Module | None, role: Role) -> OperandCast | None:
         if module is None or not self._watch.is_user_loop:
             return None
         return find_cast(module, role, self._watch.treatments)
@@ -353,19 +355,21 @@ class WatchedStep:
         del self._running_modules[-1:]
 
     def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
-        self._record_score("".join(self._running_modules[-1:]), q, k, causal, scale)
+        self._record_attention_scores("".join(self._running_modules[-1:]), q, k, causal, scale)
 
     def _record_attention_core(
         self, path: str, compute_attention: AttentionCore, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        self._record_score(path, q, k, getattr(compute_attention, "causal", True))
+        self._record_attention_scores(path, q, k, getattr(compute_attention, "causal", True))
         return compute_attention(q, k, v)
 
     @torch.no_grad()
-    def _record_score(self, path: str, q: Tensor, k: Tensor, causal: bool, scale: float | None = None) -> None:
+    def _record_attention_scores(
+        self, path: str, q: Tensor, k: Tensor, causal: bool, scale: float | None = None
+    ) -> None:
         if ("attention_score", path) not in self.figures:
-            factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
-            self.figures["attention_score", path] = max_attention_score(q, k, causal) * factor
+            scale_correction = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
+            self.figures["attention_score", path] = max_attention_score(q, k, causal) * scale_correction
 
     @torch.no_grad()
     def _record_norm(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -375,24 +379,24 @@ class WatchedStep:
             self.figures["batch_norm_drift", path] = drift
 
     def _record_tensor(
-        self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | LayerCast | None = None
+        self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | OperandCast | None = None
     ) -> None:
         if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
             with torch.no_grad():
-                x, fp8_cast = unpack_fp8(local_shard(x))
-                if isinstance(cast, LayerCast) and fp8_cast is None:
+                x, fp8_cast = unpack_fp8(get_local_shard(x))
+                if isinstance(cast, OperandCast) and fp8_cast is None:
                     self.tensors[layer, str(role)] = cast.list_figures(x)
                     return
-                tensor_cast = cast(x) if cast is not None and not isinstance(cast, LayerCast) else None
+                tensor_cast = cast(x) if cast is not None and not isinstance(cast, OperandCast) else None
                 self.tensors[layer, str(role)] = measure_tensor(x, fp8_cast or tensor_cast)
 
 
-def is_watched(step: int, stride: int) -> bool:
+def is_watched_step(step: int, stride: int) -> bool:
     """Returns whether a step is watched, which means that its tensors are measured: the first step of the training, and
     one random step of each further `stride` steps. Random steps also show periodic effects.
     """
-    stride_number = step // stride
-    return step % stride == (random.Random(stride_number).randrange(stride) if stride_number else 0)
+    watch_stride_index = step // stride
+    return step % stride == (random.Random(watch_stride_index).randrange(stride) if watch_stride_index else 0)
 
 
 def _is_embedding(path: str, module: nn.Module | None = None) -> bool:

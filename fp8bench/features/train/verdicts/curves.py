@@ -25,10 +25,10 @@ from fp8bench.features.train.values import NOT_FINITE_EVENT, Lines, StepRow, Str
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
-HELD_OUT = "held-out"
+HELD_OUT_PART = "held-out"
 # The endpoint of a curve is the mean loss over the last 1/10 of the steps. Arms are compared by the mean loss over the
 # last 1/3.
-_ENDPOINT_STEPS_DIVISOR = 10
+_ENDPOINT_RANGE_DIVISOR = 10
 _COMPARED_STEPS_DIVISOR = 3
 # The training is judged as if it had ended at each of at most this many different steps: the last step, and earlier
 # ones in the last tenth.
@@ -39,7 +39,7 @@ _MAX_JUDGED_END_STEPS = 10
 _MEMORISED_LOSS_SHARE = 0.01
 _STOPPED_EVENT = "stopped"
 
-CurveKey = tuple[str, int]
+ArmAndSeed = tuple[str, int]
 
 
 class VoidReason(StrEnum):
@@ -53,7 +53,7 @@ class VoidReason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Curve:
+class LossCurve:
     """One arm in one seed: its rows in the order of steps. `steps` is the number of steps that was requested."""
 
     steps: int
@@ -66,8 +66,8 @@ class Curve:
         """Returns the loss of each step. In a watched script, the loss of the first step is NaN, because watching
         begins after that step.
         """
-        unwatched_steps = min(1, self.rows[0].step) if self.rows else 0
-        return (*[math.nan] * unwatched_steps, *(row.loss for row in self.rows))
+        missing_loss_count = min(1, self.rows[0].step) if self.rows else 0
+        return (*[math.nan] * missing_loss_count, *(row.loss for row in self.rows))
 
     @property
     def is_complete(self) -> bool:
@@ -78,9 +78,9 @@ class Curve:
         """Returns the mean loss of the last tenth of the steps. It is NaN if one of these losses is not finite, or if
         the arm did not finish.
         """
-        tail_losses = self.losses[-count_tail_steps(self.steps) :]
-        if self.is_complete and all(map(math.isfinite, tail_losses)):
-            return math.fsum(tail_losses) / len(tail_losses)
+        endpoint_losses = self.losses[-count_endpoint_steps(self.steps) :]
+        if self.is_complete and all(map(math.isfinite, endpoint_losses)):
+            return math.fsum(endpoint_losses) / len(endpoint_losses)
         return math.nan
 
     @property
@@ -99,7 +99,7 @@ class Curve:
         return training_loss_fall
 
     @property
-    def blew_up(self) -> bool:
+    def has_non_finite_end(self) -> bool:
         """Returns whether the arm ended with a loss that is not finite. An arm that recovered from such losses has
         not blown up, nor has an arm whose process was lost.
         """
@@ -108,34 +108,34 @@ class Curve:
         return {_STOPPED_EVENT, NOT_FINITE_EVENT} <= self.events
 
 
-Curves = Mapping[CurveKey, Curve]
+CurveByKey = Mapping[ArmAndSeed, LossCurve]
 
 
-def count_tail_steps(steps: int) -> int:
-    return max(1, steps // _ENDPOINT_STEPS_DIVISOR)
+def count_endpoint_steps(steps: int) -> int:
+    return max(1, steps // _ENDPOINT_RANGE_DIVISOR)
 
 
-def make_curves(lines: Iterable[StreamLine], steps: int) -> dict[CurveKey, Curve]:
+def make_curves(lines: Iterable[StreamLine], steps: int) -> dict[ArmAndSeed, LossCurve]:
     lines_by_arm_and_seed = together(((line.arm, line.seed), line) for line in lines)
-    curves = {key: _make_curve(arm_lines, steps) for key, arm_lines in lines_by_arm_and_seed.items()}
+    curves = {key: _make_loss_curve(arm_lines, steps) for key, arm_lines in lines_by_arm_and_seed.items()}
     return {key: curve for key, curve in curves.items() if curve.rows}
 
 
-def select_curves(curves: Curves, arm: str) -> dict[int, Curve]:
+def select_curves(curves: CurveByKey, arm: str) -> dict[int, LossCurve]:
     """Returns an arm's curves by seed."""
     return {seed: curve for (name, seed), curve in curves.items() if name == arm}
 
 
-def _make_curve(lines: Lines, steps: int) -> Curve:
+def _make_loss_curve(lines: Lines, steps: int) -> LossCurve:
     """Makes a curve from lines. If a step has several lines, the last one counts."""
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
-    held_out = {line.step: line.loss for line in lines if isinstance(line, Validation) and line.of == HELD_OUT}
+    held_out = {line.step: line.loss for line in lines if isinstance(line, Validation) and line.of == HELD_OUT_PART}
     events = frozenset(line.kind for line in lines if isinstance(line, TrainingEvent))
-    return Curve(steps, tuple(rows[step] for step in sorted(rows)), held_out, events)
+    return LossCurve(steps, tuple(rows[step] for step in sorted(rows)), held_out, events)
 
 
 @dataclass(frozen=True)
-class SeedPair:
+class SeedComparison:
     """One seed of an arm, compared with the same seed of its reference. `gap` is the share by which the arm's mean loss
     over the last third of the steps exceeds the reference's. `held_out` is the same gap on held-out text; None without
     such a text, or if its last loss is not finite. `earlier` holds the gaps that would result if the training had ended
@@ -149,7 +149,7 @@ class SeedPair:
     earlier: tuple[float, ...] = ()
 
 
-def pair_curves(reference: Curve, arm: Curve, seed: int) -> SeedPair | VoidReason:
+def make_seed_pair(reference: LossCurve, arm: LossCurve, seed: int) -> SeedComparison | VoidReason:
     if not (reference.is_complete and arm.is_complete):
         return VoidReason.NOT_FINISHED
     # A gap needs two finite endpoints, even if all earlier losses are finite.
@@ -164,28 +164,28 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> SeedPair | VoidReaso
         return VoidReason.OTHER_TOKENS
     # Compute the gap as if the training had ended at each of the last steps, so that the last batch alone does not
     # decide the verdict.
-    judged_end_steps = range(
-        arm.steps - min(_MAX_JUDGED_END_STEPS - 1, arm.steps // _ENDPOINT_STEPS_DIVISOR), arm.steps + 1
+    judged_endpoint_steps = range(
+        arm.steps - min(_MAX_JUDGED_END_STEPS - 1, arm.steps // _ENDPOINT_RANGE_DIVISOR), arm.steps + 1
     )
-    *earlier_gaps, gap = measure_gaps(reference, arm, judged_end_steps)
+    *earlier_gaps, gap = measure_loss_gaps(reference, arm, judged_endpoint_steps)
     if any(map(math.isnan, (*earlier_gaps, gap))):
         return VoidReason.NEARLY_ZERO
     held_out = _measure_held_out_gap(reference, arm)
     has_same_bits = reference.losses == arm.losses
-    return SeedPair(seed, gap, held_out, has_same_bits, tuple(earlier_gaps))
+    return SeedComparison(seed, gap, held_out, has_same_bits, tuple(earlier_gaps))
 
 
-def measure_gaps(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
+def measure_loss_gaps(reference: LossCurve, arm: LossCurve, ends: Sequence[int]) -> list[float]:
     """Returns a gap of the loss for each number of steps in `ends`, as if the training had ended there. A gap compares
     the means over the last third of the steps. A step is left out unless the losses of both arms are finite. A gap is
     NaN if the reference's mean is not positive.
     """
-    pairs = list(zip(reference.losses, arm.losses, strict=False))
+    loss_pairs = list(zip(reference.losses, arm.losses, strict=False))
     loss_gaps = []
     for end_step in ends:
         gap = (
-            _measure_gap_of_means(pairs[_find_last_third_start(end_step) : end_step])
-            if end_step <= len(pairs)
+            _measure_gap_of_means(loss_pairs[_find_last_third_start(end_step) : end_step])
+            if end_step <= len(loss_pairs)
             else None
         )
         loss_gaps.append(math.nan if gap is None else gap)
@@ -207,7 +207,7 @@ def _find_last_third_start(steps: int) -> int:
     return steps - max(1, steps // _COMPARED_STEPS_DIVISOR)
 
 
-def _measure_held_out_gap(reference: Curve, arm: Curve) -> float | None:
+def _measure_held_out_gap(reference: LossCurve, arm: LossCurve) -> float | None:
     """Returns the gap of the mean held-out losses, over all validations in the last third of the steps. Returns None
     if the loss of the last validation is not finite.
     """
@@ -219,8 +219,8 @@ def _measure_held_out_gap(reference: Curve, arm: Curve) -> float | None:
 
 
 MIN_PAIRS = 5
-DECIDING_LEVEL = 0.99
-SHOWN_LEVEL = 0.95
+DECIDING_CONFIDENCE_LEVEL = 0.99
+SHOWN_CONFIDENCE_LEVEL = 0.95
 # The largest total number of seeds that a verdict proposes.
 MAX_SEEDS = 1000
 # The statistical power of a proposal: if gap and deviation are estimated correctly, the proposed seeds give a verdict
@@ -228,7 +228,7 @@ MAX_SEEDS = 1000
 _STATISTICAL_POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
-class Learned(StrEnum):
+class LearningVerdict(StrEnum):
     """The verdict on an arm. Worse and better mean a certain difference, however small. Within noise means that no
     difference is visible, and that the true difference is not beyond the margin.
     """
@@ -241,7 +241,7 @@ class Learned(StrEnum):
     INCONCLUSIVE = "inconclusive"
 
 
-class Importance(StrEnum):
+class DifferenceImportance(StrEnum):
     """Whether a difference exceeds the margin: certainly, certainly not, or possibly."""
 
     YES = "yes"
@@ -262,7 +262,7 @@ class InconclusiveReason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Gap:
+class LossGap:
     """The share by which an arm's loss exceeds its reference's, as a mean over seeds. A single seed has no intervals.
     `deviation` is the standard deviation between seeds. If the intervals also cover shorter trainings, `deviation` is
     the value that would give equally wide intervals without these trainings.
@@ -282,91 +282,92 @@ class JudgedArm:
     number is unknown, or if further seeds would not count either, for the reason in `void`.
     """
 
-    learned: Learned
-    gap: Gap | None = None
-    held_out: Gap | None = None
+    learned: LearningVerdict
+    gap: LossGap | None = None
+    held_out: LossGap | None = None
     why: InconclusiveReason | None = None
     more_seeds: int | None = None
     void: VoidReason | None = None
-    matters: Importance | None = None
+    matters: DifferenceImportance | None = None
 
     @property
     def is_tolerated(self) -> bool:
         """Returns whether the arm is worse by less than the margin."""
-        return self.learned is Learned.WORSE and self.matters is Importance.NO
+        return self.learned is LearningVerdict.WORSE and self.matters is DifferenceImportance.NO
 
 
 # If a seed is void for one of these reasons, further seeds would be void as well.
-LASTING_VOIDS = (VoidReason.NOT_FINISHED, VoidReason.NEARLY_ZERO, VoidReason.OTHER_TOKENS)
+LASTING_VOID_REASONS = (VoidReason.NOT_FINISHED, VoidReason.NEARLY_ZERO, VoidReason.OTHER_TOKENS)
 
 
-def find_deciding_interval(gap: Gap | None) -> Interval | None:
+def find_deciding_interval(gap: LossGap | None) -> Interval | None:
     """Returns the 99% interval of a gap; None if too few pairs of seeds count for a verdict."""
     return gap.decides if gap is not None and gap.pairs >= MIN_PAIRS else None
 
 
-def average_gaps(gaps: Sequence[float]) -> Gap | None:
+def average_gaps(gaps: Sequence[float]) -> LossGap | None:
     if not gaps:
         return None
     point = statistics.fmean(gaps)
     pair_count = len(gaps)
     if pair_count == 1:
-        return Gap(point, 1, math.nan, None, None)
+        return LossGap(point, 1, math.nan, None, None)
     # statistics.stdev computes with fractions, which takes eighty times as long.
     deviation = math.sqrt(math.fsum((gap - point) ** 2 for gap in gaps) / (pair_count - 1))
     deciding_interval, shown_interval = (
-        _make_interval(point, deviation, pair_count, level) for level in (DECIDING_LEVEL, SHOWN_LEVEL)
+        _make_student_interval(point, deviation, pair_count, level)
+        for level in (DECIDING_CONFIDENCE_LEVEL, SHOWN_CONFIDENCE_LEVEL)
     )
-    return Gap(point, pair_count, deviation, deciding_interval, shown_interval)
+    return LossGap(point, pair_count, deviation, deciding_interval, shown_interval)
 
 
-def judge_pairs(pairs: Sequence[SeedPair], margin: float, has_held_out: bool = True) -> JudgedArm:
+def judge_seed_pairs(pairs: Sequence[SeedComparison], margin: float, has_held_out: bool = True) -> JudgedArm:
     """Returns the verdict on the pairs of an arm that has not diverged. With `has_held_out`, held-out losses must
     confirm the verdict.
     """
     gap = _measure_gap_over_ends(pairs)
     held_out = average_gaps([pair.held_out for pair in pairs if pair.held_out is not None])
-    undecided_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
+    inconclusive_arm = JudgedArm(LearningVerdict.INCONCLUSIVE, gap, held_out)
     interval = find_deciding_interval(gap)
     held_out_interval = find_deciding_interval(held_out)
     if gap is None or interval is None:
-        return replace(undecided_arm, why=InconclusiveReason.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
+        return replace(inconclusive_arm, why=InconclusiveReason.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
     if has_held_out and held_out_interval is None:
-        return replace(undecided_arm, why=InconclusiveReason.NO_HELD_OUT)
-    learned_verdict = classify_gap(interval, margin)
-    importance = classify_importance(interval, margin)
-    if learned_verdict is Learned.INCONCLUSIVE:
+        return replace(inconclusive_arm, why=InconclusiveReason.NO_HELD_OUT)
+    learning_verdict = classify_loss_gap(interval, margin)
+    gap_importance = classify_importance(interval, margin)
+    if learning_verdict is LearningVerdict.INCONCLUSIVE:
         return replace(
-            undecided_arm,
-            matters=importance,
+            inconclusive_arm,
+            matters=gap_importance,
             why=InconclusiveReason.TOO_WIDE,
             more_seeds=count_further_seeds(gap, margin),
         )
     if (
         has_held_out
         and held_out_interval
-        and not _is_confirmed_by_held_out(learned_verdict, importance, held_out_interval, margin)
+        and not _is_confirmed_by_held_out(learning_verdict, gap_importance, held_out_interval, margin)
     ):
-        return replace(undecided_arm, why=InconclusiveReason.DISAGREE)
-    return replace(undecided_arm, learned=learned_verdict, matters=importance)
+        return replace(inconclusive_arm, why=InconclusiveReason.DISAGREE)
+    return replace(inconclusive_arm, learned=learning_verdict, matters=gap_importance)
 
 
-def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
+def _measure_gap_over_ends(pairs: Sequence[SeedComparison]) -> LossGap | None:
     """Returns the mean gap of the pairs. Its intervals also cover the gaps of trainings that would have ended some
     steps earlier.
     """
     gap = average_gaps([pair.gap for pair in pairs])
     if gap is None or gap.pairs == 1:
         return gap
-    gaps_at_ends = [gap]
+    end_step_gaps = [gap]
     for earlier_gaps in zip(*(pair.earlier for pair in pairs), strict=True):
-        gaps_at_ends += filter(None, [average_gaps(earlier_gaps)])
-    deciding_interval = _extend_first_interval([end_gap.decides for end_gap in gaps_at_ends if end_gap.decides])
-    shown_interval = _extend_first_interval([end_gap.shown for end_gap in gaps_at_ends if end_gap.shown])
+        end_step_gaps += filter(None, [average_gaps(earlier_gaps)])
+    deciding_interval = _extend_first_interval([end_gap.decides for end_gap in end_step_gaps if end_gap.decides])
+    shown_interval = _extend_first_interval([end_gap.shown for end_gap in end_step_gaps if end_gap.shown])
     # Convert the joint interval back to a standard deviation of the gaps, from which the number of further seeds is
     # estimated.
     half_width = (deciding_interval.high - deciding_interval.low) / 2
-    deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_LEVEL, gap.pairs - 1)
+    deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_CONFIDENCE_LEVEL, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=deciding_interval, shown=shown_interval)
 
 
@@ -376,53 +377,55 @@ def _extend_first_interval(intervals: Sequence[Interval]) -> Interval:
     return replace(intervals[0], low=low, high=max(interval.high for interval in intervals))
 
 
-def classify_gap(interval: Interval, margin: float) -> Learned:
+def classify_loss_gap(interval: Interval, margin: float) -> LearningVerdict:
     """Returns WORSE for an interval above 0, and BETTER for an interval below 0. Any other interval is WITHIN_NOISE if
     it is inside the margin, and otherwise INCONCLUSIVE.
     """
     if interval.low > 0:
-        return Learned.WORSE
+        return LearningVerdict.WORSE
     if interval.high < 0:
-        return Learned.BETTER
-    is_inside_margin = classify_importance(interval, margin) is Importance.NO
-    return Learned.WITHIN_NOISE if is_inside_margin else Learned.INCONCLUSIVE
+        return LearningVerdict.BETTER
+    is_inside_margin = classify_importance(interval, margin) is DifferenceImportance.NO
+    return LearningVerdict.WITHIN_NOISE if is_inside_margin else LearningVerdict.INCONCLUSIVE
 
 
-def classify_importance(interval: Interval, margin: float) -> Importance:
+def classify_importance(interval: Interval, margin: float) -> DifferenceImportance:
     if -margin <= interval.low and interval.high <= margin:
-        return Importance.NO
-    return Importance.YES if interval.low > margin or interval.high < -margin else Importance.OPEN
+        return DifferenceImportance.NO
+    return DifferenceImportance.YES if interval.low > margin or interval.high < -margin else DifferenceImportance.OPEN
 
 
-def _is_confirmed_by_held_out(learned: Learned, matters: Importance, held_out: Interval, margin: float) -> bool:
+def _is_confirmed_by_held_out(
+    learned: LearningVerdict, matters: DifferenceImportance, held_out: Interval, margin: float
+) -> bool:
     """Returns whether the held-out gap confirms a verdict. A training gap that is certainly inside the margin is
     refuted only by a held-out gap that is certainly of the opposite sign or certainly beyond the margin. In all other
     cases the held-out gap must have the sign of the verdict.
     """
-    verdict_sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
-    if matters is not Importance.NO:
+    verdict_sign = {LearningVerdict.WORSE: 1, LearningVerdict.BETTER: -1}.get(learned, 0)
+    if matters is not DifferenceImportance.NO:
         return verdict_sign * held_out.point > 0
     has_opposite_sign = verdict_sign > 0 > held_out.high or verdict_sign < 0 < held_out.low
-    return not has_opposite_sign and classify_importance(held_out, margin) is not Importance.YES
+    return not has_opposite_sign and classify_importance(held_out, margin) is not DifferenceImportance.YES
 
 
-def _make_interval(point: float, deviation: float, count: int, level: float) -> Interval:
+def _make_student_interval(point: float, deviation: float, count: int, level: float) -> Interval:
     half_width = student_quantile(level, count - 1) * deviation / math.sqrt(count)
     return Interval(point, point - half_width, point + half_width, level)
 
 
-def count_further_seeds(gap: Gap, margin: float) -> int | None:
+def count_further_seeds(gap: LossGap, margin: float) -> int | None:
     """Returns the smallest number of further seeds that would probably be enough for a verdict. Returns None if more
     than 1000 seeds in all would be needed.
     """
 
     def is_decisive(count: int) -> bool:
         standard_error = gap.deviation / math.sqrt(count)
-        half_width = student_quantile(DECIDING_LEVEL, count - 1) * standard_error
-        chance_distance = _STATISTICAL_POWER_QUANTILE * standard_error
-        nearest = max(0.0, abs(gap.point) - chance_distance)
-        largest_likely_gap = abs(gap.point) + chance_distance
-        return nearest > half_width or largest_likely_gap <= margin - half_width or 2 * half_width <= margin
+        half_width = student_quantile(DECIDING_CONFIDENCE_LEVEL, count - 1) * standard_error
+        gap_error_distance = _STATISTICAL_POWER_QUANTILE * standard_error
+        smallest_likely_gap = max(0.0, abs(gap.point) - gap_error_distance)
+        largest_likely_gap = abs(gap.point) + gap_error_distance
+        return smallest_likely_gap > half_width or largest_likely_gap <= margin - half_width or 2 * half_width <= margin
 
     # A larger number of seeds is decisive whenever a smaller one is, so use bisection.
     counts = range(max(gap.pairs + 1, MIN_PAIRS), MAX_SEEDS + 1)
@@ -430,12 +433,12 @@ def count_further_seeds(gap: Gap, margin: float) -> int | None:
     return counts[index] - gap.pairs if index < len(counts) else None
 
 
-def compute_smallest_effect(gap: Gap) -> float:
+def compute_detectable_gap(gap: LossGap) -> float:
     """Returns the smallest gap that would probably have been detected with as many pairs, and as much deviation between
     them, as `gap` has.
     """
     return (
-        (student_quantile(DECIDING_LEVEL, gap.pairs - 1) + _STATISTICAL_POWER_QUANTILE)
+        (student_quantile(DECIDING_CONFIDENCE_LEVEL, gap.pairs - 1) + _STATISTICAL_POWER_QUANTILE)
         * gap.deviation
         / math.sqrt(gap.pairs)
     )
@@ -448,5 +451,5 @@ def bound_single_gap(gap: float, chaos: float) -> Interval | None:
     """
     # The interval is slightly too wide. `gap` and `chaos` are relative to the same reference, so their ratio varies
     # slightly less than Student's t.
-    half_width = student_quantile(SHOWN_LEVEL, 1) * abs(chaos)
-    return Interval(gap, gap - half_width, gap + half_width, SHOWN_LEVEL) if half_width else None
+    half_width = student_quantile(SHOWN_CONFIDENCE_LEVEL, 1) * abs(chaos)
+    return Interval(gap, gap - half_width, gap + half_width, SHOWN_CONFIDENCE_LEVEL) if half_width else None

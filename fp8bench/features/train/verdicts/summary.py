@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fp8bench.analysis.energy import Range, energy_samples
+from fp8bench.analysis.energy import WindowRange, energy_samples
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.tasks import CHANCE_SCORES, METRIC_PREFIX, QUESTION_COUNT, TASK_PREFIX
 from fp8bench.features.train.values import (
@@ -20,26 +20,26 @@ from fp8bench.features.train.values import (
     Arm,
     ArmCost,
     ArmRole,
-    KeptTraining,
     Lines,
     StepFigure,
     StepRow,
+    StoredTraining,
     Training,
     TrainingEvent,
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import (
-    DECIDING_LEVEL,
+    DECIDING_CONFIDENCE_LEVEL,
     MIN_PAIRS,
-    Curve,
-    CurveKey,
-    Gap,
-    Importance,
+    ArmAndSeed,
+    DifferenceImportance,
     JudgedArm,
-    Learned,
+    LearningVerdict,
+    LossCurve,
+    LossGap,
     average_gaps,
-    classify_gap,
     classify_importance,
+    classify_loss_gap,
     count_further_seeds,
     find_deciding_interval,
     make_curves,
@@ -72,7 +72,7 @@ class ArmSummary:
     peak_memory: int | None = None
     device_peak_memory: int | None = None
     wire: Mapping[str, float] = field(default_factory=dict)
-    joules_per_step: Range | None = None
+    joules_per_step: WindowRange | None = None
     events: int | None = None
     verdict: ArmVerdict | None = None
 
@@ -88,7 +88,7 @@ class JudgedTraining:
     read. `summaries` has an entry for every arm, in the order of arms.
     """
 
-    kept: KeptTraining
+    kept: StoredTraining
 
     @property
     def training(self) -> Training:
@@ -99,7 +99,7 @@ class JudgedTraining:
         return self.kept.request
 
     @cached_property
-    def curves(self) -> dict[CurveKey, Curve]:
+    def curves(self) -> dict[ArmAndSeed, LossCurve]:
         lines: Lines = self.kept.lines
         if self.training.is_watched:
             # The speeds of watched loops are not compared, because other programs may have run next to them.
@@ -124,16 +124,16 @@ class JudgedTraining:
 
 def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     training = judged.training
-    costs = judged.kept.select_lines(ArmCost)
-    memory_by_arm = {cost.arm: cost.memory for cost in costs if cost.memory is not None}
-    energies = {cost.arm: cost.energy for cost in costs if cost.energy is not None}
+    arm_costs = judged.kept.select_lines(ArmCost)
+    memory_by_arm = {cost.arm: cost.memory for cost in arm_costs if cost.memory is not None}
+    energies = {cost.arm: cost.energy for cost in arm_costs if cost.energy is not None}
     bytes_per_parameter: dict[str, float] = {}
     for figure in _list_first_figures(judged.kept, BYTES_PER_PARAMETER):
         bytes_per_parameter[figure.arm] = bytes_per_parameter.get(figure.arm, 0.0) + figure.value
     if judged.request.settings.make:
         # A user's optimizer has no state before its first step. So the bytes come from the measurement of memory, which
         # takes steps.
-        for cost in costs:
+        for cost in arm_costs:
             if cost.kept:
                 bytes_per_parameter[cost.arm] = sum(size for _, size in cost.kept) / training.parameters
     wire_bytes_by_arm: dict[str, dict[str, float]] = defaultdict(dict)
@@ -173,14 +173,14 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     return tuple(summaries)
 
 
-def _list_first_figures(stored: KeptTraining, name: str) -> Iterator[StepFigure]:
+def _list_first_figures(stored: StoredTraining, name: str) -> Iterator[StepFigure]:
     """Yields, for each arm, the figures called `name` of the first step that has any. In later steps their values are
     the same.
     """
-    first_steps: dict[str, tuple[int, int]] = {}
+    first_step_by_arm: dict[str, tuple[int, int]] = {}
     for figure in stored.select_lines(StepFigure):
         step = figure.seed, figure.step
-        if figure.name == name and first_steps.setdefault(figure.arm, step) == step:
+        if figure.name == name and first_step_by_arm.setdefault(figure.arm, step) == step:
             yield figure
 
 
@@ -213,7 +213,7 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
     }
 
 
-def list_gap_figures(name: str, gap: Gap | None) -> dict[str, float | None]:
+def list_gap_figures(name: str, gap: LossGap | None) -> dict[str, float | None]:
     if gap is None:
         return {
             **_list_interval_figures(name, None),
@@ -232,10 +232,10 @@ def _list_interval_figures(name: str, interval: Interval | None) -> dict[str, fl
     return {name: point, f"{name}_low": low, f"{name}_high": high}
 
 
-def summarise_energy(use: EnergyUse | None) -> Range | None:
+def summarise_energy(use: EnergyUse | None) -> WindowRange | None:
     """Returns the joules of a training step, measured in windows of many steps; None without a window."""
     samples = energy_samples(use)
-    return Range(statistics.median(samples), min(samples), max(samples)) if samples else None
+    return WindowRange(statistics.median(samples), min(samples), max(samples)) if samples else None
 
 
 @dataclass(frozen=True)
@@ -250,19 +250,19 @@ class ScoreVerdict:
     against: str
     reference: float = math.nan
     own: float = math.nan
-    worse: Gap | None = None
+    worse: LossGap | None = None
     word: str = ""
-    learned: Learned | None = None
-    matters: Importance | None = None
+    learned: LearningVerdict | None = None
+    matters: DifferenceImportance | None = None
 
 
 # the scores of an arm by seed
 _ScoresBySeed = Mapping[int, float]
-_AT_CHANCE_WORDS = "at chance, like the reference: it shows nothing about precisions"
-_BF16_FIGURE = "quantised:bf16"
+_CHANCE_LEVEL_TEXT = "at chance, like the reference: it shows nothing about precisions"
+_QUANTISED_BF16_FIGURE = "quantised:bf16"
 
 
-def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
+def judge_scores(stored: StoredTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
     """Compares the scores of arms with the reference's scores. Also compares the losses of the quantised reference with
     the loss of the reference in bf16.
     """
@@ -274,7 +274,7 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
     for validation in stored.select_lines(Validation):
         if validation.of.startswith("quantised:") and validation.step == steps:
             scores[validation.of][validation.arm][validation.seed] = validation.loss
-    bf16_losses = dict(scores.get(_BF16_FIGURE, {}))
+    bf16_losses = dict(scores.get(_QUANTISED_BF16_FIGURE, {}))
     reference = verdicts.reference
     request = stored.request
     score_verdicts = []
@@ -283,7 +283,7 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
             if arm.name != reference:
                 comparison_words = reference
                 compared_values = values[reference]
-            elif name.startswith("quantised:") and name != _BF16_FIGURE:
+            elif name.startswith("quantised:") and name != _QUANTISED_BF16_FIGURE:
                 comparison_words = "itself in bf16"
                 compared_values = bf16_losses.get(arm.name, {})
             else:
@@ -299,35 +299,41 @@ def _make_score_verdict(
     """Completes the verdict on an arm's score. `values` are the arm's scores by seed, and `old_values` the scores to
     compare with. Returns None if no seed has finite scores of both.
     """
-    score_pairs = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
-    pairs = [pair for pair in score_pairs if math.isfinite(sum(pair))]
+    new_and_old_scores = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
+    finite_score_pairs = [pair for pair in new_and_old_scores if math.isfinite(sum(pair))]
     name = verdict.figure
-    if not pairs:
+    if not finite_score_pairs:
         return None
-    new, old = zip(*pairs, strict=True)
-    verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(new) / len(pairs))
+    new, old = zip(*finite_score_pairs, strict=True)
+    verdict = replace(
+        verdict, reference=math.fsum(old) / len(finite_score_pairs), own=math.fsum(new) / len(finite_score_pairs)
+    )
     if name.startswith(TASK_PREFIX):
         # If two arms answer n questions equally, their true scores differ by at most 4.6 / n, with 99% confidence.
-        floor = -math.log(1 - DECIDING_LEVEL) / (QUESTION_COUNT * len(pairs))
+        floor = -math.log(1 - DECIDING_CONFIDENCE_LEVEL) / (QUESTION_COUNT * len(finite_score_pairs))
         chance_score = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
-        score_gap = _widen_gap(average_gaps([before - after for after, before in pairs]), floor)
-        has_learned = _is_above_chance(new, chance_score, floor) or _is_above_chance(old, chance_score, floor)
-        return _judge_score(verdict, score_gap, request.margin, at_chance=not has_learned)
+        score_gap = _widen_gap_interval(average_gaps([before - after for after, before in finite_score_pairs]), floor)
+        has_learned = _are_scores_above_chance(new, chance_score, floor) or _are_scores_above_chance(
+            old, chance_score, floor
+        )
+        return _judge_arm_score(verdict, score_gap, request.margin, at_chance=not has_learned)
     if min(old) <= 0:
         return replace(
             verdict, word="open: the reference's score is not above 0, so that no relative difference exists"
         )
-    worse_sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
-    return _judge_score(
-        verdict, average_gaps([worse_sign * (after / before - 1) for after, before in pairs]), request.margin
+    worsening_sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
+    return _judge_arm_score(
+        verdict,
+        average_gaps([worsening_sign * (after / before - 1) for after, before in finite_score_pairs]),
+        request.margin,
     )
 
 
-def _is_above_chance(scores: Sequence[float], chance: float, floor: float) -> bool:
+def _are_scores_above_chance(scores: Sequence[float], chance: float, floor: float) -> bool:
     """Returns whether the scores are certainly above chance. The interval of their mean over seeds has at least the
     half-width `floor`.
     """
-    gap = _widen_gap(average_gaps([score - chance for score in scores]), floor)
+    gap = _widen_gap_interval(average_gaps([score - chance for score in scores]), floor)
     return gap is not None and gap.decides is not None and gap.decides.low > 0
 
 
@@ -339,7 +345,7 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
     return any(metric_name == metric or metric_name.startswith(f"{metric}.") for metric in minimised_metrics)
 
 
-def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
+def _widen_gap_interval(gap: LossGap | None, floor: float) -> LossGap | None:
     """Returns the gap with an interval that reaches at least `floor` to each side. `floor` is the largest true
     difference that a task's questions may fail to show.
     """
@@ -348,24 +354,26 @@ def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
     return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))
 
 
-def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
-    verdict = replace(verdict, worse=gap, word=describe_open_gap(gap, margin))
+def _judge_arm_score(
+    verdict: ScoreVerdict, gap: LossGap | None, margin: float, at_chance: bool = False
+) -> ScoreVerdict:
+    verdict = replace(verdict, worse=gap, word=describe_undecided_gap(gap, margin))
     interval = find_deciding_interval(gap)
     if interval is None:
         return verdict
     if at_chance:
-        return replace(verdict, word=_AT_CHANCE_WORDS)
-    learned_verdict = classify_gap(interval, margin)
-    importance = classify_importance(interval, margin)
-    verdict = replace(verdict, learned=learned_verdict, matters=importance)
-    if learned_verdict is Learned.INCONCLUSIVE:
+        return replace(verdict, word=_CHANCE_LEVEL_TEXT)
+    learning_verdict = classify_loss_gap(interval, margin)
+    gap_importance = classify_importance(interval, margin)
+    verdict = replace(verdict, learned=learning_verdict, matters=gap_importance)
+    if learning_verdict is LearningVerdict.INCONCLUSIVE:
         return verdict
-    if learned_verdict is Learned.WITHIN_NOISE:
-        return replace(verdict, word=learned_verdict.value)
-    return replace(verdict, word=f"{learned_verdict}: {describe_importance(learned_verdict, importance, margin)}")
+    if learning_verdict is LearningVerdict.WITHIN_NOISE:
+        return replace(verdict, word=learning_verdict.value)
+    return replace(verdict, word=f"{learning_verdict}: {describe_importance(learning_verdict, gap_importance, margin)}")
 
 
-def describe_open_gap(gap: Gap | None, bound: float) -> str:
+def describe_undecided_gap(gap: LossGap | None, bound: float) -> str:
     """Returns a text about an undecided gap, such as 'open: 3 seeds of the 5 that are needed'. If enough seeds were
     trained, the text has the number of further seeds that would settle a comparison with the margin `bound`.
     """
@@ -376,31 +384,36 @@ def describe_open_gap(gap: Gap | None, bound: float) -> str:
     return f"open: {seeds} would settle {100 * bound:g}%"
 
 
-_IMPORTANCE_WORDS: Mapping[Importance | None, str] = {Importance.NO: "inside", Importance.YES: "all of it beyond"}
+_IMPORTANCE_WORDS: Mapping[DifferenceImportance | None, str] = {
+    DifferenceImportance.NO: "inside",
+    DifferenceImportance.YES: "all of it beyond",
+}
 
 
-def describe_importance(learned: Learned, matters: Importance | None, margin: float) -> str:
+def describe_importance(learned: LearningVerdict, matters: DifferenceImportance | None, margin: float) -> str:
     """Returns how a statistically certain difference compares with the margin, such as 'real, inside the 1% you
     tolerate'.
     """
     margin_text = f"{100 * margin:.4g}%"
-    margin_words = f"the {margin_text} you tolerate" if learned is Learned.WORSE else f"the margin of {margin_text}"
+    margin_words = (
+        f"the {margin_text} you tolerate" if learned is LearningVerdict.WORSE else f"the margin of {margin_text}"
+    )
     return f"real, {_IMPORTANCE_WORDS.get(matters, 'perhaps beyond')} {margin_words}"
 
 
-_TONE_BY_VERDICT: Mapping[Learned | None, Tone] = {
-    Learned.DIVERGED: Tone.BAD,
-    Learned.WORSE: Tone.BAD,
-    Learned.BETTER: Tone.GOOD,
-    Learned.WITHIN_NOISE: Tone.GOOD,
+_TONE_BY_VERDICT: Mapping[LearningVerdict | None, Tone] = {
+    LearningVerdict.DIVERGED: Tone.BAD,
+    LearningVerdict.WORSE: Tone.BAD,
+    LearningVerdict.BETTER: Tone.GOOD,
+    LearningVerdict.WITHIN_NOISE: Tone.GOOD,
 }
 
 
-def find_tone(verdict: JudgedArm | ScoreVerdict) -> Tone:
+def find_verdict_tone(verdict: JudgedArm | ScoreVerdict) -> Tone:
     """Returns the colour of a verdict: green if nothing is lost, red if something is lost, and yellow if the verdict is
     undecided or the loss is tolerated.
     """
-    is_loss_tolerated = verdict.learned is Learned.WORSE and verdict.matters is Importance.NO
+    is_loss_tolerated = verdict.learned is LearningVerdict.WORSE and verdict.matters is DifferenceImportance.NO
     return Tone.DOUBT if is_loss_tolerated else _TONE_BY_VERDICT.get(verdict.learned, Tone.DOUBT)
 
 
@@ -413,23 +426,23 @@ def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
         Col("its value", "reference", show="{:.4g}".format),
         Col(
             "worse by",
-            _format_worse,
+            _format_score_decline,
             number=True,
             hint="in points for tasks, in percent otherwise; with the 99% interval over seeds",
         ),
-        Col("verdict", "word", tone=find_tone),
+        Col("verdict", "word", tone=find_verdict_tone),
     ]
-    scored_tasks = {row.figure.removeprefix(TASK_PREFIX).partition("@")[0] for row in rows}
-    tasks = [task for task in CHANCE_SCORES if task in scored_tasks]
-    chance_words = ", ".join(f"{task} {100 * CHANCE_SCORES[task]:.3g}%" for task in tasks)
-    texts = [Text(f"By chance alone answers are right in: {chance_words}.")] if tasks else []
+    scored_task_names = {row.figure.removeprefix(TASK_PREFIX).partition("@")[0] for row in rows}
+    tasks_with_chance_score = [task for task in CHANCE_SCORES if task in scored_task_names]
+    chance_scores_text = ", ".join(f"{task} {100 * CHANCE_SCORES[task]:.3g}%" for task in tasks_with_chance_score)
+    texts = [Text(f"By chance alone answers are right in: {chance_scores_text}.")] if tasks_with_chance_score else []
     has_scores = any(not row.figure.startswith("quantised:") for row in rows)
     title = "Scores, and losses after quantising" if has_scores else "Losses after quantising"
     if rows:
         yield Part("scores", title, (table("scores", "", columns, rows), *texts))
 
 
-def _format_worse(verdict: ScoreVerdict) -> str | None:
+def _format_score_decline(verdict: ScoreVerdict) -> str | None:
     if verdict.worse is None:
         return None
     unit = " points" if verdict.figure.startswith(TASK_PREFIX) else "%"

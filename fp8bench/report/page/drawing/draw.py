@@ -8,11 +8,11 @@ from typing import Any
 from fp8bench.report.elements import AnyChart, Bars, Lines, Scatter, Stacks
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks
-from fp8bench.report.page.drawing.sheet import Sheet
+from fp8bench.report.page.drawing.sheet import ChartSheet
 
 # For each class of charts, the function that draws it. The function returns the height of the chart, or 0 if there is
 # nothing to draw.
-_DRAW_FUNCTIONS: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
+_DRAW_FUNCTIONS: dict[type[AnyChart], Callable[[ChartSheet, Any], float]] = {
     Bars: draw_bars,
     Scatter: draw_scatter,
     Stacks: draw_stacks,
@@ -20,7 +20,7 @@ _DRAW_FUNCTIONS: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
 }
 
 
-def draw_on(sheet: Sheet, chart: AnyChart) -> float:
+def draw_chart_on_sheet(sheet: ChartSheet, chart: AnyChart) -> float:
     """Draws the chart, and returns its height."""
     height = _DRAW_FUNCTIONS[type(chart)](sheet, chart)
     if not height:
@@ -28,6 +28,6 @@ def draw_on(sheet: Sheet, chart: AnyChart) -> float:
     return height or 28.0
 
 
-def draw_svg(chart: AnyChart) -> str:
-    sheet = Sheet(chart)
-    return sheet.to_svg(draw_on(sheet, chart))
+def draw_chart_as_svg(chart: AnyChart) -> str:
+    sheet = ChartSheet(chart)
+    return sheet.to_svg(draw_chart_on_sheet(sheet, chart))

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fp8bench.report.page.drawing.scale import MAX_LABELS
-from fp8bench.report.page.drawing.sheet import Sheet
+from fp8bench.report.page.drawing.sheet import ChartSheet
 
 # A label that is wider than this, in pixels, is shortened in the middle.
 _MAX_LABEL_WIDTH = 190.0
 
 
 @dataclass(frozen=True)
-class Box:
+class PixelRectangle:
     """A rectangle in pixels of the sheet. y points down."""
 
     left: float
@@ -21,24 +21,24 @@ class Box:
     right: float
     bottom: float
 
-    def overlaps(self, box: Box) -> bool:
+    def overlaps_box(self, box: PixelRectangle) -> bool:
         is_side_by_side = self.left >= box.right or box.left >= self.right
         return not is_side_by_side and self.top < box.bottom and box.top < self.bottom
 
-    def contains(self, box: Box) -> bool:
+    def contains(self, box: PixelRectangle) -> bool:
         fits_width = self.left <= box.left and box.right <= self.right
         return fits_width and self.top <= box.top and box.bottom <= self.bottom
 
 
 # The box of a text, its anchor (start, middle or end), and the x position of the anchor.
-TextPosition = tuple[Box, str, float]
+TextPosition = tuple[PixelRectangle, str, float]
 
 
 def write_labels(
-    sheet: Sheet,
+    sheet: ChartSheet,
     texts: Iterable[tuple[float, float, str, str]],
-    occupied_boxes: list[Box],
-    frames: Sequence[Box],
+    occupied_boxes: list[PixelRectangle],
+    frames: Sequence[PixelRectangle],
     find_boxes: Callable[[float, float, float, float], Iterable[TextPosition]],
 ) -> None:
     """Writes texts (x, y, text, style) near their positions, as many as fit without overlap.
@@ -52,31 +52,37 @@ def write_labels(
         text = sheet.cut_to_width(label, _MAX_LABEL_WIDTH)
         if not text:
             continue
-        for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text(text), sheet.font_size):
+        for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text_width(text), sheet.font_size):
             is_box_inside_frame = any(frame.contains(box) for frame in frames)
-            if is_box_inside_frame and not any(map(box.overlaps, occupied_boxes)):
+            if is_box_inside_frame and not any(map(box.overlaps_box, occupied_boxes)):
                 occupied_boxes.append(box)
                 sheet.add_text(anchor_x, (box.top + box.bottom) / 2, text, style, anchor=anchor)
                 num_written_labels += 1
                 break
 
 
-def boxes_above_and_below(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
+def iterate_vertical_label_boxes(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
     """Yields possible boxes for the label of a mark, the preferred ones first: one to four lines above the mark, then
     one to three lines below it.
     """
     half_text_height = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
-        middle_y = y + lines * size * 1.25
-        top, bottom = middle_y - half_text_height, middle_y + half_text_height
-        yield Box(x - width / 2, top, x + width / 2, bottom), "middle", x
-        yield Box(x, top, x + width, bottom), "start", x
-        yield Box(x - width, top, x, bottom), "end", x
+        text_middle_y = y + lines * size * 1.25
+        top, bottom = text_middle_y - half_text_height, text_middle_y + half_text_height
+        yield PixelRectangle(x - width / 2, top, x + width / 2, bottom), "middle", x
+        yield PixelRectangle(x, top, x + width, bottom), "start", x
+        yield PixelRectangle(x - width, top, x, bottom), "end", x
 
 
-def boxes_around(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
+def iterate_text_positions(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
     half_text_height = size * 0.6
-    yield Box(x + 9, y - half_text_height, x + 9 + width, y + half_text_height), "start", x + 9
-    yield Box(x - 9 - width, y - half_text_height, x - 9, y + half_text_height), "end", x - 9
-    for middle_y in (y - 15, y + 15):
-        yield Box(x - width / 2, middle_y - half_text_height, x + width / 2, middle_y + half_text_height), "middle", x
+    yield PixelRectangle(x + 9, y - half_text_height, x + 9 + width, y + half_text_height), "start", x + 9
+    yield PixelRectangle(x - 9 - width, y - half_text_height, x - 9, y + half_text_height), "end", x - 9
+    for text_middle_y in (y - 15, y + 15):
+        yield (
+            PixelRectangle(
+                x - width / 2, text_middle_y - half_text_height, x + width / 2, text_middle_y + half_text_height
+            ),
+            "middle",
+            x,
+        )

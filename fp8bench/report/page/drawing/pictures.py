@@ -23,9 +23,9 @@ from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
 from fp8bench.report.elements import AnyChart
-from fp8bench.report.page.drawing.draw import draw_on
+from fp8bench.report.page.drawing.draw import draw_chart_on_sheet
 from fp8bench.report.page.drawing.scale import FORBIDDEN_CHARACTERS
-from fp8bench.report.page.drawing.sheet import PathCommands, Polyline, Sheet, line_commands, shape_outline
+from fp8bench.report.page.drawing.sheet import ChartSheet, Polyline, SvgPathCommands, line_commands, shape_outline
 
 # One inch in three units: pixels of the sheet, points (of fonts and line widths), and pixels of the picture file.
 _PIXELS_PER_INCH = 96.0
@@ -44,7 +44,7 @@ _MATPLOTLIB_SETTINGS: dict[Any, Any] = {
 }
 _MATPLOTLIB_PATH_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
 # The metadata key of a chart's description, by file format.
-_DESCRIPTION_KEYS = {"png": "Description", "svg": "Description", "pdf": "Subject"}
+_DESCRIPTION_KEY_BY_FORMAT = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 # The metadata keys of dates, by file format. Dates are left out, because they would make files differ.
 _OMITTED_DATE_METADATA: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _MIN_BOLD_WEIGHT = 550
@@ -52,7 +52,7 @@ _MIN_BOLD_WEIGHT = 550
 CssProperties = Mapping[str, str]
 
 
-def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
+def draw_chart_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
     """Returns the bytes of a picture file: the chart, with its title above and its description below."""
     sheet = _PictureSheet(chart)
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -61,8 +61,11 @@ def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
         # The settings of a user's matplotlibrc must not affect the file.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_MATPLOTLIB_SETTINGS)
-        figure = sheet.to_figure(draw_on(sheet, chart), chart.title)
-        metadata_texts = {"Title": f"{chart.title} ({page_title})", _DESCRIPTION_KEYS[file_format]: sheet.description}
+        figure = sheet.to_matplotlib_figure(draw_chart_on_sheet(sheet, chart), chart.title)
+        metadata_texts = {
+            "Title": f"{chart.title} ({page_title})",
+            _DESCRIPTION_KEY_BY_FORMAT[file_format]: sheet.description,
+        }
         file = BytesIO()
         metadata = {key: _printable_line(text) for key, text in metadata_texts.items()} | _OMITTED_DATE_METADATA[
             file_format
@@ -71,12 +74,12 @@ def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
     return file.getvalue()
 
 
-class _PictureSheet(Sheet):
+class _PictureSheet(ChartSheet):
     """Collects shapes and texts, in pixels of the sheet, and draws them with matplotlib."""
 
     def __init__(self, chart: AnyChart) -> None:
         super().__init__(chart)
-        self._shapes: list[tuple[int, PathCommands, CssProperties]] = []
+        self._shapes: list[tuple[int, SvgPathCommands, CssProperties]] = []
         self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
 
     def add_lines(
@@ -94,16 +97,16 @@ class _PictureSheet(Sheet):
         self._shapes.append((2, path_commands, css_properties("path", style)))
 
     def add_text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
-        text_properties = css_properties("text", style)
+        text_css_properties = css_properties("text", style)
         options = {
-            "color": text_properties["fill"],
-            "fontweight": "bold" if int(text_properties.get("font-weight", 400)) >= _MIN_BOLD_WEIGHT else "normal",
+            "color": text_css_properties["fill"],
+            "fontweight": "bold" if int(text_css_properties.get("font-weight", 400)) >= _MIN_BOLD_WEIGHT else "normal",
             "fontsize": self.font_size,
             "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
         }
         self._texts.append((x, y + 0.36 * self.font_size, text, options))
 
-    def to_figure(self, height: float, title: str) -> Figure:
+    def to_matplotlib_figure(self, height: float, title: str) -> Figure:
         # 1. Make room for the title above the chart and the description below it. 0.62 and 0.55 are estimates of a
         # character's width, as a multiple of the font size.
         figure_width = self.width + 2 * _PICTURE_MARGIN
@@ -119,14 +122,14 @@ class _PictureSheet(Sheet):
             facecolor=css_properties("path", "")["--raised"],
         )
         # From pixels, with y pointing down from the top of the chart, to fractions of the figure, with y pointing up.
-        transform = (
+        axes_transform = (
             Affine2D().translate(_PICTURE_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
             + figure.transFigure
         )
         # 2. Draw all shapes, then all texts.
         for layer, steps, look in self._shapes:
             if (patch := _make_path_patch(steps, look)) is not None:
-                patch.set(transform=transform, zorder=layer)
+                patch.set(transform=axes_transform, zorder=layer)
                 figure.add_artist(patch)
         texts = list(self._texts)
         title_text_options = {
@@ -138,17 +141,17 @@ class _PictureSheet(Sheet):
             (0.0, 1.4 * _TITLE_FONT_SIZE * (n + 0.7) + _PICTURE_MARGIN - top, line, title_text_options)
             for n, line in enumerate(title_lines)
         ]
-        description_text_options = {
+        description_text_style = {
             "color": css_properties("text", "quiet")["fill"],
             "fontsize": _DESCRIPTION_FONT_SIZE,
         }
         texts += [
-            (0.0, height + 12 + _DESCRIPTION_LINE_HEIGHT * (n + 0.7), line, description_text_options)
+            (0.0, height + 12 + _DESCRIPTION_LINE_HEIGHT * (n + 0.7), line, description_text_style)
             for n, line in enumerate(description_lines)
         ]
         for x, y, text, options in texts:
             text_artist = figure.text(
-                x, y, _printable_line(text), transform=transform, zorder=3, va="baseline", **options
+                x, y, _printable_line(text), transform=axes_transform, zorder=3, va="baseline", **options
             )
             # A dollar sign in a name must not start a formula.
             text_artist.set(
@@ -159,7 +162,7 @@ class _PictureSheet(Sheet):
         return figure
 
 
-def _make_path_patch(steps: PathCommands, look: CssProperties) -> PathPatch | None:
+def _make_path_patch(steps: SvgPathCommands, look: CssProperties) -> PathPatch | None:
     """Returns a matplotlib patch for a path, or None if neither the area nor the line of the path is visible."""
     fill_color_and_opacity = _color_and_opacity(look, "fill")
     stroke_color_and_opacity = _color_and_opacity(look, "stroke")
@@ -168,12 +171,12 @@ def _make_path_patch(steps: PathCommands, look: CssProperties) -> PathPatch | No
     points: list[tuple[float, float]] = []
     matplotlib_path_codes: list[Any] = []
     for command, coordinates in steps:
-        pairs = list(zip(coordinates[::2], coordinates[1::2], strict=True))
+        coordinate_pairs = list(zip(coordinates[::2], coordinates[1::2], strict=True))
         # Lengthen a line of zero length, because matplotlib would omit it. With round line ends it is a dot.
-        if command == "L" and pairs == points[-1:]:
-            pairs = [(coordinates[0] + 0.01, coordinates[1])]
+        if command == "L" and coordinate_pairs == points[-1:]:
+            coordinate_pairs = [(coordinates[0] + 0.01, coordinates[1])]
         # matplotlib needs a point for each code, also for the one that closes a path.
-        points += pairs or [points[0]]
+        points += coordinate_pairs or [points[0]]
         matplotlib_path_codes += _MATPLOTLIB_PATH_CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
     line_cap_style = {"square": "projecting"}.get(

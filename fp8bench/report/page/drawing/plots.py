@@ -11,35 +11,40 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 
-from fp8bench.report.elements import ChartPoint, Lines, Mark, Scatter, Tone
-from fp8bench.report.page.drawing.labels import Box, boxes_above_and_below, boxes_around, write_labels
-from fp8bench.report.page.drawing.rows import draw_axis_below, draw_legend, write_along_axis
+from fp8bench.report.elements import ChartMark, ChartPoint, Lines, Scatter, Tone
+from fp8bench.report.page.drawing.labels import (
+    PixelRectangle,
+    iterate_text_positions,
+    iterate_vertical_label_boxes,
+    write_labels,
+)
+from fp8bench.report.page.drawing.rows import draw_bottom_axis, draw_legend, write_along_axis
 from fp8bench.report.page.drawing.scale import (
+    MAX_CHART_POINTS,
     MAX_HOVERABLE_MARKS,
     MAX_PLACES,
-    MAX_POINTS,
     MAX_SERIES,
-    Scale,
-    fit_scale,
+    AxisScale,
+    fit_axis_scale,
     interval_ends,
     is_drawable,
     make_hint,
-    mark_hint,
+    make_hover_text,
     show_number,
     x_bounds,
 )
-from fp8bench.report.page.drawing.sheet import Sheet, choose_series_looks
+from fp8bench.report.page.drawing.sheet import ChartSheet, choose_series_styles
 
 # The gap between the end of a line and its value, in pixels.
-_LINE_VALUE_GAP = 8.0
+_LINE_END_VALUE_GAP = 8.0
 # The axis of places has at most this many labels.
-_MAX_PLACE_LABELS = 7
+_MAX_POSITION_LABELS = 7
 # If there are more places than this, marks are visible only on hovering.
 _MAX_VISIBLE_MARKS = 60
 
 # the marks of a series, each with its index on the axis
-Marks = list[tuple[int, Mark]]
-Series = Sequence[tuple[str, Marks]]
+IndexedMarks = list[tuple[int, ChartMark]]
+Series = Sequence[tuple[str, IndexedMarks]]
 Point = tuple[float, float]
 
 
@@ -49,63 +54,67 @@ class _LinePlot:
     the scales of both axes.
     """
 
-    sheet: Sheet
+    sheet: ChartSheet
     chart: Lines
     places: Sequence[str]
     series: Series
     looks: Mapping[str, tuple[str, str]]
-    x: Scale
-    y: Scale
+    x: AxisScale
+    y: AxisScale
 
-    def is_on_axis(self, mark: Mark) -> bool:
+    def is_on_value_axis(self, mark: ChartMark) -> bool:
         return self.y.low <= mark.value <= self.y.high
 
-    def position(self, place: int, mark: Mark) -> Point:
+    def position(self, place: int, mark: ChartMark) -> Point:
         return self.x.to_pixels(place), self.y.to_pixels(mark.value)
 
-    def horizontal_line(self, value: float) -> list[Point]:
+    def make_horizontal_line(self, value: float) -> list[Point]:
         height = self.y.to_pixels(value)
         return [(self.x.start - 4, height), (self.x.end + 4, height)]
 
 
-def draw_lines(sheet: Sheet, chart: Lines) -> float:
+def draw_lines(sheet: ChartSheet, chart: Lines) -> float:
     # 1. Limit the chart to the last places and the first series.
-    places = chart.places[-MAX_PLACES:]
-    series = [(name, _find_drawable_marks(marks[-MAX_PLACES:])) for name, marks in chart.series[:MAX_SERIES]]
+    shown_places = chart.places[-MAX_PLACES:]
+    drawn_series = [(name, _find_drawable_marks(marks[-MAX_PLACES:])) for name, marks in chart.series[:MAX_SERIES]]
     num_marks = sum(len(marks) - marks.count(None) for _, marks in chart.series)
-    sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in series))
+    sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in drawn_series))
     # 2. Fit the value axis to the marks from the index `chart.settled` on, or to all marks if none are there.
     first_settled_index = chart.settled - len(chart.places[:-MAX_PLACES])
-    values = _values_and_interval_ends(series, first_settled_index) or _values_and_interval_ends(series, 0)
+    values = _list_values_and_intervals(drawn_series, first_settled_index) or _list_values_and_intervals(
+        drawn_series, 0
+    )
     if not values:
         return 0.0
     # 3. Write the legend and the title, and draw the lines below. Each series has the same shape and colour in the
     # legend, on its line and at its last value.
-    looks = choose_series_looks([name for name, _ in series])
+    looks = choose_series_styles([name for name, _ in drawn_series])
     top = 0.0
-    if len(series) > 1:
+    if len(drawn_series) > 1:
         top = draw_legend(sheet, [(shape, f"point {style}", name) for name, (shape, style) in looks.items()], top)
     sheet.add_text(0, top + 8, sheet.cut_to_width(chart.axis.title, sheet.width), "quiet")
     plot_bottom = top + 284.0
-    y = fit_scale(values, plot_bottom, top + 24, unit=chart.axis.unit, margin_share=0.05)
-    line_plot = _LinePlot(sheet, chart, places, series, looks, _place_axis_scale(sheet, series, y, len(places)), y)
+    y = fit_axis_scale(values, plot_bottom, top + 24, unit=chart.axis.unit, margin_share=0.05)
+    line_plot = _LinePlot(
+        sheet, chart, shown_places, drawn_series, looks, _place_axis_scale(sheet, drawn_series, y, len(shown_places)), y
+    )
     _draw_axes_of_lines(line_plot)
     for value, level_name in chart.levels:
         if y.low <= value <= y.high:
-            sheet.add_lines("level-line", [line_plot.horizontal_line(value)], layer=0)
+            sheet.add_lines("level-line", [line_plot.make_horizontal_line(value)], layer=0)
             sheet.add_text(line_plot.x.start, y.to_pixels(value) - 8, level_name, "quiet")
-    for name, marks in series:
+    for name, marks in drawn_series:
         _draw_line(line_plot, name, marks)
     _write_event_names(line_plot)
     _write_last_values(line_plot)
     return plot_bottom + 26
 
 
-def _find_drawable_marks(marks: Sequence[Mark | None]) -> Marks:
+def _find_drawable_marks(marks: Sequence[ChartMark | None]) -> IndexedMarks:
     return [(place, mark) for place, mark in enumerate(marks) if mark is not None and is_drawable(mark.value)]
 
 
-def _values_and_interval_ends(series: Series, first_place: int) -> list[float]:
+def _list_values_and_intervals(series: Series, first_place: int) -> list[float]:
     values = []
     for _, marks in series:
         for place, mark in marks:
@@ -120,71 +129,75 @@ def _write_event_names(plot: _LinePlot) -> None:
     texts = []
     for name, marks in plot.series:
         for place, mark in marks:
-            if mark.flag and plot.is_on_axis(mark):
+            if mark.flag and plot.is_on_value_axis(mark):
                 position, style = plot.position(place, mark), f"flag {plot.looks[name][1]}"
-                texts += [(*position, flag, style) for flag in mark.flag.split(", ")]
+                texts += [(*position, event_name, style) for event_name in mark.flag.split(", ")]
     # Keep the marks' labels away from the ticks on the left, and from the last values on the right.
-    label_frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
-    write_labels(plot.sheet, texts, [], [label_frame], boxes_above_and_below)
+    label_frame = PixelRectangle(x.start - 4, y.end - 4, x.end + 8, y.start)
+    write_labels(plot.sheet, texts, [], [label_frame], iterate_vertical_label_boxes)
 
 
-def _place_axis_scale(sheet: Sheet, series: Series, y: Scale, num_places: int) -> Scale:
+def _place_axis_scale(sheet: ChartSheet, series: Series, y: AxisScale, num_places: int) -> AxisScale:
     """Returns the scale of a line chart's x axis. Its values are the indices of places, such as runs. The scale leaves
     room for the ticks of the y axis on the left, and for the last values on the right.
     """
-    tick_width = max(sheet.measure_text(text) for _, text in y.ticks(6)) + 14
+    tick_width = max(sheet.measure_text_width(text) for _, text in y.ticks(6)) + 14
     last_value_texts = [show_number(marks[-1][1].value, y.unit) for _, marks in series if marks]
-    max_value_width = max(sheet.measure_text(text, bold=True) for text in last_value_texts)
+    max_value_text_width = max(sheet.measure_text_width(text, bold=True) for text in last_value_texts)
     low = -0.5 if num_places == 1 else 0.0
-    return Scale(low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - max_value_width - _LINE_VALUE_GAP - 4)
+    return AxisScale(
+        low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - max_value_text_width - _LINE_END_VALUE_GAP - 4
+    )
 
 
 def _draw_axes_of_lines(plot: _LinePlot) -> None:
     sheet, places, y = plot.sheet, plot.places, plot.y
     for value, text in y.ticks(6):
-        sheet.add_lines("grid", [plot.horizontal_line(value)], layer=0)
+        sheet.add_lines("grid", [plot.make_horizontal_line(value)], layer=0)
         sheet.add_text(plot.x.start - 12, y.to_pixels(value), text, "tick", anchor="end")
-    sheet.add_lines("axis", [plot.horizontal_line(y.low)], layer=0)
+    sheet.add_lines("axis", [plot.make_horizontal_line(y.low)], layer=0)
     positions = [plot.x.to_pixels(place) for place in range(len(places))]
     sheet.add_lines("ticks", [[(x, y.start), (x, y.start + 4)] for x in positions])
     # Label every n-th place, counted from the last one, so that the last place has a label.
-    max_label_width = (plot.x.end - plot.x.start) / _MAX_PLACE_LABELS
-    stride = max(1, -(-(len(places) - 1) // (_MAX_PLACE_LABELS - 1)))
-    labels = [(x, sheet.cut_to_width(place, max_label_width)) for x, place in zip(positions, places, strict=True)]
+    max_place_label_width = (plot.x.end - plot.x.start) / _MAX_POSITION_LABELS
+    stride = max(1, -(-(len(places) - 1) // (_MAX_POSITION_LABELS - 1)))
+    labels = [(x, sheet.cut_to_width(place, max_place_label_width)) for x, place in zip(positions, places, strict=True)]
     write_along_axis(sheet, labels[(len(places) - 1) % stride :: stride], y.start + 14)
 
 
-def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
+def _draw_line(plot: _LinePlot, name: str, marks: IndexedMarks) -> None:
     """Draws one series: first its intervals, then a line through each stretch of marks, then the marks. Hovering over
     a mark shows its value.
     """
     sheet = plot.sheet
     shape, style = plot.looks[name]
-    line_pieces: list[list[Point]] = []
+    line_segments: list[list[Point]] = []
     for marks_without_gap in _split_at_missing_marks(marks):
         _draw_intervals(plot, style, marks_without_gap)
-        line_pieces += _clip_line([(plot.x.to_pixels(place), mark.value) for place, mark in marks_without_gap], plot.y)
-    if line_pieces:
-        sheet.add_lines(f"line {style}", line_pieces)
-    plain_mark_style = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
-    marks_on_axis = [(place, mark) for place, mark in marks if plot.is_on_axis(mark)]
+        line_segments += _clip_line(
+            [(plot.x.to_pixels(place), mark.value) for place, mark in marks_without_gap], plot.y
+        )
+    if line_segments:
+        sheet.add_lines(f"line {style}", line_segments)
+    plain_tone_mark_style = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
+    marks_on_axis = [(place, mark) for place, mark in marks if plot.is_on_value_axis(mark)]
     for place, mark in _thin_out_marks(marks_on_axis, MAX_HOVERABLE_MARKS // min(MAX_SERIES, len(plot.chart.series))):
-        tone = plain_mark_style if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
-        hint = mark_hint(mark, plot.chart.axis, name, plot.places[place])
+        tone = plain_tone_mark_style if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
+        hint = make_hover_text(mark, plot.chart.axis, name, plot.places[place])
         sheet.add_dot(f"mark point {style}{tone}", shape, *plot.position(place, mark), hint=hint)
 
 
-def _split_at_missing_marks(marks: Marks) -> list[Marks]:
+def _split_at_missing_marks(marks: IndexedMarks) -> list[IndexedMarks]:
     """Splits a series wherever a place has no mark."""
-    stretches: list[Marks] = []
+    mark_stretches: list[IndexedMarks] = []
     for place, mark in marks:
-        if not stretches or stretches[-1][-1][0] != place - 1:
-            stretches.append([])
-        stretches[-1].append((place, mark))
-    return stretches
+        if not mark_stretches or mark_stretches[-1][-1][0] != place - 1:
+            mark_stretches.append([])
+        mark_stretches[-1].append((place, mark))
+    return mark_stretches
 
 
-def _draw_intervals(plot: _LinePlot, style: str, stretch: Marks) -> None:
+def _draw_intervals(plot: _LinePlot, style: str, stretch: IndexedMarks) -> None:
     """Draws the intervals of consecutive marks: a band if all marks have intervals, otherwise a whisker for each mark
     that has an interval.
     """
@@ -200,9 +213,9 @@ def _draw_intervals(plot: _LinePlot, style: str, stretch: Marks) -> None:
         plot.sheet.add_lines("whisker", whiskers)
 
 
-def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
+def _clip_line(points: Sequence[Point], y: AxisScale) -> list[list[Point]]:
     """Cuts a line at the ends of the value axis. Returns the pieces of it that lie within the axis."""
-    line_pieces: list[list[Point]] = []
+    line_segments: list[list[Point]] = []
     for (left_x, left_y), (right_x, right_y) in pairwise(points):
         # The part of the line inside the range of the y axis: its start and end as fractions of the line's length.
         entry_fraction, exit_fraction = 0.0, float(y.low <= left_y <= y.high)
@@ -211,18 +224,18 @@ def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
         entry_fraction, exit_fraction = max(entry_fraction, 0.0), min(exit_fraction, 1.0)
         if entry_fraction >= exit_fraction:
             continue
-        start, stop = (
+        start_point, stop_point = (
             (left_x + (right_x - left_x) * fraction, y.to_pixels(left_y + (right_y - left_y) * fraction))
             for fraction in (entry_fraction, exit_fraction)
         )
-        if line_pieces and entry_fraction == 0 and line_pieces[-1][-1] == start:
-            line_pieces[-1].append(stop)
+        if line_segments and entry_fraction == 0 and line_segments[-1][-1] == start_point:
+            line_segments[-1].append(stop_point)
         else:
-            line_pieces.append([start, stop])
-    return line_pieces
+            line_segments.append([start_point, stop_point])
+    return line_segments
 
 
-def _thin_out_marks(marks: Marks, max_marks: int) -> Marks:
+def _thin_out_marks(marks: IndexedMarks, max_marks: int) -> IndexedMarks:
     """Returns at most `max_marks` evenly spaced marks, plus every mark with a tone such as good or bad."""
     if len(marks) <= max_marks:
         return marks
@@ -235,7 +248,7 @@ def _write_last_values(plot: _LinePlot) -> None:
     another.
     """
     last_series_marks = [(*marks[-1], plot.looks[name][1]) for name, marks in plot.series if marks]
-    x = plot.x.to_pixels(max(place for place, _, _ in last_series_marks)) + _LINE_VALUE_GAP + 2
+    x = plot.x.to_pixels(max(place for place, _, _ in last_series_marks)) + _LINE_END_VALUE_GAP + 2
     # Sort by height, then by CSS class, so that the drawing is reproducible.
     texts = sorted(
         (plot.y.to_pixels(mark.value), style, show_number(mark.value, plot.y.unit))
@@ -252,40 +265,40 @@ def _write_last_values(plot: _LinePlot) -> None:
 
 # Points of a scatter chart have no line between them, so they are larger than marks on a line.
 _SCATTER_DOT_SIZE = 9.5
-_MAX_TICKS = 7
+_MAX_AXIS_TICKS = 7
 # The legend names at most this many series. With more, it would be longer than the chart.
 _MAX_LEGEND_SERIES = 16
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _PlotFrame:
     """The box of the plot with the scales of both axes. If some points have no x, it also has the box of the margin."""
 
-    plot: Box
-    margin: Box | None
-    x: Scale
-    y: Scale
+    plot: PixelRectangle
+    margin: PixelRectangle | None
+    x: AxisScale
+    y: AxisScale
 
 
-def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
+def draw_scatter(sheet: ChartSheet, chart: Scatter) -> float:
     # 1. Choose the points that both axes can show, evenly thinned out if there are too many.
     drawable_points = [
         point for point in chart.points if is_drawable(point.y, log=True) and (point.x is None or is_drawable(point.x))
     ]
-    points = drawable_points[:: max(1, -(-len(drawable_points) // MAX_POINTS))]
+    points = drawable_points[:: max(1, -(-len(drawable_points) // MAX_CHART_POINTS))]
     sheet.note_missing_values(len(chart.points) - len(points))
     if all(point.x is None for point in points):
         return 0.0
     # 2. Write the legend, and the titles of the y axis and the margin.
     names = list(dict.fromkeys(point.series for point in points))
-    looks = {name: (shape, f"point {style}") for name, (shape, style) in choose_series_looks(names).items()}
+    looks = {name: (shape, f"point {style}") for name, (shape, style) in choose_series_styles(names).items()}
     entries = [(*looks[name], name) for name in names[:_MAX_LEGEND_SERIES] if len(names) > 1 or name]
     top = draw_legend(sheet, entries, 0.0)
-    margin_title = chart.margin if any(point.x is None for point in points) else ""
-    margin_title = sheet.cut_to_width(margin_title, 0.45 * sheet.width)
-    title = sheet.cut_to_width(chart.y.title, sheet.width - sheet.measure_text(margin_title) - 12)
+    chart_margin_title = chart.margin if any(point.x is None for point in points) else ""
+    chart_margin_title = sheet.cut_to_width(chart_margin_title, 0.45 * sheet.width)
+    title = sheet.cut_to_width(chart.y.title, sheet.width - sheet.measure_text_width(chart_margin_title) - 12)
     sheet.add_text(0, top + 8, title, "quiet")
-    sheet.add_text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
+    sheet.add_text(sheet.width, top + 8, chart_margin_title, "quiet", anchor="end")
     # 3. Draw the axes, then whiskers, marks and labels, so that later layers cover earlier ones.
     scatter_frame = _fit_scatter_frame(chart, points, sheet, top + 24)
     plot_bottom = _draw_axes_of_scatter(sheet, chart, scatter_frame)
@@ -304,10 +317,10 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     return plot_bottom
 
 
-def _fit_scatter_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: float) -> _Frame:
+def _fit_scatter_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: ChartSheet, top: float) -> _PlotFrame:
     plot_bottom = top + 380.0
-    y = fit_scale([point.y for point in points], plot_bottom, top, True, chart.y.unit, 0.05)
-    plot_left = max(sheet.measure_text(text) for _, text in y.ticks(_MAX_TICKS)) + 10
+    y = fit_axis_scale([point.y for point in points], plot_bottom, top, True, chart.y.unit, 0.05)
+    plot_left = max(sheet.measure_text_width(text) for _, text in y.ticks(_MAX_AXIS_TICKS)) + 10
     plot_right = sheet.width - 1
     margin = None
     x_values_and_bounds: list[float] = []
@@ -316,35 +329,35 @@ def _fit_scatter_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Shee
             x_values_and_bounds += [point.x, *x_bounds(point)]
         else:
             # Make the margin wide enough for its title and a few columns of points.
-            margin = Box(plot_right - 130.0, top, plot_right, plot_bottom)
+            margin = PixelRectangle(plot_right - 130.0, top, plot_right, plot_bottom)
     if margin:
         plot_right = margin.left - 10
-    x = fit_scale(x_values_and_bounds, plot_left, plot_right, unit=chart.x.unit, margin_share=0.05)
-    return _Frame(Box(plot_left, top, plot_right, plot_bottom), margin, x, y)
+    x = fit_axis_scale(x_values_and_bounds, plot_left, plot_right, unit=chart.x.unit, margin_share=0.05)
+    return _PlotFrame(PixelRectangle(plot_left, top, plot_right, plot_bottom), margin, x, y)
 
 
-def _draw_axes_of_scatter(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
-    plot_box = frame.plot
+def _draw_axes_of_scatter(sheet: ChartSheet, chart: Scatter, frame: _PlotFrame) -> float:
+    plot_area_box = frame.plot
     margin_box = frame.margin
-    tick_positions = [(frame.y.to_pixels(value), text) for value, text in frame.y.ticks(_MAX_TICKS)]
-    for box in filter(None, (plot_box, margin_box)):
+    tick_positions = [(frame.y.to_pixels(value), text) for value, text in frame.y.ticks(_MAX_AXIS_TICKS)]
+    for box in filter(None, (plot_area_box, margin_box)):
         sheet.add_lines("grid", [[(box.left, y), (box.right, y)] for y, _ in tick_positions], layer=0)
     for y, text in tick_positions:
-        sheet.add_text(plot_box.left - 8, y, text, "tick", anchor="end")
+        sheet.add_text(plot_area_box.left - 8, y, text, "tick", anchor="end")
     if margin_box:
         sheet.add_box(
             "margin",
             margin_box.left,
-            plot_box.top,
+            plot_area_box.top,
             margin_box.right - margin_box.left,
-            plot_box.bottom - plot_box.top,
+            plot_area_box.bottom - plot_area_box.top,
             layer=-1,
         )
-    sheet.add_lines("axis", [[(plot_box.left, plot_box.bottom), (plot_box.right, plot_box.bottom)]])
-    return draw_axis_below(sheet, frame.x, chart.x.title, plot_box.top, plot_box.bottom)
+    sheet.add_lines("axis", [[(plot_area_box.left, plot_area_box.bottom), (plot_area_box.right, plot_area_box.bottom)]])
+    return draw_bottom_axis(sheet, frame.x, chart.x.title, plot_area_box.top, plot_area_box.bottom)
 
 
-def _find_point_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
+def _find_point_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _PlotFrame) -> list[Point]:
     """Returns the position of each point in pixels. In the margin, each series has its own column."""
     series_in_margin = {point.series for point in points if point.x is None}
     margin_series_names = [name for name in names if name in series_in_margin]
@@ -364,28 +377,28 @@ def _point_hint(chart: Scatter, point: ChartPoint) -> str:
     x_label = chart.margin
     if point.x is not None:
         x_label = f"{chart.x.title} {show_number(point.x, chart.x.unit)}".strip()
-    y_label = f"{chart.y.title} {show_number(point.y, chart.y.unit)}".strip()
+    y_value_text = f"{chart.y.title} {show_number(point.y, chart.y.unit)}".strip()
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
-    return make_hint(name, ", ".join(filter(None, (x_label, y_label))), point.hint)
+    return make_hint(name, ", ".join(filter(None, (x_label, y_value_text))), point.hint)
 
 
 def _write_point_labels(
-    sheet: Sheet,
+    sheet: ChartSheet,
     placed_points: Sequence[tuple[ChartPoint, Point]],
     whiskers: Sequence[Sequence[Point]],
-    frame: _Frame,
+    frame: _PlotFrame,
 ) -> None:
     """Labels the first point of each series, then the second point of each series and so on, as long as there is
     room.
     """
     # Keep labels off all points and whiskers.
-    occupied_boxes = [Box(x - 6, y - 6, x + 6, y + 6) for _, (x, y) in placed_points]
-    occupied_boxes += [Box(left_x, y - 2, right_x, y + 2) for (left_x, y), (right_x, _) in whiskers]
+    occupied_label_boxes = [PixelRectangle(x - 6, y - 6, x + 6, y + 6) for _, (x, y) in placed_points]
+    occupied_label_boxes += [PixelRectangle(left_x, y - 2, right_x, y + 2) for (left_x, y), (right_x, _) in whiskers]
     num_points_by_series = Counter[str]()
     texts = []
     for point, position in placed_points:
         texts.append((num_points_by_series[point.series], (*position, point.label, "label")))
         num_points_by_series[point.series] += 1
     texts.sort(key=itemgetter(0))
-    label_frames = [box for box in (frame.plot, frame.margin) if box]
-    write_labels(sheet, [text for _, text in texts], occupied_boxes, label_frames, boxes_around)
+    allowed_label_boxes = [box for box in (frame.plot, frame.margin) if box]
+    write_labels(sheet, [text for _, text in texts], occupied_label_boxes, allowed_label_boxes, iterate_text_positions)

@@ -9,26 +9,26 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.report.elements import Bars, Mark, Stacks
+from fp8bench.report.elements import Bars, ChartMark, Stacks
 from fp8bench.report.page.drawing.scale import (
     MAX_BARS,
     MAX_ROWS,
     MAX_SERIES,
-    Scale,
-    fit_scale,
+    AxisScale,
+    fit_axis_scale,
     interval_ends,
     is_drawable,
     make_hint,
-    mark_hint,
+    make_hover_text,
+    show_axis_value,
     show_number,
-    show_value,
 )
-from fp8bench.report.page.drawing.sheet import Sheet
+from fp8bench.report.page.drawing.sheet import ChartSheet
 
 _MAX_LABEL_SHARE = 0.4
-_LABEL_GAP = 14.0
+_LABEL_SHAPE_GAP = 14.0
 # The gap between a shape and the value next to it, in pixels.
-_SHAPE_VALUE_GAP = 8.0
+_SHAPE_TO_VALUE_GAP = 8.0
 # The smallest gap between texts along an axis, in pixels.
 _MIN_AXIS_TEXT_GAP = 10.0
 
@@ -38,40 +38,44 @@ class RowPositions(NamedTuple):
     lower end of the last row (`bottom`). `left` is where the shapes of a row begin.
     """
 
-    row_tops: list[float]
+    row_top_positions: list[float]
     height: float
     left: float
     bottom: float
 
 
-def arrange_rows(
-    sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0
+def arrange_chart_rows(
+    sheet: ChartSheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0
 ) -> RowPositions:
     """Writes the headings and labels of rows, and returns the positions of the rows. Each row has the given height."""
-    has_headings = any(heading for heading, _ in groups)
+    has_group_headings = any(heading for heading, _ in groups)
     # Cut longer labels, because they would leave no room for bars.
     max_label_width = _MAX_LABEL_SHARE * sheet.width
     row_labels = chain.from_iterable(labels for _, labels in groups)
     texts = [sheet.cut_to_width(label, max_label_width) for label in row_labels]
-    label_width = max(map(sheet.measure_text, texts), default=0.0)
-    left_edge_of_shapes = label_width + _LABEL_GAP
-    row_tops: list[float] = []
+    label_width = max(map(sheet.measure_text_width, texts), default=0.0)
+    left_edge_of_shapes = label_width + _LABEL_SHAPE_GAP
+    row_top_positions: list[float] = []
     y = top
     for index, (heading, group) in enumerate(groups):
-        if has_headings:
+        if has_group_headings:
             y += 10.0 if index else 0.0
             sheet.add_text(0, y + 10, sheet.cut_to_width(heading, sheet.width, bold=True), "heading")
             y += 26.0
         for _ in group:
             sheet.add_text(
-                left_edge_of_shapes - _LABEL_GAP, y + height / 2, texts[len(row_tops)], "label", anchor="end"
+                left_edge_of_shapes - _LABEL_SHAPE_GAP,
+                y + height / 2,
+                texts[len(row_top_positions)],
+                "label",
+                anchor="end",
             )
-            row_tops.append(y)
+            row_top_positions.append(y)
             y += height
-    return RowPositions(row_tops, height, left_edge_of_shapes, y)
+    return RowPositions(row_top_positions, height, left_edge_of_shapes, y)
 
 
-def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: float) -> float:
+def draw_bottom_axis(sheet: ChartSheet, scale: AxisScale, title: str, top: float, bottom: float) -> float:
     """Draws the grid behind a plot, and the ticks and title of its axis below it. Returns the lower end in pixels."""
     tick_texts = [(scale.to_pixels(value), text) for value, text in scale.ticks(7)]
     if tick_texts:
@@ -82,23 +86,23 @@ def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: 
     return bottom + 46
 
 
-def write_along_axis(sheet: Sheet, texts: Sequence[tuple[float, str]], y: float) -> None:
+def write_along_axis(sheet: ChartSheet, texts: Sequence[tuple[float, str]], y: float) -> None:
     """Writes texts along an axis, and skips a text that would overlap the previous one."""
     previous_text_end_x = -math.inf
     for x, text in sorted(texts):
-        half_width = sheet.measure_text(text) / 2
+        half_width = sheet.measure_text_width(text) / 2
         if x - half_width >= previous_text_end_x + _MIN_AXIS_TEXT_GAP:
             sheet.add_text(min(max(x, half_width), sheet.width - half_width), y, text, "tick", anchor="middle")
             previous_text_end_x = x + half_width
 
 
-def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
+def draw_legend(sheet: ChartSheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
     """Draws entries of (shape or 'box', CSS class, text) in as many lines as needed. Returns the lower end."""
     x = 0.0
-    max_text_width = sheet.width / 3
+    max_legend_text_width = sheet.width / 3
     for shape, style, label in entries:
-        text = sheet.cut_to_width(label, max_text_width)
-        legend_entry_width = 18 + sheet.measure_text(text)
+        text = sheet.cut_to_width(label, max_legend_text_width)
+        legend_entry_width = 18 + sheet.measure_text_width(text)
         # Continue on the next line if the entry does not fit.
         if x and x + legend_entry_width > sheet.width:
             x = 0.0
@@ -120,56 +124,56 @@ _WHISKER_CAP_HEIGHT = 3.5
 _MIN_BAR_WIDTH = 2.0
 
 
-def draw_bars(sheet: Sheet, chart: Bars) -> float:
+def draw_bars(sheet: ChartSheet, chart: Bars) -> float:
     # 1. Choose the bars to draw, by group.
-    marks: list[Mark] = []
+    chart_marks: list[ChartMark] = []
     labels = []
-    num_hidden_marks = 0
+    num_undrawn_marks = 0
     for heading, marks_of_group in chart.groups:
         drawable_marks = [mark for mark in marks_of_group if is_drawable(mark.value, log=True)]
-        drawn_marks = drawable_marks[: MAX_BARS - len(marks)]
-        num_hidden_marks += len(marks_of_group) - len(drawn_marks)
+        drawn_marks = drawable_marks[: MAX_BARS - len(chart_marks)]
+        num_undrawn_marks += len(marks_of_group) - len(drawn_marks)
         if drawn_marks:
             labels.append((heading, [mark.label for mark in drawn_marks]))
-            marks += drawn_marks
-    sheet.note_missing_values(num_hidden_marks)
-    if not marks:
+            chart_marks += drawn_marks
+    sheet.note_missing_values(num_undrawn_marks)
+    if not chart_marks:
         return 0.0
     # 2. Draw each bar in its row, and the line at 1x, where all bars begin.
-    sample_stroke_height = _SAMPLE_STROKE_HEIGHT * any(mark.samples for mark in marks)
-    rows = arrange_rows(sheet, labels, sample_stroke_height + 28.0)
-    scale = _bar_axis_scale(chart, marks, sheet, rows.left)
-    axis_lower_end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
+    sample_stroke_height = _SAMPLE_STROKE_HEIGHT * any(mark.samples for mark in chart_marks)
+    rows = arrange_chart_rows(sheet, labels, sample_stroke_height + 28.0)
+    scale = _make_bar_axis_scale(chart, chart_marks, sheet, rows.left)
+    axis_lower_end = draw_bottom_axis(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
     x = scale.to_pixels(1.0)
-    for mark, top in zip(marks, rows.row_tops, strict=True):
+    for mark, top in zip(chart_marks, rows.row_top_positions, strict=True):
         _draw_bar(sheet, chart, mark, top, rows.height, scale)
-    sheet.add_lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.row_tops])
+    sheet.add_lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.row_top_positions])
     return axis_lower_end
 
 
-def _bar_axis_scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
+def _make_bar_axis_scale(chart: Bars, marks: list[ChartMark], sheet: ChartSheet, left: float) -> AxisScale:
     """Returns a logarithmic scale of ratios, on which 2x and 0.5x are equally far from 1x."""
     values = [1.0]
-    left_text_room = right_text_room = 0.0  # room for the values that are written next to bars
+    left_value_room = right_value_room = 0.0  # room for the values that are written next to bars
     for mark in marks:
         values += [mark.value, *interval_ends(mark, log=True), *_drawable_samples(mark)]
-        value_width = sheet.measure_text(show_value(mark.value, chart.axis)) + _SHAPE_VALUE_GAP
+        value_width = sheet.measure_text_width(show_axis_value(mark.value, chart.axis)) + _SHAPE_TO_VALUE_GAP
         if mark.value < 1:
-            left_text_room = max(left_text_room, value_width + 2)
+            left_value_room = max(left_value_room, value_width + 2)
         else:
-            right_text_room = max(right_text_room, value_width + 2)
-    return fit_scale(
-        values, left + left_text_room + 2, sheet.width - right_text_room - 2, log=True, unit=chart.axis.unit
+            right_value_room = max(right_value_room, value_width + 2)
+    return fit_axis_scale(
+        values, left + left_value_room + 2, sheet.width - right_value_room - 2, log=True, unit=chart.axis.unit
     )
 
 
-def _drawable_samples(mark: Mark) -> list[float]:
+def _drawable_samples(mark: ChartMark) -> list[float]:
     return [value for value in mark.samples if is_drawable(value, log=True)]
 
 
-def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, scale: Scale) -> None:
+def _draw_bar(sheet: ChartSheet, chart: Bars, mark: ChartMark, top: float, height: float, scale: AxisScale) -> None:
     tone_class = mark.tone.value
-    sheet.add_box("mark band", 0, top, sheet.width, height, layer=1, hint=mark_hint(mark, chart.axis))
+    sheet.add_box("mark band", 0, top, sheet.width, height, layer=1, hint=make_hover_text(mark, chart.axis))
     y = top + height / 2
     sample_x_positions = [scale.to_pixels(value) for value in _drawable_samples(mark)]
     if sample_x_positions:
@@ -195,17 +199,17 @@ def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, 
     bar_and_whisker_x = [bar_start_x, bar_end_x, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
     if len(bar_and_whisker_x) == 4:
         low, high = bar_and_whisker_x[2:]
-        whisker_cap_lines = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
-        sheet.add_lines("whisker", [[(low, y), (high, y)], *whisker_cap_lines])
+        whisker_end_lines = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
+        sheet.add_lines("whisker", [[(low, y), (high, y)], *whisker_end_lines])
     x = (
-        min(bar_and_whisker_x) - _SHAPE_VALUE_GAP
+        min(bar_and_whisker_x) - _SHAPE_TO_VALUE_GAP
         if is_slower_than_reference
-        else max(bar_and_whisker_x) + _SHAPE_VALUE_GAP
+        else max(bar_and_whisker_x) + _SHAPE_TO_VALUE_GAP
     )
     sheet.add_text(
         x,
         y,
-        show_value(mark.value, chart.axis),
+        show_axis_value(mark.value, chart.axis),
         f"value {tone_class}",
         anchor="end" if is_slower_than_reference else "start",
     )
@@ -239,7 +243,7 @@ _PHASES_WITH_COLOR = (
 )
 
 
-def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
+def draw_stacks(sheet: ChartSheet, chart: Stacks) -> float:
     # 1. Choose the rows that have a value to draw.
     rows = []
     for index, (label, values) in enumerate(chart.rows):
@@ -252,20 +256,22 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     if not rows:
         return 0.0
     # 2. Write the legend and the labels of rows.
-    part_styles = _part_css_classes(chart)
+    part_css_classes = _part_css_classes(chart)
     unit = chart.axis.unit
-    entries = [("box", part_styles[part], chart.parts[part]) for part in chart.nonzero_parts]
+    entries = [("box", part_css_classes[part], chart.parts[part]) for part in chart.nonzero_part_indices]
     top = draw_legend(sheet, entries, 0.0)
-    row_positions = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
+    row_positions = arrange_chart_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
     # 3. Draw each row, and write the sum of its parts next to it. Timelines and rows of shares get no sum.
     row_total_texts = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
-    row_totals_width = max(map(sheet.measure_text, row_total_texts)) + _SHAPE_VALUE_GAP
-    scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - row_totals_width, unit=unit)
-    for row, row_top, text in zip(rows, row_positions.row_tops, row_total_texts, strict=True):
+    row_totals_width = max(map(sheet.measure_text_width, row_total_texts)) + _SHAPE_TO_VALUE_GAP
+    scale = AxisScale(
+        0.0, max(row.total for row in rows), row_positions.left, sheet.width - row_totals_width, unit=unit
+    )
+    for row, row_top, text in zip(rows, row_positions.row_top_positions, row_total_texts, strict=True):
         middle_y = row_top + row_positions.height / 2
-        _draw_stack(sheet, chart, part_styles, row, middle_y, scale)
-        sheet.add_text(scale.to_pixels(row.total) + _SHAPE_VALUE_GAP, middle_y, text, "value")
-    return draw_axis_below(sheet, scale, chart.axis.title, top, row_positions.bottom + 4)
+        _draw_stacked_bar(sheet, chart, part_css_classes, row, middle_y, scale)
+        sheet.add_text(scale.to_pixels(row.total) + _SHAPE_TO_VALUE_GAP, middle_y, text, "value")
+    return draw_bottom_axis(sheet, scale, chart.axis.title, top, row_positions.bottom + 4)
 
 
 def _part_css_classes(chart: Stacks) -> list[str]:
@@ -275,7 +281,7 @@ def _part_css_classes(chart: Stacks) -> list[str]:
     the remaining colours in order.
     """
     phases = [part.partition(" ")[0] for part in chart.parts]
-    free_colors = (
+    unused_colors = (
         color_number
         for color_number in count()
         if color_number >= len(_PHASES_WITH_COLOR) or _PHASES_WITH_COLOR[color_number] not in phases
@@ -284,35 +290,35 @@ def _part_css_classes(chart: Stacks) -> list[str]:
     def part_class(part: str, phase: str) -> str:
         if part in _REMAINDER_PART_NAMES:
             return "rest"
-        color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(free_colors)
+        color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(unused_colors)
         return f"part s{color_number % MAX_SERIES + 1}"
 
     return list(map(part_class, chart.parts, phases))
 
 
-def _draw_stack(
-    sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _StackedRow, middle: float, scale: Scale
+def _draw_stacked_bar(
+    sheet: ChartSheet, chart: Stacks, styles: Sequence[str], row: _StackedRow, middle: float, scale: AxisScale
 ) -> None:
     """Draws one bar. Each of its parts, such as a phase, is one shape. In a timeline, a part that occurs several times
     has several rectangles.
     """
     cumulative_value = 0.0
     piece_edges_by_part: dict[int, list[tuple[float, float]]] = {}
-    sum_by_part = defaultdict[int, float](float)
+    value_sum_by_part = defaultdict[int, float](float)
     for part, value in row.pieces:
         piece_edges_by_part.setdefault(part, []).append(
             (scale.to_pixels(cumulative_value), scale.to_pixels(cumulative_value + value))
         )
-        sum_by_part[part] += value
+        value_sum_by_part[part] += value
         cumulative_value += value
     bar_top = middle - _STACK_HEIGHT / 2
     unit = chart.axis.unit
     bar_bottom = bar_top + _STACK_HEIGHT
     for part, piece_edges in piece_edges_by_part.items():
         name = chart.parts[part]
-        share_of_bar = sum_by_part[part] / cumulative_value
-        value_text = show_number(sum_by_part[part], unit)
-        value_text += "" if unit == "%" else f" ({units.percent(share_of_bar)})"
+        part_share = value_sum_by_part[part] / cumulative_value
+        value_text = show_number(value_sum_by_part[part], unit)
+        value_text += "" if unit == "%" else f" ({units.percent(part_share)})"
         value_text += f" in {len(piece_edges)} pieces" if len(piece_edges) > 1 else ""
         # Draw all pieces of a part of the bar as one shape with one hint, so that the tab key stops there only once.
         piece_outlines = [[(x, bar_top), (end, bar_top), (end, bar_bottom), (x, bar_bottom)] for x, end in piece_edges]
@@ -321,7 +327,9 @@ def _draw_stack(
         if chart.pieces:
             continue
         x, end = piece_edges[0]
-        text = units.percent(share_of_bar, 0)
-        fits_text = share_of_bar >= _MIN_SHARE_WITH_TEXT and sheet.measure_text(text, bold=True) + 6 <= end - x
-        if name not in _REMAINDER_PART_NAMES and fits_text:
+        text = units.percent(part_share, 0)
+        does_text_fit_in_part = (
+            part_share >= _MIN_SHARE_WITH_TEXT and sheet.measure_text_width(text, bold=True) + 6 <= end - x
+        )
+        if name not in _REMAINDER_PART_NAMES and does_text_fit_in_part:
             sheet.add_text((x + end) / 2, middle, text, "inside", anchor="middle")

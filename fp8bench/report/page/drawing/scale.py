@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate, product
 
 from fp8bench import units
-from fp8bench.report.elements import ChartAxis, ChartPoint, Mark
+from fp8bench.report.elements import ChartAxis, ChartMark, ChartPoint
 
 # Values count as equal if their relative difference is smaller than this, because ticks between them would look the
 # same.
@@ -30,7 +30,7 @@ _MIN_NUMBER_WITHOUT_EXPONENT = 0.01
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """A linear or logarithmic axis that maps the value `low` to the pixel `start`, and `high` to `end`."""
 
     low: float
@@ -53,48 +53,48 @@ class Scale:
         return list(zip(values, _format_ticks(values, self.unit, self.log), strict=True))
 
 
-def fit_scale(
+def fit_axis_scale(
     values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", margin_share: float = 0.0
-) -> Scale:
+) -> AxisScale:
     """Returns a scale that includes all values. `margin_share` of the range is added at either end."""
     sorted_values = sorted(values) or [1.0]
     low = sorted_values[0]
     high = sorted_values[-1]
     magnitude = max(abs(low), abs(high))
     if log:
-        middle_logarithm = (math.log(high) + math.log(low)) / 2
-        half_logarithm_range = (math.log(high) - math.log(low)) / 2
-        min_half_logarithm_range = math.log(_MIN_RATIO_AXIS_RANGE) if unit == "x" else 1e-6
-        half_logarithm_range = max(half_logarithm_range, min_half_logarithm_range) * (1 + 2 * margin_share)
-        low = _exp_within_bounds(middle_logarithm - half_logarithm_range)
-        high = _exp_within_bounds(middle_logarithm + half_logarithm_range)
+        log_axis_middle = (math.log(high) + math.log(low)) / 2
+        half_log_axis_range = (math.log(high) - math.log(low)) / 2
+        min_half_log_axis_range = math.log(_MIN_RATIO_AXIS_RANGE) if unit == "x" else 1e-6
+        half_log_axis_range = max(half_log_axis_range, min_half_log_axis_range) * (1 + 2 * margin_share)
+        low = _exp_without_overflow(log_axis_middle - half_log_axis_range)
+        high = _exp_without_overflow(log_axis_middle + half_log_axis_range)
     elif high - low > max(_RELATIVE_EQUALITY_TOLERANCE * magnitude, 1e-290):
         low, high = low - margin_share * (high - low), high + margin_share * (high - low)
     elif magnitude > 1e-289:
         low, high = low - magnitude / 10, high + magnitude / 10
     else:
         low, high = 0.0, 1.0
-    return Scale(low, high, start, end, log, unit)
+    return AxisScale(low, high, start, end, log, unit)
 
 
-def _exp_within_bounds(logarithm: float) -> float:
+def _exp_without_overflow(logarithm: float) -> float:
     return math.exp(min(max(logarithm, -700.0), 700.0))
 
 
-def show_value(value: float, axis: ChartAxis) -> str:
+def show_axis_value(value: float, axis: ChartAxis) -> str:
     return axis.show(value) if axis.show is not None else show_number(value, axis.unit)
 
 
 def show_number(value: float, unit: str) -> str:
     if unit == "%":
-        return _strip_trailing_zeros(units.significant(value)) + "%"
+        return _strip_trailing_zeros(units.format_significant_digits(value)) + "%"
     if unit:
         return units.describe(value, unit)
     if value and abs(value) < _MIN_NUMBER_WITHOUT_EXPONENT:
         return units.relative_error(value)
     if abs(value) < 1e18:
         return units.count(value)
-    return _strip_trailing_zeros(units.significant(value))
+    return _strip_trailing_zeros(units.format_significant_digits(value))
 
 
 def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
@@ -109,9 +109,9 @@ def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[fl
             for factor in _TICK_STEPS
             if factor * power_of_ten >= min_tick_step * (1 - _RELATIVE_EQUALITY_TOLERANCE)
         )
-    first_tick_multiple = math.ceil(low / tick_step - 1e-6)
-    last_tick_multiple = math.floor(high / tick_step + 1e-6)
-    return [multiple * tick_step for multiple in range(first_tick_multiple, last_tick_multiple + 1)]
+    first_tick_number = math.ceil(low / tick_step - 1e-6)
+    last_tick_number = math.floor(high / tick_step + 1e-6)
+    return [multiple * tick_step for multiple in range(first_tick_number, last_tick_number + 1)]
 
 
 def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
@@ -152,8 +152,8 @@ def _ratio_ticks(low: float, high: float) -> list[float]:
     """
     tick_values: list[float] = []
     for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1):
-        tick_between_powers = 1.5 * 2.0**power
-        tick_values += [2.0**power, tick_between_powers] if tick_between_powers >= 0.75 else [2.0**power]
+        intermediate_tick_value = 1.5 * 2.0**power
+        tick_values += [2.0**power, intermediate_tick_value] if intermediate_tick_value >= 0.75 else [2.0**power]
     return [value for value in tick_values if low <= value <= high]
 
 
@@ -173,8 +173,8 @@ def _format_ticks(values: Sequence[float], unit: str, log: bool) -> list[str]:
     for digits in range(2, 13):
         texts = format_values(digits)
         # With fewer digits, ticks may differ from each other but be inexact, as 0.13x for 0.125x.
-        texts_are_exact = map(partial(math.isclose, rel_tol=1e-6), map(_parse_number, texts), exact_values)
-        if all(texts_are_exact) and len(set(texts)) == len(texts):
+        text_exactness_flags = map(partial(math.isclose, rel_tol=1e-6), map(_parse_number, texts), exact_values)
+        if all(text_exactness_flags) and len(set(texts)) == len(texts):
             break
     return texts
 
@@ -186,7 +186,7 @@ def _parse_number(text: str) -> float:
 
 def _format_tick(value: float, unit: str, digits: int, magnitude: float) -> str:
     if unit in ("x", "%"):
-        return _strip_trailing_zeros(units.significant(value, digits)) + unit
+        return _strip_trailing_zeros(units.format_significant_digits(value, digits)) + unit
     if magnitude and (unit == units.RATIO or (not unit and not _MIN_NUMBER_WITHOUT_EXPONENT <= abs(magnitude) < 1e18)):
         return _strip_trailing_zeros(f"{value:.{digits - 1}e}") if value else "0"
     # All ticks of a linear axis have the same unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
@@ -194,7 +194,7 @@ def _format_tick(value: float, unit: str, digits: int, magnitude: float) -> str:
     scale, name = next(
         (scale for scale in scales if abs(magnitude) >= scale[0] * (1 - _RELATIVE_EQUALITY_TOLERANCE)), scales[-1]
     )
-    return f"{_strip_trailing_zeros(units.significant(value / scale, digits))} {name}".rstrip()
+    return f"{_strip_trailing_zeros(units.format_significant_digits(value / scale, digits))} {name}".rstrip()
 
 
 def _strip_trailing_zeros(number_text: str) -> str:
@@ -208,7 +208,7 @@ MAX_ROWS = 25
 MAX_PLACES = 200
 MAX_SERIES = 8
 MAX_LABELS = 12
-MAX_POINTS = 400
+MAX_CHART_POINTS = 400
 # At most this many marks of a line chart react to hovering and to the tab key.
 MAX_HOVERABLE_MARKS = 120
 
@@ -241,7 +241,7 @@ _LETTER_WIDTHS = {
 # All digits have this width, and most letters are close to it.
 _DIGIT_WIDTH = 0.64
 # Estimated widths of letters outside of ASCII: of most letters, and of East Asian letters.
-_OTHER_LETTER_WIDTH = 0.75
+_DEFAULT_LETTER_WIDTH = 0.75
 _EAST_ASIAN_WIDTH = 1.3
 # Bold letters are wider than regular ones by this factor.
 _BOLD_WIDTH_FACTOR = 1.21
@@ -259,7 +259,7 @@ def text_width(text: str, font_size: float, bold: bool = False) -> float:
         if letter.isascii() or letter in _LETTER_WIDTHS:
             width += _LETTER_WIDTHS.get(letter, _DIGIT_WIDTH)
         elif not (unicodedata.combining(letter) or unicodedata.category(letter) in ("Cf", "Mn", "Me")):
-            width += _EAST_ASIAN_WIDTH if unicodedata.east_asian_width(letter) in "WF" else _OTHER_LETTER_WIDTH
+            width += _EAST_ASIAN_WIDTH if unicodedata.east_asian_width(letter) in "WF" else _DEFAULT_LETTER_WIDTH
     return width * font_size * (_BOLD_WIDTH_FACTOR if bold else 1.0)
 
 
@@ -271,18 +271,18 @@ def cut_to_width(text: str, max_width: float, font_size: float, bold: bool = Fal
     if text_width(text, font_size, bold) <= max_width + 0.01:
         return text
     max_width = max(0.0, max_width - text_width(ELLIPSIS, font_size, bold))
-    num_kept_last_letters = _count_fitting_letters(text[::-1], max_width / 2, font_size, bold)
+    end_letter_count = _count_letters_within_width(text[::-1], max_width / 2, font_size, bold)
     # A name often begins with the suite and ends with the size.
-    kept_end_text = text[len(text) - num_kept_last_letters :]
-    num_kept_first_letters = _count_fitting_letters(
-        text, max_width - text_width(kept_end_text, font_size, bold), font_size, bold
+    visible_end_text = text[len(text) - end_letter_count :]
+    num_kept_first_letters = _count_letters_within_width(
+        text, max_width - text_width(visible_end_text, font_size, bold), font_size, bold
     )
-    return text[:num_kept_first_letters].rstrip() + ELLIPSIS + kept_end_text.lstrip()
+    return text[:num_kept_first_letters].rstrip() + ELLIPSIS + visible_end_text.lstrip()
 
 
-def _count_fitting_letters(text: str, max_width: float, font_size: float, bold: bool) -> int:
-    widths = (text_width(letter, font_size, bold) for letter in text)
-    return sum(text_end <= max_width for text_end in accumulate(widths))
+def _count_letters_within_width(text: str, max_width: float, font_size: float, bold: bool) -> int:
+    letter_widths = (text_width(letter, font_size, bold) for letter in text)
+    return sum(text_end <= max_width for text_end in accumulate(letter_widths))
 
 
 def escape(text: str) -> str:
@@ -292,7 +292,7 @@ def escape(text: str) -> str:
     return html.escape(clean_text, quote=True).replace("\n", "&#10;")
 
 
-def interval_ends(mark: Mark, log: bool = False) -> list[float]:
+def interval_ends(mark: ChartMark, log: bool = False) -> list[float]:
     return _sort_drawable_bounds((mark.low, mark.high), log)
 
 
@@ -306,13 +306,13 @@ def _sort_drawable_bounds(bounds: Sequence[float | None], log: bool) -> list[flo
     return drawable_bounds if len(drawable_bounds) == 2 else []
 
 
-def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> str:
+def make_hover_text(mark: ChartMark, axis: ChartAxis, *names: str) -> str:
     """Returns the text shown when a mark is hovered over. Its first line has the names and the mark's label, value and
     interval, as 'name, label: 0.512x [0.508x, 0.515x]'. Its second line is `mark.hint`.
     """
-    text = show_value(mark.value, axis)
+    text = show_axis_value(mark.value, axis)
     if interval := interval_ends(mark):
-        text += f" [{', '.join(show_value(end, axis) for end in interval)}]"
+        text += f" [{', '.join(show_axis_value(end, axis) for end in interval)}]"
     return make_hint(", ".join(dict.fromkeys(filter(None, (*names, mark.label)))), text, mark.hint)
 
 

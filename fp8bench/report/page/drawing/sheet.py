@@ -36,11 +36,11 @@ _QUARTER_CIRCLE = (
 
 Polyline = Sequence[tuple[float, float]]
 # An SVG path command, as 'L', with the coordinates of its points.
-PathCommand = tuple[str, Sequence[float]]
-PathCommands = Sequence[PathCommand]
+SvgPathCommand = tuple[str, Sequence[float]]
+SvgPathCommands = Sequence[SvgPathCommand]
 
 
-class Sheet:
+class ChartSheet:
     """Collects the shapes of a chart. `to_svg` returns them as one SVG element."""
 
     width = _SHEET_WIDTH
@@ -59,20 +59,20 @@ class Sheet:
         self, style: str, lines: Sequence[Polyline], layer: int = 1, hint: str = "", closed: bool = False
     ) -> None:
         svg_path_data = _format_svg_path(line_commands(lines, closed))
-        self._elements.append((layer, f'<path class="{style}" d="{svg_path_data}"{self._hint_attributes(hint)}/>'))
+        self._elements.append((layer, f'<path class="{style}" d="{svg_path_data}"{self._make_hint_attributes(hint)}/>'))
 
     def add_box(
         self, style: str, x: float, y: float, width: float, height: float, layer: int = 1, hint: str = ""
     ) -> None:
-        corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
-        self.add_lines(style, [corners], layer, hint, closed=True)
+        box_corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+        self.add_lines(style, [box_corners], layer, hint, closed=True)
 
     def add_dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: str = "") -> None:
         """Draws a marker at a position. Markers with the same shape share one path in the SVG file."""
         # Hundreds of points use a few shapes, so this keeps the page small.
-        marker = self._markers.setdefault(_marker_path(shape, size), f"{self._name}-m{len(self._markers)}")
+        marker = self._markers.setdefault(_make_marker_svg_path(shape, size), f"{self._name}-m{len(self._markers)}")
         position = f'href="#{marker}" x="{_to_decimals(x)}" y="{_to_decimals(y)}"'
-        self._elements.append((2, f'<use class="{style}" {position}{self._hint_attributes(hint)}/>'))
+        self._elements.append((2, f'<use class="{style}" {position}{self._make_hint_attributes(hint)}/>'))
 
     def add_text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         """Writes a line of text whose lowercase letters are centred vertically on `y`."""
@@ -80,12 +80,12 @@ class Sheet:
             return
         x_decimals = _to_decimals(x)
         y_decimals = _to_decimals(y + 0.36 * self.font_size)
-        svg_attributes = f' class="{style}"' if style else ""
-        svg_attributes += f' x="{x_decimals}" y="{y_decimals}"'
-        svg_attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self._elements.append((3, f"<text{svg_attributes}>{escape(text)}</text>"))
+        svg_text_attributes = f' class="{style}"' if style else ""
+        svg_text_attributes += f' x="{x_decimals}" y="{y_decimals}"'
+        svg_text_attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self._elements.append((3, f"<text{svg_text_attributes}>{escape(text)}</text>"))
 
-    def measure_text(self, text: str, bold: bool = False) -> float:
+    def measure_text_width(self, text: str, bold: bool = False) -> float:
         return text_width(text, self.font_size, bold)
 
     def cut_to_width(self, text: str, max_width: float, bold: bool = False) -> str:
@@ -103,8 +103,8 @@ class Sheet:
         return f"{self._chart.description.strip()} {self._omitted}".strip()
 
     def to_svg(self, height: float) -> str:
-        marker_paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
-        svg_elements = [f"<defs>{marker_paths}</defs>"] if marker_paths else []
+        marker_svg_paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
+        svg_elements = [f"<defs>{marker_svg_paths}</defs>"] if marker_svg_paths else []
         # Shapes of a higher layer cover those of a lower one. Within a layer, later shapes cover earlier ones.
         svg_elements += [element for _, element in sorted(self._elements, key=lambda pair: pair[0])]
         svg_lines = "\n".join(svg_elements)
@@ -117,7 +117,7 @@ class Sheet:
             f"{svg_lines}\n</svg>"
         )
 
-    def _hint_attributes(self, hint: str) -> str:
+    def _make_hint_attributes(self, hint: str) -> str:
         """Returns SVG attributes that describe a mark and let the tab key stop at it, or '' without a hint."""
         if not hint:
             return ""
@@ -127,7 +127,7 @@ class Sheet:
         return f' tabindex="0" role="img" aria-label="{escape(label)}" data-hint="{escape(hint)}"'
 
 
-def choose_series_looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+def choose_series_styles(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Returns the shape and CSS class of each series. The first 40 series all look different."""
     # There are MAX_SERIES CSS classes. Series beyond that reuse the classes with different shapes.
     return {
@@ -136,8 +136,8 @@ def choose_series_looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def line_commands(lines: Sequence[Polyline], closed: bool) -> PathCommands:
-    commands: list[PathCommand] = []
+def line_commands(lines: Sequence[Polyline], closed: bool) -> SvgPathCommands:
+    commands: list[SvgPathCommand] = []
     for line in lines:
         commands.append(("M", line[0]))
         commands += [("L", point) for point in line[1:]]
@@ -146,17 +146,17 @@ def line_commands(lines: Sequence[Polyline], closed: bool) -> PathCommands:
     return commands
 
 
-def shape_outline(shape: str, size: float) -> PathCommands:
+def shape_outline(shape: str, size: float) -> SvgPathCommands:
     """Returns the path of a shape around (0, 0), with y pointing down."""
     size *= _MARKER_SHAPE_SCALES[shape]
     if shape in _MARKER_SHAPE_CORNERS:
-        corners = [(x * size, -y * size) for x, y in _MARKER_SHAPE_CORNERS[shape]]
-        return line_commands([corners], closed=True)
+        marker_corners = [(x * size, -y * size) for x, y in _MARKER_SHAPE_CORNERS[shape]]
+        return line_commands([marker_corners], closed=True)
     points = list(_QUARTER_CIRCLE)
     for _ in range(3):
         # Each further quarter of the circle is the previous one, rotated by 90 degrees.
         points += [(-y, x) for x, y in points[-6:]]
-    commands: list[PathCommand] = [("M", (0.0, size / 2))]
+    commands: list[SvgPathCommand] = [("M", (0.0, size / 2))]
     for index in range(0, len(points), 3):
         curve_coordinates = []
         for x, y in points[index : index + 3]:
@@ -166,11 +166,11 @@ def shape_outline(shape: str, size: float) -> PathCommands:
 
 
 @cache
-def _marker_path(shape: str, size: float) -> str:
+def _make_marker_svg_path(shape: str, size: float) -> str:
     return _format_svg_path(shape_outline(shape, size))
 
 
-def _format_svg_path(commands: PathCommands) -> str:
+def _format_svg_path(commands: SvgPathCommands) -> str:
     """Formats path commands as short SVG path data, as 'M1 2H3'. Coordinates have at most two decimals."""
     parts = []
     x = y = ""

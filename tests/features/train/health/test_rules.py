@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8bench.features.train.health import health, steps
-from fp8bench.features.train.health.health import QUIET_STEPS, RULES, Health
+from fp8bench.features.train.health.health import QUIET_STEPS, RULES, TrainingHealth
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import (
@@ -79,7 +79,7 @@ def updates(share: Callable[[int], float]) -> Iterator[StreamLine]:
 
 def alarms(lines: Iterable[StreamLine], *arms: Arm) -> list[tuple[str, int]]:
     """The rules and steps of the alarms."""
-    events = Health(arms or (ARM,)).find_alarms(lines)
+    events = TrainingHealth(arms or (ARM,)).find_alarms(lines)
     assert all(event.kind == "alarm" and event.words and event.words[-1] != "." for event in events)
     return [(event.rule, event.step) for event in events]
 
@@ -337,7 +337,7 @@ def test_a_gap_is_explained_by_settings_before_arithmetic(changes: dict[str, Any
     for step in range(60):
         lines += [replace(ROW, step=step, loss=3 + noise[step])]
         lines += [replace(ROW, arm="fp8", step=step, loss=1.04 * (3 + noise[step + shift]), **changes)]
-    (event,) = Health((ARM, replace(FP8, precision="fp8"))).find_alarms(lines)
+    (event,) = TrainingHealth((ARM, replace(FP8, precision="fp8"))).find_alarms(lines)
     assert event.words.endswith((words, words + ": the losses do not rise and fall together"))
     assert remedy in event.remedy or (not changes and not shift and event.remedy == "a lower learning rate")
 
@@ -351,7 +351,7 @@ def test_a_stale_history_is_the_cause() -> None:
         )
         return [
             event
-            for event in Health((FP8,)).find_alarms(replace(line, arm="fp8") for line in lines)
+            for event in TrainingHealth((FP8,)).find_alarms(replace(line, arm="fp8") for line in lines)
             if event.rule == "lag"
         ]
 
@@ -434,14 +434,14 @@ def test_a_layer_that_is_slow_on_purpose_raises_no_alarm() -> None:
     assert alarms(lines) == [("layer-stands-still", 30)]
     for factor in (0.02, 0.0):
         slow = TrainerSettings(rates=(("layer", factor),))
-        assert not Health((ARM,), slow).find_alarms(updates(lambda number, factor=factor: factor))
+        assert not TrainingHealth((ARM,), slow).find_alarms(updates(lambda number, factor=factor: factor))
 
 
 def test_a_gap_is_to_the_reference_at_the_arms_rate() -> None:
     rate = (("rate", 4e-3),)
     arms = ARM, Arm("bf16 rate=0.004", "bf16", ArmRole.OTHER_RATE, rate), Arm("fp8", "fp8", settings=rate)
     for other, count in ((0.039, 0), (0.01, 1)):
-        events = Health(arms).find_alarms(gap(0.04, **{arms[1].name: other}))
+        events = TrainingHealth(arms).find_alarms(gap(0.04, **{arms[1].name: other}))
         assert len(events) == count
         assert all(f"behind that of {arms[1].name} over" in event.words for event in events)
 
@@ -470,7 +470,7 @@ def test_an_episode_is_one_alarm() -> None:
 
 def test_tensors_of_one_step_share_an_alarm() -> None:
     lines = [replace(READING, layer=f"blocks.{layer}", not_finite=1.0) for layer in range(3)]
-    (event,) = Health((ARM,)).find_alarms(lines)
+    (event,) = TrainingHealth((ARM,)).find_alarms(lines)
     assert (event.layer, event.tensor) == ("blocks.0", "gradient")
     assert (
         event.words == "100.00% of blocks.0's gradient is infinite or NaN; also blocks.1 gradient and blocks.2 gradient"
@@ -496,7 +496,7 @@ def test_tensors_of_one_step_share_an_alarm() -> None:
 ])  # fmt: skip
 def test_words_of_alarms(lines: Callable[[], Iterable[StreamLine]], words: str, remedies: str | None) -> None:
     """They state what was seen, with readable numbers, and the likeliest remedy first."""
-    event = Health((ARM,)).find_alarms(lines())[0]
+    event = TrainingHealth((ARM,)).find_alarms(lines())[0]
     assert event.words == words
     assert remedies is None or event.remedy == remedies
 
@@ -521,10 +521,10 @@ def test_arms_and_seeds_are_apart() -> None:
 
 def test_events_in_the_stream_raise_no_alarm() -> None:
     """After a resume, stored lines are read again together with their alarms."""
-    health = Health((ARM,))
+    health = TrainingHealth((ARM,))
     lines = list(rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0))
     first = health.find_alarms(lines[:70])
-    assert Health((ARM,)).find_alarms([*lines[:70], *first]) == first
+    assert TrainingHealth((ARM,)).find_alarms([*lines[:70], *first]) == first
     assert not health.find_alarms([*first, *lines[70:]])
 
 
@@ -543,7 +543,7 @@ def test_a_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_remedy_changes_something() -> None:
     def remedy(arm: Arm) -> str:
-        (event,) = Health((arm,)).find_alarms(
+        (event,) = TrainingHealth((arm,)).find_alarms(
             replace(line, arm=arm.name) for line in readings(9, lag=lambda at: 0.3 * at)
         )
         return event.remedy

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, SeedTask, StepRow, StreamLine, TokenSpan, TrainingText
+from fp8bench.features.train.values import Arm, SeedTask, StepRow, StreamLine, TokenSpan, TrainingTokens
 from fp8bench.model.raw import Settings
 from fp8bench.plan.corpus import Corpus
 from tests.facts import CPU
@@ -22,10 +22,10 @@ TINY_TIED = "tiny-tied"
 SMALL = TrainerSettings(model=TINY)
 
 
-def text_of(corpus: Corpus) -> TrainingText:
+def text_of(corpus: Corpus) -> TrainingTokens:
     """A text that is also its held-out part, as these tests do not depend on learning."""
     span = TokenSpan(corpus.path, 0, corpus.num_tokens)
-    return TrainingText(span, span, 256, "bytes", corpus.identity)
+    return TrainingTokens(span, span, 256, "bytes", corpus.identity)
 
 
 def task_of(corpus: Corpus, *arms: Arm | str, seed: int = 0, steps: int = 20, **settings: Any) -> SeedTask:

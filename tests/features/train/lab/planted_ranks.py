@@ -51,10 +51,10 @@ def _spoil_average(trainer: Trainer) -> None:
     average = together.average_gradients
 
     def forgotten(gradients: Any, phase: Any) -> None:
-        own = [gradient.clone() for gradient in gradients.fill_missing()]
+        own = [gradient.clone() for gradient in gradients.fill_missing_gradients()]
         average(gradients, phase)
         if trainer.step == plants.KILLED_AT:
-            torch._foreach_copy_(gradients.fill_missing(), own)
+            torch._foreach_copy_(gradients.fill_missing_gradients(), own)
 
     together.average_gradients = forgotten
 

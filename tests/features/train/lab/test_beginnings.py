@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
-from fp8bench.features.train.beginnings import resolve_start
+from fp8bench.features.train.beginnings import resolve_training_start
 from fp8bench.features.train.kind import newest_checkpoint
 from fp8bench.features.train.lab.checkpoint import load_state_dict_file
 from fp8bench.features.train.lab.lab import Lab
@@ -63,7 +63,7 @@ def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytes
         (beginning(short.training.id), "it has no checkpoint: 6 steps, --keep 10"),
     ):
         with pytest.raises(Exception, match=why):
-            resolve_start(asked, store)
+            resolve_training_start(asked, store)
 
 
 def kept(path: Path, state: object) -> str:
@@ -131,5 +131,5 @@ def test_a_file_whose_weights_are_not_tied_is_refused_by_a_model_whose_are(corpu
 def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
     start = kept(tmp_path / "weights.pt", {})
     asked = TrainingRequest(settings=TrainerSettings(start=str(tmp_path / "weights.pt")))
-    assert resolve_start(asked, tmp_path).settings.start == start
-    assert resolve_start(resolve_start(asked, tmp_path), tmp_path).settings.start == start
+    assert resolve_training_start(asked, tmp_path).settings.start == start
+    assert resolve_training_start(resolve_training_start(asked, tmp_path), tmp_path).settings.start == start

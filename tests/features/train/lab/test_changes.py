@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fp8bench.features.train.health.health import Health
+from fp8bench.features.train.health.health import TrainingHealth
 from fp8bench.features.train.values import COVERAGE_EVENT, Arm, LayerReading, StreamLine, TrainingEvent
 from fp8bench.plan.corpus import Corpus
 from tests.counts import for_each
@@ -68,7 +68,7 @@ def test_an_arm_goes_on_in_its_later_precision_from_the_same_weights_and_moments
 @for_each("changes", [True, False])
 def test_a_change_of_precision_is_no_illness_of_a_scale(changes: bool) -> None:
     arm = Arm("fp8", "fp8")
-    health = Health((arm,))
+    health = TrainingHealth((arm,))
 
     def readings(first: int, scale: float) -> list[StreamLine]:
         scales = (scale, scale, scale)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8bench.features.train.arms import MSAMP_LEVELS
-from fp8bench.features.train.lab.lab import Lab, NotFinite, find_hardware
+from fp8bench.features.train.lab.lab import ArmNotFinite, Lab, find_hardware
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.step import advance
 from fp8bench.features.train.values import Arm, ArmCost
@@ -69,7 +69,7 @@ def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus:
     trainer = Trainer(task_of(corpus, arm, batch=256), Arm(arm, arm))
     list(advance(trainer))
     assert sum(roles.get(role, 0) for role in SAVED) == pytest.approx(saved_for_backward(trainer), abs=64)
-    count = trainer.describe_state().parameters
+    count = trainer.describe_arm_state().parameters
     assert roles[MemoryRole.WEIGHTS] == 4 * count and roles[MemoryRole.OPTIMIZER] == pytest.approx(8 * count, abs=64)
 
 
@@ -95,7 +95,7 @@ def test_states_in_low_precision_take_less_memory_in_a_small_model_too(corpus: C
 
 
 def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:
-    with pytest.raises(NotFinite, match="stopped at step 1"):
+    with pytest.raises(ArmNotFinite, match="stopped at step 1"):
         cost_of(corpus, "fp16", rate=10.0, loss_scale="4294967296")
 
 
@@ -124,7 +124,7 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
         return prepare
 
     _measure_second_step(make, device, meter, None)  # one-time allocations of the process exist by then
-    course = _measure_second_step(make, device, meter, None).course
+    course = _measure_second_step(make, device, meter, None).memory_course
     assert course is not None
     derived = memory_of(corpus, task.arms[0])
     assert derived.on_device == course.on_device and derived.on_device < derived.peak

@@ -20,10 +20,10 @@ from torch import Tensor
 from fp8bench.errors import UsageError
 from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import Evaluation, Scores, TokenWindows, measure_metric
+from fp8bench.features.train.lab.evaluate import HeldOutEvaluation, ModelScorer, TokenWindows, measure_user_metric
 from fp8bench.features.train.lab.parallelism import SingleRank
 from fp8bench.features.train.request import TASKS, TrainerSettings
-from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, TrainingText, Validation
+from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, TrainingTokens, Validation
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.sizes import GPTConfig
@@ -40,24 +40,26 @@ WHO = ("bf16", 3, 7)
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> TrainingText:
+def text(tmp_path: Path) -> TrainingTokens:
     """Tokens at random."""
     file = tmp_path / "tokens"
     np.random.default_rng(0).integers(200, 258, 3000).astype(np.uint16).tofile(file)
     held_out = TokenSpan(str(file), 1000, 1390)
-    return TrainingText(held_out, held_out, 258, "given", "text")
+    return TrainingTokens(held_out, held_out, 258, "given", "text")
 
 
-def made(text: TrainingText) -> tuple[LanguageModel, Evaluation]:
+def made(text: TrainingTokens) -> tuple[LanguageModel, HeldOutEvaluation]:
     config = replace(models.make_config(SETTINGS, text.vocabulary), width=32, hidden=32)
     plain = PlainArithmetic(torch.float32)
     torch.manual_seed(0)
     model = models.build_model(SETTINGS, config, lambda name: plain, plain.carrier)
-    return model, Evaluation(text, config, models.list_layers("gpt", config), CPU, SingleRank().share_scales)
+    return model, HeldOutEvaluation(
+        text, config, models.list_layers("gpt", config), CPU, SingleRank().share_scales_across_ranks
+    )
 
 
 @torch.no_grad()
-def looks(model: LanguageModel, evaluation: Evaluation, last: bool = True) -> dict[str, Validation]:
+def looks(model: LanguageModel, evaluation: HeldOutEvaluation, last: bool = True) -> dict[str, Validation]:
     return {look.of: look for look in evaluation.measure_losses(model, WHO, is_last=last)}
 
 
@@ -71,7 +73,7 @@ def plain_losses(model: LanguageModel, span: TokenSpan) -> Tensor:
     return torch.stack(losses)
 
 
-def test_a_validation_is_what_a_plain_loop_over_the_text_finds(text: TrainingText) -> None:
+def test_a_validation_is_what_a_plain_loop_over_the_text_finds(text: TrainingTokens) -> None:
     """Losses by token and by position; positions are parts of the held-out text."""
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
@@ -90,7 +92,7 @@ def test_a_validation_is_what_a_plain_loop_over_the_text_finds(text: TrainingTex
 
 
 @for_each("mode", ["fp8", "nvfp4"])
-def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingText, mode: str) -> None:
+def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingTokens, mode: str) -> None:
     """Every layer but the head is quantised; the model is unchanged afterwards."""
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
@@ -158,7 +160,7 @@ def test_draws_are_fixed_for_good(span: TokenSpan) -> None:
 @for_each("most", [1, 5, 73, 74, 75, 1000])
 def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: int) -> None:
     """Windows do not overlap; with as many as fit, they cover all but less than a window."""
-    batches = TokenWindows(span, 8, "cpu").spread_windows(4, most)
+    batches = TokenWindows(span, 8, "cpu").select_spaced_windows(4, most)
     starts = torch.cat([tokens[:, 0] for tokens, _ in batches]).tolist()
     assert len(starts) == min(most, 74) and starts[0] == 100
     assert all(after - before >= 8 for before, after in pairwise(starts))
@@ -179,7 +181,7 @@ def task(corpus: Corpus, tmp_path: Path) -> SeedTask:
 
 
 def figures(task: SeedTask, predict: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    return dict(Scores(task, TrainerSettings(tasks=TASKS), [], CONFIG).score_tasks(predict))
+    return dict(ModelScorer(task, TrainerSettings(tasks=TASKS), [], CONFIG).score_tasks(predict))
 
 
 def test_a_model_that_learnt_nothing_scores_at_chance(task: SeedTask) -> None:
@@ -226,7 +228,7 @@ def test_padding_behind_a_row_is_not_read(task: SeedTask) -> None:
 def test_tasks_need_the_bytes_of_a_text(task: SeedTask) -> None:
     given = replace(task, text=replace(task.text, tokens="given"))
     with pytest.raises(UsageError, match="cannot be decoded"):
-        Scores(given, TrainerSettings(tasks=("copy",)), [], CONFIG)
+        ModelScorer(given, TrainerSettings(tasks=("copy",)), [], CONFIG)
 
 
 @for_each("arch", ["gpt", "mlp", "cnn"])
@@ -262,11 +264,11 @@ def test_a_metric_gets_the_model_and_the_held_out_batches(tmp_path: Path) -> Non
         "def fails(model, held_out):\n    raise KeyError('no answer')\n"
     )
     held_out = [torch.ones(2), 3.5]
-    assert dict(measure_metric(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
-    scores = dict(measure_metric(f"{file}:g", SimpleNamespace(), held_out))
+    assert dict(measure_user_metric(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
+    scores = dict(measure_user_metric(f"{file}:g", SimpleNamespace(), held_out))
     assert scores == {f"metric:{file}:g.a": 1.0, f"metric:{file}:g.b": 3.5}
     for name in ("words", "fails"):
         with pytest.raises(UsageError, match="returned no figure"):
-            list(measure_metric(f"{file}:{name}", None, held_out))
+            list(measure_user_metric(f"{file}:{name}", None, held_out))
     with pytest.raises(UsageError, match="has no 'h'"):
-        list(measure_metric(f"{file}:h", None, held_out))
+        list(measure_user_metric(f"{file}:h", None, held_out))

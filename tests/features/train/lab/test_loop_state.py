@@ -11,16 +11,16 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 import fp8bench
-from fp8bench.features.train.lab.batch_figures import BatchMemory
+from fp8bench.features.train.lab.batch_figures import BatchHistory
 from fp8bench.features.train.lab.loop_state import LoopState
-from fp8bench.features.train.lab.replicas import Replicas, digest_weights
+from fp8bench.features.train.lab.replicas import ReplicaWeightCheck, digest_weight_bits
 from fp8bench.features.train.values import MOMENTS_GONE, StepFigure, StreamLine
 
 
 def test_batches_are_compared_with_the_last_hundred() -> None:
     """Expected is counted from a list of batch numbers, with batches that come back after up to 130 steps."""
     numbers = [*range(20), *random.Random(0).choices(range(130), k=300), 7, 7, 7]
-    memory, new, cycled, again, period = BatchMemory(), 0, 0, 0, 0
+    memory, new, cycled, again, period = BatchHistory(), 0, 0, 0, 0
     for step, number in enumerate(numbers):
         memory.add_inputs((torch.full((4, 3), float(number)),))
         earlier = numbers[max(0, step - 100) : step][::-1]
@@ -34,7 +34,7 @@ def test_batches_are_compared_with_the_last_hundred() -> None:
 
 
 def count_conditions(times: list[list[int]], fixed_inputs: bool = False) -> list[float]:
-    memory = BatchMemory()
+    memory = BatchHistory()
     counts = []
     for step, time in enumerate(times):
         memory.add_inputs((torch.full((4, 5), float(not fixed_inputs and step)), torch.tensor(time)))
@@ -52,21 +52,21 @@ def test_a_condition_that_stays_is_counted_while_inputs_change() -> None:
 
 
 def test_targets_that_stay_are_counted_while_inputs_change() -> None:
-    noise, memory, counts = torch.arange(12.0).reshape(4, 3), BatchMemory(), []
+    noise, memory, counts = torch.arange(12.0).reshape(4, 3), BatchHistory(), []
     for step, target in enumerate([noise + 1, noise, noise, noise, noise.new_zeros(4, 3), noise.new_zeros(4, 3)]):
         memory.add_inputs((torch.full((4, 3), float(step)),), is_watched=True)
-        memory.compare_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
+        memory.compare_loss_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
         # A further micro-batch, or a closure that is called again, does not count.
-        memory.compare_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
+        memory.compare_loss_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
         counts.append(float(memory.list_figures()["targets_again", ""]))
     assert counts == [0, 0, 1, 2, 0, 0]
 
 
 def shifts(labels: list[torch.Tensor]) -> list[float]:
-    memory, values = BatchMemory(), []
+    memory, values = BatchHistory(), []
     for step, batch in enumerate(labels):
         memory.add_inputs((torch.full((len(batch), 2), float(step)),), is_watched=True)
-        memory.compare_targets(F.cross_entropy(torch.ones(len(batch), 10, requires_grad=True), batch))
+        memory.compare_loss_targets(F.cross_entropy(torch.ones(len(batch), 10, requires_grad=True), batch))
         values += [float(value) for (name, _), value in memory.list_figures().items() if name == "label_shift"]
     return values
 
@@ -136,13 +136,13 @@ def test_steps_without_a_gradient_are_counted() -> None:
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[tuple[Replicas, Replicas]]:
+def two_ranks() -> Iterator[tuple[ReplicaWeightCheck, ReplicaWeightCheck]]:
     """Replicas of both ranks in this process, with one store and without a rank to talk to."""
     import torch.testing._internal.distributed.fake_pg
 
     store = distributed.HashStore()
     distributed.init_process_group("fake", store=store, rank=0, world_size=2)
-    first, second, other_loop = (Replicas(nn.Linear(2, 2)) for _ in range(3))
+    first, second, other_loop = (ReplicaWeightCheck(nn.Linear(2, 2)) for _ in range(3))
     second._rank, second._partners, second._store = 1, [0], first._store
     # Another loop in the same process group has other weights at the same steps.
     other_loop._rank = 1
@@ -152,7 +152,7 @@ def two_ranks() -> Iterator[tuple[Replicas, Replicas]]:
     distributed.destroy_process_group()
 
 
-def test_replicas_that_part_are_found(two_ranks: tuple[Replicas, Replicas]) -> None:
+def test_replicas_that_part_are_found(two_ranks: tuple[ReplicaWeightCheck, ReplicaWeightCheck]) -> None:
     """Each rank compares itself with the watched step before, when both have written."""
     found = []
     for step in range(0, 60, 10):
@@ -170,19 +170,19 @@ def test_replicas_that_part_are_found(two_ranks: tuple[Replicas, Replicas]) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_digest_shows_the_smallest_change_of_any_weight(dtype: torch.dtype) -> None:
     weights = [torch.randn(300, 7, dtype=dtype), torch.randn(300, 7, dtype=dtype)]
-    digest = float(digest_weights(weights))
-    assert digest == float(digest_weights([weight.clone() for weight in weights]))
-    assert digest != float(digest_weights(weights[::-1]))
+    digest = float(digest_weight_bits(weights))
+    assert digest == float(digest_weight_bits([weight.clone() for weight in weights]))
+    assert digest != float(digest_weight_bits(weights[::-1]))
     change = torch.nextafter(weights[1][5, 3], torch.tensor(9.0, dtype=dtype))
     weights[1][5, 3] = change
-    assert digest != float(digest_weights(weights))
+    assert digest != float(digest_weight_bits(weights))
 
 
-def test_parts_of_a_model_are_no_replicas(two_ranks: tuple[Replicas, Replicas]) -> None:
+def test_parts_of_a_model_are_no_replicas(two_ranks: tuple[ReplicaWeightCheck, ReplicaWeightCheck]) -> None:
     for step in range(0, 60, 10):
         for number, replicas in enumerate(two_ranks):
             assert replicas.list_figures(step, [torch.tensor(step + 0.5 * number)]) == {}
 
 
-def test_a_rank_that_is_missing_is_not_waited_for(two_ranks: tuple[Replicas, Replicas]) -> None:
+def test_a_rank_that_is_missing_is_not_waited_for(two_ranks: tuple[ReplicaWeightCheck, ReplicaWeightCheck]) -> None:
     assert [two_ranks[0].list_figures(step, [torch.tensor(1.0)]) for step in range(20)] == [{}] * 20

@@ -32,7 +32,7 @@ def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> Non
         return PLAIN
 
     settings = TrainerSettings(arch=arch, batch=2, sequence=32)
-    models.check_settings(settings)
+    models.check_trainer_settings(settings)
     config = replace(models.make_config(settings, 200), width=32, hidden=32)
     models.build_model(settings, config, choose, PLAIN.carrier)
     assert asked == [layer.name for layer in models.list_layers(arch, config)]
@@ -63,7 +63,7 @@ def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
         for model in ("nano", "gpt2-124m")
     }
     assert {pair for pair, is_tied in tied.items() if is_tied} == {("gpt", "gpt2-124m"), ("moe", "gpt2-124m")}
-    models.check_settings(TrainerSettings(model="nano", rates=(("head", 2.0),)))
+    models.check_trainer_settings(TrainerSettings(model="nano", rates=(("head", 2.0),)))
 
 
 @for_each(
@@ -81,7 +81,7 @@ def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
 )
 def test_what_cannot_be_trained_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UnknownName if "nanno" in settings.values() else UsageError, match=words):
-        models.check_settings(TrainerSettings(**settings))
+        models.check_trainer_settings(TrainerSettings(**settings))
 
 
 TE = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-engine", "2.13.0")))
@@ -111,5 +111,5 @@ def test_what_a_device_has_for_a_model(
     device: DeviceFacts, mode: str, settings: dict[str, Any], level: Level, words: str
 ) -> None:
     asked = TrainerSettings(**settings)
-    support = models.find_support(asked, models.make_config(asked, 256), precisions.get(mode), device)
+    support = models.find_precision_support(asked, models.make_config(asked, 256), precisions.get(mode), device)
     assert support.level is level and words in support.reason, support.reason

@@ -20,18 +20,18 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import MSAMP_LEVELS
 from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.low_precision import AutomaticScale, round_to_bf16_randomly
-from fp8bench.features.train.lab.models import check_settings
+from fp8bench.features.train.lab.models import check_trainer_settings
 from fp8bench.features.train.lab.rates import (
     LossScale,
     RateSchedule,
     find_clip_group,
-    find_rate_factor,
+    find_learning_rate_factor,
     join_norms,
     make_loss_scale,
 )
-from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer, wrap_own_optimizer
+from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer, wrap_user_optimizer
 from fp8bench.features.train.request import SCHEDULES, TrainerSettings
-from fp8bench.features.train.step import compute_clipping
+from fp8bench.features.train.step import compute_clip_divisors
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
@@ -354,7 +354,7 @@ def test_own_optimizers_that_cannot_be_stepped() -> None:
     model = nn.Linear(4, 4)
     for make, why in ((torch.optim.LBFGS, "several times"), (torch.optim.SparseAdam, "sparse gradients")):
         with pytest.raises(UsageError, match=why):
-            wrap_own_optimizer("make", model, lambda model, make=make: make(list(model.parameters())), None)
+            wrap_user_optimizer("make", model, lambda model, make=make: make(list(model.parameters())), None)
 
 
 def shares(steps: int, schedule: str) -> list[float]:
@@ -441,8 +441,8 @@ def test_the_longest_name_gives_the_rate() -> None:
         ("head.weight", 2): 1.0,
         ("embedding", 2): 1.0,
     }
-    assert {key: find_rate_factor(*key, factors) for key in wanted} == wanted
-    check_settings(TrainerSettings(rates=factors))
+    assert {key: find_learning_rate_factor(*key, factors) for key in wanted} == wanted
+    check_trainer_settings(TrainerSettings(rates=factors))
 
 
 def test_groups_of_clipping() -> None:
@@ -475,7 +475,7 @@ def test_each_group_is_clipped_as_torch_clips_it(groups: str) -> None:
         together = [own for own, name in zip(parameters, groups, strict=True) if name == group]
         torch.nn.utils.clip_grad_norm_(together, 1.0)
     norms = [gradient.norm() * 4 for gradient in some]
-    divisors, shrunk = compute_clipping(norms, join_norms(norms) / 4, 4.0, 1.0, groups)
+    divisors, shrunk = compute_clip_divisors(norms, join_norms(norms) / 4, 4.0, 1.0, groups)
     for parameter, gradient, divisor in zip(parameters, some, divisors, strict=True):
         torch.testing.assert_close(gradient / divisor, parameter.grad, rtol=1e-5, atol=1e-7)
     after = join_norms([own.grad.norm() for own in parameters if own.grad is not None])
@@ -539,7 +539,7 @@ def test_high_accumulation_resumes_to_the_same_bits() -> None:
 
 def test_high_accumulation_clips_and_skips_by_its_masters() -> None:
     model, high = accumulating("fp32")
-    optimizer = wrap_own_optimizer("make", model, lambda model: high, None)
+    optimizer = wrap_user_optimizer("make", model, lambda model: high, None)
     start = model.weight.detach().clone()
     optimizer.gradients.begin()
     wanted = found_by_backward(model, 3)

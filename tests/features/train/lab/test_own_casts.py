@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8bench
-from fp8bench.features.train.lab.own_casts import find_cast, find_treatments, unpack_fp8
+from fp8bench.features.train.lab.own_casts import find_cast, find_recipe_treatments, unpack_fp8
 from fp8bench.features.train.lab.readings import measure_tensor
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
 from fp8bench.protocols import Role
@@ -133,7 +133,7 @@ def test_large_tensors_are_rounded_by_a_sample() -> None:
     x = torch.randn(2048, 64) * torch.logspace(-6, 0, 2048)[:, None]
     x[1] = 50.0
     layer = nn.Linear(64, 4)
-    found = find_cast(layer, Role.INPUT, find_treatments("fp8"))
+    found = find_cast(layer, Role.INPUT, find_recipe_treatments("fp8"))
     assert found is not None
     sampled, whole = found.list_figures(x), measure_tensor(x, found.cast(x))
     assert sampled["count"] == whole["count"] and float(sampled["scale"]) == float(whole["scale"])

@@ -20,12 +20,12 @@ from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.train.lab import readings, watched_step
 from fp8bench.features.train.lab.loop_figures import (
     compute_fingerprint,
-    measure_inputs,
+    measure_input_figures,
     measure_predictions,
-    sample_values,
+    sample_tensor_values,
 )
-from fp8bench.features.train.lab.own_loop import OwnLoop, find_loss, unwrap_optimizer
-from fp8bench.features.train.lab.watched_step import is_watched
+from fp8bench.features.train.lab.own_loop import UserLoopRecorder, find_loss_in_output, unwrap_optimizer
+from fp8bench.features.train.lab.watched_step import is_watched_step
 from fp8bench.features.train.values import (
     GRADIENTS_LEFT,
     MOMENTS_GONE,
@@ -240,9 +240,15 @@ def test_a_loss_that_nobody_can_find_is_said() -> None:
     assert [row.step for row in of(StepRow, lines)] == [1]
     assert {line.step for line in of(LayerReading, lines)} == {0, 1}
     loss = torch.tensor(2.0)
-    assert find_loss(loss) is loss and find_loss((loss, torch.ones(3))) is loss and find_loss({"loss": loss}) is loss
     assert (
-        find_loss(torch.ones(3)) is None and find_loss({"logits": loss}) is None and find_loss(torch.tensor(1)) is None
+        find_loss_in_output(loss) is loss
+        and find_loss_in_output((loss, torch.ones(3))) is loss
+        and find_loss_in_output({"loss": loss}) is loss
+    )
+    assert (
+        find_loss_in_output(torch.ones(3)) is None
+        and find_loss_in_output({"logits": loss}) is None
+        and find_loss_in_output(torch.tensor(1)) is None
     )
 
 
@@ -349,7 +355,7 @@ def test_copies_in_a_batch_are_counted(copies: int) -> None:
         drawn[1 : copies + 1] = drawn[0]
         x = drawn[torch.randperm(16)]
         twins = sum(any(bool((x[a] == x[b]).all()) for b in range(16) if a != b) for a in range(16)) / 16
-        figures = measure_inputs(({"input_ids": x},))
+        figures = measure_input_figures(({"input_ids": x},))
         assert float(figures["duplicates"]) == twins == ((copies + 1) / 16 if copies else 0.0)
         values = x.double()
         assert float(figures["input_mean"]) == pytest.approx(float(values.mean()))
@@ -362,7 +368,7 @@ def test_different_inputs_have_different_fingerprints() -> None:
     same, changed = x.clone(), x.clone()
     changed[5] += 1e-3
     fingerprints = [
-        float(compute_fingerprint([sample_values(tensor)]))
+        float(compute_fingerprint([sample_tensor_values(tensor)]))
         for tensor in (x, same, changed, words(4, 5), words(4, 5).flip(0))
     ]
     assert fingerprints[0] == fingerprints[1]
@@ -371,7 +377,7 @@ def test_different_inputs_have_different_fingerprints() -> None:
 
 @for_each("stride", [1, 2, 10])
 def test_one_step_of_each_stride_is_watched_in_any_phase(stride: int) -> None:
-    steps = [step for step in range(40 * stride) if is_watched(step, stride)]
+    steps = [step for step in range(40 * stride) if is_watched_step(step, stride)]
     assert steps[0] == 0 and [step // stride for step in steps] == list(range(40))
     assert {step % stride for step in steps} == set(range(stride))
 
@@ -519,9 +525,9 @@ def test_a_fault_ends_watching_and_a_users_error_ends_the_loop(monkeypatch: pyte
 
     plain = Net()
     expected = trained(plain, adam(plain.parameters()), 4)
-    for place in ("_record_inputs", "_read_gradients", "_end_step", "_end_backward", "_pass_lines"):
+    for place in ("_record_module_inputs", "_read_gradients", "_end_step", "_end_backward", "_pass_stream_lines"):
         with monkeypatch.context() as changed:
-            changed.setattr(OwnLoop, place, fail)
+            changed.setattr(UserLoopRecorder, place, fail)
             losses, lines = watched(4)
         (event,) = of(TrainingEvent, lines)
         assert (

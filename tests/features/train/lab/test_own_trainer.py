@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.own_model import OwnBatches, OwnModel
+from fp8bench.features.train.lab.own_model import UserArmModel, UserBatches
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import (
     Arm,
@@ -28,8 +28,8 @@ from fp8bench.features.train.values import (
     make_empty_text,
 )
 from fp8bench.model.raw import Settings
-from fp8bench.nn.own_model import parse_make_result
-from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS
+from fp8bench.nn.own_model import parse_make_return_value
+from fp8bench.workloads.model import LOADED_MODELS, MODEL_MAKERS_IN_PROCESS
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, restarted, rows
@@ -113,7 +113,7 @@ MAKERS: dict[str, Callable[[], object]] = {
 @pytest.fixture(autouse=True)
 def _makers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, make in {**MAKERS, **{name: make for name, (make, _) in WRONG.items()}}.items():
-        monkeypatch.setitem(LIVE_MODELS, name, make)
+        monkeypatch.setitem(MODEL_MAKERS_IN_PROCESS, name, make)
     yield
     LOADED_MODELS.clear()
 
@@ -134,8 +134,8 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
     from fp8bench.nn.own_model import seed_generators
 
     with seed_generators(seed, CPU):
-        given = parse_make_result("own", make(), seed)
-    batches = OwnBatches("own", given, seed, CPU)
+        given = parse_make_return_value("own", make(), seed)
+    batches = UserBatches("own", given, seed, CPU)
     losses = []
     assert given.optimizer is not None and given.schedule is not None
     optimizer = given.optimizer(given.model)
@@ -227,9 +227,9 @@ def test_a_model_that_changes_its_input_changes_no_batch() -> None:
 
 
 def test_epochs_are_shuffled_anew_and_batches_read_in_any_order() -> None:
-    with_seed = OwnBatches("own", parse_make_result("own", MAKERS["loader"]()), 3, CPU)
+    with_seed = UserBatches("own", parse_make_return_value("own", MAKERS["loader"]()), 3, CPU)
     read = [with_seed.read(place)[0] for place in range(11)]
-    again = OwnBatches("own", parse_make_result("own", MAKERS["loader"]()), 3, CPU)
+    again = UserBatches("own", parse_make_return_value("own", MAKERS["loader"]()), 3, CPU)
     for place in (9, 2, 10, 0):
         assert torch.equal(again.read(place)[0], read[place])
     assert not torch.equal(read[0], read[5])
@@ -320,7 +320,7 @@ def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
     assert len(arithmetics) == 2
     other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
     with pytest.raises(UsageError, match="scales for elsewhere, and none for first"):
-        OwnModel(other, task.arms[1])
+        UserArmModel(other, task.arms[1])
 
 
 def test_memory_has_no_part_of_the_model_that_the_process_keeps() -> None:

@@ -23,7 +23,7 @@ from fp8bench.features.train.lab.parallelism import (
     SequenceParallel,
     TensorParallel,
     ZeroTensors,
-    digest_tensors,
+    digest_tensor_bits,
 )
 from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer
@@ -31,7 +31,7 @@ from fp8bench.features.train.request import WIRE_FORMATS, TrainerSettings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.exchanges import FP8Group, FP8Wire
-from fp8bench.nn.parallel.ways import find_cut
+from fp8bench.nn.parallel.ways import find_weight_cut
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
@@ -158,7 +158,7 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
     """For any number of rows per message; norms count each row once."""
     wanted = alone(3, **settings)
     for most in (1 << 22, 100):
-        monkeypatch.setattr(parallelism, "_MAX_SHARDED_ELEMENTS", most)
+        monkeypatch.setattr(parallelism, "_MAX_SHARD_MESSAGE_ELEMENTS", most)
         ranks = trained(3, FullySharded, **settings)
         for learnt in ranks:
             assert learnt.norms == ranks[0].norms == pytest.approx(wanted.norms, rel=1e-6)
@@ -186,7 +186,7 @@ def test_a_digest_depends_on_the_place_of_values() -> None:
     """Otherwise a rank with two swapped rows would have the others' digest."""
     first, other = torch.randn(2, 3, 5)
     digests = [
-        digest_tensors(some)
+        digest_tensor_bits(some)
         for some in ((first, other), (other, first), (first.flip(0), other), (first, other.roll(1)))
     ]
     assert len(set(digests)) == 4 and all(0 <= digest < 1 << 63 for digest in digests)
@@ -249,7 +249,7 @@ def norms_of(whole: GPT) -> list[Tensor]:
 def cut(place: Place) -> tuple[TensorParallel, GPT]:
     together = TensorParallel(ThreadedGroup(place), CONFIG)
     whole = model()
-    together.cut_model(whole)
+    together.cut_model_for_rank(whole)
     together.divide_parameters(dict(whole.named_parameters()))
     return together, whole
 
@@ -275,7 +275,7 @@ def test_scales_of_cut_tensors_alone_are_shared() -> None:
     def scales(place: Place) -> tuple[list[bool], float]:
         arithmetic = precisions.get("fp8").arithmetic(CPU)
         names = ("blocks.0.attn.qkv", "blocks.0.mlp.down", "head")
-        same = [cut(place)[0].share_scales(name, arithmetic) is arithmetic for name in names]
+        same = [cut(place)[0].share_scales_across_ranks(name, arithmetic) is arithmetic for name in names]
         return same, float(cut(place)[0]._largest_over_ranks(torch.tensor([1.0, float("nan")][place.number])))
 
     assert on_ranks(2, scales) == [([False, False, True], float("inf"))] * 2
@@ -297,7 +297,7 @@ def streamed(wire: str) -> list[tuple[float, dict[str, Tensor]]]:
     def run(place: Place) -> tuple[float, dict[str, Tensor]]:
         together = SequenceParallel(ThreadedGroup(place), CONFIG, wire)
         own = model(SMALL)
-        together.cut_model(own)
+        together.cut_model_for_rank(own)
         named = dict(own.named_parameters())
         gradients = Gradients(list(together.divide_parameters(named).values()))
         with together.materialise(PHASE):
@@ -305,7 +305,7 @@ def streamed(wire: str) -> list[tuple[float, dict[str, Tensor]]]:
             loss = own(*batch(), PHASE)
             loss.backward()
             together.average_gradients(gradients, PHASE)
-            return float(loss.detach()), dict(zip(named, gradients.fill_missing(), strict=True))
+            return float(loss.detach()), dict(zip(named, gradients.fill_missing_gradients(), strict=True))
 
     return on_ranks(2, run)
 
@@ -321,7 +321,7 @@ def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: fl
         assert own == ranks[0][0] == pytest.approx(float(loss.detach()), rel=near / 10)
         for name, parameter in whole.named_parameters():
             assert parameter.grad is not None
-            how = find_cut(name, CONFIG)
+            how = find_weight_cut(name, CONFIG)
             wanted = parameter.grad
             if how is None:
                 assert torch.equal(gradients[name], ranks[0][1][name]), name

@@ -11,8 +11,8 @@ import pytest
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.rank_lab import MERGES, MODULE
-from fp8bench.features.train.request import CUTTING_PARALLEL, PARALLEL, WIRE_FORMATS
+from fp8bench.features.train.lab.rank_lab import MERGE_BY_METHOD, MODULE
+from fp8bench.features.train.request import PARALLEL, TENSOR_CUTTING_METHODS, WIRE_FORMATS
 from fp8bench.features.train.seed import call_lab as asked
 from fp8bench.features.train.values import (
     WIRE_BYTES,
@@ -51,7 +51,7 @@ def of_ranks(corpus: Corpus, *arms: Arm | str, seed: int = 0, parallel: str = "d
 
 @pytest.fixture
 def ranks() -> Iterator[RanksWorker]:
-    with RanksWorker(Settings(imports=(planted.FILE,)), 2, 20.0, MODULE, MERGES) as worker:
+    with RanksWorker(Settings(imports=(planted.FILE,)), 2, 20.0, MODULE, MERGE_BY_METHOD) as worker:
         yield worker
 
 
@@ -126,14 +126,16 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     # Scales are those of one rank's whole batch.
     mine = readings(whole["fp8"])
     theirs = readings(single["fp8"])
-    near = 0.03 if parallel in CUTTING_PARALLEL else 0.0  # where bfloat16 products are rounded before they are added
+    near = (
+        0.03 if parallel in TENSOR_CUTTING_METHODS else 0.0
+    )  # where bfloat16 products are rounded before they are added
     for key, seen in mine.items():
         if key[1] != "gradient":
             whole_batch = theirs[key].amax, theirs[key].scale
             assert (seen.amax, seen.scale) == pytest.approx(whole_batch, rel=near, abs=0), key
     assert any(seen.least_scale == seen.largest_scale for seen in mine.values())
     for look, wanted in zip(looks["fp32"], lab.validate("fp32"), strict=True):
-        quantised = parallel in CUTTING_PARALLEL and look.of.startswith(
+        quantised = parallel in TENSOR_CUTTING_METHODS and look.of.startswith(
             "quantised"
         )  # a shard of NVFP4 also has its own scale
         assert look.loss == pytest.approx(wanted.loss, rel=5e-3 if quantised else 1e-5), look.of

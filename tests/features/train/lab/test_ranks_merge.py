@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fp8bench.errors import RanksDisagree
-from fp8bench.features.train.lab.rank_lab import MERGES
-from fp8bench.features.train.lab.readings import TensorCast, make_reading, measure_tensor, read_figures
+from fp8bench.features.train.lab.rank_lab import MERGE_BY_METHOD
+from fp8bench.features.train.lab.readings import TensorCast, make_layer_reading, measure_tensor, move_figures_to_host
 from fp8bench.features.train.values import (
     ArmCost,
     LayerReading,
-    RankLines,
+    RankTrainingLines,
     StepFigure,
     StepRow,
     StreamLine,
@@ -28,13 +28,13 @@ from fp8bench.measure.ranks.answers import merge_answers as merged_with
 from fp8bench.model import MemoryUse
 from tests.counts import for_each
 
-merge_answers = partial(merged_with, more_merges=MERGES)
+merge_answers = partial(merged_with, more_merges=MERGE_BY_METHOD)
 
 ROW = StepRow("fp8", 0, 3, 2.5, 1e-3, 0.7, 0.0, 10.0, 1e-3, 1.0, 64, 0.5)
 
 
-def said(*lines: StreamLine, weights: int = 1) -> RankLines:
-    return RankLines(lines, (("the weights", weights),))
+def said(*lines: StreamLine, weights: int = 1) -> RankTrainingLines:
+    return RankTrainingLines(lines, (("the weights", weights),))
 
 
 def one(*ranks: StreamLine) -> Any:
@@ -58,7 +58,7 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
         (said(ROW, ROW), "rank 1 sent 2 lines of some steps, but rank 0 sent 1"),
     ],
 )
-def test_what_must_be_the_same_is_compared(other: RankLines, why: str) -> None:
+def test_what_must_be_the_same_is_compared(other: RankTrainingLines, why: str) -> None:
     with pytest.raises(RanksDisagree, match=why):
         merge_answers("advance", [said(ROW), other])
 
@@ -71,8 +71,8 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
 
     def reading(x: torch.Tensor) -> LayerReading:
         left = (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
-        (figures,) = read_figures([measure_tensor(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
-        return make_reading("fp8", 0, 3, "a", "input", figures, 90.0)
+        (figures,) = move_figures_to_host([measure_tensor(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
+        return make_layer_reading("fp8", 0, 3, "a", "input", figures, 90.0)
 
     both = one(*map(reading, parts))
     whole = reading(torch.cat(parts))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fp8bench.features.train.lab.script_loops import ScriptLoops, find_module, find_scaler
+from fp8bench.features.train.lab.script_loops import ScriptLoopWatch, find_module, find_scaler
 
 
 class Inner(nn.Module):
@@ -95,7 +95,7 @@ def test_an_optimizer_inside_another_has_no_stream(tmp_path: Path) -> None:
     said: list[str] = []
     model = nn.Linear(2, 2)
     outer, inner = sgd(model.parameters()), sgd([model.weight])
-    loops = ScriptLoops(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, said.append)
+    loops = ScriptLoopWatch(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, said.append)
     for optimizer in (outer, inner, outer):
         loops.watch_optimizer(optimizer)
     loops.close()
@@ -106,7 +106,7 @@ def test_a_second_phase_with_another_optimizer_has_its_own_stream(tmp_path: Path
     """The new optimizer of the same parameters takes over; the first stream ends with the rows that it has."""
     said: list[str] = []
     model = nn.Linear(2, 2)
-    loops = ScriptLoops(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, said.append)
+    loops = ScriptLoopWatch(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, said.append)
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: loops.watch_optimizer(optimizer))
     for optimizer, steps in ((sgd(model.parameters()), 5), (torch.optim.Adam(model.parameters()), 4)):
         for _ in range(steps):
@@ -124,7 +124,7 @@ def test_a_closure_that_began_before_watching_is_no_mistake(tmp_path: Path) -> N
     """Lightning calls an optimizer with a closure, and accumulates gradients before it."""
     model = nn.Linear(2, 2)
     optimizer = sgd(model.parameters())
-    loops = ScriptLoops(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, lambda line: None)
+    loops = ScriptLoopWatch(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, lambda line: None)
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: loops.watch_optimizer(optimizer))
 
     losses: list[float] = []

@@ -12,18 +12,18 @@ import scipy
 from fp8bench.features.train import words
 from fp8bench.features.train.values import Arm, ArmRole, StreamLine
 from fp8bench.features.train.verdicts.curves import (
-    Curve,
-    Importance,
+    DifferenceImportance,
     InconclusiveReason,
-    Learned,
-    SeedPair,
+    LearningVerdict,
+    LossCurve,
+    SeedComparison,
     average_gaps,
     bound_single_gap,
-    classify_gap,
     classify_importance,
-    compute_smallest_effect,
-    judge_pairs,
-    pair_curves,
+    classify_loss_gap,
+    compute_detectable_gap,
+    judge_seed_pairs,
+    make_seed_pair,
 )
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
 from fp8bench.model import Interval
@@ -34,8 +34,8 @@ from tests.learning_curves import CANDIDATE, REFERENCE, curve, held_out, lines, 
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
 
 
-def pairs(gaps: Sequence[float], held_out: Sequence[float | None] | None = None) -> list[SeedPair]:
-    return [SeedPair(seed, *both) for seed, both in enumerate(zip(gaps, held_out or gaps, strict=True))]
+def pairs(gaps: Sequence[float], held_out: Sequence[float | None] | None = None) -> list[SeedComparison]:
+    return [SeedComparison(seed, *both) for seed, both in enumerate(zip(gaps, held_out or gaps, strict=True))]
 
 
 def around(middle: float, scale: float = 1.0) -> list[float]:
@@ -52,71 +52,77 @@ def test_intervals_are_those_of_a_t_test() -> None:
         assert (interval.low, interval.high) == pytest.approx((known.low, known.high), rel=1e-9)
         assert (interval.point, interval.level) == (pytest.approx(statistics.fmean(gaps)), level)
     single = average_gaps([0.5])
-    assert single is not None and (single.point, single.decides, single.shown) == (0.5, None, None)
+    assert single is not None and (single.point, single.decides, single.shown) == (
+        0.5,
+        None,
+        None,
+    )
     assert average_gaps([]) is None
 
 
 @for_each(
     ("low", "high", "learned", "matters"),
     [
-        (0.001, 0.02, Learned.WORSE, Importance.OPEN),
-        (0.011, 0.02, Learned.WORSE, Importance.YES),
-        (0.001, 0.01, Learned.WORSE, Importance.NO),
-        (-0.02, -0.001, Learned.BETTER, Importance.OPEN),
-        (-0.02, -0.011, Learned.BETTER, Importance.YES),
-        (-0.01, -0.001, Learned.BETTER, Importance.NO),
-        (-0.01, 0.01, Learned.WITHIN_NOISE, Importance.NO),
-        (0.0, 0.0, Learned.WITHIN_NOISE, Importance.NO),
-        (0.0, 0.02, Learned.INCONCLUSIVE, Importance.OPEN),
-        (-0.02, 0.0, Learned.INCONCLUSIVE, Importance.OPEN),
-        (-0.001, 0.0101, Learned.INCONCLUSIVE, Importance.OPEN),
-        (-0.0101, 0.001, Learned.INCONCLUSIVE, Importance.OPEN),
+        (0.001, 0.02, LearningVerdict.WORSE, DifferenceImportance.OPEN),
+        (0.011, 0.02, LearningVerdict.WORSE, DifferenceImportance.YES),
+        (0.001, 0.01, LearningVerdict.WORSE, DifferenceImportance.NO),
+        (-0.02, -0.001, LearningVerdict.BETTER, DifferenceImportance.OPEN),
+        (-0.02, -0.011, LearningVerdict.BETTER, DifferenceImportance.YES),
+        (-0.01, -0.001, LearningVerdict.BETTER, DifferenceImportance.NO),
+        (-0.01, 0.01, LearningVerdict.WITHIN_NOISE, DifferenceImportance.NO),
+        (0.0, 0.0, LearningVerdict.WITHIN_NOISE, DifferenceImportance.NO),
+        (0.0, 0.02, LearningVerdict.INCONCLUSIVE, DifferenceImportance.OPEN),
+        (-0.02, 0.0, LearningVerdict.INCONCLUSIVE, DifferenceImportance.OPEN),
+        (-0.001, 0.0101, LearningVerdict.INCONCLUSIVE, DifferenceImportance.OPEN),
+        (-0.0101, 0.001, LearningVerdict.INCONCLUSIVE, DifferenceImportance.OPEN),
     ],
 )
-def test_where_an_interval_lies(low: float, high: float, learned: Learned, matters: Importance) -> None:
+def test_where_an_interval_lies(
+    low: float, high: float, learned: LearningVerdict, matters: DifferenceImportance
+) -> None:
     """Compared with 0 for whether there is a difference, and with the margin of 1% for whether it matters."""
     interval = Interval((low + high) / 2, low, high, 0.99)
-    assert (classify_gap(interval, 0.01), classify_importance(interval, 0.01)) == (learned, matters)
+    assert (classify_loss_gap(interval, 0.01), classify_importance(interval, 0.01)) == (learned, matters)
 
 
 @for_each(
     ("gaps", "said"),
     [
         *((pairs([0.5 + 0.001 * seed for seed in range(count)]), InconclusiveReason.FEW_PAIRS) for count in range(5)),
-        (pairs(around(0.5)), Learned.WORSE),
+        (pairs(around(0.5)), LearningVerdict.WORSE),
         # Both measures agree: the same sign if a difference is found; otherwise the held-out text must not show one.
-        (pairs(around(0.02), around(0.001)), Learned.WORSE),
+        (pairs(around(0.02), around(0.001)), LearningVerdict.WORSE),
         (pairs(around(0.02), around(-0.001)), InconclusiveReason.DISAGREE),
         (pairs(around(-0.02), around(0.001)), InconclusiveReason.DISAGREE),
-        (pairs(around(0.0), around(0.008)), Learned.WITHIN_NOISE),
+        (pairs(around(0.0), around(0.008)), LearningVerdict.WITHIN_NOISE),
         (pairs(around(0.0), around(0.05)), InconclusiveReason.DISAGREE),
         (pairs(around(0.02), [None, *around(0.02)[1:]]), InconclusiveReason.NO_HELD_OUT),
         # Inside the margin the held-out text need not show a difference, but must not show the opposite or a larger
         # one.
-        *((pairs(around(0.005), around(other)), Learned.WORSE) for other in (0.0, -0.001, 0.008)),
+        *((pairs(around(0.005), around(other)), LearningVerdict.WORSE) for other in (0.0, -0.001, 0.008)),
         *((pairs(around(0.005), around(other)), InconclusiveReason.DISAGREE) for other in (-0.005, 0.05)),
         (pairs(around(-0.005), around(0.005)), InconclusiveReason.DISAGREE),
-        (pairs(around(-0.005), around(0.001)), Learned.BETTER),
+        (pairs(around(-0.005), around(0.001)), LearningVerdict.BETTER),
         # A spread of zero is allowed, and a certain difference is one, however small.
-        (pairs([0.0] * 5), Learned.WITHIN_NOISE),
-        (pairs([0.02] * 5), Learned.WORSE),
-        (pairs(around(1e-6, 1e-2)), Learned.WITHIN_NOISE),
-        (pairs(around(1e-6, 1e-6)), Learned.WORSE),
+        (pairs([0.0] * 5), LearningVerdict.WITHIN_NOISE),
+        (pairs([0.02] * 5), LearningVerdict.WORSE),
+        (pairs(around(1e-6, 1e-2)), LearningVerdict.WITHIN_NOISE),
+        (pairs(around(1e-6, 1e-6)), LearningVerdict.WORSE),
         (pairs([*SPREAD, 0.5]), InconclusiveReason.TOO_WIDE),
     ],
 )
-def test_what_pairs_say(gaps: list[SeedPair], said: Learned | InconclusiveReason) -> None:
-    judged = judge_pairs(gaps, 0.01)
+def test_what_pairs_say(gaps: list[SeedComparison], said: LearningVerdict | InconclusiveReason) -> None:
+    judged = judge_seed_pairs(gaps, 0.01)
     assert (judged.why or judged.learned) is said
-    assert (judged.learned is Learned.INCONCLUSIVE) == (judged.why is not None)
+    assert (judged.learned is LearningVerdict.INCONCLUSIVE) == (judged.why is not None)
     assert said is not InconclusiveReason.FEW_PAIRS or judged.more_seeds == 5 - len(gaps)
 
 
 def test_how_many_more_seeds() -> None:
     """None if the gap is so near the edge that a thousand seeds would not suffice."""
-    asked = [judge_pairs(pairs(around(gap, 10)), 0.01).more_seeds or 0 for gap in (0.0, 0.012, 0.02, 0.025)]
+    asked = [judge_seed_pairs(pairs(around(gap, 10)), 0.01).more_seeds or 0 for gap in (0.0, 0.012, 0.02, 0.025)]
     assert all(0 < seeds < 100 for seeds in asked) and asked == sorted(asked, reverse=True)
-    assert judge_pairs(pairs(around(0.0, 1000)), 0.01).more_seeds is None
+    assert judge_seed_pairs(pairs(around(0.0, 1000)), 0.01).more_seeds is None
 
 
 CHAOS = Arm("bf16 one ulp", "bf16", ArmRole.CHAOS)
@@ -126,7 +132,7 @@ SWEPT = (CANDIDATE, *(Arm(f"fp8 rate={rate}", "fp8", settings=(("rate", rate),),
 NOISE = [0.0, 0.001, -0.001, 0.002, -0.002]
 
 
-def verdicts_of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdicts, dict[str, Learned]]:
+def verdicts_of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdicts, dict[str, LearningVerdict]]:
     lines: list[StreamLine] = []
     for name, own in ends.items():
         for seed, loss in enumerate(own):
@@ -142,10 +148,14 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
         name: [end + noise * (1 + place) / 4 for noise in NOISE] for place, (name, end) in enumerate(ends.items())
     }
     _, learned = verdicts_of_ends(CANDIDATE, **planted)
-    assert learned == {"fp8": Learned.BETTER}
+    assert learned == {"fp8": LearningVerdict.BETTER}
     planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
     tuned, learned = verdicts_of_ends(*OTHERS, *SWEPT, **planted)
-    assert (tuned.reference, tuned.rate_count, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
+    assert (tuned.reference, tuned.learning_rate_count, learned["fp8"]) == (
+        "bf16 rate=0.002",
+        3,
+        LearningVerdict.WITHIN_NOISE,
+    )
     others = {said.arm.name for said in tuned.arms if said.judged.why is InconclusiveReason.OTHER_RATE}
     assert others == {"fp8 rate=0.0005", "fp8 rate=0.002"}
 
@@ -160,12 +170,12 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
     }
     _, learned = verdicts_of_ends(OTHERS[1], *SWEPT, **planted)
     assert learned == {
-        "fp8": Learned.BETTER,
-        "fp8 rate=0.0005": Learned.INCONCLUSIVE,
-        "fp8 rate=0.002": Learned.DIVERGED,
+        "fp8": LearningVerdict.BETTER,
+        "fp8 rate=0.0005": LearningVerdict.INCONCLUSIVE,
+        "fp8 rate=0.002": LearningVerdict.DIVERGED,
     }
     plain = judge_training(training(), lines({"fp8": [0.0] * 5}))
-    assert (plain.reference, plain.rate_count) == (REFERENCE.name, 1)
+    assert (plain.reference, plain.learning_rate_count) == (REFERENCE.name, 1)
 
 
 @for_each(
@@ -235,7 +245,7 @@ def test_no_verdict_turns_on_the_last_step(name: str, studies: int) -> None:
 def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
     """A gap of that size, drawn with the same deviation; half that size is mostly missed."""
     numbers = np.random.default_rng(0).normal(0.0, 0.004, (2000, 5))
-    sizes = [compute_smallest_effect(gap) for row in numbers if (gap := average_gaps(list(row))) is not None]
+    sizes = [compute_detectable_gap(gap) for row in numbers if (gap := average_gaps(list(row))) is not None]
     effect = statistics.median(sizes)
 
     def share_found(size: float) -> float:
@@ -248,14 +258,14 @@ def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
 @for_each(("first", "whole"), [(0, True), (1, True), (2, False)])
 def test_a_script_is_watched_from_its_second_step_on(first: int, whole: bool) -> None:
     seen = tuple(rows("a", 0, [5.0, 4.0, 3.0, 2.0, 1.0]))[first:]
-    assert Curve(5, seen).is_complete is whole
-    assert not Curve(6, seen).is_complete
+    assert LossCurve(5, seen).is_complete is whole
+    assert not LossCurve(6, seen).is_complete
 
 
 def test_streams_of_scripts_have_the_gap_of_their_steps() -> None:
     """Their last step counts, though they have one row less than steps."""
     old, new = ([scale * loss for loss in range(40, 10, -1)] for scale in (1.0, 1.1))
-    whole, watched = ([Curve(30, tuple(rows("a", 0, losses))[first:]) for losses in (old, new)] for first in (0, 1))
-    pair = pair_curves(*watched, 0)
-    assert isinstance(pair, SeedPair) and pair.gap == pytest.approx(0.1) and pair == pair_curves(*whole, 0)
-    assert isinstance(pair_curves(whole[0], watched[1], 0), SeedPair)
+    whole, watched = ([LossCurve(30, tuple(rows("a", 0, losses))[first:]) for losses in (old, new)] for first in (0, 1))
+    pair = make_seed_pair(*watched, 0)
+    assert isinstance(pair, SeedComparison) and pair.gap == pytest.approx(0.1) and pair == make_seed_pair(*whole, 0)
+    assert isinstance(make_seed_pair(whole[0], watched[1], 0), SeedComparison)

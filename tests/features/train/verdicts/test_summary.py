@@ -14,7 +14,7 @@ from fp8bench.features.train import words
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.tasks import QUESTION_COUNT
 from fp8bench.features.train.values import StepFigure, StreamLine, Validation
-from fp8bench.features.train.verdicts.curves import Learned
+from fp8bench.features.train.verdicts.curves import LearningVerdict
 from fp8bench.features.train.verdicts.summary import (
     ScoreVerdict,
     judge_scores,
@@ -56,8 +56,8 @@ def test_the_verdict_finds_what_was_planted_and_seldom_what_was_not() -> None:
     for _ in range(500):
         (same,) = score_verdicts(scored("task:copy", answered(chance, 0.8), answered(chance, 0.8)))
         (lost,) = score_verdicts(scored("task:copy", [0.95] * 5, answered(chance, 0.85)))
-        wrong += same.learned in (Learned.WORSE, Learned.BETTER)
-        missed += lost.learned is not Learned.WORSE
+        wrong += same.learned in (LearningVerdict.WORSE, LearningVerdict.BETTER)
+        missed += lost.learned is not LearningVerdict.WORSE
     assert wrong <= 12 and missed <= 50
 
 
@@ -67,26 +67,26 @@ def test_scores_at_chance_give_no_verdict() -> None:
     assert neither.word.startswith("at chance") and neither.learned is None
     (better,) = score_verdicts(scored("task:retrieval@8", answered(chance, 0.1), answered(chance, 0.9)))
     (few,) = score_verdicts(scored("task:copy", [1.0] * 3, [1.0] * 3))
-    assert better.learned is Learned.BETTER and few.word == "open: 3 seeds of the 5 that are needed"
+    assert better.learned is LearningVerdict.BETTER and few.word == "open: 3 seeds of the 5 that are needed"
 
 
 def test_equal_answers_still_have_an_interval() -> None:
     """With 640 questions it reaches 0.7 points, which is -ln(0.01)/640."""
     (alike,) = score_verdicts(scored("task:cloze", [0.5] * 5, [0.5] * 5))
-    assert alike.worse and alike.worse.decides and alike.learned is Learned.WITHIN_NOISE
+    assert alike.worse and alike.worse.decides and alike.learned is LearningVerdict.WITHIN_NOISE
     assert alike.worse.decides.high == pytest.approx(-math.log(0.01) / 640)
 
 
 @for_each(
     ("metric", "name", "learned"),
     [
-        ("pkg:f", "metric:pkg:f", Learned.WORSE),
-        ("pkg:f=lower", "metric:pkg:f", Learned.BETTER),
-        ("pkg:f=lower", "metric:pkg:f.bits", Learned.BETTER),
-        ("pkg:f=lower", "metric:pkg:fine", Learned.WORSE),
+        ("pkg:f", "metric:pkg:f", LearningVerdict.WORSE),
+        ("pkg:f=lower", "metric:pkg:f", LearningVerdict.BETTER),
+        ("pkg:f=lower", "metric:pkg:f.bits", LearningVerdict.BETTER),
+        ("pkg:f=lower", "metric:pkg:fine", LearningVerdict.WORSE),
     ],
 )
-def test_a_metric_says_which_way_is_better(metric: str, name: str, learned: Learned) -> None:
+def test_a_metric_says_which_way_is_better(metric: str, name: str, learned: LearningVerdict) -> None:
     (fallen,) = score_verdicts(scored(name, [2.0] * 5, [1.8, 1.81, 1.82, 1.8, 1.81]), metric=(metric,))
     (of_zero,) = score_verdicts(scored(name, [0.0] * 5, [1.0] * 5), metric=(metric,))
     assert fallen.learned is learned and "not above 0" in of_zero.word
@@ -101,9 +101,9 @@ def test_quantised_losses_are_compared_with_the_reference_and_its_own_with_bf16(
         for mode, loss in (("bf16", 2.0), ("nvfp4", of_nvfp4))
     ]
     assert [(score.arm, score.figure, score.against, score.learned) for score in score_verdicts(looks)] == [
-        ("fp8", "quantised:bf16", "bf16", Learned.WITHIN_NOISE),
-        ("bf16", "quantised:nvfp4", "itself in bf16", Learned.WORSE),
-        ("fp8", "quantised:nvfp4", "bf16", Learned.WORSE),
+        ("fp8", "quantised:bf16", "bf16", LearningVerdict.WITHIN_NOISE),
+        ("bf16", "quantised:nvfp4", "itself in bf16", LearningVerdict.WORSE),
+        ("fp8", "quantised:nvfp4", "bf16", LearningVerdict.WORSE),
     ]
     shares = [score.worse.point for score in score_verdicts(looks) if score.worse]
     assert shares == pytest.approx([0.0, 0.05, 2.2 / 2.1 - 1])

@@ -14,25 +14,25 @@ from fp8bench.features.train import words
 from fp8bench.features.train.data import training_to_json
 from fp8bench.features.train.values import FALLBACK_EVENT, Arm, StepRow, StreamLine, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import (
-    LASTING_VOIDS,
-    Curve,
+    LASTING_VOID_REASONS,
     InconclusiveReason,
-    Learned,
+    LearningVerdict,
+    LossCurve,
     VoidReason,
     average_gaps,
-    count_tail_steps,
+    count_endpoint_steps,
     make_curves,
 )
 from fp8bench.features.train.verdicts.verdicts import (
     AdjustedSpeed,
     ArmVerdict,
     TrainingVerdicts,
-    compute_required_fall,
+    compute_required_loss_fall,
     judge_training,
-    measure_log_steps,
+    measure_log_step_ratio,
     measure_speed,
 )
-from fp8bench.features.train.view import find_answers, render_answer
+from fp8bench.features.train.view import find_arm_answers, render_answer
 from fp8bench.report.elements import Table, Tone
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE, REPEAT, curve, held_out, lines, rows
@@ -82,7 +82,7 @@ def in_every_seed(losses: Sequence[float], factor: float) -> list[StreamLine]:
 
 def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     """For a repeated step the last value counts."""
-    assert [count_tail_steps(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
+    assert [count_endpoint_steps(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
     told = [*rows("a", 0, [9.0] * 18 + [2.0, 4.0]), *rows("a", 0, [8.0])]
     whole = make_curves(told, 20)["a", 0]
     assert (whole.endpoint, whole.rows[0].loss, whole.is_complete) == (3.0, 8.0, True)
@@ -94,36 +94,48 @@ def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     [
         # Paired over seeds: the reference varies between seeds by more than all of these. Bounds are Student's t by
         # hand: for 0.1% and 0.2% at 95%, 0.15% + 12.706 * 0.05%.
-        (WORSE, Learned.WORSE, "worse by +3.04% [+2.80%, +3.28%] (99%): real, all of it beyond the 1% you tolerate"),
-        (BETTER, Learned.BETTER, "better by -3.04% [-3.28%, -2.80%] (99%): real, all of it beyond the margin of 1%"),
-        (TOLERATED, Learned.WORSE, "worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate"),
-        (PERHAPS, Learned.WORSE, "worse by +0.84% [+0.60%, +1.08%] (99%): real, perhaps beyond the 1% you tolerate"),
+        (
+            WORSE,
+            LearningVerdict.WORSE,
+            "worse by +3.04% [+2.80%, +3.28%] (99%): real, all of it beyond the 1% you tolerate",
+        ),
+        (
+            BETTER,
+            LearningVerdict.BETTER,
+            "better by -3.04% [-3.28%, -2.80%] (99%): real, all of it beyond the margin of 1%",
+        ),
+        (TOLERATED, LearningVerdict.WORSE, "worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate"),
+        (
+            PERHAPS,
+            LearningVerdict.WORSE,
+            "worse by +0.84% [+0.60%, +1.08%] (99%): real, perhaps beyond the 1% you tolerate",
+        ),
         (
             [-gap for gap in TOLERATED],
-            Learned.BETTER,
+            LearningVerdict.BETTER,
             "better by -0.84% [-0.96%, -0.72%] (99%): real, inside the margin",
         ),
-        (SAME, Learned.WITHIN_NOISE, "within noise: +0.00% [-0.33%, +0.33%] (99%), inside +-1%"),
-        ([0.001], Learned.INCONCLUSIVE, "cannot tell: 1 seed counts, fewer than 5: not finished"),
+        (SAME, LearningVerdict.WITHIN_NOISE, "within noise: +0.00% [-0.33%, +0.33%] (99%), inside +-1%"),
+        ([0.001], LearningVerdict.INCONCLUSIVE, "cannot tell: 1 seed counts, fewer than 5: not finished"),
         (
             [0.001, 0.002],
-            Learned.INCONCLUSIVE,
+            LearningVerdict.INCONCLUSIVE,
             "cannot tell: at most 0.79% worse (95%); 2 seeds count, fewer than 5: not",
         ),
         (
             [-0.030, -0.031],
-            Learned.INCONCLUSIVE,
+            LearningVerdict.INCONCLUSIVE,
             "cannot tell: at most 0% worse (95%); 2 seeds count, fewer than 5: not",
         ),
         (
             [0.0, 0.03, -0.03, 0.02, 0.0],
-            Learned.INCONCLUSIVE,
+            LearningVerdict.INCONCLUSIVE,
             "cannot tell: at most 5.2% worse, as +0.4% [-4.4%, +5.2%] (99%) is too wide to tell",
         ),
-        ([], Learned.INCONCLUSIVE, "cannot tell: 0 seeds count, fewer than 5: not finished"),
+        ([], LearningVerdict.INCONCLUSIVE, "cannot tell: 0 seeds count, fewer than 5: not finished"),
     ],
 )
-def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str) -> None:
+def test_what_gaps_say(gaps: list[float], learned: LearningVerdict, verdict: str) -> None:
     own, among = judged(gaps)
     assert own.judged.learned is learned and words.describe_verdict(own, among).startswith(verdict)
 
@@ -134,7 +146,7 @@ def test_a_difference_that_is_tolerated_has_one_word_and_one_colour_everywhere()
         of = judged_training(lines({"fp8": gaps}))
         row = training_to_json(of)["arms"]["fp8"]
         assert (row["verdict"], row["matters"]) == ("worse", matters) and row["words"].startswith("worse by +")
-        (answer,) = find_answers(of.summaries, of.verdicts)
+        (answer,) = find_arm_answers(of.summaries, of.verdicts)
         assert (answer.verdict, answer.tone) == ("learns worse", tone)
         (told, _) = (each for each in render_answer(of).parts[0].elements if isinstance(each, Table))
         assert [cell.tone for cell in told.rows[0] if cell.text == "learns worse"] == [tone]
@@ -165,7 +177,7 @@ def test_what_a_command_may_fail_on() -> None:
 def test_several_arms_say_what_their_level_means() -> None:
     other = replace(CANDIDATE, name="mxfp8")
     among = judge_training(of_arms(CANDIDATE, other), lines({"fp8": WORSE, "mxfp8": SAME}))
-    assert [own.judged.learned for own in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
+    assert [own.judged.learned for own in among.arms] == [LearningVerdict.WORSE, LearningVerdict.WITHIN_NOISE]
     assert "2 arms" in "".join(words.describe_chance(among))
     assert not any("each verdict" in sentence for sentence in words.describe_chance(judged(WORSE)[1]))
     skipped = judge_training(of_arms(CANDIDATE, replace(other, skip="no hardware")), lines({"fp8": WORSE}))
@@ -185,22 +197,27 @@ UNFINISHED = ((4, VoidReason.NOT_FINISHED),)
     ("told", "own", "diverged", "voids"),
     [
         # A stopped arm has diverged; if it was interrupted or lost, the reason is unknown.
-        ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, VoidReason.NOT_FINISHED),)),
+        ([*CUT_OFF, NO_NUMBER, STOPPED], LearningVerdict.DIVERGED, (3,), ((3, VoidReason.NOT_FINISHED),)),
         (CUT_OFF, InconclusiveReason.FEW_PAIRS, (), ((3, VoidReason.NOT_FINISHED),)),
         ([*CUT_OFF, STOPPED], InconclusiveReason.FEW_PAIRS, (), ((3, VoidReason.NOT_FINISHED),)),
         # So has one that ends where it began, or with NaN; not one that recovered.
-        (with_loss(GOOD, 5.6, 1, *range(50, 100)), Learned.DIVERGED, (1,), ()),
+        (with_loss(GOOD, 5.6, 1, *range(50, 100)), LearningVerdict.DIVERGED, (1,), ()),
         *(
-            (with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, VoidReason.NOT_FINITE),))
+            (with_loss(GOOD, loss, 1, *range(50, 100)), LearningVerdict.DIVERGED, (1,), ((1, VoidReason.NOT_FINITE),))
             for loss in (math.nan, math.inf)
         ),
-        (with_loss(GOOD, math.nan, 1, 50), Learned.WITHIN_NOISE, (), ()),
+        (with_loss(GOOD, math.nan, 1, 50), LearningVerdict.WITHIN_NOISE, (), ()),
         (with_loss(GOOD, math.nan, 1, 95), InconclusiveReason.FEW_PAIRS, (), ((1, VoidReason.NOT_FINITE),)),
         # If the reference did not learn in some seed there is no verdict, except that an arm diverged.
-        (FLAT, Learned.DID_NOT_LEARN, (), ()),
-        (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
-        (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, VoidReason.NOT_FINITE),)),
-        (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, VoidReason.NOT_FINITE),)),
+        (FLAT, LearningVerdict.DID_NOT_LEARN, (), ()),
+        (with_loss(FLAT, 5.2, 2), LearningVerdict.DID_NOT_LEARN, (), ()),
+        (with_loss(FLAT, math.nan, 0), LearningVerdict.DIVERGED, (0,), ((0, VoidReason.NOT_FINITE),)),
+        (
+            with_loss(BAD, math.nan, 2, arm=REFERENCE.name),
+            LearningVerdict.DID_NOT_LEARN,
+            (),
+            ((2, VoidReason.NOT_FINITE),),
+        ),
         # VoidReason seeds: unfinished, copies, a reference near zero, other tokens.
         *(
             (
@@ -255,21 +272,23 @@ UNFINISHED = ((4, VoidReason.NOT_FINISHED),)
 )
 def test_what_does_not_compare(
     told: list[StreamLine],
-    own: Learned | InconclusiveReason,
+    own: LearningVerdict | InconclusiveReason,
     diverged: tuple[int, ...],
     voids: tuple[tuple[int, VoidReason], ...],
 ) -> None:
     arm, among = judged(told)
     assert (arm.judged.why or arm.judged.learned, arm.diverged_in, arm.voids) == (own, diverged, voids)
-    if own is Learned.DIVERGED:
+    if own is LearningVerdict.DIVERGED:
         assert words.describe_verdict(arm, among).startswith("diverged in 1 of 5 seeds")
         assert not any("not count" in note for note in words.list_void_seeds(arm))
     elif isinstance(own, InconclusiveReason):
-        assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.list_void_seeds(arm))) == bool(voids)
+        assert arm.judged.learned is LearningVerdict.INCONCLUSIVE and len(list(words.list_void_seeds(arm))) == bool(
+            voids
+        )
     if own is InconclusiveReason.FEW_PAIRS:  # no more seeds are requested if they would not count either
         told_why = words.describe_inconclusive(arm.judged)
         void = voids[0][1]
-        assert ("more would do" in told_why) == (void not in LASTING_VOIDS)
+        assert ("more would do" in told_why) == (void not in LASTING_VOID_REASONS)
         assert ("train fewer --steps" in told_why) == (void is VoidReason.NEARLY_ZERO)
     assert arm.speed is None
 
@@ -294,20 +313,20 @@ def test_an_arm_with_the_references_bits_may_take_no_effect() -> None:
 
 def test_after_an_easy_first_batch_held_out_text_shows_what_was_learned() -> None:
     easy = tuple(rows("bf16", 0, [2.6, *[2.42] * 99]))
-    assert Curve(100, easy).loss_fall == pytest.approx(0.069, abs=1e-3)
-    assert Curve(100, easy, {0: 2.66, 50: 1.0, 100: 2.22}).loss_fall == pytest.approx(0.165, abs=1e-3)
+    assert LossCurve(100, easy).loss_fall == pytest.approx(0.069, abs=1e-3)
+    assert LossCurve(100, easy, {0: 2.66, 50: 1.0, 100: 2.22}).loss_fall == pytest.approx(0.165, abs=1e-3)
     assert (
-        Curve(100, easy, {0: 2.0, 100: 2.2}).loss_fall
-        == Curve(100, easy, {50: 1.0}).loss_fall
-        == Curve(100, easy).loss_fall
+        LossCurve(100, easy, {0: 2.0, 100: 2.2}).loss_fall
+        == LossCurve(100, easy, {50: 1.0}).loss_fall
+        == LossCurve(100, easy).loss_fall
     )
-    assert math.isnan(Curve(100, easy[:50], {0: 2.66, 100: 2.22}).loss_fall)
+    assert math.isnan(LossCurve(100, easy[:50], {0: 2.66, 100: 2.22}).loss_fall)
 
 
 def test_how_far_a_reference_has_to_fall() -> None:
     """A tenth of the fall must exceed the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
-    wide = compute_required_fall(0.05)
-    assert compute_required_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
+    wide = compute_required_loss_fall(0.05)
+    assert compute_required_loss_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
@@ -329,7 +348,7 @@ def test_the_band_of_a_repeat() -> None:
     repeated = lines({REPEAT.name: [0.0]})
     same = judged(repeated)[1].repeat_band
     assert same is not None and (same.steps, same.first, same.largest) == (100, None, 0.0)
-    assert "nondeterminism is zero" in words.describe_repeat(same)
+    assert "nondeterminism is zero" in words.describe_nondeterminism(same)
     told = changed(
         repeated,
         lambda row: None if row.step >= 60 else replace(row, loss=row.loss * (1 + 0.001 * (row.step >= 20))),
@@ -337,7 +356,7 @@ def test_the_band_of_a_repeat() -> None:
     )
     other = judged(told)[1].repeat_band
     assert other is not None and (other.steps, other.first) == (60, 20)
-    assert words.describe_repeat(other).startswith("the repeat differs from step 20 on, by at most 0.100%")
+    assert words.describe_nondeterminism(other).startswith("the repeat differs from step 20 on, by at most 0.100%")
 
 
 def test_speed_to_the_same_loss() -> None:
@@ -345,7 +364,7 @@ def test_speed_to_the_same_loss() -> None:
     speed = judge_training(native, lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
     assert speed is not None and speed.adjusted is not None
     assert (speed.raw.point, speed.adjusted.point) == (pytest.approx(2), pytest.approx(2))
-    assert words.format_speed(speed) == "2.000x [2.000x, 2.000x] (2.000x by steps)"
+    assert words.format_adjusted_speed(speed) == "2.000x [2.000x, 2.000x] (2.000x by steps)"
     assert judged(SAME)[0].speed is None
 
 
@@ -357,11 +376,11 @@ def falling(pace: float = 1.0) -> list[float]:
     return [1.8 + 3.7 * (1 + pace * step / 15) ** -0.7 for step in range(1, STEPS + 1)]
 
 
-def of(losses: Sequence[float], seconds: float = 0.01, tokens: int = 100) -> Curve:
-    return Curve(STEPS, tuple(rows("a", 0, losses, seconds, tokens)))
+def of(losses: Sequence[float], seconds: float = 0.01, tokens: int = 100) -> LossCurve:
+    return LossCurve(STEPS, tuple(rows("a", 0, losses, seconds, tokens)))
 
 
-def speed(*arms: Curve, reference: Curve | None = None) -> AdjustedSpeed:
+def speed(*arms: LossCurve, reference: LossCurve | None = None) -> AdjustedSpeed:
     speed = measure_speed([(reference or of(falling()), arms[seed % len(arms)]) for seed in range(SEEDS)])
     assert speed is not None
     return speed
@@ -369,7 +388,7 @@ def speed(*arms: Curve, reference: Curve | None = None) -> AdjustedSpeed:
 
 @for_each("pace", [0.5, 0.7, 0.95, 1.0, 1.05, 1.4])
 def test_steps_to_the_same_loss(pace: float) -> None:
-    steps = measure_log_steps([(of(falling()), of(falling(pace)))])
+    steps = measure_log_step_ratio([(of(falling()), of(falling(pace)))])
     assert steps is not None and math.exp(steps) == pytest.approx(pace, rel=0.02)
     arm = speed(of(falling(pace), seconds=0.005))
     assert arm.adjusted is not None and not arm.bounded
@@ -379,25 +398,25 @@ def test_steps_to_the_same_loss(pace: float) -> None:
 def test_noise_of_common_batches_cancels() -> None:
     draw = random.Random(0)
     losses = [loss * draw.gauss(1, 0.06) for loss in falling()]
-    assert measure_log_steps([(of(losses), of(losses))]) == 0
-    steps = measure_log_steps([(of(losses), of([loss * (1 + draw.gauss(0, 1e-4)) for loss in losses]))])
+    assert measure_log_step_ratio([(of(losses), of(losses))]) == 0
+    steps = measure_log_step_ratio([(of(losses), of([loss * (1 + draw.gauss(0, 1e-4)) for loss in losses]))])
     assert steps is not None and abs(steps) < 0.005
 
 
 def test_fewer_than_five_seeds_have_no_speed() -> None:
-    assert measure_speed([(of(falling()), of(falling()))] * 4) is None and words.format_speed(None) is None
+    assert measure_speed([(of(falling()), of(falling()))] * 4) is None and words.format_adjusted_speed(None) is None
 
 
 def test_far_worse_learning_gives_a_bound() -> None:
     stuck = speed(of([max(3.5, loss) for loss in falling()], 0.005))
     assert stuck.bounded and stuck.adjusted is not None and stuck.adjusted.point == pytest.approx(2 / 3)
-    assert words.format_speed(stuck) == "at most 0.667x (2.000x by steps)"
+    assert words.format_adjusted_speed(stuck) == "at most 0.667x (2.000x by steps)"
 
 
 def test_a_loss_that_no_longer_falls_gives_no_steps() -> None:
     flat = [5.0] * 20 + [2.0] * (STEPS - 20)
     worse = speed(of([loss * 1.01 for loss in flat], 0.005), reference=of(flat))
-    assert worse.adjusted is None and (words.format_speed(worse) or "").startswith("unknown")
+    assert worse.adjusted is None and (words.format_adjusted_speed(worse) or "").startswith("unknown")
 
 
 def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
@@ -405,7 +424,7 @@ def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
     some = tuple(
         row if row.step % 10 else replace(row, seconds=0.0 if row.step % 20 else 9.0) for row in of(falling()).rows
     )
-    assert speed(Curve(STEPS, some)).raw.point == pytest.approx(1.0)
+    assert speed(LossCurve(STEPS, some)).raw.point == pytest.approx(1.0)
     assert measure_speed([(of(falling()), of(falling(), 0.0))] * SEEDS) is None
 
 
