@@ -156,12 +156,12 @@ class Cost(NamedTuple):
 _MEASURED = """
 import resource, sys
 from pathlib import Path
-from fp8bench.store.figures.history import open_history
-from fp8bench.analysis.steps.change_points import find_steps
+from fp8bench.store.figures.history import open_store_history
+from fp8bench.analysis.steps.change_points import find_level_steps
 from fp8bench.registry import workloads
 from fp8bench.user_code import import_user_modules
 from fp8bench.analysis.steps.changes import find_changes_in_stretches
-from fp8bench.jobs.history import list_stretches
+from fp8bench.jobs.history import list_trend_stretches
 store = Path(".fp8bench")
 import_user_modules(("./long_history.py",))
 for name in workloads.names():
@@ -178,9 +178,9 @@ if history.read and not {reading}:
 own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 print(cpu, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
-OPENED = "history = open_history(store, lambda done, runs: None)\n"
+OPENED = "history = open_store_history(store, lambda done, runs: None)\n"
 _CHANGES = f"""{OPENED}
-found = find_changes_in_stretches(list_stretches(history), find_steps)
+found = find_changes_in_stretches(list_trend_stretches(history), find_level_steps)
 if not found.changes:
     sys.exit("no change was found")
 """

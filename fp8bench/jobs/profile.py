@@ -123,9 +123,9 @@ def profile_live_model(parts: tuple[Any, ...], request: Request, store: Path, ob
 _MODEL_LOADER_SOURCE = """\
 from functools import partial
 
-from fp8bench.workloads.model import MODEL_MAKERS_IN_PROCESS, load_sent_model
+from fp8bench.workloads.model import MODEL_MAKERS_IN_PROCESS, load_transferred_model
 
-MODEL_MAKERS_IN_PROCESS[{name!r}] = partial(load_sent_model, {file!r})
+MODEL_MAKERS_IN_PROCESS[{name!r}] = partial(load_transferred_model, {file!r})
 """
 
 

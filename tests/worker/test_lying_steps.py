@@ -108,14 +108,14 @@ LESS_WHERE = {
 
 def moved_stamps(state, phase):
     answer = whole(state, phase)
-    if type(phase).__name__ == "PhaseClock":
+    if type(phase).__name__ == "PhaseStampClock":
         phase._stamps[0] += int((time.perf_counter_ns() - phase._stamps[0]) * 0.7)
     return answer
 
 
 def end_for_once(state, phase):
     answer, clock = whole(state, phase), type(phase)
-    if clock.__name__ == "PhaseClock":
+    if clock.__name__ == "PhaseStampClock":
         end = clock.end
         def shorter(this):
             clock.end = end

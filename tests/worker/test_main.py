@@ -290,7 +290,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
             ("widower", "no numerical error: the worker crashed during 'error': it was ended by SIGKILL"),
             (
                 "weaver",
-                "no numerical error: LeftRunning: it left 1 running (stayer): they are timed with what comes next",
+                "no numerical error: LeftRunning: it left 1 running (stayer): they would be timed with later work",
             ),
             ("widow", "the worker crashed during 'slot': it was ended by SIGKILL"),
             *((how, "") for how in HARMLESS),

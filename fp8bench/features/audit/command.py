@@ -163,7 +163,7 @@ def audit(
         default_device = next((facts for facts in devices if facts.accelerated), devices[0])
         facts = find_device(device, devices) if device else default_device
         try:
-            declared_signature = worker.within(START_SECONDS).read_signature(target)  # type: ignore[attr-defined]
+            declared_signature = worker.with_time_limit(START_SECONDS).read_signature(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
             raise to_original_error(fault) from None
         signature = signature or declared_signature
@@ -182,7 +182,7 @@ def audit(
         with observer.counting() as tell:
             tell(0, 1, "kernels", target)
             try:
-                return facts, worker.within(_AUDIT_TIMEOUT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
+                return facts, worker.with_time_limit(_AUDIT_TIMEOUT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
             except WorkerError as error:
                 cause = to_original_error(error) if isinstance(error, WorkerFault) else error
                 if not isinstance(cause, WorkerError):

@@ -152,7 +152,7 @@ class TensorFSDP(TensorCut):
         pair = dist.get_process_group_ranks(self._pair)
         return [ScaleWitness(self.layers(), self.list_shared_roles, self.group, pair)]
 
-    def _gather_full_parameters(self) -> list[Tensor]:
+    def _list_weight_shares(self) -> list[Tensor]:
         parameter_shards = [parameter.detach() for parameter in self.parameters]
         return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in parameter_shards]
 

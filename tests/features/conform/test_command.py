@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from fp8bench.formats.codes import torch_codes
+from fp8bench.formats.codes import encode_with_torch
 from fp8bench.formats.grids import E5M2
 from fp8bench.formats.recipes import Accumulator
 from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic

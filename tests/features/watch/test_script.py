@@ -154,7 +154,7 @@ m(torch.ones(2)).sum().backward(); o.step(); print(1)
 FAULT = """
 import torch
 from fp8bench.features.train.lab import own_loop
-own_loop.OwnLoop._end_step = lambda *_: 1 / 0
+own_loop.UserLoopRecorder._end_step = lambda *_: 1 / 0
 m = torch.nn.Linear(2, 2)
 o = torch.optim.SGD(m.parameters(), lr=1)
 for _ in range(4):

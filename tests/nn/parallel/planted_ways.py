@@ -36,7 +36,7 @@ def forgets(kind: type[DDPModel]) -> type[DDPModel]:
     from fp8bench.nn.parallel.data_parallel import _make_done_future
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def _choose_hook(self, wire: str) -> Any:
+        def _choose_communication_hook(self, wire: str) -> Any:
             return lambda bucket: _make_done_future(bucket.buffer())
 
     return Model
@@ -46,8 +46,8 @@ def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
 
     def body(kind: type[DDPModel]) -> type[DDPModel]:
         class Model(kind):  # type: ignore[misc, valid-type]
-            def _choose_hook(self, wire: str) -> Any:
-                sent, own = super()._choose_hook(wire), times if self.group.rank() == 1 else 1.0
+            def _choose_communication_hook(self, wire: str) -> Any:
+                sent, own = super()._choose_communication_hook(wire), times if self.group.rank() == 1 else 1.0
 
                 def hook(bucket: Any) -> Any:
                     bucket.buffer().mul_(own)
@@ -198,8 +198,8 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
 def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def _choose_hook(self, wire: str) -> Any:
-            sent = super()._choose_hook(wire)
+        def _choose_communication_hook(self, wire: str) -> Any:
+            sent = super()._choose_communication_hook(wire)
             name = "blocks.1.mlp.down.weight"
 
             def hook(bucket: Any) -> Any:
