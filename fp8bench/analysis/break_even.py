@@ -21,7 +21,7 @@ from fp8bench.analysis.stats import FloatArray
 from fp8bench.analysis.verdicts import VERDICT_BAND, best_ratio, find_common_rounds
 from fp8bench.model import Finding, Interval, Params, Record
 
-# A curve needs at least this many sizes.
+# The number of sizes at which a precision must be measured before its break-even sizes are computed.
 MIN_SWEEP_SIZES = 3
 # The number of points at which the bounds are interpolated between two measured sizes.
 _POINTS_PER_SIZE_GAP = 64
@@ -133,6 +133,7 @@ def _interpolate_bounds(
     log_speedups = np.log([speedup.point for speedup in speedups])
     lower_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
     upper_log_speedups = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
+    # A speed-up that is within the band of a verdict counts as uncertain.
     log_speedup_margins = _estimate_line_deviations(log_sizes, log_speedups) + VERDICT_BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
     grid_sizes = [float(value) for value in np.exp(log_size_grid)]
@@ -154,6 +155,8 @@ def _estimate_line_deviations(log_sizes: FloatArray, log_speedups: FloatArray) -
     """
     size_gaps, speedup_steps = np.diff(log_sizes), np.diff(log_speedups)
     speedup_curvatures = np.abs(2 * np.diff(speedup_steps / size_gaps) / (size_gaps[:-1] + size_gaps[1:]))
+    # A gap has the larger curvature of its two ends. The first and the last size have none, so their neighbours' is
+    # used.
     max_gap_curvatures = np.maximum(
         np.append(speedup_curvatures[0], speedup_curvatures), np.append(speedup_curvatures, speedup_curvatures[-1])
     )
@@ -162,9 +165,11 @@ def _estimate_line_deviations(log_sizes: FloatArray, log_speedups: FloatArray) -
         padded_speedup_steps[:-2], padded_speedup_steps[2:]
     )
     size_gap_fractions = np.arange(_POINTS_PER_SIZE_GAP) / _POINTS_PER_SIZE_GAP
+    # A parabola of curvature c and width h deviates from its chord by c * h^2 / 2 * t * (1 - t), with t from 0 to 1.
     curvature_line_deviations = np.outer(
         max_gap_curvatures * size_gaps**2 / 2, size_gap_fractions * (1 - size_gap_fractions)
     )
+    # At the measured size itself (fraction 0), the speed-up is known even before a leap.
     line_deviation_by_point = np.where(
         is_speedup_leap[:, None] & (size_gap_fractions > 0), np.abs(speedup_steps)[:, None], curvature_line_deviations
     )
@@ -228,6 +233,7 @@ def find_sweeps(settings: Sequence[Params]) -> list[Sweep]:
     indices_by_size: dict[tuple[str, Params], dict[int, int]] = {}
     for index, params in enumerate(settings):
         for name, value in params:
+            # In Python a bool is an int, but it is not a size.
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 shared_params = tuple(param for param in params if param[0] != name)
                 indices_by_size.setdefault((name, shared_params), {})[value] = index

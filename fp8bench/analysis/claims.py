@@ -79,7 +79,8 @@ def label_false_claims(record: Record, reference: Record | None, threads: int = 
 
 
 def _check_for_missing_work(record: Record) -> Iterator[LabelWithReason]:
-    # `effect` states whether the results of a step change if its inputs change. An empty tape contains no operator.
+    # A step does no work if its results do not change with its inputs (`effect`). If it is unknown whether they change,
+    # it does none if no operator was recorded (an empty tape).
     if record.effect is not None and record.effect.changes is False:
         yield LabelWithReason(Label.NO_WORK, record.effect.why, hard=True)
     elif record.tape == Tape() and record.work.flops and (record.effect is None or not record.effect.changes):
@@ -102,14 +103,15 @@ def _label_work_mismatch(record: Record, reference: Record | None) -> Iterator[L
 def _compare_declared_work(record: Record) -> Iterator[LabelWithReason]:
     """Compares the declared work with the recorded work.
 
-    The recording does not contain the work of operators without a formula, the work of operators from outside torch,
-    and the bytes sent between ranks. `tape.unwritten` counts tensors that only an operator from outside torch can have
-    written.
+    The recording (the tape) does not contain the work of operators without a formula, the work of operators from
+    outside torch, and the bytes sent between ranks. Its field `unwritten` counts tensors that only an operator from
+    outside torch can have written.
     """
     tape, declared_work = record.tape, record.work
     if tape is None or not tape.operators:
         return
     declared_text, recorded_text = units.count(declared_work.flops, "FLOP"), units.count(tape.flops, "FLOP")
+    # An incomplete tape lacks FLOPs, so only a complete one can show that the step does too little.
     if tape.complete and declared_work.flops > _DECLARED_FLOPS_MARGIN * tape.flops:
         yield LabelWithReason(
             Label.WORK_MISMATCH,
@@ -169,8 +171,8 @@ def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[
     if not flops_differ and (difference := _describe_varying_work(record, reference)):
         yield LabelWithReason(Label.WORK_MISMATCH, difference)
         return
-    # If the operations of a step depend on its numbers, both must do exactly the same work, because slightly less work
-    # would take slightly less time.
+    # In some suites the values of tensors decide which operations a step runs. There, case and reference must do
+    # exactly the same work, because slightly less work would take slightly less time.
     work_depends_on_values = name in workloads.names(hidden=True) and workloads.get(name).own_paths
     is_same_work = (work.useful_flops, work.padding_flops) == (base_useful_flops, 0)
     if not flops_differ and (is_same_work or not work_depends_on_values):
@@ -223,6 +225,7 @@ def _check_ceiling(record: Record) -> Iterator[LabelWithReason]:
     if reason := next(_describe_phases_above_peak(record, record.ceiling), None):
         yield LabelWithReason(Label.ABOVE_CEILING, reason, hard=True)
         return
+    # The recorded work is possible, so check the declared work as well.
     for count, ceiling_rate, unit, verb in (
         (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
         (record.work.bytes, record.ceiling.bytes, "B/s", "copied"),
@@ -251,6 +254,7 @@ def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[st
         if count is None or not seconds:
             continue
         product_seconds = upper_bounds.product_seconds(count.by_path)
+        # If the peak of a kind of product is unknown, use the highest product rate that the case can reach.
         min_seconds = product_seconds if product_seconds is not None else count.flops / (ceiling.flops or math.inf)
         if min_seconds > _choose_product_peak_margin(record, record.tape, count, product_seconds) * seconds:
             rate_text = units.count(count.flops / seconds, "FLOP/s")
@@ -298,7 +302,8 @@ def _check_fallback(record: Record, reference: Record | None) -> Iterator[LabelW
     Suites without products are exempt, because it is unknown what a precision changes in them.
     """
     reason = _describe_product_fallback(record) or _describe_fp64_products(record, reference)
-    # `low` means that at least one product had an operand in the case's formats.
+    # `products.low` is True if at least one product had an operand in the case's formats. Then equal errors are
+    # suspicious.
     if not reason and reference is not None and record.products is not None and record.products.low:
         equal_errors = _list_equal_errors(record, reference)
         reason = f"{', '.join(equal_errors)} equal to {reference.case.mode}'s to the last bit" if equal_errors else ""
@@ -334,7 +339,7 @@ def _describe_too_small_errors(record: Record) -> str:
     error_by_metric = {
         m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples
     }
-    # Only a case with a user's model has a coverage. The values of such a model are unknown.
+    # Only a case with a user's model has a `coverage`. The distribution of such a model's values is unknown.
     has_known_operand_values = (
         record.coverage is None and VALUES.of(dict(record.case.params)) in _CHECKED_VALUE_DISTRIBUTIONS
     )
@@ -365,8 +370,8 @@ def _estimate_rounding_error(names: Iterable[str]) -> float:
 def _describe_product_fallback(record: Record) -> str:
     """Describes products that did not run in the case's precision. Returns '' if all did.
 
-    Native products are `wide` if their operands have values of the case's formats in wider dtypes. `looks_like` names
-    the precision that explains the result of a product, if it is not the case's.
+    In the record's `products`, `wide` is True if native products got values of the case's formats in wider dtypes.
+    `looks_like` names the precision that explains the result of a product, if this is not the case's precision.
     """
     products, mode = record.products, record.case.mode
     if products is None:
@@ -421,7 +426,7 @@ def _list_equal_errors(record: Record, reference: Record) -> list[str]:
 
 
 def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
-    """Returns the samples of a case's errors by metric: all measurements except memory and counters."""
+    """Returns the samples of a case's errors by metric. Measurements are errors, except peak memories and counters."""
     samples_by_metric = {}
     for measurement in record.measurements:
         metric = measurement.metric

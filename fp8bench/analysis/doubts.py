@@ -25,8 +25,8 @@ from fp8bench.model.stopping import EMULATED_ROUNDS, fit_clock_slopes
 
 # A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
-# Two times count as equal if the interval of their ratio begins at or below 1 and ends below _MAX_EQUAL_RATIO. Its
-# half-width is _ADDED_STANDARD_ERRORS standard errors.
+# Two times count as equal if the interval of their ratio begins at or below 1 and ends at or below _MAX_EQUAL_RATIO.
+# The interval's half-width is _ADDED_STANDARD_ERRORS standard errors of the ratio's logarithm.
 _ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
 # The seconds that the host may need for each operator, with autograd and Python. This is twice the 14 us of a
 # convolution with 8 channels on an AMD EPYC (Zen 5). If a step takes less time per operator, the host may set the
@@ -38,8 +38,8 @@ def label_size_independent_times(records: Iterable[Record], threads: int) -> dic
     """Returns labels by case id. If a case takes no longer than a smaller case, the larger case is labelled.
 
     These labels do not remove a verdict, because both cases may share work that the counts do not show. A GPU or
-    several threads may be half idle in the smaller case, so there the larger case must claim more than half of the
-    device's peak. Cases with fewer rounds than an emulated case are left out.
+    several threads may be half idle in the smaller case, so there the declared work of the larger case must need more
+    than half of the device's peak. Cases with fewer than EMULATED_ROUNDS rounds are left out.
     """
     records_by_mode: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -47,6 +47,7 @@ def label_size_independent_times(records: Iterable[Record], threads: int) -> dic
         if record.timing and record.timing.num_rounds >= EMULATED_ROUNDS:
             records_by_mode.setdefault((case.workload, case.version, case.mode, case.device), []).append(record)
     labels: dict[str, LabelWithReason] = {}
+    # It is unknown which case of a pair is the larger one, so try both orders.
     for small, large in chain.from_iterable(permutations(of_mode, 2) for of_mode in records_by_mode.values()):
         if (
             _is_larger_case(small, large)
@@ -142,7 +143,7 @@ def _describe_work(work: Work) -> str:
 # clock.
 CLOCK_TOLERANCE = 0.01
 _CERTAIN_CLOCK_DIFFERENCE = 0.005
-# The number of rounds with clock readings that are needed to see how much readings differ by chance.
+# Clocks are compared only if this many rounds have readings. Fewer do not show how much readings differ by chance.
 MIN_CLOCK_READINGS = 4
 
 
@@ -152,6 +153,7 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
     Clocks are compared round by round, so heat that slows down the whole round has no effect. All timings of the
     reference count equally.
     """
+    # 1. Compare the clocks in each round that has a reading of every timing.
     case_clocks = _read_sm_clocks(case)
     reference_sm_clocks = [_read_sm_clocks(timing) for timing in reference_timings]
     log_clock_ratios: dict[int, float] = {}
@@ -163,11 +165,13 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
             log_clock_ratios[round_number] = math.log(clock) - fmean(reference_clock_logs)
     if len(log_clock_ratios) < MIN_CLOCK_READINGS:
         return
+    # 2. Require a difference that is large and certain.
     mean_log_ratio, log_half_width = mean_with_half_width([*log_clock_ratios.values()])
     if abs(mean_log_ratio) <= math.log1p(CLOCK_TOLERANCE) or abs(mean_log_ratio) - log_half_width <= math.log1p(
         _CERTAIN_CLOCK_DIFFERENCE
     ):
         return
+    # 3. Describe the mean clocks of the compared rounds.
     clock_text, reference_clock_text = (
         units.count(_average_clock(timings, log_clock_ratios), "Hz") for timings in ([case], reference_timings)
     )
@@ -236,13 +240,15 @@ def find_position_effect(timings: Sequence[Timing]) -> SlotPositionEffect | None
     """
     # 1. For each slot, compare its log time ratio with the mean of the other slots in its round.
     log_time_ratios = _tabulate_slot_times(timings)
+    # Drop rounds with a single slot, which has no other slots to be compared with.
     log_time_ratios = log_time_ratios[(~np.isnan(log_time_ratios)).sum(axis=1) > 1]
     counts = (~np.isnan(log_time_ratios)).sum(axis=1, keepdims=True)
     difference_from_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
+    # The mean of a round includes the slot itself. This factor makes it a difference from the other slots.
     difference_from_other_slots = difference_from_round_mean * counts / (counts - 1)
-    # The variance of each slot if the slots of its round were in random order.
+    # The variance that a slot's difference would have if the slots of its round were in random order.
     variance_by_round = np.nansum(difference_from_other_slots**2, axis=1, keepdims=True) / counts
-    # 2. With two positions per round, test only the first: the second has the same effect with the opposite sign.
+    # 2. With two positions per round, test only the first: if it is slower, the second is faster by the same amount.
     tested_slot_positions = [
         slot_position
         for slot_position in range(log_time_ratios.shape[1])
@@ -250,6 +256,7 @@ def find_position_effect(timings: Sequence[Timing]) -> SlotPositionEffect | None
     ]
     if log_time_ratios.shape[1] == 2:
         tested_slot_positions = tested_slot_positions[:1]
+    # Divide the allowed error by the number of tested positions (Bonferroni), because each test may err.
     normal_quantile = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(tested_slot_positions)))
     # 3. Choose the position with the most certain effect.
     max_effect_in_errors, surest_position_effect = 0.0, None

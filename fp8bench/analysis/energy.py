@@ -181,6 +181,7 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     figures, base_figures = energy_figures(record), energy_figures(reference)
     if figures is None or base_figures is None or figures.source != base_figures.source:
         return None
+    # 1. Compute the ratio, with all values that the uncertain windows allow.
     gross_joules_range, base_gross_range = (
         side.gross_energy.widen(side.uncertainty or 0.0) for side in (figures, base_figures)
     )
@@ -188,6 +189,7 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     high = gross_joules_range.high / base_gross_range.low if base_gross_range.low > 0 else math.inf
     median_joules_ratio = figures.gross_energy.middle / base_figures.gross_energy.middle
     reason = _explain_unclear_energy_ratio(record, figures, base_figures, frozenset(labels))
+    # 2. Require a reliable comparison, and a gap that is wider than either range.
     joules_range_gap = max(
         base_gross_range.low - gross_joules_range.high, gross_joules_range.low - base_gross_range.high
     )
@@ -229,6 +231,7 @@ def drop_invalid_energy_windows(windows: Iterable[EnergyWindow]) -> tuple[Energy
     return tuple(
         window
         for window in windows
+        # These bounds keep quotients finite.
         if window.steps > 0 and 1e-30 < window.seconds < 1e30 and 1e-30 < window.joules < 1e30
     )
 
@@ -379,7 +382,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     if figures is None or record.energy is None:
         return None
     estimated_joules_by_phase = _estimate_joules_by_time(figures, finding)
-    # 1. Collect the phases with separate windows, and the reasons for missing windows.
+    # 1. Collect the phases that were measured in energy windows, and why the other phases were not.
     measured_phases: dict[str, PhaseJoules] = {}
     unmeasured_reasons: dict[str, str] = {}
     for energy in record.energy.phases:
@@ -396,7 +399,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     if checked_energies.void_reason:
         measured_phases = {}
         unmeasured_reasons = {energy.phase: checked_energies.void_reason for energy in record.energy.phases}
-    # 2. Estimate the phases without windows. Unattributed time gets the remaining joules.
+    # 2. Estimate the joules of phases without energy windows. Unattributed time gets the remaining joules.
     phases = {
         phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, ""))
         for phase, joules in estimated_joules_by_phase.items()
@@ -474,6 +477,7 @@ def _check_phase_energies(
     residual_or_unmeasured_seconds = (
         residual_seconds if abs(pace_ratio - 1) <= MAX_PHASE_TIME_DIFFERENCE else step_seconds - phase_seconds_in_step
     )
+    # Sort the limits, because the remaining time may be negative.
     joule_limits = sorted(
         (
             residual_or_unmeasured_seconds * max([*phase_watts, figures.watts]),

@@ -260,9 +260,7 @@ def _make_finding(
 
 
 def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baseline) -> _Baseline:
-    """Returns the baseline with the timings of the reference and its control from the session in which the case was
-    timed.
-    """
+    """Returns the baseline with the reference's timings from the session in which the case was timed."""
     if record.paired_with is None:
         return baseline
     reference_labels = collect_hard_labels(record.paired_with, None, None, record.case.device)
@@ -353,9 +351,7 @@ def _compute_phase_gains(
 def _add_verdict(
     finding: Finding, record: Record, baseline: _Baseline, conclusion: verdicts.Conclusion | None, aa: Interval | None
 ) -> tuple[Finding, Interval | None]:
-    """Returns the finding with its verdict, and the A/A interval of the reference and its control in the case's
-    rounds.
-    """
+    """Returns the finding with its verdict, and the A/A interval in the rounds of the case."""
     assert record.timing is not None
     if record.support.is_emulated:
         return replace(finding, verdict=Verdict.EMULATED), None
@@ -363,6 +359,7 @@ def _add_verdict(
         return replace(finding, verdict=Verdict.REFERENCE, floor=_compute_noise_floor(aa, baseline)), aa
     if baseline.timing is None or not record.paired:
         return _make_unsure_finding(finding, "the case shares no rounds with a reference"), None
+    # The reference's time is the cost of emulation.
     if baseline.emulated:
         return _make_unsure_finding(finding, "the reference is emulated, so there is no speed-up"), None
     if conclusion is None:
@@ -419,18 +416,22 @@ def _explain_unsure_verdict(conclusion: verdicts.Conclusion, record: Record, noi
     if rounds < verdicts.MIN_ROUNDS_FOR_VERDICT:
         round_count_text = "1 round is" if rounds == 1 else f"{rounds} rounds are"
         return f"{round_count_text} too few for a verdict; give it more time (--budget) or rounds"
+    # The interval alone gives a verdict, so the mean prevented it.
     if verdicts.decide_verdict(interval, verdicts.compute_verdict_band(conclusion.aa)) is not Verdict.UNSURE:
         return "the mean over all calls contradicts the fastest calls; give it more time (--budget)"
+    # The interval is outside the fixed band, but not outside the wider band of the A/A interval.
     if interval.low > 1 + verdicts.VERDICT_BAND or interval.high < 1 - verdicts.VERDICT_BAND:
         return "the reference differs from its control, which runs the same code, by as much"
     if rounds < LEAST_ROUNDS:
         return f"{rounds} rounds are too few, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
+    # The interval was widened to cover the differences between runs. More rounds cannot narrow it.
     if reruns is not None and interval.half_width <= half_width_of_reruns(reruns) * (1 + _INTERVAL_WIDTH_TOLERANCE):
         rerun_difference_text = units.percent(math.expm1(half_width_of_reruns(reruns)))
         return (
             f"runs on this machine may differ by {rerun_difference_text}, as {reruns.runs} earlier ones show: "
             f"{MORE_ROUNDS_DO_NOT_HELP}"
         )
+    # An end of the interval is a ratio of an earlier run, so more rounds cannot move it.
     lowest_log_ratio, highest_log_ratio = _find_rerun_log_range(reruns)
     if math.exp(lowest_log_ratio) <= interval.low or interval.high <= math.exp(highest_log_ratio):
         speed_range_text = (

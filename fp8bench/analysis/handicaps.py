@@ -28,9 +28,9 @@ from fp8bench.registry import precisions
 # root mean square by at most 2%.
 _RMS_TOLERANCE = 0.1
 _SUBNORMAL_SHARE = 0.01
-# Inputs count as different if the sums of a tensor in case and reference differ by more than the first number times the
-# root of the tensor's sum of squares. Six of seven pairs of unrelated tensors do, while rounding to four bits causes a
-# difference of 0.1. The second share of the sum is ignored, because all values may be shifted.
+# Inputs count as different if the sums of a tensor in case and reference differ by more than _MIN_SUM_DISTANCE times
+# the root of the tensor's sum of squares. Six of seven unrelated pairs do. Rounding to four bits causes only 0.1. The
+# share _SHARE_OF_SUM_BY_SHIFT of the sum is ignored, because all values may be shifted.
 _MIN_SUM_DISTANCE, _SHARE_OF_SUM_BY_SHIFT = 0.25, 0.02
 # A product is slow if it reaches less than _LOW_SHARE_OF_CEILING and takes at least _LARGE_PRODUCT_SECONDS. If the
 # case's products reach _NEARER_RATIO times as large a share of their ceiling, _MIN_PRODUCT_SECONDS are enough. For
@@ -49,8 +49,8 @@ _MIN_EXTRA_WAITS_PER_STEP = 0.5
 # difference of the shares of time, the second the difference in seconds.
 _MIN_EXTRA_SHARE_OUTSIDE, _MIN_EXTRA_SECONDS_OUTSIDE = 0.15, 50e-6
 # A reference is suspect if it spends more time in an operator than the case and calls it more often. The extra time
-# must be this share of the reference's time in operators. Its calls must be this many times as many, where calls that
-# move more numbers weigh more.
+# must exceed this share of the reference's time in operators. Its calls, plus the numbers that they move, must exceed
+# this many times the case's.
 _MIN_EXTRA_OPERATOR_SHARE, _MIN_CALLS_RATIO = 0.1, 1.5
 _MIN_PRODUCT_CALLS_RATIO = 3
 
@@ -220,15 +220,15 @@ class _BackgroundThreadSeconds(NamedTuple):
 
 
 def _exceeds_base_thread_work(work: _BackgroundThreadSeconds, base: _BackgroundThreadSeconds) -> bool:
-    # On a busy machine, a harmless data loader may run between the slots of a case, where its time is not measured.
-    # This may happen for most slots, but not for all.
+    # On a busy machine, a harmless data loader may run between most slots of a case, where its time is not measured,
+    # but not between all. So compare with the busiest slot.
     is_extra_time_large = work.seconds - base.seconds > _MIN_EXTRA_THREAD_TIME_SHARE * work.step_seconds
     return is_extra_time_large and work.seconds > _BUSY_MACHINE_RATIO * base.max_seconds
 
 
 def _compare_core_waits(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the time without a core, if the reference gives up its core more often than the case. For each, uses the
-    slot with the smallest share, because other programs may have taken the core in the other slots.
+    """Compares the share of time without a core, if the reference gives up its core more often than the case. Uses the
+    slot with the smallest share of each side, because other programs may have taken the core in other slots.
     """
     late_steps, base_late_steps = record.late, reference.late
     if (
@@ -254,7 +254,7 @@ def _find_min_share_off_core(timing: Timing | None) -> float:
 
 
 def _measure_other_thread_work(timing: Timing | None) -> _BackgroundThreadSeconds | None:
-    """Returns the work of threads that do not run the steps, or None if the seconds of threads were not recorded."""
+    """Returns the CPU seconds of threads that do not run the steps, or None if no thread's time was recorded."""
     recorded_slots = [slot for slot in _list_slots(timing) if slot.thread_seconds is not None]
     if not recorded_slots:
         return None
@@ -327,8 +327,8 @@ def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
 
 
 def _weigh_operator_calls(tape: Tape, name: str) -> float:
-    """Returns the weight of an operator in a step: the number of its calls plus how many numbers these calls read and
-    write.
+    """Returns the weight of an operator in a step: the number of its calls plus the number of tensor elements that they
+    read and write.
     """
     return _count_operator_traffic(tape, {name}) + sum(
         count.calls for count in tape.operators if count.operator == name
@@ -354,10 +354,10 @@ def _count_product_calls(tape: Tape) -> int:
 
 
 def _compare_layouts(record: Record, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference whose tensors are scattered in memory, or that holds more copies of a tensor than its steps
-    read.
+    """Describes a reference whose tensors are scattered in memory, or that holds more than twice as many tensors of a
+    shape as a step reads.
 
-    If a step uses different copies than the step before, it reads copies that are in no cache.
+    If consecutive steps use different tensors, they read tensors that are in no cache.
     """
     if record.products is None or reference.products is None:
         return
@@ -424,8 +424,8 @@ def _compute_product_ceiling_share(record: Record) -> tuple[float, float]:
 
 
 def _compare_moved_numbers(tape: Tape, base_tape: Tape) -> Iterator[str]:
-    """Compares how many numbers the steps of the case and of the reference read and write, whether these are wide or
-    narrow. The casts of the case are included.
+    """Compares how many tensor elements of any width the steps of the case and of the reference read and write. The
+    casts of the case are included.
     """
     if tape.fused or tape.unwritten or base_tape.fused or base_tape.unwritten:
         return

@@ -106,6 +106,7 @@ def describe_run_load(run: Run) -> str:
     threads, words = run.request.threads, [f"load {load:g} on {cores:g} cores"]
     if busy_cores:
         words.append(f"{busy_cores:g} busy at the start")
+    # Only the slots of CPU cases show other programs: the host of a GPU always waits for the device.
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
     timed_slot_count = sum(len(timing.slots) for timing in timings)
     disturbed_slot_share = sum(count_disturbed_slots(timing, MIN_DISTURBED_RATIO) for timing in timings) / max(
@@ -255,7 +256,8 @@ def _label_doubtful_step(record: Record, timing: Timing) -> Iterator[LabelWithRe
     if timing.varying:
         yield LabelWithReason(Label.VARYING)
     if timing.eager:
-        # On a GPU, casts to native formats are part of the compared step. On other devices, casts are emulated.
+        # On a GPU, casts to native formats are part of the compared time, so uncompiled casts remove the verdict. On a
+        # CPU, casts are emulated.
         has_native_casts = record.support.is_native and record.case.device != "cpu"
         yield LabelWithReason(Label.EAGER_QUANTISER, timing.eager, hard=has_native_casts)
     # torch releases unused memory only after the device is idle, which delays the step.
@@ -272,8 +274,8 @@ def _label_doubtful_step(record: Record, timing: Timing) -> Iterator[LabelWithRe
 
 
 def _label_uneven_calls(finding: Finding) -> Iterator[LabelWithReason]:
-    """Labels a case if its mean over all calls and its fastest calls compare differently with the reference. The label
-    removes the verdict, unless mean and fastest calls are both faster than the reference, or both slower.
+    """Labels a case whose ratio to the reference differs between the mean over all calls and the fastest calls. The
+    label removes the verdict, unless both ratios certainly show a faster case, or both a slower one.
     """
     ratio, mean_ratio = finding.ratio, finding.typical
     if ratio is None or mean_ratio is None or not is_uneven(ratio, mean_ratio):
@@ -410,6 +412,7 @@ def label_clock_limits(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
     words = []
     for name in dict.fromkeys([*list_throttle_reasons(throttle_reason_bits), *throttled_shares]):
         if name in throttled_shares and name not in HARMLESS_THROTTLE_REASONS:
+            # Show a small share with a decimal, so that 0.6% does not become 1%.
             decimal_places = 0 if throttled_shares[name] >= 0.01 else 1
             words.append(f"{name} {units.percent(throttled_shares[name], decimal_places)} of the time")
         elif name not in HARMLESS_THROTTLE_REASONS:

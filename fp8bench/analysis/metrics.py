@@ -90,7 +90,7 @@ def _yield_step_time_metrics(sources: MetricSources) -> Iterator[Metric]:
         value=finding.median_seconds,
         best=finding.best_seconds,
         provenance=_MEASURED_PROVENANCE,
-        # An emulated case has no speed-up, even if the finding has a ratio.
+        # The time of an emulated case is the cost of emulation, so the case has no speed-up.
         interval=None if emulated else finding.ratio,
         verdict=Verdict.EMULATED.value if emulated else finding.verdict_words,
         labels=finding.labels,
@@ -178,6 +178,7 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
     medians_by_phase = phase_medians(timing) if timing is not None and finding is not None else {}
     best_seconds_by_phase: dict[str, float | None] = {}
     if finding is None:
+        # Without a finding, list the phases nevertheless: a history reads their samples.
         best_seconds_by_phase |= dict.fromkeys(timing.segments.phases if timing is not None else ())
     elif finding.best_seconds:
         # Unattributed time is always listed. Other phases are listed only if the step has them.
@@ -281,6 +282,7 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
     conditions = (
         EnergyConditions(energy_validity.value, energy_use.power_limits) if energy_validity is not None else None
     )
+    # 1. Without figures, yield only the reason.
     metric_without_value = Metric(
         specs.ENERGY,
         provenance=None,
@@ -293,6 +295,7 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
     if figures is None:
         yield replace(metric_without_value, why=why_no_energy(record))
         return
+    # 2. Yield the energy of the step, with its ratio to the reference if both can be compared.
     metric_without_value = replace(metric_without_value, count=len(figures.windows), provenance=Provenance.DERIVED)
     samples = partial(energy_samples, energy_use)
     step_energy_metric = replace(
@@ -304,6 +307,7 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
     )
     ratio = reference and energy_ratio(record, reference.record, (*labels, *reference.labels))
     if ratio is not None:
+        # Level 0, because the bounds are extremes and not a confidence interval.
         interval = Interval(ratio.point, ratio.low, ratio.high, 0.0)
         step_energy_metric = replace(
             step_energy_metric,
@@ -312,6 +316,7 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
             why=_join_reasons(ratio.why, energy_use.why),
         )
     yield step_energy_metric
+    # 3. Yield the figures that are derived from the step's energy, and the energy of the phases.
     yield from _yield_energy_figures(figures, metric_without_value)
     phase_energy = phase_energies(record, finding)
     if phase_energy is not None:
@@ -391,6 +396,7 @@ def _yield_batch_capacity(sources: MetricSources) -> Iterator[Metric]:
     capacity = sources.record.capacity
     if capacity is None:
         return
+    # A batch size is exact, so both ends of its ratio's interval are the ratio itself.
     ratio = capacity_ratio(sources.record, sources.base)
     yield Metric(
         specs.MAX_BATCH,
@@ -463,6 +469,7 @@ def classify_energy_validity(record: Record) -> EnergyValidity | None:
     energy_use = record.energy
     if energy_use is None:
         return None
+    # Check the reasons from the gravest to the mildest.
     if any(label_shared_device(record.watch)):
         return EnergyValidity.SHARED
     if energy_use.source not in ENERGY_COUNTERS:

@@ -45,7 +45,7 @@ def find_phase_gains(
     compared. If the reference has no phase marks (`is_reference_unmarked`), products count as unattributed time in
     both.
     """
-    # 1. Estimate the phase times of each timing. The reference's times are the mean over its timings.
+    # 1. Estimate the phase times of each timing. The reference's times are the mean of its timing and its control's.
     common_call_count = count_common_calls(*timings)
     whole_steps = whole_steps or are_cell_counts_uneven(
         [cell_seconds(timing, common_call_count, rounds) for timing in timings]
@@ -58,8 +58,8 @@ def find_phase_gains(
         np.mean([estimate.resampled_values for estimate in reference_estimates], axis=0) - case.resampled_values
     )
     control_seconds_difference = np.ptp([estimate.seconds for estimate in reference_estimates], axis=0)
-    # 2. If the reference does not mark phases, add the case's phases (except casts) that the reference lacks to the
-    # case's unattributed time.
+    # 2. If the reference does not mark phases, move the case's phases that it lacks (except casts) to the case's
+    # unattributed time.
     if is_reference_unmarked:
         unmarked_phase_indices = [
             phase_index
@@ -69,7 +69,7 @@ def find_phase_gains(
         for values in (case.seconds, resampled_gains):
             values[_UNATTRIBUTED_PHASE_INDEX] += values[unmarked_phase_indices].sum(axis=0)
             values[unmarked_phase_indices] = 0
-    # 3. Compute bounds that hold for all phases of the step together.
+    # 3. Compute bounds that hold for all phases at once: divide the allowed error by the number of phases (Bonferroni).
     present_phase_indices = np.flatnonzero((case.seconds > 0) | (reference_seconds > 0))
     tail_probability = (1 - FINAL_LEVEL) / 2 / max(1, len(present_phase_indices))
     low, high = np.quantile(resampled_gains, [tail_probability, 1 - tail_probability], axis=1)
@@ -126,7 +126,7 @@ class PhaseGainCause(StrEnum):
 
 @dataclass(frozen=True)
 class PhaseGainReason:
-    """Why a precision is faster or not, with the phases that show this reason, the largest difference first."""
+    """The cause of a precision's gain or loss, and the phases that show it, the largest difference first."""
 
     cause: PhaseGainCause
     gains: tuple[PhaseGain, ...]
@@ -134,7 +134,8 @@ class PhaseGainReason:
     reference_seconds: float
 
 
-# The cause is CANCEL if the gains, and also the losses, are each more than this many times the net gain.
+# The cause is CANCEL if the seconds that some phases gain, and those that others lose, both exceed the step's gain or
+# loss by this factor.
 _CANCELLING_GAIN_RATIO = 4.0
 # The cause is CASTS if casts add at least this share of the time that faster phases save.
 _MIN_CASTS_LOSS_SHARE = 0.5
@@ -143,8 +144,8 @@ _MIN_CASTS_LOSS_SHARE = 0.5
 _SMALL_GAIN_SHARE, _SMALL_PHASES_SHARE = 0.05, 0.25
 # The cause is ONE_PHASE if one phase has at least this share of the gain.
 _ONE_PHASE_SHARE = 0.9
-# A phase is not named as a cause if its time differs from the reference by less than this share of the step's
-# difference, or of the largest phase's difference if that is larger.
+# A phase is named as a cause only if its time differs from the reference's by at least this share of the step's
+# difference or of the largest phase's difference, whichever is larger.
 _MIN_SHARE_OF_GAIN = 0.02
 _MAX_SHOWN_PHASES = 3
 
@@ -176,11 +177,14 @@ def find_explaining_phases(gains: Sequence[PhaseGain], unclear_phases: Collectio
 
 
 def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
-    """Returns the phases with the largest differences. If some phases gain and some lose, the result has both."""
+    """Returns the phases whose times differ most from the reference. If some phases gain and some lose, it returns
+    both.
+    """
     shown_gains = list(clear_gains[:_MAX_SHOWN_PHASES])
     for is_gain in (True, False):
         gains_of_same_sign = [gain for gain in clear_gains if (gain.saved_seconds > 0) is is_gain]
         if gains_of_same_sign and gains_of_same_sign[0] not in shown_gains:
+            # Replace the smallest difference by the largest one of the missing sign.
             shown_gains[-1] = gains_of_same_sign[0]
     return shown_gains
 
@@ -190,14 +194,17 @@ def _find_gain_cause(clear_gains: Sequence[PhaseGain], net_gain: float, referenc
     total_saved_seconds = sum(gain.saved_seconds for gain in positive_phase_gains)
     total_loss_seconds = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
     cast_loss_seconds = -sum(gain.saved_seconds for gain in clear_gains if gain.phase == Phase.CAST)
+    # 1. Casts take much of what other phases save, and are at least half of all losses.
     if (
         total_saved_seconds > 0
         and cast_loss_seconds >= _MIN_CASTS_LOSS_SHARE * total_saved_seconds
         and cast_loss_seconds >= total_loss_seconds / 2
     ):
         return PhaseGainCause.CASTS
+    # 2. Gains and losses are both much larger than their difference.
     if min(total_saved_seconds, total_loss_seconds) > _CANCELLING_GAIN_RATIO * abs(net_gain):
         return PhaseGainCause.CANCEL
+    # 3. The step hardly changes, because its faster phases are a small part of it.
     faster_phase_seconds = sum(gain.reference_seconds for gain in positive_phase_gains)
     if (
         positive_phase_gains
@@ -205,6 +212,7 @@ def _find_gain_cause(clear_gains: Sequence[PhaseGain], net_gain: float, referenc
         and faster_phase_seconds < _SMALL_PHASES_SHARE * reference_seconds
     ):
         return PhaseGainCause.SMALL_SHARE
+    # 4. The phase with the largest difference gains about as much as the whole step, and the losses are small.
     if (
         net_gain > 0
         and abs(clear_gains[0].saved_seconds - net_gain) <= (1 - _ONE_PHASE_SHARE) * net_gain

@@ -82,6 +82,8 @@ def find_median_interval(values: Sequence[float]) -> MedianInterval | MissingFig
         return TOO_FEW_ROUNDS
     probability_outside, value_rank = 0.0, 0
     while value_rank < count:
+        # With probability comb(n, k) / 2^n, exactly k of n values are below the true median. It is as likely that
+        # exactly k are above it.
         probability_outside += 2 * math.comb(count, value_rank) / 2**count
         if probability_outside > 1 - INTERVAL_CONFIDENCE:
             break
@@ -236,11 +238,13 @@ def compute_overlap_figures(overlap: Overlap) -> OverlapFigures:
     if overlap.why or not rounds or not all(seconds.compute > 0 and seconds.communication > 0 for seconds in rounds):
         missing_figure = MissingFigure(units.NONE, overlap.why or "it has no recorded rounds")
         return OverlapFigures(missing_figure, missing_figure)
+    # 1. Check that products and communication do not disturb each other even when they run one after the other.
     consecutive_to_sum_ratio = statistics.median(
         seconds.consecutive_seconds / (seconds.compute + seconds.communication) for seconds in rounds
     )
     if not TIME_SUM_RATIO_LIMITS[0] <= consecutive_to_sum_ratio <= TIME_SUM_RATIO_LIMITS[1]:
         return OverlapFigures(TIME_SUM_MISMATCH, TIME_SUM_MISMATCH, consecutive_to_sum_ratio)
+    # 2. Compute the exposed seconds and the hidden share.
     exposed_seconds = find_median_interval([seconds.simultaneous - seconds.compute for seconds in rounds])
     seconds_over_longer_part = find_median_interval(
         [seconds.simultaneous - max(seconds.compute, seconds.communication) for seconds in rounds]
@@ -254,6 +258,7 @@ def compute_overlap_figures(overlap: Overlap) -> OverlapFigures:
         or isinstance(hidden_share, MissingFigure)
     ):
         return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, consecutive_to_sum_ratio)
+    # 3. Withhold figures that are impossible, or whose interval is too wide.
     if seconds_over_longer_part.high < 0:
         return OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, consecutive_to_sum_ratio)
     max_exposed_interval_width = MAX_EXPOSED_WIDTH * statistics.median(seconds.simultaneous for seconds in rounds)

@@ -242,8 +242,8 @@ def find_phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof
 def compute_gain(
     record: Record, finding: Finding, reference: Record, reference_finding: Finding
 ) -> PossibleSpeedup | None:
-    """Returns the largest possible and the actual speed-up of a precision. Returns None for emulated precisions, if
-    peaks or counts are missing, and if only the case marks its products.
+    """Returns the largest possible and the actual speed-up of a precision. Returns None if the precision is emulated,
+    if peaks or counts are unknown, or if the case's step marks its products but the reference's does not.
     """
     ceilings, _ = collect_roofs(record.ceiling)
     roofs, base_roofs = find_phase_roofs(record, finding), find_phase_roofs(reference, reference_finding)
@@ -293,6 +293,7 @@ def _find_rate_steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
     this rate agree.
     """
     rates = [rate for rate in ceiling.rates if rate.runs and rate.limit is Limit.PRODUCT] if ceiling is not None else []
+    # The highest rate of a kind comes last, so that it replaces the others in the dictionary.
     rates.sort(key=lambda rate: rate.value or 0.0)
     return {product_kind_of(rate.precision): rate.is_steady for rate in rates}
 
@@ -375,7 +376,7 @@ def load_datasheets() -> tuple[Datasheet, ...]:
 
 
 def parse_datasheet(device_table: Mapping[str, Any]) -> Datasheet:
-    """Converts an entry of datasheet.toml, which uses TFLOP/s, GB/s and GB."""
+    """Converts an entry of datasheet.toml from TFLOP/s, GB/s and GB to FLOP/s, bytes per second and bytes."""
     fields = dict(device_table)
     fields["date"] = str(device_table["date"])
     for kind in ("dense", "sparse"):

@@ -43,6 +43,7 @@ def _cache_latest_timings(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
 
     def get_result(timing: Timing) -> T:
         for cached_timing, value in results:
+            # Compare identities: comparing or hashing all samples of a timing would be slow.
             if cached_timing is timing:
                 return value
         value = make(timing)
@@ -262,6 +263,7 @@ def _list_valid_sustained_turns(record: Record) -> list[SustainedTurn]:
     measurements: Sequence[SustainedTurn] = record.sustained
     if not measurements and record.energy is not None and not record.support.is_emulated:
         measurements = [
+            # A window without seconds is dropped below, so only prevent the division by zero.
             SustainedTurn(
                 window.steps, (window.seconds,), None, window.sm_clock, window.joules / max(window.seconds, 1e-12)
             )

@@ -25,8 +25,8 @@ FloatArray = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 RESAMPLE_COUNT = 2000
-# A best case is the mean of at least this many rounds, unless fewer were measured. The interval of the minimum alone
-# would be too narrow, because the minimum of a bootstrap resample is never below that of the sample.
+# A best-case time is the mean of at least this many rounds, unless fewer were measured. The bootstrap interval of a
+# minimum would be too narrow, because no resample has a lower minimum than the sample.
 _MIN_FASTEST_ROUNDS = 3
 _FASTEST_ROUNDS_DIVISOR = 4
 # First search only the fastest rounds: as many as a resample needs, plus this many times the square root of that
@@ -131,6 +131,7 @@ def resample_segments(samples: FloatArray) -> FloatArray:
     """Returns the mean seconds of the fastest rounds of each segment (a part of a step), for every bootstrap resample.
     The shape is (segments, resamples).
     """
+    # The cache needs hashable arguments: bytes and a shape instead of an array.
     return _resample_segments(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
 
 
@@ -146,6 +147,7 @@ def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> FloatArray:
         np.array([_sum_fastest_rounds(segment, round_draw_counts, fastest_round_count) for segment in samples.T])
         / fastest_round_count
     )
+    # The cache returns the same array to several callers, which must not change it.
     segments.setflags(write=False)
     return segments
 

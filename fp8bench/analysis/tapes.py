@@ -93,6 +93,7 @@ def sum_product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
     flops_beyond_reference = flops - sum_product_work(reference).useful_flops if reference is not None else 0
     if reference is None or flops_beyond_reference <= 0:
         return ProductWork(flops, rotation_flops)
+    # Padding and recomputation together cannot exceed the additional FLOPs.
     recomputed_flops = min(
         flops_beyond_reference, max(0, _count_recomputed_flops(tape) - _count_recomputed_flops(reference))
     )
@@ -204,6 +205,7 @@ def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
     for phase, count in counts:
         values = (count.flops, count.bytes, count.launches, count.unknown)
         for spec, value in zip((*specs.COUNTS, specs.UNKNOWN_OPERATORS), map(float, values), strict=True):
+            # Only these counts have samples, which a history stores.
             samples = partial(tuple, (value,))
             yield Metric(spec, value, phase=phase, why=tape.fused, samples=samples)
     if tape.flops:

@@ -41,8 +41,9 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 # whose interval is inside the second is SAME.
 VERDICT_BAND = 0.005
 SAME_BAND = 0.02
-# For SAME, the mean over all calls may differ from 1 by this much. The limit is wider than that of the best case,
-# because the mean has more noise. With a limit of 5%, a mean that changed by 5% would sometimes pass.
+# For SAME, the ratio of means over all calls, with its interval, must be within this distance from 1. The limit is
+# wider than that of the best case, because means have more noise. With a limit of 5%, a mean that changed by 5% would
+# sometimes pass.
 SAME_VERDICT_MEANS_BAND = 0.035
 # The calls of a case are uneven if the intervals of its best-case ratio and its mean ratio are further apart than this
 # share.
@@ -152,10 +153,10 @@ def select_comparable_times(
     """Returns the seconds of the cells (parts of a step) of each timing, or of whole steps if the cells are not
     comparable.
 
-    All timings use equally many calls per slot, because a minimum over more calls is lower. So is a sum of minimums
-    over more cells, so whole steps are used if one case has many more cells. For example, a model without marks is one
-    cell, and its copy with marked products has dozens. Whole steps are also used if `whole_steps` is True, or if it is
-    None and cells compensate for each other.
+    All timings use equally many calls per slot, because a minimum over more calls is lower. A sum of minimums over more
+    cells is also lower, so whole steps are used if one case has many more cells than another. For example, a model
+    without marks is one cell, and its copy with marked products has dozens. Whole steps are also used if `whole_steps`
+    is True, or if it is None and `do_cells_compensate` is true.
     """
     common_call_count = count_common_calls(*timings)
     if whole_steps is None:
@@ -192,7 +193,8 @@ def mean_seconds(timing: Timing, rounds: Sequence[int]) -> stats.FloatArray:
     return np.array([_mean_call_seconds(slot) for slot in _select_slots_of_rounds(timing, rounds)])
 
 
-# The calls of a slot, with the marks between them, take at least this share of their thread's CPU time.
+# The calls of a slot, with the phase marks between them, use at least this share of the slot's CPU time in the thread
+# that runs the steps.
 _MIN_CALLS_CPU_TIME_SHARE = 0.75
 
 
@@ -203,7 +205,7 @@ def _mean_call_seconds(slot: SlotSample) -> float:
     # If the thread waited between two calls, this waiting must not be subtracted from the calls.
     if running_seconds < _MIN_CALLS_CPU_TIME_SHARE * busy_seconds:
         running_seconds = busy_seconds
-    # The time of calls is positive, even if the system reports more waiting than time.
+    # If the system reports more waiting than the calls took, ignore the waiting, because their time must be positive.
     return (running_seconds if running_seconds > 0 else seconds) / len(slot.calls_ns)
 
 
@@ -239,6 +241,7 @@ def _estimate_noise_floor(
     timings = [*reference_timings, case] if case is not None else reference_timings
     if len(reference_timings) < 2:
         return None, do_cells_compensate(timings, rounds, VERDICT_BAND)
+    # Reverse the timings, because the A/A ratio is the control's time over the reference's.
     aa_interval_of_cells = best_ratio(reference_timings[::-1], rounds, whole_steps=False)
     if not do_cells_compensate(timings, rounds, VERDICT_BAND):
         return aa_interval_of_cells, False
@@ -346,11 +349,12 @@ def conclude_comparison(
     aa_ratio, whole_steps = _estimate_noise_floor(reference_timings, rounds, case)
     ratio = best_ratio([case, *reference_timings], rounds, level, whole_steps)
     ratio_of_means = mean_ratio([case, *reference_timings], rounds, level)
-    # 2. Widen the interval by differences that these rounds cannot show.
+    # 2. Widen the interval by disturbances and by differences between runs, which these rounds cannot show.
     if held_up and ratio.level:  # the time of an undisturbed call is unknown
         low, high = min(ratio.low, ratio_of_means.low), max(ratio.high, ratio_of_means.high)
         ratio = replace(ratio, low=low, high=high, level=level if min_half_width else 0.0)
     valid_sessions = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
+    # The mean of several sessions varies less than one session.
     min_half_width /= math.sqrt(1 + len(valid_sessions))
     ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), min_half_width, earlier_log_ratios)
     # 3. Derive the verdict.

@@ -222,6 +222,7 @@ def _compare_case(
         comparison = compare_matched_figures(figures, case.id, case.workload, labels)
         if figures.metric in (TIME, RELATIVE_TIME):
             comparison = _withhold_disturbed_time(comparison, old, new, busier_side_text)
+        # Times and energy depend on the conditions, so the code need not be the cause of a difference.
         if conditions:
             comparison = replace(comparison, direction=Direction.DIFFERS, why=conditions)
         yield comparison
@@ -247,6 +248,7 @@ def _compare_tapes(old: Record, new: Record) -> Iterator[Comparison]:
         return
     case, changes = new.case, describe_tape_changes(old.tape, new.tape)
     for spec, old_count, new_count in zip(COUNTS, get_tape_counts(old.tape), get_tape_counts(new.tape), strict=True):
+        # Counts are integers, so no difference is due to rounding.
         change = compare_exact_values([float(old_count)], [float(new_count)], rounding=0.0)
         change = change._replace(why=changes if old_count != new_count else "")
         yield _make_figure_comparison(case.id, case.workload, spec.name, spec.unit, change)
@@ -321,6 +323,7 @@ def _move_to_reported_ratio(difference: RunDifference, reported_seconds: tuple[f
 
 
 def _collect_labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
+    # Both sides were measured at different times.
     labels = {Label.CROSS_RUN}
     for sighting in sightings:
         if sighting.finding is not None:

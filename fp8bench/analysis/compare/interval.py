@@ -66,6 +66,7 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
     """
     mean_log_ratio = _mean_log(new) - _mean_log(old)
     error_within_runs = math.sqrt(_variance_of_mean(old) + _variance_of_mean(new))
+    # The mean of each side is estimated from its runs, which costs one degree of freedom.
     degrees_of_freedom = sum(max(0, len(side) - 1) for side in (old, new, extra))
     if degrees_of_freedom < MIN_DEGREES_OF_FREEDOM:
         # 1. With few runs, the interval spans the ratios of all pairs of an old and a new run, each widened by the
@@ -168,7 +169,7 @@ def compare_exact_values(
     if any(has_nan):
         direction = Direction.WORSE if has_nan[1] else Direction.BETTER
         return FigureChange(direction, old_value, new_value, why="the figure is NaN on one side")
-    # 2. Zero and infinity have no ratio.
+    # 2. Compare zero and infinite values without a ratio, because they have none.
     if old_value == new_value and not 0 < old_value < math.inf:
         return FigureChange(Direction.SAME, old_value, new_value)
     direction = Direction.WORSE if new_value > old_value else Direction.BETTER
@@ -218,6 +219,7 @@ def student_quantile(level: float, freedom: float) -> float:
 
     An example is 12.7 for 95% and 1 degree of freedom.
     """
+    # Double the upper bound until it exceeds the quantile, then bisect.
     low, high = 0.0, 1.0
     while p_value(high, freedom) > 1 - level:
         high *= 2
@@ -231,6 +233,7 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
     """Returns the regularised incomplete beta function, using its continued fraction where that converges fast."""
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
+    # The continued fraction converges slowly for large x, so use the symmetry of the function.
     if x > (a + 1) / (a + b + 2):
         return 1 - _incomplete_beta(b, a, 1 - x)
     log_beta_prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
@@ -254,4 +257,5 @@ def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:
 
 
 def _avoid_zero(value: float) -> float:
+    # Lentz's method divides by these values.
     return value if abs(value) > _MIN_FRACTION_MAGNITUDE else _MIN_FRACTION_MAGNITUDE

@@ -108,7 +108,7 @@ def list_differing_run_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -
     for name in {**old_facts, **new_facts}:
         if old_facts.get(name) == new_facts.get(name):
             continue
-        # A version of torch may lack a switch. Only a switch that both sides have can differ.
+        # Compare a switch (a setting of torch) only if both sides have it, because a version of torch may lack it.
         if name.startswith(SWITCH_PREFIX) and not (name in old_facts and name in new_facts):
             continue
         old_words, new_words = _describe_values(old_facts.get(name, [])), _describe_values(new_facts.get(name, []))
@@ -164,6 +164,7 @@ def _collect_distinct_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None
     for run in runs:
         for name, value in _list_run_facts(run):
             facts.setdefault(name, {})[value] = None
+    # The values of a fact may have different types, which Python cannot compare.
     return {name: sorted(values, key=str) for name, values in facts.items()}
 
 
@@ -324,12 +325,11 @@ _CostByName = Mapping[str, Metric]
 
 
 def _collect_costs(sighting: Sighting) -> _CostByName:
-    """Returns the main figures of a measured step by name, if lower values are better. The time of the step is left
-    out.
-    """
+    """Returns, by name, the main figures of a measured step for which lower values are better, without its time."""
     metric_by_name: dict[str, Metric] = {}
     if not sighting.record.is_ok:
         return metric_by_name
+    # Samples need no finding, and best cases are compared only for times.
     for metric in iterate_case_metrics(sighting.record, None):
         is_main_figure = metric.rank is Rank.MAIN and metric.phase == STEP
         if is_main_figure and metric.better is Better.LOWER and metric.name != TIME and metric.samples():

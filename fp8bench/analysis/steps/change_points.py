@@ -70,12 +70,14 @@ def find_series_cuts(batch: SeriesBatch, length_price: float) -> list[list[int]]
             slice(end - MIN_LEVEL_LENGTH + 1),
             slice(longest_length - end, longest_length - MIN_LEVEL_LENGTH + 1),
         )
+        # A piece's sum of squares around its mean is its sum of squares minus (its sum)^2 / length.
         cost_by_piece_begin = running_sums[:, begin_slice] - running_sums[:, end : end + 1]
         cost_by_piece_begin *= cost_by_piece_begin
         cost_by_piece_begin *= weights[length_slice]
         cost_by_piece_begin += length_prices[length_slice]
         cost_by_piece_begin += lowest_cost_by_end[:, begin_slice]
         if end in distinct_series_lengths:
+            # Unlike earlier levels, the last level of a series has no additional price if it is short.
             last_cut_of_whole_series[:, end] = cost_by_piece_begin.argmin(axis=1)
         if end >= MIN_FIRST_LEVEL_LENGTH:
             cost_by_piece_begin[:, max(end - MIN_SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
@@ -117,6 +119,7 @@ def estimate_noise(batch: SeriesBatch) -> FloatArray:
     """
     counts = batch.lengths - 1
     neighbour_differences = np.abs(np.diff(batch.values, axis=1))
+    # Values beyond the end of a series are sorted to the end of the row, where no quantile reads them.
     neighbour_differences[np.arange(neighbour_differences.shape[1]) >= counts[:, None]] = np.inf
     neighbour_differences.sort(axis=1)
     row_indices = np.arange(len(neighbour_differences))
@@ -129,6 +132,7 @@ def estimate_noise(batch: SeriesBatch) -> FloatArray:
     preliminary_noise = np.maximum(median_differences / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
     difference_clipping_limit = _OUTLIER_CLIP_DEVIATIONS * np.maximum(preliminary_noise, MIN_SPREAD)[:, None]
     mean_clipped_square_changes = np.minimum(squared_differences, difference_clipping_limit**2).sum(axis=1) / counts
+    # A difference of two values has twice the variance of one value.
     noise: FloatArray = np.maximum(np.sqrt(mean_clipped_square_changes / 2), MIN_SPREAD)
     return noise
 
@@ -176,7 +180,7 @@ MIN_SERIES_LENGTH = MIN_FIRST_LEVEL_LENGTH + MIN_LEVEL_LENGTH
 # Like _FIRST_CUT_PRICE and _LENGTH_PRICE, this number was chosen by experiments (`suites/change_points.py` of commit
 # 3e6cdca3).
 FINAL_CUT_PRICE = 3.35
-# The share of flat Gaussian series that have a step by chance.
+# The share of flat series of Gaussian noise in which the search finds a step.
 FALSE_POSITIVE_STEP_SHARE = 0.005
 _FIRST_CUT_PRICE = 3.0
 _LENGTH_PRICE = 2.0
@@ -185,14 +189,14 @@ _LENGTH_PRICE = 2.0
 _FIRM_STEP_STANDARD_ERRORS = 2.1
 # If the most distant of three values is dropped, their mean moves by this many standard deviations on average.
 _FURTHEST_VALUE_SHIFT = 0.42
-# Deviations are multiplied by this factor before they are converted to p-values, because the noise and the place of a
-# step are estimated from the same series. With this factor, the p-values of flat series of 15 to 300 values are
-# correct.
+# The deviation of a step, in standard errors, is multiplied by this factor before it is converted to a p-value, because
+# noise and index of the step are estimated from the same series. With this factor, the p-values of flat series of 15 to
+# 300 values are correct.
 _P_VALUE_DEVIATION_FACTOR = 0.8
 # The commit that caused a step is before the reported range of commits with this probability, and after the range with
 # the same probability.
 _STEP_OUTSIDE_PROBABILITY = 0.03
-# The confidence interval of a step's ratio: its level, and its half-width in standard errors.
+# The interval of a step's ratio: its confidence level, and its half-width in standard errors.
 _STEP_INTERVAL_LEVEL = 0.99
 _HALF_WIDTH_STANDARD_ERRORS = 2.576
 # The number of series in a batch, chosen so that the tables fit into a processor's cache.
@@ -278,11 +282,11 @@ def find_newest_levels(series: Sequence[SeriesValues]) -> list[PieceLevel | None
 
 
 def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, float]:
-    """Returns the logarithm of the smallest step that would be found after the newest level, and the standard error of
-    this logarithm.
+    """Returns the logarithm of the smallest step (change of level) that would be found if it followed the newest level,
+    and the standard error of this logarithm.
 
-    Such a step is worth the price of a cut, is still found without the most distant value of the new level, and has a
-    p-value of at most `chance`.
+    Such a step is worth the price of a cut, is still found without the most distant value after it, and has a p-value
+    of at most `chance`.
     """
     new_value_count, old_value_count = MIN_LEVEL_LENGTH, level.length - MIN_LEVEL_LENGTH
     if old_value_count < MIN_LEVEL_LENGTH:
@@ -291,19 +295,18 @@ def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, floa
     log_length_difference = math.log(old_value_count / MIN_LEVEL_LENGTH) - math.log(
         (old_value_count + new_value_count) / MIN_LEVEL_LENGTH
     )
-    # 1. Compute how large a step must be to be worth a cut: it lowers the sum of squares by more than the price of the
-    # cut.
+    # 1. Compute how large a step must be so that a cut lowers the sum of squares by more than the cut's price.
     squared_cut_price = (
         1 + (old_value_count < MIN_SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / FINAL_CUT_PRICE**2 * log_length_difference
     )
     step_worth_a_cut = _to_student_t(FINAL_CUT_PRICE, level.freedom) * math.sqrt(
         squared_cut_price * step_variance_factor
     )
-    # 2. Compute how large a step must be to be found without its most distant value.
+    # 2. Compute how large a step must be to be found without the most distant value after it.
     robust_step = (
         _FIRM_STEP_STANDARD_ERRORS * math.sqrt(1 / (new_value_count - 1) + 1 / old_value_count) + _FURTHEST_VALUE_SHIFT
     )
-    # 3. Compute how large a step must be for a small enough p-value.
+    # 3. Compute how large a step must be to have a p-value of at most `chance`.
     squared_gaussian_deviations = (
         NormalDist().inv_cdf(1 - chance / 2) / _P_VALUE_DEVIATION_FACTOR
     ) ** 2 + _LENGTH_PRICE * log_length_difference
@@ -325,10 +328,12 @@ def _make_batch(series: Sequence[FloatArray]) -> SeriesBatch:
 
 
 def _find_batch_steps(batch: SeriesBatch) -> list[tuple[Step, ...]]:
-    """Returns the steps of each series in a batch. The first search uses the noise of differences between neighbours.
-    If it finds cuts, a second search uses the residuals around the levels of the pieces.
+    """Returns the steps (changes of level) of each series in a batch. The first search for cuts estimates the noise
+    from differences between neighbouring values. In a series with cuts, a second search estimates the noise from the
+    distances of values to the mean of their piece.
     """
-    # 1. Cut with prices proportional to the noise, which is estimated from differences between neighbours.
+    # 1. Search for cuts at a price proportional to the noise, which is estimated from differences between neighbouring
+    # values.
     noise = estimate_noise(batch)
     values, lengths = replace_outliers(batch, noise).values, batch.lengths
     first_cut_prices = _FIRST_CUT_PRICE * noise
@@ -339,7 +344,8 @@ def _find_batch_steps(batch: SeriesBatch) -> list[tuple[Step, ...]]:
     cut_row_indices = [row_index for row_index, cuts in enumerate(preliminary_cuts_by_row) if cuts]
     if not cut_row_indices:
         return steps
-    # 2. Cut again with prices proportional to the noise of the residuals. The factor is a quantile, as in Student's t.
+    # 2. Search again at a price proportional to the noise around the levels. The factor is a value of Student's t,
+    # because this noise is only an estimate.
     values, lengths = values[cut_row_indices], lengths[cut_row_indices]
     rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
     row_cut_prices = []
@@ -368,12 +374,13 @@ def _estimate_residual_noise(row: FloatArray, cuts: Sequence[int]) -> tuple[floa
 
 
 def _drop_weak_last_cut(row: FloatArray, cuts: Sequence[int]) -> Sequence[int]:
-    """Drops the last cut of a series if its step depends on a single value, which may be an outlier."""
+    """Drops the last cut of a series if a single value, which may be an outlier, makes the new level look different."""
     if not cuts:
         return cuts
     noise, _ = _estimate_residual_noise(row, cuts)
     level_begin, cut = [0, *cuts][-2:]
     distances_from_level = row[cut:] - row[level_begin:cut].mean()
+    # Give the distances the sign of the step, so that the largest one belongs to the most distant value.
     distances_without_furthest = np.sort(distances_from_level * math.copysign(1.0, distances_from_level.mean()))[:-1]
     error = noise * math.sqrt(1 / len(distances_without_furthest) + 1 / (cut - level_begin))
     return cuts if distances_without_furthest.mean() >= _FIRM_STEP_STANDARD_ERRORS * error else cuts[:-1]
@@ -384,18 +391,19 @@ def _make_level_steps(row: FloatArray, cuts: Sequence[int]) -> Iterator[Step]:
     piece_boundaries = [0, *cuts, len(row)]
     for piece_begin, cut, piece_end in zip(piece_boundaries, piece_boundaries[1:], piece_boundaries[2:], strict=False):
         log_likelihoods = _sum_of_squares_reductions(row[piece_begin:piece_end]) / noise**2
-        # The cumulative probability of the step's index. Before the data are seen, all indices are equally likely.
+        # Proportional to the probability that the new level begins at or before each index, with a uniform prior.
         cumulative_weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
         tail_indices = np.searchsorted(
             cumulative_weights / cumulative_weights[-1], (_STEP_OUTSIDE_PROBABILITY, 1 - _STEP_OUTSIDE_PROBABILITY)
         )
         earliest_cut, latest_cut = piece_begin + 1 + tail_indices
         lengths = cut - piece_begin, piece_end - cut
-        # After a cut, the lengths of two pieces cost more than the length of the uncut piece.
+        # The cost of a piece contains the logarithm of its length. So two pieces cost this much more than the uncut
+        # piece.
         log_length_difference = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
         log_length_difference -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
-        # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's
-        # t).
+        # Convert the t statistic of the step to an equally rare number of Gaussian standard deviations (Wallace's
+        # approximation).
         t_squared = math.sqrt(log_likelihoods[cut - piece_begin - 1]) ** 2
         gaussian_deviations = math.sqrt(degrees_of_freedom * math.log1p(t_squared / degrees_of_freedom))
         gaussian_deviations = gaussian_deviations * (8 * degrees_of_freedom + 1) / (8 * degrees_of_freedom + 3)

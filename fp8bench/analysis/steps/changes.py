@@ -50,12 +50,12 @@ class ChangeState(StrEnum):
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
-    # The mean over all calls changed in the opposite direction between the same commits.
+    # The fastest calls changed, but the mean of all calls changed in the other direction between the same commits.
     CONTRADICTED = "contradicted"
     # A later step of the trend undid at least half of this change, or an exact count returned to an earlier value.
     REVERTED = "reverted"
-    # The work or the method of measuring has changed since, so today's figures are not comparable with the figures of
-    # that time.
+    # These figures are of an older version of the work or of the method of measuring, so newer figures are not
+    # comparable with them.
     OLD_VERSION = "old version"
 
 
@@ -139,7 +139,7 @@ def find_changes_in_stretches(
     stretches: Iterable[Sequence[SeriesStretch]], search: FindSeriesSteps
 ) -> ChangeSearchResult:
     """Returns the changes of trends. Each item of `stretches` has the comparable figures of one trend. `search` finds
-    steps in series. A whole trend is read only if it has steps.
+    steps (changes of level) in series. Only trends with changes are read completely.
     """
     skipped_trend_counts: Counter[str] = Counter()
     searchable_stretches: list[SeriesStretch] = []
@@ -151,6 +151,7 @@ def find_changes_in_stretches(
         changes += finiteness_changes
         is_counted = any(stretch.is_counted for stretch in trend_stretches)
         stretches_of_finite_figures = [stretch.drop_nonfinite() for stretch in trend_stretches]
+        # Counts have no noise, so two of them show a change.
         long_enough_stretches = [
             stretch
             for stretch in stretches_of_finite_figures
@@ -357,8 +358,8 @@ def _make_change(stretch: SeriesStretch, step: Step, level: float, new_level: fl
         since=figures[low_index].commit,
         until=figures[high_index].commit,
     )
-    # 2. Find the commits that may have caused the step, and whether the newest figure is comparable with the step's
-    # figures.
+    # 2. Find the commits that may have caused the step, and whether the trend's newest figure is comparable with those
+    # around the step.
     possible_step_figure_indices = range(low_index + 1, high_index + 1)
     newest_figure_index = next(
         index for index in reversed(range(len(figures))) if _get_comparable_figure_value(figures[index]) is not None
@@ -394,6 +395,7 @@ def _determine_change_state(
         return ChangeState.OLD_VERSION
     level, new_level = change.comparison.before, change.comparison.after
     assert level is not None and new_level is not None
+    # The geometric mean is 0 if a level is 0. Then use the arithmetic mean.
     mean_of_levels = math.sqrt(level * new_level) or (level + new_level) / 2
     is_change_reverted = any(
         later_level < mean_of_levels if change.is_worse else later_level > mean_of_levels
@@ -469,8 +471,8 @@ def ack_covers_change(ack: Ack, change: TrendChange) -> bool:
     )
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != change_identity:
         return False
-    # 2. Reject a change that goes beyond the acknowledged level. Also reject a change that begins nearer to the
-    # acknowledged level than to the level before it, because that is a second change.
+    # 2. Reject a change that goes beyond the acknowledged level. Also reject a change whose old level is nearer to the
+    # acknowledged new level than to the acknowledged old level, because it is a second change.
     direction_sign = 1 if change.is_worse else -1
     tolerance = 0 if change.is_counted else max(_ACK_LEVEL_TOLERANCE, _ACK_TOLERANCE_STANDARD_ERRORS * change.error)
     if direction_sign * (_compute_level_log(comparison.after) - _compute_level_log(ack.after)) > tolerance:
