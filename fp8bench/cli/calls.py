@@ -80,6 +80,8 @@ def _make_call_signature(options: Mapping[str, argparse.Action]) -> inspect.Sign
         kind: Any = _PARAMETER_CLASS.KEYWORD_ONLY
         option_default = action.default
         if not action.option_strings:
+            # A positional argument with fixed words, such as `suite` in `duel suite`, does not become a parameter: the
+            # call adds the word.
             if action.choices:
                 continue
             kind = _PARAMETER_CLASS.VAR_POSITIONAL if action.nargs == "*" else _PARAMETER_CLASS.POSITIONAL_OR_KEYWORD
@@ -95,6 +97,7 @@ def _make_call_signature(options: Mapping[str, argparse.Action]) -> inspect.Sign
     signature_parameters.append(
         _PARAMETER_CLASS("progress", _PARAMETER_CLASS.KEYWORD_ONLY, default=True, annotation="bool")
     )
+    # inspect.Signature requires positional parameters first. The sort keeps the order within a kind.
     signature_parameters.sort(key=lambda parameter: parameter.kind)
     return inspect.Signature(signature_parameters, return_annotation="CommandResult")
 
@@ -111,6 +114,7 @@ def _list_option_words(name: str, action: argparse.Action, value: Any) -> list[s
         raise UsageError(f"{name} must be True or False, got {value!r:.80}.")
     if value is None:
         return []
+    # Join option and value with '=', so that a value may begin with a dash.
     if isinstance(action, argparse._AppendAction):
         items = value.items() if isinstance(value, Mapping) else split_names(value)
         return [f"{option}={_format_argument(name, part)}" for part in items]
@@ -169,7 +173,7 @@ def accept_request_fields(*classes: type, excluded: Iterable[str] = ()) -> Calla
             for name, parameter in signature.parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
         }
-        # 2. Add a keyword for each field of the classes.
+        # 2. Add a keyword for each field of the request classes.
         for kind in classes:
             for word, field in fields_by_keyword(kind).items():
                 if word not in parameters and word not in excluded:
@@ -262,7 +266,8 @@ def _format_parser_type(action: argparse.Action) -> str:
     return re.sub(r"^Callable\[\[str\], (.*)\]$", r"\1", returned_type)
 
 
-# The commands that define the options of a call, unless this is only the command with the same name.
+# For each Python call: the commands whose help explains its arguments. For a call that is not listed, this is the
+# command with the same name.
 _COMMANDS_OF_CALL = {
     "run": ("suite",),
     "profile": ("profile", "suite"),

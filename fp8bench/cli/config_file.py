@@ -41,6 +41,7 @@ def read_config_mapping(option: str, file: Path, content: str) -> dict[str, Any]
     The error names `option`, the option that named the file. `content` describes what the file should contain.
     """
     try:
+        # utf-8-sig drops the byte order mark with which some editors begin a file.
         config_mapping = yaml.load(read_file(file, MAX_CONFIG_BYTES).decode("utf-8-sig"), Loader=_TextYamlLoader)
     except OSError as error:
         raise UsageError(f"{option} {file} cannot be read ({error.strerror}). Give a YAML file of {content}.") from None
@@ -114,6 +115,7 @@ def parse_with_config(
     arguments = parser.parse_args(words)
     for action in command._actions:
         if _is_repeatable_option(action) and _is_key_value_option(action) and action.dest in values:
+            # argparse appended the values of the command line to the defaults, which are those of the file.
             config_file_values = values[action.dest]
             command_line_values = getattr(arguments, action.dest)[len(config_file_values) :]
             command_line_names = {name for name, _ in command_line_values}
@@ -132,7 +134,8 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) -> dict[str, Any]:
-    # 1. Take out the keys that together make one mode, such as fp8-delayed:history=16.
+    # 1. Take out the keys that together name an FP8 mode: `use_fp8` and `fp8_amax_history_len: 16` mean
+    # fp8-delayed:history=16.
     options = _options_by_key(command)
     mode_options = {key: content.pop(key) for key in (FP8_SWITCH, *MODE_OPTIONS) if key in content}
     # 2. Parse each value with the parser of its option, so that the file and the command line mean the same.
@@ -146,6 +149,7 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
             if option_action is None:
                 accepted_config_keys = [*options, FP8_SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
                 raise UnknownName("key", key, accepted_config_keys, f"the options of {command.prog}, without dashes")
+            # A translation to '' sets no option, as for `use_wandb: false`.
             if value == "" and key in TRAINER_KEYS:
                 continue
             parsed_value = _parse_value(command, option_action, value)
@@ -216,6 +220,7 @@ def _options_by_key(command: argparse.ArgumentParser) -> dict[str, argparse.Acti
     """Returns the options that a file may set, by their names without dashes. --config and --resume are left out."""
     option_by_key: dict[str, argparse.Action] = {}
     for action in command._actions:
+        # --help and --help-all have no value (SUPPRESS). A file can name neither another file nor a run to resume.
         if action.default is argparse.SUPPRESS or action.dest in ("config", "resume"):
             continue
         long_names = [word.removeprefix("--") for word in action.option_strings if word.startswith("--")]

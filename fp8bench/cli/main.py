@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
             yield group.title, group_actions
 
 
-# Stands for all options in the usage line.
+# The usage line shows this placeholder instead of all options.
 _OPTIONS_IN_USAGE = argparse.Action([], "options", nargs="?", metavar="OPTION ...")
 
 
@@ -175,6 +175,7 @@ class _HelpAllAction(argparse.Action):
 def _group_commands_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
     """Yields each verb with its commands. Subcommands have no verb, and come under the title "commands"."""
     commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*COMMAND_HELP_VERBS, "commands")}
+    # Change only copies, because the parser may print its help again.
     for command in map(copy, commands):
         verb, _, words = (command.help or "").partition(": ")
         command.help = words if verb in COMMAND_HELP_VERBS else command.help
@@ -258,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_sentence_to_stderr(f"{error}\n  {shlex.join(suggestion)}" if suggestion else str(error))
         return error.exit_code
     except ModuleNotFoundError as error:
+        # A missing module of fp8bench itself is a bug, which no `pip install` mends.
         if (name := (error.name or "").partition(".")[0]) in ("", "fp8bench"):
             raise
         explanation = f"{name} is not installed for {sys.executable}, and this needs it"

@@ -100,6 +100,7 @@ def precision_map(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def whole(rule: Rule) -> Callable[[str], int]:
+    # int() alone would also accept texts like ' 5', '1_000' and '+5'.
     return lambda text: int(
         _check_option_value(rule, text, int(text) if re.fullmatch("[0-9]{1,10}", text) else math.nan)
     )
@@ -118,7 +119,7 @@ def text_parser(rule: Rule) -> Callable[[str], str]:
 
 
 def factors_parser(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
-    """Returns a parser of texts like 'NAME=NUMBER,...'. It applies the rule to the pairs of names and numbers."""
+    """Returns a parser of texts like 'NAME=NUMBER,...', which rejects pairs that break the rule."""
     return lambda text: _check_option_value(
         rule, text, tuple((name, parse_number(value)) for name, value in parse_layers(text))
     )
@@ -131,7 +132,7 @@ def memory(text: str) -> int:
         value = parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-    # A request uses 0 for ALL_MEMORY. Replace a 0 that a user typed by a number that the rule rejects.
+    # In a request, 0 means all memory (ALL_MEMORY). If the user typed 0, use a number that the rule rejects instead.
     return _check_option_value(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
 
 
@@ -145,7 +146,7 @@ def parse_duration(text: str) -> float:
     """Parses a duration in seconds, as '90s', '10m', '1.5h' or a bare number."""
     unit_seconds = _SECONDS_PER_UNIT.get(text[-1:])
     seconds = parse_number(text[:-1]) * unit_seconds if unit_seconds else parse_number(text)
-    # The comparison also rejects NaN.
+    # Written as `not 0 <= seconds`, the condition is also True for NaN.
     if not 0 <= seconds < _MAX_DURATION_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
     return seconds

@@ -47,7 +47,7 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Returns the options that set the fields of a request, by name. The value of an option is a pair: the title of its
+    """Returns the options that set the fields of a request. Maps the name of an option to a pair: the title of its
     group in the help, and its arguments for argparse.
     """
     arguments = {}
@@ -70,7 +70,7 @@ def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, d
 
 
 def _choose_parser(kind: str, option: RequestOption) -> dict[str, Any]:
-    # Use what the option itself determines, if anything. Otherwise use the parser for the type of its field.
+    # Prefer the choices or the parser that the option names. Without them, the type of the field determines the parser.
     if option.choices:
         return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
     if option.parse == "each":

@@ -100,6 +100,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if str(values.get("trace")) in PROFILERS:
             # A dry run prints the command of the profiler, so --trace is allowed.
             export_options.remove("trace")
+        # Report only the first of the refused options.
         for name in (*stdout_option_names, *page_options, *export_options):
             raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
     # 3. Refuse files that cannot be written. Later, the error would come after an hour of measuring.
@@ -226,7 +227,8 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     )
     rows = partial(run_rows, [(run, findings_by_case)])
     repeat_hint = f" `fp8bench show {run.id}{format_store_option(run)} --csv FILE` repeats it."
-    # The file of --md gets the report of the run, so stdout gets the normal output.
+    # For a run, --md names the file of its report, which is written after the run is printed. So write no page to it
+    # here.
     print_arguments = argparse.Namespace(**{**vars(arguments), "md": None})
     try:
         tell(print_arguments, make_page, partial(run_document, run, findings_by_case), rows, repeat_hint=repeat_hint)
@@ -262,6 +264,7 @@ def stdout_format(explain: bool = False) -> tuple[int, bool, bool]:
     The width is COLUMNS or that of the terminal. Colour is used only on a terminal.
     """
     width = min(shutil.get_terminal_size((100, 24)).columns, _MAX_PAGE_COLUMNS)
+    # NO_COLOR and TERM=dumb are the usual requests for output without colour.
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return width, color, explain
 

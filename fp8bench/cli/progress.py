@@ -194,6 +194,7 @@ class RunProgress(_PlanProgress, LiveLine):
     ) -> None:
         _PlanProgress.__init__(self, clock)
         LiveLine.__init__(self, stream, environ)
+        # An earlier time than any reading of the clock, so that the first activity is shown at once.
         self._shown_at = -REDRAW_SECONDS
         self._activity = ""
         self._num_cases = self._num_done = 0

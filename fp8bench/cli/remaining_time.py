@@ -17,8 +17,8 @@ _SECONDS_AFTER_LAST_GROUP = 0.5
 _TYPICAL_CEILINGS_SECONDS = 15.0
 _TYPICAL_PASSES_SECONDS = 2.5
 _TYPICAL_ROUNDS_SECONDS = 7.0
-# The time of a group's untimed passes, divided by that of its preparation. The ratio was 2 to 4 without compiling, and
-# nearer to 2 with two workers.
+# The seconds of a group's untimed passes (such as measuring memory), divided by the seconds of its preparation without
+# compiling. Measured ratios were 2 to 4, and nearer to 2 with two workers.
 _PASS_TO_PREPARATION_TIME_RATIO = 2.7
 # When one of these activities begins, this share of the total time of a group's untimed passes has elapsed.
 _ELAPSED_SHARE_BY_ACTIVITY = {"checking what steps do": 0.3, "measuring memory": 0.45, "counting operators": 0.85}
@@ -46,7 +46,8 @@ class RemainingTime:
     _current_activity: str = ""
     _activity_start_time: float = 0.0
     _compiling_seconds: float = 0.0
-    # A start is None if the rounds or passes of the current group have not begun. The seconds are estimates.
+    # A start time is None until the rounds, or the untimed passes, of the current group begin. The expected seconds are
+    # estimates.
     _rounds_start_time: float | None = None
     _passes_start_time: float | None = None
     _expected_rounds_seconds: float = _TYPICAL_ROUNDS_SECONDS
@@ -56,10 +57,12 @@ class RemainingTime:
         """Records what a run is doing now: its group (`setting`), the activity, and the finished share of the
         rounds.
         """
+        # 1. Ceilings are measured before the first group.
         if activity == MEASURING_CEILINGS:
             if self._ceilings_start_time is None:
                 self._ceilings_start_time = now
             return
+        # 2. Begin the next group, and then its rounds and its untimed passes.
         if setting != self._group_setting:
             self._begin_group(setting, now)
         if activity == MEASURING_ROUNDS_ACTIVITY:
@@ -72,8 +75,11 @@ class RemainingTime:
                 self._expected_rounds_seconds = (now - self._rounds_start_time) / share
         elif self._rounds_start_time is not None and self._passes_start_time is None:
             self._passes_start_time = now
+        # 3. When the activity changes, correct the estimate of the untimed passes.
         if activity != self._current_activity:
             if self._current_activity.startswith("compiling"):
+                # Leave compiling out of the preparation, because it does not show how long the untimed passes will
+                # take.
                 self._compiling_seconds += now - self._activity_start_time
             if self._passes_start_time is not None and activity in _ELAPSED_SHARE_BY_ACTIVITY:
                 self._expected_passes_seconds = (now - self._passes_start_time) / _ELAPSED_SHARE_BY_ACTIVITY[activity]

@@ -54,6 +54,7 @@ def write_sentence_to_stderr(text: str) -> None:
         # Do not wrap lines in a log, so that whole sentences can be searched.
         should_wrap_line = width and not line.startswith(" ")
         lines += wrap(line, max(width, MIN_TERMINAL_WIDTH), hang=INDENT * 2) if should_wrap_line else [line]
+    # An error of stderr cannot be reported anywhere.
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()

@@ -93,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.history import check_store_exists
 
     check_outputs(arguments)
+    # Only the imported store must exist for a merge.
     if arguments.subcommand == "merge":
         return _merge_stores(arguments)
     reads_all_runs = arguments.subcommand in ("verify", "rebuild") or getattr(arguments, "runs", False)
@@ -129,7 +130,7 @@ def _list_series(arguments: argparse.Namespace, store: Path) -> int:
         has_results = bool(history.runs or history.skipped_run_reasons)
     else:
         has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
-    # 2. Without results, explain how to begin, or that this process may not read the store's files.
+    # 2. Without results, explain how to begin, or that this process lacks permission to read the store's files.
     if not has_results:
         empty_history_hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
         print_lines(
@@ -139,7 +140,7 @@ def _list_series(arguments: argparse.Namespace, store: Path) -> int:
     word = arguments.word.lower()
     if history is None:
         return _print_run_list(arguments, store, word)
-    # 3. List the last figure of each series whose name contains the word.
+    # 3. List the last figure of each series whose name contains the user's WORD.
     trend_endings = history.list_trend_endings(lambda name: word in name.lower())
     if not trend_endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
@@ -157,7 +158,7 @@ def _print_run_list(arguments: argparse.Namespace, store: Path, word: str) -> in
     rows = []
     run_listing = listing(store)
     skipped_file_counts = run_listing.skipped_run_reasons
-    # 1. List the runs whose line contains the word, and count unreadable files.
+    # 1. List the runs whose line contains the user's WORD, and count unreadable files.
     for path in run_listing.files:
         try:
             run = load_run(path)

@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name is not None and arguments.what != "precisions":
         raise UsageError(f"{arguments.name!r:.80} was given, but {arguments.what} takes no name. Leave it out.")
     if arguments.name is not None:
+        # Raises UnknownName for an unknown precision.
         precisions.get(arguments.name)
     print_lines(doctor.describe_subject(arguments.what, (*arguments.imports, *files), arguments.name))
     return EXIT_OK

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             loaded_result = kind.load(path)
         tell(arguments, *(kind.make_complete_view(loaded_result) if arguments.all else kind.view(loaded_result)))
         is_complete = log_result(kind, loaded_result, arguments.log, write_sentence_to_stderr)
-    # 4. Warn if fields that another version wrote were ignored, because the output may be incomplete.
+    # 4. Warn if the file has fields that this version does not know, because they are missing in the output.
     if ignored_names:
         write_sentence_to_stderr(
             f"{word} was written by another version, and these fields of it were ignored: "

@@ -279,7 +279,7 @@ def _describe_energy_time(plan: Plan, request: Request) -> str:
     rule = make_window_rule(request, len(plan.groups))
     if rule is None:
         return ""
-    # With --sustained, CPUs are measured too, while energy is predicted only for GPUs.
+    # --sustained measures CPUs as well, but the time of energy windows is predicted only for GPUs.
     measures_cpus = bool(rule.sustained_turn_seconds)
     groups = [group for group in plan if measures_cpus or not group.cases[0].case.device.startswith("cpu")]
     window_counts = [count for group in groups if (count := count_windows(group, rule))]
