@@ -187,12 +187,14 @@ def _build_ablation(
 ) -> Ablation:
     record_without_options = records[0]
     paired_records = [record for record in records if record.paired and record.paired_with is None]
+    # Compare native arms in the same rounds. Emulated arms have only a few rounds, and no speed.
     native_timings = [record.timing for record in paired_records if record.timing and record.support.is_native]
     timings = [*native_timings, *([record_without_options.control] if record_without_options.control else [])]
     shared_rounds = frozenset(find_common_rounds(timings)) if timings else frozenset()
     error_metric = next((name for name in _ERROR_METRICS if record_without_options.measurement(name)), "")
     arms = []
     for names, record in zip(planned_arms, records, strict=True):
+        # Arms may have different batch sizes, so scale their figures to equally many tokens.
         token_ratio = record_without_options.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in paired_records
         # `find` assumes that all of its records do the same work, so call it for one record at a time.
@@ -233,8 +235,8 @@ def _build_ablation(
 
 
 def describe_work_difference(record: Record, first: Record, token_ratio: float) -> str:
-    """Returns a sentence if the matrix products of an arm do more or fewer FLOPs per token than those of the first arm.
-    Returns '' if the FLOPs agree or are unknown.
+    """Returns a sentence if the matrix products of an arm do more or fewer FLOPs per token than those of the first arm
+    (the one without options). Returns '' if the FLOPs agree or are unknown.
     """
     tape, first_tape = record.tape, first.tape
     if tape is None or first_tape is None or not (tape.complete and first_tape.complete):
@@ -242,7 +244,7 @@ def describe_work_difference(record: Record, first: Record, token_ratio: float) 
     first_tape_useful_flops: float = sum_product_work(first_tape).useful_flops
     arm_useful_flops: float = sum_product_work(tape, first_tape).useful_flops
     if token_ratio != 1:
-        # With another batch size, extra work may be padding or recomputation, so only less work counts.
+        # If the arm has a different batch size, extra work may be padding or recomputation, so only less work counts.
         arm_useful_flops = min(first_tape_useful_flops, token_ratio * sum_product_work(tape).useful_flops)
     if abs(arm_useful_flops - first_tape_useful_flops) <= _MAX_FLOPS_DIFFERENCE_SHARE * max(
         arm_useful_flops, first_tape_useful_flops

@@ -54,6 +54,7 @@ class OptionSavings:
     def measure_interaction(self) -> Interval | None:
         """Returns how much more all options together save than the sum of what each saves alone."""
         names = self.ablation.names
+        # For n options: (first - all) - sum(first - alone) = sum(alone) - all - (n - 1) * first.
         weight_by_arm: dict[tuple[str, ...], int] = {(name,): 1 for name in names}
         return self._sum_arm_seconds(weight_by_arm | {names: -1, (): 1 - len(names)})
 
@@ -111,7 +112,7 @@ def _make_resample_interval(point: float, resampled_values: FloatArray, values_b
     """Returns the interval that holds the central 99% of the resamples. With too few rounds for reliable resamples,
     returns the range over rounds.
     """
-    # All resamples may be on one side of the point, so extend the interval to include it.
+    # All resamples may be below or above the point estimate, so extend the interval to include it.
     if has_few_rounds := len(values_by_round) < LEAST_ROUNDS:
         low, high = values_by_round.min(), values_by_round.max()
     else:

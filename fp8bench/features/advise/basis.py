@@ -75,7 +75,7 @@ class ComparedCase:
 
     @property
     def is_training(self) -> bool:
-        # A user's model does not mark an optimizer phase. Only such a model has a coverage, which counts as a sign of
+        # A user's model marks no optimizer phase. Only records of a user's model have a `coverage`, and they count as
         # training.
         return self.record.coverage is not None or any(
             record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
@@ -101,7 +101,8 @@ class ComparedCase:
         differs. Otherwise they are products and casts, or all phases if the reference does not mark products.
         """
         assert self.reference is not None
-        # Leave out phases with equal counts on both tapes, because they cost the same.
+        # Leave out phases whose recorded work is the same in the case and its reference, because the precision does not
+        # change their time.
         tape = self.record.tape
         reference_tape = self.reference.tape
         if tape is not None and reference_tape is not None:
@@ -132,8 +133,8 @@ class ComparedCase:
 
     @property
     def is_reference_estimated(self) -> bool:
-        """Whether parts of the reference are known only from an untimed profile. This is the case if the reference
-        does not mark products.
+        """Whether the shares of the reference's phases come from an untimed profile. They do if the reference has a
+        profile and its timed steps do not mark products.
         """
         reference = self.reference
         if reference is None or reference.shares is None:
@@ -358,7 +359,7 @@ def _make_command_placeholders(pair: ComparedCase, store: str) -> dict[str, str]
     reference = pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
     dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
-    # The commands for a suite. Those for a user's model replace them below.
+    # The arguments of the commands for a suite. For a user's model they are replaced below.
     measuring_arguments = f"suite {case.workload} {dtypes_option}"
     sensitivity_arguments = f"sensitivity --dtype {case.precision} --reference {reference}"
     training_arguments = f"train {dtypes_option}"

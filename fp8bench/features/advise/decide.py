@@ -64,6 +64,7 @@ def _advise_on_steps(basis: AdviceBasis, answers: Sequence[RuleAnswer]) -> tuple
             answer.rule: answer for answer in answers_by_setting_and_mode.get((pair.record.case.setting, pair.mode), ())
         }
         for advice in (_advise_on_speed(pair, basis, answer_by_rule), *_advise_on_layers(pair, basis, answer_by_rule)):
+            # A gain belongs to one setting, so advice with a gain is not merged with that for other settings.
             advice_merge_key = (advice.kind, advice.mode, advice.sentence, advice.settings if advice.gain else ())
             merged_advice = advice_by_key.get(advice_merge_key, advice)
             settings = dict.fromkeys((*merged_advice.settings, *advice.settings))
@@ -151,6 +152,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
         advice = "no advice on" if pair.finding.verdict is Verdict.UNSURE else "do not adopt"
         sentence = f"{advice} {mode}: its step is {show_gain(pair.speed)} as fast{reason}"
     for answer in objecting_answers:
+        # Make the question a clause: a small first letter, and no question mark.
         sentence += f"; {answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}"
     rule = objecting_answers[0].rule if objecting_answers else "step"
     return _make_advice(pair, rule, AdviceKind.CHANGE_NOTHING, sentence, [step, *objecting_answers], pair.speed)
@@ -188,8 +190,8 @@ def _describe_speed_gain(pair: ComparedCase, answers: AnswersByRule) -> str:
 
 
 def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByRule) -> Iterator[Advice]:
-    """Yields advice to keep some layers in high precision. It comes from a study in which the loss is too high if all
-    layers are low.
+    """Yields advice to keep some layers in high precision. It comes from a sensitivity study in which the loss is too
+    high with this case's layers in low precision.
     """
     layer_rule_answer = answers.get("layers")
     study = find_study(pair, basis)
@@ -201,7 +203,7 @@ def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersBy
         or suggested_map_trial is None
     ):
         return
-    # Layers stay in high precision if they are low in the measured map but not in the suggested map.
+    # Name the layers that the measured map has in low precision, but the suggested map has not.
     measured_trial = find_layer_trial(pair, study)
     high_layers_text = ", ".join(sorted({*measured_trial.low} - {*suggested_map_trial.low})) or "what the map names"
     loss_gaps = (study.gap(suggested_map_trial), study.gap(measured_trial))

@@ -22,6 +22,7 @@ def collect_advice_basis(
     run = load_stored_run(run_name, store)
     if run.request.suite == BENCH:
         raise UsageError(f"the run {run.id} compares callables, but advice is about precisions. Give a suite's run.")
+    # A run that is named by its path may come from a different store than --store. Use the studies of its store.
     run_store = find_store_of_run(Path(run.path)) or store
     studies, troubles = read_sensitivity_studies(run_store)
     trained = None

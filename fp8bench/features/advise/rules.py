@@ -119,6 +119,7 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
         None if _explain_missing_time(pair) else pair.ratio_to_reference(_PRODUCT_PHASES, _PRODUCT_PHASES)
     )
     if product_time_ratio is not None and product_time_ratio.high < 1:
+        # The smallest share with the slowest products gives the lower bound, the opposite the upper bound.
         low = amdahl(product_share.low, product_time_ratio.high)
         high = amdahl(product_share.high, product_time_ratio.low)
         amdahl_speedup_bound = Interval(
@@ -130,8 +131,7 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
         advice_grounds.append(
             AdviceGround(pair.row, f"its products alone are {show_gain(product_time_ratio.inverse)} as fast")
         )
-    # 3. If the only bound assumes that products take no time, the answer is never "yes", because real products take
-    # time.
+    # 3. Do not answer "yes" if the only bound is that of products that take no time, because real products take time.
     amdahl_speedup_bound, condition = min(speed_up_bounds, key=lambda bound: bound[0].point)
     rule_outcome = compare_with_minimum(amdahl_speedup_bound, min_speed_up)
     share_text = f"products are {format_share_interval(product_share)} of the step"
@@ -145,6 +145,7 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
 def _judge_cast_costs(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
     if reason := _explain_missing_time(pair):
         return reason
+    # 1. Compare the products alone, products with casts, and the casts with the reference's products.
     product_time_ratio = pair.ratio_to_reference(_PRODUCT_PHASES, _PRODUCT_PHASES)
     product_and_cast_ratio = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
     cast_time_ratio = pair.ratio_to_reference({Phase.CAST}, _PRODUCT_PHASES)
@@ -160,6 +161,7 @@ def _judge_cast_costs(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str
         AdviceGround(pair.row, f"products alone {show_gain(product_speed_up)}"),
         AdviceGround(pair.row, f"casts take {units.percent(cast_time_ratio.point, 0)} of the reference's products"),
     )
+    # 2. If the products alone are not faster, the casts are not the cause.
     if product_speed_up.high < 1 + VERDICT_BAND:
         return RuleReply(
             AdviceRuleOutcome.NO, f"{figure_text}: products are not faster without casts either", advice_grounds
@@ -183,6 +185,7 @@ def _judge_coverage(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | None:
     figure_text = f"{units.percent(coverage.share, 0)} of product FLOPs"
     if layer_kind_texts:
         figure_text += f" ({', '.join(layer_kind_texts)})"
+    # Name the unconverted layer with the most FLOPs, whose conversion would add most to the coverage.
     unconverted_weights = [
         weight_holder for weight_holder in coverage.holders if weight_holder.flops and not weight_holder.converted
     ]
@@ -209,7 +212,7 @@ def _judge_memory_saving(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
     peak_memory_ratio = pair.record.memory.peak / reference.memory.peak
     bytes_by_role = dict(pair.record.memory.roles)
     reference_bytes_by_role = dict(reference.memory.roles)
-    # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
+    # The ratio of peak memories does not show its cause. So also list how each large part of the memory changes.
     texts_by_change: dict[str, list[str]] = {"smaller": [], "unchanged": [], "larger": []}
     for role in MemoryRole if bytes_by_role and reference_bytes_by_role else ():
         size = bytes_by_role.get(role, 0)
@@ -263,6 +266,7 @@ def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     """
     errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
     failure_reason = pair.record.reason if not pair.record.is_ok else ""
+    # A case that failed with values that are not finite has no errors, but this answers the question.
     if NOT_FINITE in failure_reason:
         return RuleReply(AdviceRuleOutcome.NO, failure_reason, (AdviceGround(pair.row, failure_reason),))
     if failure_reason or not errors:
@@ -300,7 +304,9 @@ def find_study(pair: ComparedCase, basis: AdviceBasis) -> SensitivityStudy | Non
 
 
 def find_layer_trial(pair: ComparedCase, study: SensitivityStudy) -> LoweredLayersTrial:
-    """Returns the candidate with the precisions of the case's layers, or else the candidate with all layers low."""
+    """Returns the study's candidate with the case's precision map, or else its first one, with all layers in low
+    precision.
+    """
     return next(
         (candidate for candidate in study.candidates if candidate.precision_map == pair.record.case.precision_map),
         study.candidates[0],
@@ -375,10 +381,11 @@ ADVICE_RULES = (
     # In publications, products gain 1.9 times if their operands are ready, and 1.4 times with casts.
     AdviceRule("casts", AdviceQuestion.DOES_IT_PAY, "Do the products gain more than casts cost?", _judge_cast_costs,
                "{again}"),
-    # If only nn.Linear is converted, GPT-2 and ResNets gain nothing, and coverage of Mixtral is 18%.
+    # If only nn.Linear is converted, GPT-2 and ResNets gain nothing, and only 18% of Mixtral's product FLOPs are
+    # converted.
     AdviceRule("coverage", AdviceQuestion.DOES_IT_PAY, "Can most of its products be converted?", _judge_coverage, ""),
     AdviceRule("energy", AdviceQuestion.DOES_IT_PAY, "Does it save energy?", _judge_energy, "{again}"),
-    # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 times bf16's.
+    # Training in FP8 keeps weights and optimizer state, and adds copies: published peak memories are 1.00 times bf16's.
     AdviceRule("memory", AdviceQuestion.DOES_IT_FIT, "Does it save memory?", _judge_memory_saving, "{again}"),
     # A short training with one seed is inconclusive, because seeds differ as much as formats.
     AdviceRule("learns", AdviceQuestion.DOES_IT_LEARN, "Does it learn as well?", _judge_training, "{train}"),
