@@ -55,7 +55,7 @@ class TorchProducts(Backend):
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
-        # `own_support` is torch's support. It does not depend on the chosen backend.
+        # Ask what torch supports: `own_support` does not depend on the chosen backend.
         support = precision.own_support(facts)
         if not support.is_emulated:
             return support
@@ -95,7 +95,7 @@ class Torchao(Backend):
         if support.is_native:
             return native(f"torchao's recipe {recipe}, on torch's scaled product")
         if support.is_emulated:
-            # The text after the colon describes fp8bench's emulation, which torchao does not use.
+            # Cut the reason at its colon: the rest describes fp8bench's emulation, which torchao does not use.
             reason = support.reason.partition(":")[0]
             return emulated(f"torchao's own emulation of its recipe {recipe}: {reason}")
         return support
@@ -162,6 +162,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
             for gemm_config in gemm_configs
         )
     )
+    # Two products read each operand. True is the cast for the product that reads it transposed.
     cast_configs = {
         (Role.INPUT, False): config.cast_config_input,
         (Role.WEIGHT, False): config.cast_config_weight,
@@ -178,6 +179,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
 
     def quantise(tensor: Tensor, role: Role, transposed: bool) -> Tensor:
         cast_config = cast_configs[role, transposed]
+        # Recipes such as rowwise_with_gw_hp leave some operands in high precision.
         if cast_config.scaling_type is ScalingType.DISABLED:
             return tensor
         quantised_tensor: Tensor = hp_tensor_to_float8_dynamic(
@@ -194,6 +196,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
     def restore(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, Float8TrainingTensor):
             return tensor
+        # torchao stores the product of value and scale.
         values: Tensor = tensor._data.float() / tensor._scale
         return values
 
@@ -233,6 +236,6 @@ class DeepGemm(Backend):
         self.imported()
         from fp8bench.nn.block_arithmetic import DeepGemmArithmetic
 
-        # The recipe has the element formats that this device has in hardware.
+        # Use the variants of the element formats that this device has in hardware.
         device_recipe = recipe_on_device(get_recipe(precision), facts)
         return DeepGemmArithmetic(device_recipe)

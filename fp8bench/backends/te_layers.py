@@ -30,7 +30,8 @@ RECIPE_CLASSES = {
 }
 # Modes whose casts depend only on the tensor and its role. Such casts can be called separately.
 _SEPARABLE_CAST_MODES = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
-# A multiple of all sizes that products require. The support of a precision does not depend on shapes.
+# Support is checked for square matrices of this side. It is a multiple of every size that a product requires, because
+# the support of a precision must not depend on shapes.
 _TYPICAL_MATRIX_SIDE = 4096
 # Options of TransformerLayer for a GPT-2 block. The weight qkv holds queries, then keys, then values. Nothing is
 # dropped out.
@@ -106,6 +107,7 @@ class TransformerEngine(Backend):
 
         def autocast() -> AbstractContextManager[None]:
             context: AbstractContextManager[None] = (
+                # Older versions of Transformer Engine have only fp8_autocast.
                 te.autocast(enabled=True, recipe=recipe)
                 if hasattr(te, "autocast")
                 else te.fp8_autocast(enabled=True, fp8_recipe=recipe)
@@ -122,7 +124,7 @@ class TransformerEngine(Backend):
 
         def make_fused_layer(layers: Fused) -> LibraryLayer:
             first_weight, *later_weights = layers.weights
-            # There are three kinds: a GPT-2 block, a norm with one product, and a norm with a feed-forward block.
+            # `layers` is a GPT-2 block, a norm with one product, or a norm with a feed-forward block.
             if layers.heads:
                 return make_block(layers)
             if not later_weights:
@@ -275,9 +277,9 @@ def _make_te_recipe(precision: RecipePrecision) -> Any:
         raise BackendMissing("te", error) from error
 
 
-# Delayed scaling stores amax histories in two tensors. For each tensor: the number of columns per product (one for each
-# quantiser), and the roles of the first columns. The last column of a product is for its output, or for the gradient of
-# its input.
+# Delayed scaling stores its amax histories in two tensors, with a column for each quantiser. For each tensor: the
+# number of columns per product, and the roles of the first columns. The last column of a product is for its output
+# (forward), or for the gradient of its input (backward).
 _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient",))}
 
 
