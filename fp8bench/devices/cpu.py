@@ -113,6 +113,7 @@ class Cpu(Device):
         """Limits this process to the free memory, divided by the number `shared_by` of processes that share it.
         Without a limit the kernel would kill this process or another one.
         """
+        # The limit is only a precaution, so go on without it if it cannot be set.
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
                 _limit_data_bytes(read_data_bytes() + free // shared_by)
@@ -183,6 +184,7 @@ def read_last_level_cache(system: Path = Path("/sys/devices/system/cpu")) -> tup
     """Returns the size in bytes of the last-level cache of a usable core, and how many cores share it. Returns 0, 0
     if unknown.
     """
+    # Cores may have different caches, so use a core on which this process may run.
     usable_core_index = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     # The level, the bytes and the number of sharing cores of each cache.
     usable_caches = [(0, 0, 0)]

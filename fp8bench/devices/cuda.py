@@ -110,7 +110,7 @@ class Cuda(Gpu):
     """A GPU of NVIDIA or AMD. The index is torch's. CUDA_VISIBLE_DEVICES may have renumbered the GPUs."""
 
     kind = "cuda"
-    # Maps the index of a device to its queue filler. A text is the reason why no products could be captured.
+    # For each device's index: its queue filler, or the reason why no products could be captured.
     _filler_by_index: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
@@ -147,7 +147,7 @@ class Cuda(Gpu):
         if not _NOT_INITIALIZED_PATTERN.search(str(error)):
             return False
         try:
-            # The driver counts the memory of other processes as used.
+            # Ask the driver, because it also counts the memory that other processes use.
             return torch.cuda.mem_get_info()[0] < _ENOUGH_FREE_BYTES
         except Exception:  # noqa: BLE001 - a broken device was not out of memory
             return False
@@ -202,6 +202,7 @@ class Cuda(Gpu):
         import torch
 
         key = f"cuda:{index}"
+        # GPUs below capability 8.0 cannot multiply bfloat16 in hardware.
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(index) >= (8, 0) else torch.float16
         try:
             generator = torch.Generator(key).manual_seed(0)
@@ -239,6 +240,7 @@ class Cuda(Gpu):
             torch.cuda.synchronize(index)
             with torch.cuda.graph(graph, stream=stream):
                 step()
+            # Replay the graph once, so that an error occurs here and not in a timed step.
             graph.replay()
             torch.cuda.synchronize(index)
         except Exception as error:
@@ -264,7 +266,8 @@ class Cuda(Gpu):
     def captured_stamper(self, index: int) -> Stamper | None:
         import torch
 
-        # torch can capture such events on AMD's GPUs only with ROCm 7.0 or later, so they are not used there.
+        # On AMD's GPUs, torch can capture timing events in a graph only with ROCm 7.0 or later, so they are not used
+        # there.
         return None if torch.version.hip else CapturedStamper(self.backend)
 
     def allocations(self, index: int) -> Mapping[str, int] | None:

@@ -48,6 +48,7 @@ class Xpu(Gpu):
     def memory_meter(self, index: int) -> MemoryMeter | str:
         import torch
 
+        # The last argument would free workspaces of libraries such as cuBLAS. Here it does nothing.
         return AllocatorMeter(torch.xpu, f"xpu:{index}", index, lambda: None)
 
     def memory_limited(self, index: int, limit: int) -> AbstractContextManager[None]:
