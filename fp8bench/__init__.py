@@ -54,12 +54,14 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("fp8bench.cli.calls").make_command_call(name)
     elif name in _MODULE_OF_NAME:
         value = getattr(importlib.import_module(f"fp8bench.{_MODULE_OF_NAME[name]}"), name)
+        # The functions of the api modules have the arguments of a command, so add the help of its options.
         if _MODULE_OF_NAME[name].endswith("api") and not isinstance(value, type):
             importlib.import_module("fp8bench.cli.calls").explain_arguments(value.__name__, value)
     else:
         suggestion = importlib.import_module("fp8bench.suggestions").guess_intended_name("call", name, __all__)
         suggestion_text = f". Did you mean {suggestion!r}?" if suggestion and not name.startswith("_") else ""
         raise AttributeError(f"module 'fp8bench' has no attribute {name!r}{suggestion_text}")
+    # Python calls __getattr__ only for missing names, so later uses are fast.
     globals()[name] = value
     return value
 

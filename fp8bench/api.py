@@ -113,6 +113,7 @@ def run(
     return _measure_run(measure, store, observer, progress, report, log)
 
 
+# This call also has the name of its command, `fp8bench suite`.
 suite = run
 
 
@@ -124,6 +125,7 @@ def _measure_run(
     report: bool,
     log: str | Iterable[str],
 ) -> Run:
+    # Check the targets and the store before the measurement, which may take long.
     targets = parse_result_log_targets(log)
     folder_of_runs = parse_folder_option("store", store)
     with _choose_observer(observer, progress) as chosen_observer:
@@ -267,7 +269,7 @@ def table(run: model.Run | StoredTraining | CommandResult, width: int = 100) -> 
     """Returns the table that the command line prints for a run or for another result of a call.
 
     run: what a call returned
-    width: the most letters in a line
+    width: the largest number of characters in a line
     """
     if isinstance(run, CommandResult):
         return layout.render(run.page(), width)

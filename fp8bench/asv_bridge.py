@@ -38,7 +38,8 @@ _ARGUMENTS_BEFORE_ASV = 8  # the word `asv` is among the first 8 words: python -
 _TEXT_OR_COMMENT_PATTERN = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 _RESULTS_DIR_PATTERN = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
-# The outcome of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
+# The outcome of a cell (a combination of asv's parameters): ("samples", numbers), ("failed", reason) or ("none",
+# reason).
 CellOutcome = tuple[str, Any]
 MeasuredOutcomes = dict[str, dict[Cell, CellOutcome]]
 _Result = TypeVar("_Result")
@@ -71,6 +72,7 @@ class Suite:
             def setup_cache(self: Suite) -> MeasuredOutcomes:
                 return self.measure()
 
+            # setup_cache measures the whole grid, which may take longer than asv's default timeout.
             vars(setup_cache).update(timeout=3600)
             cls.setup_cache = _give_method_name(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
         _check_class(cls)
@@ -167,6 +169,7 @@ def _read_process(pid: int) -> tuple[list[str], int]:
     """
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        # The second field is the program's name in parentheses, which may itself contain blanks and parentheses.
         parent_pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return [], 0

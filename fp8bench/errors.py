@@ -157,7 +157,7 @@ class WorkerFault(WorkerError):
 
 
 class RanksDisagree(Fp8benchError):
-    """Several ranks gave different answers to a question that all ranks must answer equally."""
+    """Several ranks of a training reported different results that must be equal on all ranks."""
 
 
 class ModelNotSendable(UsageError):
