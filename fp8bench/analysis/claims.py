@@ -165,7 +165,8 @@ def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[
         return
     if not (tape.operators or base_tape.operators) or not (tape.complete and base_tape.complete):
         return
-    # Useful FLOPs exclude padding and recomputation, which the tape of the reference reveals.
+    # Useful FLOPs exclude padding and recomputation, which a comparison with the reference's recorded step (its tape)
+    # shows.
     work, base_useful_flops = sum_product_work(tape, base_tape), sum_product_work(base_tape).useful_flops
     flops_differ, name = _flops_differ(work.useful_flops, base_useful_flops), record.case.workload
     if not flops_differ and (difference := _describe_varying_work(record, reference)):

@@ -302,7 +302,7 @@ def _make_whole_steps_label(record: Record, baseline: _Baseline) -> LabelWithRea
 
 
 def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[LabelWithReason]:
-    """Yields labels for a clock that was still changing before the first round, or differed from the reference's."""
+    """Yields labels for a clock that was still changing before round 1, or that differed from the reference's clock."""
     yield from label_unsettled_device(record.watch)
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return

@@ -154,6 +154,7 @@ def _was_preempted(slots: Sequence[SlotSample]) -> bool:
     return bool(slots) and (preemptions >= len(slots) or stolen_seconds >= _STOLEN_SHARE * off_core_seconds)
 
 
+# Limits of the labels noisy, drift and bimodal. `_has_ratio_drift` and `_is_bimodal` explain the last two.
 MAX_NOISE_FLOOR = 0.03
 MIN_DRIFT_CORRELATION = 0.6
 MIN_DRIFT_LOG_RATIO = 0.02

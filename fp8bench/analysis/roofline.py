@@ -400,6 +400,7 @@ def find_datasheet(device: str) -> Datasheet | None:
     longest_match, best_match = 0, None
     for datasheet in load_datasheets():
         for words in datasheet.match:
+            # Match whole words, so that 'A10' does not fit 'A100'.
             if len(words) > longest_match and re.search(rf"\b{re.escape(words)}\b", device):
                 longest_match, best_match = len(words), datasheet
     return best_match

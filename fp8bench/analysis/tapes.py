@@ -41,6 +41,7 @@ def get_operand_bits(path: str) -> int:
     if path == "tf32":
         return 32
     if float_name := _FLOAT_NAME_PATTERN.match(path):
+        # One bit is the sign.
         return 1 + int(float_name[1]) + int(float_name[2])
     digits_match = _TRAILING_DIGITS_PATTERN.search(path)
     return int(digits_match[1]) if digits_match else 0
@@ -196,7 +197,9 @@ def get_tape_counts(tape: Tape) -> tuple[int, int, int]:
 
 
 def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
-    """Yields the counts of the step and its phases, FLOPs by use and by operand width, and arithmetic intensity."""
+    """Yields the counts of the step and its phases, useful and additional FLOPs, the share of FLOPs by operand width,
+    and the arithmetic intensity.
+    """
     tape = sources.record.tape
     if tape is None:
         return

@@ -235,8 +235,9 @@ def _estimate_noise_floor(
     """Returns the A/A interval of a reference and its control, and whether whole steps are compared. Without a control,
     the interval is None.
 
-    If cells (parts of a step) compensate for each other, the A/A interval computed from cells is too wide. Cells may
-    compensate by at most the narrower of two intervals: from cells and from whole steps.
+    If cells (parts of a step) compensate for each other, the A/A interval computed from cells is too wide. Whole steps
+    are compared only if cells compensate by more than the narrower of two intervals: that of cells and that of whole
+    steps.
     """
     timings = [*reference_timings, case] if case is not None else reference_timings
     if len(reference_timings) < 2:

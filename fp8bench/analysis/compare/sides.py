@@ -343,7 +343,9 @@ def _list_metrics(side: Sequence[_CostByName]) -> Iterable[Metric]:
 
 
 def _list_metric_samples(side: Sequence[_CostByName], metric: Metric) -> list[tuple[float, ...]]:
-    """Returns the samples of a metric from each run that measured it from the same source and in the same unit."""
+    """Returns the samples of a metric from each run that measured it with the same source (sensor) and in the same
+    unit.
+    """
     costs_of_metric = [costs[metric.name] for costs in side if metric.name in costs]
     return [cost.samples() for cost in costs_of_metric if (cost.source, cost.unit) == (metric.source, metric.unit)]
 
