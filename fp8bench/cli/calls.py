@@ -260,6 +260,7 @@ def get_python_type(action: argparse.Action) -> str:
 
 def _format_parser_type(action: argparse.Action) -> str:
     """Returns the name of the type to which an option's values are parsed."""
+    # A function that a factory made has a name such as 'whole.<locals>.<lambda>', which begins with the factory's name.
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
     returned_type = parser.__annotations__["return"] if parser is not None else name

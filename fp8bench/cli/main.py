@@ -70,6 +70,7 @@ def build_parser(requested: Collection[str] = COMMANDS) -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name in COMMANDS:
         help_text = _CORE_COMMANDS.get(name) or read_feature_help(_FEATURE_BY_COMMAND[name])
+        # The other commands appear only in the list of commands, so they need no options.
         command = commands.add_parser(name, help=help_text, allow_abbrev=False, add_help=name in requested)
         if name in requested:
             module = import_command_module(name)
@@ -97,6 +98,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
+        # argparse passes nothing but the message, so read the wrong word and the choices from it.
         invalid_choice = re.match(
             r"argument \S+: invalid choice: (['\"])(.*)\1 \(choose from (.*)\)", message, re.DOTALL
         )
@@ -111,7 +113,7 @@ class Parser(argparse.ArgumentParser):
             "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
         )
         suggestion = shlex.split(first_usage_example)
-        # If only an option is missing, suggest the command that the user typed with this option added.
+        # If only an option is missing, suggest the typed command with this option added.
         if " are required: --" in message:
             suggestion = [*self.prog.split(), *self.typed_words, message.rpartition(" ")[2], "..."]
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."
@@ -295,8 +297,8 @@ def _suggest_corrected_command(words: Sequence[str], error: Fp8benchError) -> Se
 
 def _replace_wrong_word(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
     """Returns the words of a command line in which the wrong word is replaced. Returns [] if it does not occur."""
-    # Words are split at '=' and ','. First try words with a part that equals the wrong word. Words that only contain
-    # it, as file.py:int8 contains int8, come last.
+    # First try the words that equal the wrong word, or that have it between '=' and ','. Words that only contain it, as
+    # file.py:int8 contains int8, come last.
     for index in sorted(range(len(words)), key=lambda position: wrong_word not in re.split("[=,]", words[position])):
         word, previous_words = words[index], words[:index]
         option, equals, value = word.partition("=")

@@ -102,6 +102,7 @@ class LiveBlock(_TerminalWriter):
     def show(self, text: str) -> None:
         """Shows the lines of a text, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
+        # An unknown old size means that nothing was drawn yet.
         is_terminal_resized = old_size not in (self._size, _UNKNOWN_SIZE)
         erase_codes = _CLEAR_SCREEN if is_terminal_resized else self._make_erase_codes()
         # Write no line break after the last line, because it would scroll a full screen.

@@ -192,8 +192,9 @@ def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
     A profiler distorts times, so the run is stored in a separate folder, unless --store names one.
     """
     command = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_OPTIONS[profiler].split()]
+    # A dry run prints the command for a real run.
     words = [word for word in arguments.words if word != "--dry-run"]
-    # Append options: of a repeated option, the last one counts.
+    # Append the options, because the last one counts if an option is repeated.
     words += ["--trace", NVTX]
     folder = arguments.store
     if folder == Path(DEFAULT_STORE):
@@ -272,7 +273,7 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
 
 def _describe_energy_time(plan: Plan, request: Request) -> str:
     """Returns a text with the time that measuring energy, or measuring for seconds with --sustained, will take. Returns
-    '' if the plan has neither, or if their time is unknown.
+    '' if the plan measures neither, or if the time is unknown.
 
     The time of energy windows is predicted only for GPUs, because a CPU may have no energy counters.
     """
