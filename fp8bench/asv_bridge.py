@@ -104,7 +104,7 @@ class Suite:
 
 
 def find_project(file: Path) -> Path:
-    """Returns the folder of asv.conf.json above a suite file. The file is not searched from the working directory,
+    """Returns the folder of asv.conf.json above a suite file. The search does not begin in the working directory,
     because asv runs benchmarks in a temporary folder.
     """
     parent_folders = file.absolute().parents

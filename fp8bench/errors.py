@@ -15,6 +15,7 @@ EXIT_REGRESSION = 1
 EXIT_USAGE = 2
 EXIT_FAILED = 3
 EXIT_BASELINE = 4
+# Shells report 128 plus the number of the signal, here SIGINT (2).
 EXIT_INTERRUPTED = 130
 
 

@@ -124,6 +124,7 @@ def _limit_data_bytes(allowed_bytes: int) -> tuple[int, int]:
     had before.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    # A soft limit above the hard limit would be an error.
     finite_data_byte_limits = [number for number in (soft_limit, hard_limit) if number != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([allowed_bytes, *finite_data_byte_limits]), hard_limit))
     return soft_limit, hard_limit

@@ -255,6 +255,7 @@ class Cuda(Gpu):
         """
         import torch
 
+        # Finish earlier work first, so that the profiler does not record it.
         torch.cuda.synchronize(index)
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
         try:

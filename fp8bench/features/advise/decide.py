@@ -52,6 +52,7 @@ def advise(basis: AdviceBasis) -> AdviceResult:
 
 
 def _advice_sort_key(advice: Advice) -> tuple[int, float]:
+    # Advice without a gain comes last among advice of the same kind.
     return _ADVICE_KIND_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
 
 

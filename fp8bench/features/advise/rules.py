@@ -296,6 +296,7 @@ def find_study(pair: ComparedCase, basis: AdviceBasis) -> SensitivityStudy | Non
     matching_studies = []
     for study in basis.studies:
         is_same_case = (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
+        # Only these two parameters determine the model.
         model = {name: value for name, value in study.params if name in ("size", "make")}
         is_same_model = {name: params.get(name, value) for name, value in model.items()} == model
         if is_same_case and is_same_model and not study.baseline.failure and study.by is not LoweredUnit.FORMAT:
