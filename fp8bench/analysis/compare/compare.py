@@ -272,7 +272,8 @@ def _make_figure_comparison(case: str, suite: str, metric: str, unit: str, chang
 
 
 def _choose_usable_sightings(side: Sequence[Sighting]) -> list[Sighting]:
-    """Returns the successful measurements of a case. Measurements of --quick runs are used only if there are no others.
+    """Returns the successful measurements of a case. Measurements of --quick runs are used only if no other run
+    succeeded.
     """
     measured_sightings = [sighting for sighting in side if sighting.record.is_ok]
     full_run_sightings = [sighting for sighting in measured_sightings if not sighting.run.request.quick]
