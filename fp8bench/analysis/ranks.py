@@ -238,7 +238,7 @@ def compute_overlap_figures(overlap: Overlap) -> OverlapFigures:
     if overlap.why or not rounds or not all(seconds.compute > 0 and seconds.communication > 0 for seconds in rounds):
         missing_figure = MissingFigure(units.NONE, overlap.why or "it has no recorded rounds")
         return OverlapFigures(missing_figure, missing_figure)
-    # 1. Check that products and communication do not disturb each other even when they run one after the other.
+    # 1. Check that products and communication do not disturb each other when they run one after the other.
     consecutive_to_sum_ratio = statistics.median(
         seconds.consecutive_seconds / (seconds.compute + seconds.communication) for seconds in rounds
     )

@@ -158,7 +158,7 @@ def write_outputs(text_by_option: Mapping[str, tuple[str | Path | None, str]], r
         if path is None or path == "-":
             continue
         try:
-            # Escape what UTF-8 cannot encode, such as the broken letters of a file's name.
+            # Escape what UTF-8 cannot encode, such as undecodable bytes of a file's name.
             Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             failure = f"{option} {path} could not be written ({error.strerror}).{repeat_hint}"

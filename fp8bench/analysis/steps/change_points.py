@@ -119,7 +119,7 @@ def estimate_noise(batch: SeriesBatch) -> FloatArray:
     """
     counts = batch.lengths - 1
     neighbour_differences = np.abs(np.diff(batch.values, axis=1))
-    # Values beyond the end of a series are sorted to the end of the row, where no quantile reads them.
+    # Differences beyond the end of a series are sorted to the end of its row, where the median does not read them.
     neighbour_differences[np.arange(neighbour_differences.shape[1]) >= counts[:, None]] = np.inf
     neighbour_differences.sort(axis=1)
     row_indices = np.arange(len(neighbour_differences))
