@@ -49,6 +49,7 @@ def _advise_by_arm_quality(answer: ServingAnswer, arm: ServedArm, contexts: str,
     name = format_arm(arm)
     quality = answer.arm_quality(arm)
     action_text = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
+    # 1. Describe how the arm changes predictions, and decide whether it spoils them.
     quality_change = "its effect on predictions is not known"
     spoils_predictions = False
     if quality is not None and answer.quality is not None:
@@ -59,8 +60,10 @@ def _advise_by_arm_quality(answer: ServingAnswer, arm: ServedArm, contexts: str,
             f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} next to a "
         )
         quality_change += f"floor of {answer.quality.floor.kl:.0e} on {quality_source}"
+        # With random weights or tokens (`caution`), the perplexity shows only the effect of arithmetic.
         is_perplexity_increase_proven = not answer.quality.caution and ratio.low > math.log1p(MAX_PERPLEXITY_INCREASE)
         spoils_predictions = is_perplexity_increase_proven or not math.isfinite(quality.kl)
+    # 2. Recommend the arm where it is faster, unless it spoils predictions.
     if contexts and not spoils_predictions:
         return _make_advice(
             answer,
@@ -78,7 +81,7 @@ def _advise_on_context_lengths(answer: ServingAnswer, times: ArmTimes) -> Advice
     crossing = times.crossing
     low = answer.question.contexts[0]
     high = answer.question.contexts[-1]
-    # 1. Recommend no change if the arm was not timed, or its times are doubtful.
+    # 1. Recommend no change if the arm was not timed, or if labels of its runs question its times.
     if crossing is None:
         name = format_arm(times.arm)
         reason = f": {times.why}" if times.why else ""
@@ -89,6 +92,7 @@ def _advise_on_context_lengths(answer: ServingAnswer, times: ArmTimes) -> Advice
         return _advise_by_arm_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     # 2. If the times of arm and reference cross, recommend the arm where it is faster.
     if crossing.at is not None:
+        # Inside the interval of the crossing either arm may be faster, so recommend only the contexts outside it.
         lower_text = f"{crossing.low:.0f}"
         upper_context_text = f"{crossing.high:.0f}"
         contexts_text = (
@@ -105,7 +109,7 @@ def _advise_on_context_lengths(answer: ServingAnswer, times: ArmTimes) -> Advice
         return _advise_by_arm_quality(
             answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
         )
-    # 4. Recommend no change if the arm is slower, or if it is unclear at one end of the contexts which arm is faster.
+    # 4. Otherwise recommend no change: the arm is not certainly faster at both the shortest and the longest context.
     lowest_context_speed, highest_context_speed = (
         {True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster
     )

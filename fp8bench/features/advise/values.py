@@ -11,8 +11,8 @@ from fp8bench.model.measured import Interval
 class AdviceRuleOutcome(StrEnum):
     """The answer to a question of the checklist.
 
-    TOLERATED: the lower precision is certainly worse, but by less than the margin. UNCLEAR: it was measured, but
-    noise leaves the answer open.
+    TOLERATED: a model certainly learns worse in the lower precision, but by less than the margin of its training.
+    UNCLEAR: it was measured, but noise leaves the answer open.
     """
 
     YES = "yes"
@@ -23,8 +23,8 @@ class AdviceRuleOutcome(StrEnum):
 
 
 class AdviceQuestion(StrEnum):
-    """The three questions that decide about a precision. Each one matters only if the answer to the previous one is
-    yes.
+    """The three questions that decide whether to use a precision, in this order: after a no, the next questions do not
+    matter.
     """
 
     DOES_IT_PAY = "Does it pay?"
@@ -53,7 +53,7 @@ class RuleAnswer:
     """A rule's answer about one mode in one setting. `topic` is the question (one of three) to which the rule
     belongs.
 
-    `figure` describes the figure that decides the answer. If the answer is UNKNOWN, `measure` is the command that
+    `figure` describes the figure that decides the answer. If the answer is NOT_MEASURED, `measure` is the command that
     would measure it.
     """
 

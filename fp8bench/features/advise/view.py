@@ -97,7 +97,6 @@ def make_name_shortener(advised: AdviceResult) -> Callable[[str], str]:
     """Returns a function that shortens names of settings and cases: it omits parameters that all settings of a suite
     share.
     """
-    # Parameters with the same value in all settings of a suite do not distinguish settings.
     shared_params_by_suite: dict[str, set[str]] = {}
     for answer in advised.answers:
         suite, _, bracket = answer.setting.partition("[")
@@ -124,6 +123,7 @@ def make_question_tables(advised: AdviceResult, everything: bool) -> Iterator[Ta
         rows = [row for row in _group_answers_by_rule(advised, question) if everything or _has_measured_answer(row)]
         if rows:
             yield table(
+                # The last column is the evidence, which only the long page shows.
                 f"question-{number}", question.value, answer_columns if everything else answer_columns[:-1], rows
             )
 
@@ -134,7 +134,7 @@ def _group_answers_by_rule(advised: AdviceResult, question: AdviceQuestion) -> A
     """
 
     def name_row(answer: RuleAnswer) -> tuple[str, ...]:
-        # In an emulated case, all rules lack an answer for the same reason, so one row suffices.
+        # All rules lack an answer for an emulated case, for the same reason. So one row replaces those of all rules.
         row = answer.figure if _is_emulated(answer) else answer.rule
         return _format_suite_and_device(answer), answer.mode, row
 
@@ -155,8 +155,8 @@ def _is_emulated(answer: RuleAnswer) -> bool:
 
 
 def _suggest_commands(advised: AdviceResult) -> Iterator[Element]:
-    """Yields the number of unanswered questions of the checklist. Then yields, for each of its three topics, the
-    command that would answer the first of these questions.
+    """Yields the number of unanswered questions. Then yields at most one command for each `AdviceQuestion`: the one
+    that would answer its first unanswered question.
     """
     missing_answers = []
     for question in AdviceQuestion:
@@ -187,7 +187,7 @@ def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]
         return f"{answer.mode} in {_format_suite_and_device(answer)}" if len(suites_and_devices) > 1 else answer.mode
 
     def find_most_frequent(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
-        # Measured answers count, however few. Missing answers count only if all are missing.
+        # Show the most frequent measured answer, however few there are. Show a missing one only if all are missing.
         measured_outcomes = [answer.met for answer in answers if answer.met is not AdviceRuleOutcome.NOT_MEASURED]
         (outcome, count), *_ = Counter(measured_outcomes or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is outcome), count

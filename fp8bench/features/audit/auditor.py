@@ -57,7 +57,6 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
 
 _PLACEHOLDER_LAYER_NAME = "audit"
-# The batch size of attention inputs.
 _ATTENTION_BATCH = 2
 
 
@@ -188,6 +187,7 @@ class LinearSubject(AuditSubject):
         has_high_weight_gradient = (
             self.promised_casts.recipe is not None and self.promised_casts.recipe.high_weight_gradient
         )
+        # The two gradients are products too, each of a different pair of operands.
         products = {
             "forward": ((x, Role.INPUT), (weight, Role.WEIGHT), False),
             "input gradient": ((gradient, Role.GRADIENT), (weight.t(), Role.WEIGHT), False),
@@ -195,6 +195,7 @@ class LinearSubject(AuditSubject):
         }
         expected_results: dict[str, ExpectedResult] = {}
         for name, ((first_source, of_left), (second_source, of_right), is_weight_gradient) in products.items():
+            # Some recipes compute the weight gradient in high precision, so its operands are not cast.
             operand_treatments = [
                 None if has_high_weight_gradient and is_weight_gradient else treatment_by_role[which]
                 for which in (of_left, of_right)
@@ -344,8 +345,7 @@ class AuditSession:
         return packed_arguments
 
     def call_kernel(self, arguments: Matrices, slot: int = 0, at_new_address: bool = True) -> dict[str, Tensor]:
-        """Calls the kernel and returns copies of its results. Records a finding if the kernel changed the memory of
-        its arguments."""
+        """Calls the kernel and returns copies of its results. Records a finding if the kernel changed its arguments."""
         sent_arguments = self.send_arguments(arguments, slot, at_new_address)
         results, argument_digests = self.subject.host.call_kernel(slot)
         self.record_changed_arguments(self.current, sent_arguments, argument_digests)
@@ -354,8 +354,7 @@ class AuditSession:
     def record_changed_arguments(
         self, audit_input: AuditInput | None, sent_arguments: Sequence[PackedTensor], digests: Sequence[int]
     ) -> None:
-        """Records a finding if the kernel changed the memory of an argument. The finding names the first argument whose
-        checksum differs after the call."""
+        """Records a finding that names the first argument whose checksum differs after the call."""
         for index, (packed_argument, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
             if compute_digest(packed_argument) != digest and self.argument_change is None:
                 reason = f"the call changed the memory of argument {index + 1}"

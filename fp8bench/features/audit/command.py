@@ -60,7 +60,7 @@ _EXIT_CODES = {
 }
 # How many failures and layers are shown without --all.
 _SHOWN_FAILURES, _SHOWN_LAYERS = 3, 8
-# The other fields of a signature: options that require --kind and --precision.
+# The fields of a signature after kind and precision. Their options are only accepted together with those two.
 _SIGNATURE_OPTIONS = fields(CallablePromise)[2:]
 EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
@@ -184,6 +184,7 @@ def audit(
             try:
                 return facts, worker.with_time_limit(_AUDIT_TIMEOUT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
             except WorkerError as error:
+                # A refused request (such as a UsageError) is raised to the user. Any other error becomes a finding.
                 cause = to_original_error(error) if isinstance(error, WorkerFault) else error
                 if not isinstance(cause, WorkerError):
                     raise cause from None
@@ -213,6 +214,7 @@ def _load_or_measure_ceilings(worker: Worker, facts: DeviceFacts, threads: int, 
         environment = gather(worker.software(), __version__, threads)
         return find_or_measure_ceilings(store, environment, facts, measure if may_measure else None)
     except WorkerError:
+        # The audit goes on without ceilings, in a new process.
         worker.restart()
         return None
 
@@ -252,7 +254,7 @@ def render_page(facts: DeviceFacts, audit: AuditReport, everything: bool = True)
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
     failures = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
-    # The verdict has the reason of the first failure.
+    # The verdict quotes the first finding that has the outcome of the whole audit.
     verdict_finding = next((finding for finding in failures if finding.outcome is audit.outcome), None)
     parts = [Part("verdict", "", tuple(_describe_verdict(audit, verdict_finding)))]
     shown_findings = (

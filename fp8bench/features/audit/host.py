@@ -79,7 +79,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_stop(error: BaseException) -> AuditFinding:
-    """Returns a finding that describes the exception that ended a check."""
+    """Returns a finding for the exception that ended a check early."""
     lazy_class_name = LazyTensorReturned.__name__
     if isinstance(error, LazyTensorReturned) or (isinstance(error, WorkerFault) and error.kind == lazy_class_name):
         name = str(error).removeprefix(f"{lazy_class_name}: ")
@@ -107,6 +107,7 @@ def find_replaced_functions() -> tuple[str, ...]:
 
 
 def pack_tensor(tensor: Tensor) -> PackedTensor:
+    # Send the whole storage. The [6:] removes the prefix "torch." of the dtype.
     data = _view_as_bytes(tensor).cpu().numpy().tobytes()
     return str(tensor.dtype)[6:], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), data
 
@@ -115,6 +116,7 @@ def unpack_tensor(packed_tensor: PackedTensor, device: str = "cpu") -> Tensor:
     """Returns the packed tensor in newly allocated memory."""
     dtype, shape, strides, offset, data = packed_tensor
     storage_bytes = torch.empty(len(data), dtype=torch.uint8, device=device)
+    # torch.frombuffer refuses an empty buffer, and warns about a read-only one such as bytes.
     if data:
         storage_bytes.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     empty_tensor = torch.empty(0, dtype=getattr(torch, dtype), device=device)
@@ -158,6 +160,7 @@ def count_operators(call: Callable[[], object]) -> dict[str, int]:
     """Counts the casts, products, copies without a cast, and allocations of a call. Only work by torch operators is
     counted.
     """
+    # Compiled functions run uncompiled here, so that each of their operators is recorded.
     with disable_compiling(), OperatorTape() as tape:
         call()
     counts = dict.fromkeys(_COUNTED_WORK_KINDS, 0)
@@ -310,6 +313,7 @@ class KernelHost:
         """
         seconds = []
         for slot in slots:
+            # On a GPU, flush the cache, so that every call starts with a cold cache.
             self._flush()
             self._synchronize()
             wall_time_at_start = _CLOCK()

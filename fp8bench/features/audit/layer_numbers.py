@@ -111,6 +111,7 @@ class LayerNumbers:
 
     @property
     def _has_quantised_weight(self) -> bool:
+        # A quantised weight is a Tensor subclass, or has codes of one byte.
         return hasattr(self.weight, "__tensor_flatten__") or self.weight.dtype.itemsize == 1
 
     def _make_product(self, x: Tensor) -> LayerProduct:
@@ -225,6 +226,7 @@ class LayerNumbers:
         with restore_training_modes(self.module), random_parameters(self._list_trainable_parameters(), x):
             product = self._make_product(x)
             first_verdict = LayerVerdict()
+            # Begin in the current mode. The calls in the other mode must have the same precision.
             for mode in (self.module.training, not self.module.training):
                 self.module.train(mode)
                 for are_gradients_enabled in (False, True):
@@ -239,6 +241,7 @@ class LayerNumbers:
                         return verdict if is_first_verdict else verdict._replace(why=f"{call_mode_text}, {verdict.why}")
                     if verdict.runs != first_verdict.runs:
                         return _report_unsteady_precision(call_mode_text, verdict.runs, first_verdict.runs)
+            # The loop ended in the other mode, so switch back before the backward pass.
             self.module.train(not self.module.training)
             gradient_fault = self._check_backward_numbers(x, product, first_verdict.runs)
         return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
@@ -296,7 +299,7 @@ class LayerNumbers:
                 continue
             if layer_gradient.numel() != exact_gradients[name].numel():
                 return f"its {name} gradient has the shape {list(layer_gradient.shape)}"
-            # Formats with few bits may exceed the limit for eight bits.
+            # Casts to at most _FEW_BITS bits have larger errors, so their gradients get a higher limit.
             gradient_error_limit = _FEW_BITS_GRADIENT_ERROR if has_low_bit_cast else _GRADIENT_ERROR
             exact_gradient = exact_gradients[name]
             emulated_gradient_gain = (
@@ -326,8 +329,8 @@ def describe_casts(runs: str) -> str:
 
 
 def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
-    """Returns whether the error of a result is like the error of the emulated cast, although their values differ: it
-    has the same size and mean gain, and is spread evenly over rows and columns.
+    """Returns whether a result has the error of the emulated cast, although their values differ: the same size and mean
+    gain, about evenly spread over rows and columns.
     """
     exact_result = product.exact_result
     size = product.typical_magnitudes
@@ -387,6 +390,7 @@ def _describe_fault(
         if abs(fitted_bias_factor) > _BIAS_FACTOR_TOLERANCE and is_near(
             exact_result + fitted_bias_factor * expanded_bias
         ):
+            # The bias was subtracted from the result, so a factor of -1 means that the layer did not add it.
             if abs(1 + fitted_bias_factor) < _BIAS_FACTOR_TOLERANCE:
                 return "its bias is not added"
             return f"its bias is added {1 + fitted_bias_factor:.2g} times"
@@ -411,6 +415,7 @@ def draw_random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     float_tensor = tensor.detach().float()
     size = float(float_tensor.square().mean().sqrt())
     largest_magnitude = float(float_tensor.abs().max())
+    # A tensor of zeros has no magnitude, so use 1 instead.
     random_numbers = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (
         size or 1.0
     )

@@ -17,7 +17,8 @@ from fp8bench.features.audit.operands import PromisedCasts, round_operand
 from fp8bench.formats.recipes import Treatment
 from fp8bench.nn.holders import CONV1D_KIND, CONV2D_KIND, classify_module
 
-# A result matches an emulated cast up to this relative difference: over all elements, and in one row or column.
+# A result matches another one if they differ by less than _NEGLIGIBLE over all elements, and by less than
+# _NEGLIGIBLE_IN_LINE in every row and column.
 _NEGLIGIBLE, _NEGLIGIBLE_IN_LINE = 2.0**-7, 0.2
 # How many rows, or images of a convolution, are multiplied at most.
 ROWS, IMAGES = 512, 8
@@ -41,6 +42,7 @@ class RelativeResultDifferences(NamedTuple):
 
 def measure_differences(difference: Tensor, size: Tensor) -> RelativeResultDifferences:
     squared_relative_differences = (
+        # NaN counts as an infinite difference.
         (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
     )
     rows, columns = (squared_relative_differences.mean(side).sqrt() for side in (1, 0))
@@ -75,6 +77,7 @@ class LayerProduct:
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.kind == CONV2D_KIND:
+            # Apply the padding, stride and groups of the layer to other operands, without its bias.
             result: Tensor = nn.Conv2d._conv_forward(self.module, x, weight, None)  # type: ignore[arg-type]
             return result
         return x @ weight if self.kind == CONV1D_KIND else F.linear(x, weight)
@@ -87,6 +90,7 @@ class LayerProduct:
     def sampled_rows(self) -> Tensor:
         count = len(self.x)
         max_sample_count = IMAGES if self.kind == CONV2D_KIND else ROWS
+        # The seed depends only on the size, so every call samples the same rows.
         return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:max_sample_count].sort().values
 
     def sample_output(self, output: Tensor) -> Tensor:
@@ -135,6 +139,7 @@ class LayerProduct:
     def _cast_input(self, x: Tensor, treatment: Treatment | None) -> Tensor:
         if self.kind != CONV2D_KIND:
             return round_operand(x, treatment).values
+        # Blocks that share a scale run along channels, so each pixel becomes a row.
         pixels = x.movedim(1, -1)
         return (
             round_operand(pixels.reshape(-1, pixels.shape[-1]), treatment).values.reshape(pixels.shape).movedim(-1, 1)

@@ -66,8 +66,10 @@ class FoundLayer:
 def find_layers(model: nn.Module) -> list[FoundLayer]:
     holder_by_module = {weight_holder.module: weight_holder for weight_holder in find_product_weights(model)}
     paths = defaultdict[nn.Module, list[str]](list)
+    # 1. Collect all paths to each module, because tied models have several.
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
+    # 2. Keep modules whose class promises low precision, and those whose weight is known to be multiplied.
     layers = []
     for module, (name, *other_names) in paths.items():
         weight = get_weight(module)
@@ -78,6 +80,7 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
         if weight is not None and (is_low_precision or weight_holder is not None):
             package = type(module).__module__.partition(".")[0]
             kind = type(weight)
+            # Name the package of a converter, because its class may have the name of one of torch, such as Linear.
             description = (
                 f"{package} {type(module).__name__}" if package in _CONVERTER_PACKAGES else type(module).__name__
             )
@@ -94,6 +97,7 @@ def has_low_precision_class(module: nn.Module) -> bool:
         cls.__module__.partition(".")[0] in _CONVERTER_PACKAGES or _LOW_PRECISION_NAME_PATTERN.search(cls.__name__)
         for cls in (kind, weight_class)
     )
+    # Transformer Engine sets `fp8_meta`. A converter may also replace `forward` on the instance.
     return has_low_precision_name or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
@@ -213,6 +217,7 @@ class ModelCheck:
         self, layer: FoundLayer, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
         x = next((value for value in (*arguments, *options.values()) if isinstance(value, Tensor)), None)
+        # A check calls the layer, which runs this hook again.
         if x is None or self._is_checking:
             return
         output_size = layer.row.weight[0]
@@ -303,6 +308,7 @@ def audit_loaded_model(
 ) -> AuditReport:
     start_seconds = time.perf_counter()
     layers = find_layers(model)
+    # 1. Check the numbers of the converted layers.
     check = ModelCheck(model, layers, facts, signature.precision)
     call_failures = []
     with restore_model(model):
@@ -312,11 +318,13 @@ def audit_loaded_model(
         except UsageError as error:
             call_failures.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
         check.write_verdicts()
+    # 2. Explain why the other layers were left out.
     explain_exclusion = make_exclusion_explainer(model, layers)
     rows = []
     for layer in layers:
         rule, reason = explain_exclusion(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
+    # 3. Collect the findings. A check without findings has passed.
     findings_by_check = {
         "conversion": [*_find_conversion_faults(rows), *find_broken_ties(model, layers)],
         "numbers": [*call_failures, *_find_layer_number_faults(rows, signature.precision)],
@@ -356,6 +364,7 @@ def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFindi
         yield _name_layers(rows, make_failure("nothing-converted", reason))
         return
     rows_by_rule = together((row.rule, row) for row in rows if row.rule)
+    # Faults of the converter come first.
     for rule, excluded_layers in sorted(rows_by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULT_RULES):
         make_finding = make_failure if rule in _CONVERTER_FAULT_RULES else make_remark
         reason = f"{len(excluded_layers)} of {len(rows)} layers were not converted: {excluded_layers[0].reason}"

@@ -108,7 +108,7 @@ TIMED_DATA_KINDS: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = 
     "ones": lambda rows, columns, _: torch.ones(rows, columns),
     **{name: DRAW_FUNCTIONS_BY_DATA_KIND[name] for name in ("integers", "uniform", "normal")},
 }
-# Data that are also faster if a kernel skips blocks of zeros, as block-sparse kernels do.
+# Timed data on which a kernel saves time if it skips blocks of zeros, as block-sparse kernels do.
 HALF_ZEROS_DATA = "half zeros"
 
 
@@ -123,6 +123,7 @@ def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dty
     draw_functions = (DRAW_FUNCTIONS_BY_DATA_KIND | TIMED_DATA_KINDS | {HALF_ZEROS_DATA: _draw_half_zeros})[data]
     draw_operand_function = draw_functions[operand > 0] if isinstance(draw_functions, tuple) else draw_functions
     seed_text = f"{data} {operand} {rows}x{columns}"
+    # crc32 gives the same seed in every process, unlike hash() of a text.
     generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(seed_text.encode()))
     return draw_operand_function(rows, columns, generator).to(dtype)
 
@@ -209,6 +210,7 @@ def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
     if source is None or treatment is None:
         return low, high
     float_values = source.float()
+    # A correct scale or quotient may be slightly smaller or larger, so round all combinations.
     error_factors = (1 - _MAX_SCALE_ERROR, 1 + _MAX_SCALE_ERROR)
     for scale_error_factor in error_factors:
         element_scales = round_operand(float_values * scale_error_factor, treatment).element_scales
@@ -221,7 +223,8 @@ def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-# The block sides in use. If blocks do not fill a matrix evenly, the next larger side is assumed.
+# The usual side lengths of blocks that share a scale. The smallest one with which the scales cover the matrix is
+# assumed.
 _BLOCK_SIDES = (1, 16, 32, 64, 128)
 
 
@@ -324,7 +327,7 @@ def _iterate_cast_mistakes(
 
 
 def _truncate_to_format(x: Tensor, fmt: Format) -> Tensor:
-    """Rounds toward zero."""
+    """Rounds toward zero, as stochastic rounding does with the largest random number."""
     return round_values(x.float(), fmt, torch.full(x.shape, (1 << ROUNDING_RANDOM_BITS) - 1, dtype=torch.int32))
 
 
@@ -373,6 +376,7 @@ def _iterate_scale_mistakes(operand: RoundedOperand) -> Iterator[OperandMistake]
     scales = operand.scales
     elements = operand.elements
     fmt = operand.treatment.fmt
+    # 1. Multiply by the right scales in a wrong order. The order of a GPU only exists for complete tiles.
     scales_fill_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
     scale_layouts = {
         "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,
@@ -382,9 +386,11 @@ def _iterate_scale_mistakes(operand: RoundedOperand) -> Iterator[OperandMistake]
         "those of each row's first block": scales[:, :1].expand_as(scales),
     }
     for description, misplaced_scales in scale_layouts.items():
+        # Scales that stay equal in this order would give the right values.
         if misplaced_scales is not None and not torch.equal(misplaced_scales, scales):
             operand_with_wrong_scales = replace(operand, scales=misplaced_scales)
             yield "scale-layout", f"multiplied by scales that are {description}", operand_with_wrong_scales.values
+    # 2. Decode the codes as a different format, or omit a scale.
     if fmt in _FNUZ_FORMATS and fmt.name in CODE_DTYPES:
         yield "fnuz", f"decoded as {_FNUZ_FORMATS[fmt].name}, which gives half its values", operand.values / 2
     yield "scale-missing", "not multiplied by its scales", elements

@@ -39,7 +39,7 @@ from fp8bench.numerics.norms import relative_frobenius
 EXPECTED_ERROR_BAND = (0.8, 1.25)
 # With fewer than _DECODING_ROWS rows, chance may make the errors of two stochastic casts differ by _FEW_ROWS_FACTOR.
 _DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
-# A mistake is named if the kernel's result is this many times nearer to that of the mistake than to the expected one,
+# A mistake is named if the kernel's result is this many times nearer to the mistake's result than to the expected one,
 # by mean square distance. Products and attention have different factors.
 _NEARER_FACTOR, _NEARER_FACTOR_IN_ATTENTION = 4.0, 16.0
 # The tolerated relative difference of values whose float32 scales were computed differently. In attention, it also
@@ -54,7 +54,7 @@ _MIN_RESULT_COUNT = 64
 # A mean gain (results too large or small on average) is reported above _MIN_GAIN and _GAIN_STANDARD_ERRORS standard
 # errors. Ties may cause gains, so at least _INDEPENDENT_SHARE of the variance must not come from ties.
 _MIN_GAIN, _GAIN_STANDARD_ERRORS, _INDEPENDENT_SHARE = 1e-3, 6.0, 0.05
-# The mean gain is checked only if the median sum has at least this many effective terms.
+# The mean gain is checked only if the median sum has this many effective terms. If one term dominates, it has one.
 _MIN_TERMS = 8.0
 # How many bits a kernel's sums seem to keep. If the error of a result cannot be judged, fewer than _SHORT_SUM_BITS
 # fail: Hopper's FP8 products have 14. With fewer than _MIN_SUM_BITS, it is not a sum of products of the operands.
@@ -64,8 +64,7 @@ _MAX_SIMULATED_TERMS = 1 << 25
 ROUNDING_REASON = "casts round differently: scales differ in their last bits, or ties are rounded the other way"
 # Values above this share of the dtype's largest number may become infinite.
 _SAFE_SHARE_OF_LARGEST_VALUE = 0.9
-# Codes of failures that one input proves, and of numerical errors that a second input must confirm, because they may be
-# chance.
+# Codes of failures that one input proves, and of errors that a second input must confirm: they may be chance.
 CERTAIN_FINDING_CODES = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
 FIGURE_FINDING_CODES = ("too-bad", "too-good", "gain")
 # Errors of attention count as equal if the smaller one is at least this share of the larger one.
@@ -95,7 +94,7 @@ class ResultSample:
 @dataclass(frozen=True)
 class ExpectedProduct:
     """The expected product of a (M, K) and the transpose of b (N, K), both rounded by their recipe. `emulated_result`
-    is set only if casts rotate operands or use random numbers. Then errors are compared, not values.
+    is set only if casts rotate operands or use random numbers. In this case, errors are compared, not values.
     `accepts_hopper_sums` also accepts the less precise sums of Hopper's FP8 units. With `sample`, a and b hold only
     some rows of the operands, and only the sampled part of the result is judged."""
 
@@ -128,8 +127,8 @@ class ExpectedProduct:
         return finding if finding.has_failed else AuditFinding(error=error, expected=expected_error)
 
     def _is_error_random(self, shape: tuple[int, int]) -> bool:
-        """Returns whether the error of stochastic casts depends on chance: few results are judged, or the product is
-        small in one dimension."""
+        """Returns whether chance affects the error of stochastic casts: few results are judged, or one side is short.
+        """
         return self.sample is not None or min(*shape, self.a.elements.shape[1]) < _DECODING_ROWS
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
@@ -371,9 +370,11 @@ class ExpectedAttention:
         has_low_bit_cast = self.treatment is not None and self.treatment.fmt.bits <= 8
         low = _EQUAL_RATIO * min(expected_errors) * has_low_bit_cast
         high = max(*expected_errors, _SCALE_ROUNDING_TOLERANCE) / _EQUAL_RATIO
+        # 1. Accept an error in the range of those that the variants of a correct kernel have.
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         if sample is None:
+            # 2. Otherwise name the nearest mistake, if the result is much nearer to it.
             squared_distance, mistake_code, description = min(
                 (_mean_square_distance(result, mistaken), mistake_code, description)
                 for mistake_code, description, mistaken in self._iterate_mistaken_results()
@@ -484,8 +485,7 @@ def _find_nonfinite_result(result: Tensor) -> AuditFinding | None:
 
 
 def judge_error(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:
-    """Judges a result by its error alone. `reason` explains the difference if it is known. `slack` widens the allowed
-    range of errors."""
+    """Judges a result by its error alone. `reason` explains a known difference. `slack` widens the allowed range."""
     explanation = reason or "no known mistake explains it"
     if error is None or expected is None:
         return make_failure("unexplained", explanation)

@@ -35,8 +35,7 @@ ResultsByName = dict[str, Tensor]
 
 def _check_numbers(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Compares the results with the expected ones, on every shape and kind of data. Yields the first failure of each
-    result, and each remark once.
-    """
+    result, and each remark once."""
     reported_findings = set()
     for shape in dict.fromkeys(map(auditor.round_up_shape, auditor.subject.shapes)):
         for data in auditor.subject.data_kinds:
@@ -72,11 +71,11 @@ _INPUT_CHANGES_BY_KIND: dict[AuditedCallableKind, dict[str, InputChange]] = {
 
 def _check_operand_changes(auditor: AuditSession) -> Iterator[AuditFinding]:
     """Scales or permutes the operands, and checks that the result changes accordingly. A failure must show on two
-    inputs, because one may be wrong by chance.
-    """
+    inputs, because one may be wrong by chance."""
     subject = auditor.subject
     audit_input = auditor.first_input
     if subject.kind is AuditedCallableKind.PRODUCT:
+        # Make two blocks along the contraction, because one of the changes exchanges blocks.
         audit_input = AuditInput(BLOCK_DATA, auditor.round_up_shape(audit_input.shape._replace(k=2 * BLOCK_SIDE)))
     seeds = auditor.seed, auditor.seed + SECOND_SEED_OFFSET
     two_inputs = [subject.draw_operands(audit_input.data, audit_input.shape, seed) for seed in seeds]

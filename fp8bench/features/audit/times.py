@@ -65,7 +65,7 @@ _MAX_ROUNDS, _MIN_ROUNDS, _TIMING_SECONDS = 7, 2, 1.0
 # has the same margin. Without a ceiling, it is too fast if it is more than _TORCH_MARGIN times as fast as torch in this
 # process. A narrower dtype and a rising clock can explain smaller factors.
 _CEILING_MARGIN, _TORCH_MARGIN = 2.5, 8.0
-# The margin above a ceiling of a GPU. The search for the ceiling may have missed the fastest shape by this factor.
+# The same margin on a GPU, where the search for the ceiling may have missed the fastest shape by this factor.
 _GPU_CEILING_MARGIN = 1.25
 
 
@@ -95,6 +95,8 @@ def iterate_shortest_times(
     description. The limits use the fastest known copy and product: torch's speed now, or the stored ceilings of this
     device (copies in any cache, products in this precision or a wider one).
     """
+    # 1. Choose the ceilings: copies in any cache, and products in this precision or a higher one, which has a lower
+    # rank.
     rank = precisions.get(precision).rank
     rates = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
     product_limits = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
@@ -103,6 +105,7 @@ def iterate_shortest_times(
         (flops, "product", partial(_measure_product, shape, device), product_limits),
     )
     for count, operation, measure_here, limits in comparisons:
+        # 2. Use the fastest known rate. A measured ceiling needs a smaller margin than the present speed of torch.
         ceiling_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
         reference_speed_margin = (
             _TORCH_MARGIN if not ceiling_rates else _CEILING_MARGIN if device.startswith("cpu") else _GPU_CEILING_MARGIN
@@ -137,7 +140,7 @@ def _measure_copy(size: int, device: str) -> float:
 _MIN_CALL_SECONDS, _LARGEST_SIDE = 2e-3, 1024
 # A call that does _WORK_FACTOR times the work must take at least _TIME_FACTOR times as long, even on a busy device.
 _WORK_FACTOR, _TIME_FACTOR = 4, 1.3
-# How many times in a row a suspicion must be confirmed: on a busy machine, a single comparison may be wrong.
+# A suspicious time is a failure only if this many measurements in a row show it: on a busy machine, one may be wrong.
 _SUSPICION_CONFIRMATIONS = 4
 # A call fails if it is this many times faster on some data. An honest call on zeros may take 80% of the usual time
 # (torch's scaled product on a CPU). A kernel that skips the product takes a twentieth.
@@ -157,7 +160,7 @@ _JUDGED_CALLS_PER_DATA_KIND = 2
 class TimedCalls:
     """The shortest time of a call for each kind of data, in `seconds` of the wall clock. On a CPU, `comparable_seconds`
     are seconds of the kernel's process, because other processes disturb the wall clock. `clock_fault_text` describes a
-    clock that reports too little. `wrong` is a failure of the results.
+    clock that reports too little. `wrong` is the finding if a result was wrong, else None.
     """
 
     seconds: Mapping[str, float]
@@ -312,6 +315,7 @@ def _explain_implausible_speed(auditor: AuditSession, shape: Shape, seconds: flo
     moved_tensor_bytes = sum(tensor.numel() * tensor.element_size() for tensor in moved_tensors)
     # Attention has a batch size of 2, and two products.
     flops = (8 * shape.m if subject.kind is AuditedCallableKind.ATTENTION else 2) * math.prod(shape)
+    # A call must both move its bytes and do its FLOPs, so the longer time applies.
     shortest, reference = max(
         iterate_shortest_times(
             auditor.ceilings, subject.signature.precision, shape, flops, moved_tensor_bytes, subject.device

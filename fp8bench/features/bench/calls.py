@@ -56,12 +56,15 @@ def describe_tensors(tensors: Sequence[Tensor]) -> str:
 
 def make_inputs(setup: Setup) -> CallInputs:
     """Makes the inputs of a case, with the same values at every call. Raises UsageError if they contain no tensor."""
+    # 1. If the case has shapes, draw random tensors.
     params = setup.params
     device = setup.facts.key
     if SHAPE in params:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
+    # 2. Otherwise, load the inputs from a file, or call the function of the user.
     source = str(params[INPUTS])
     source_inputs = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
+    # 3. A mapping has arguments by name, any other value has them by position.
     match source_inputs:
         case Tensor():
             inputs = CallInputs((source_inputs,), {})
@@ -175,6 +178,7 @@ def compute_exact_results(target: str, inputs: CallInputs, seed: int) -> list[Te
 def _needs_float64(result: Tensor) -> bool:
     if result.dtype is not torch.float64:
         return False
+    # A float64 result may hold values that were computed in a lower precision, and so fit into float32.
     finite_values = result[result.isfinite()]
     return bool((finite_values.float().double() != finite_values).any())
 
@@ -237,6 +241,7 @@ def _measure_result_difference(result: Tensor, expected_result: Tensor) -> float
     expected_result = _widen_bytes(expected_result)
     is_nonfinite = ~(result.isfinite() & expected_result.isfinite())
     if is_nonfinite.any():
+        # NaN and infinities must be at the same places. Then only finite elements are compared.
         are_elements_equal = (result.double() == expected_result.double()) | (result.isnan() & expected_result.isnan())
         if not are_elements_equal[is_nonfinite].all():
             return math.inf

@@ -41,6 +41,7 @@ def examine_callable(setup: Setup, target: str, against: str) -> list[str]:
     """Returns remarks on a callable for the report. Raises UsageError if it cannot be compared with the reference."""
     inputs = make_inputs(setup)
     if target == against:
+        # The reference has nothing to be compared with. Check that all callables get the same inputs.
         if not _are_results_equal(inputs.tensors, make_inputs(setup).tensors):
             raise UsageError(
                 f"{setup.params[INPUTS]} returns other inputs when it is called again with the same seed, so the "
@@ -102,7 +103,8 @@ def _refuse_caching(
         == shapes_and_dtypes
         == _list_shapes_and_dtypes(repeated_results)
     ):
-        return  # the shape of results depends on the values
+        return  # shapes that depend on the values cannot be compared
+    # A callable that draws random numbers differs between equal calls as well, so allow twice that difference.
     difference_by_chance = measure_difference(repeated_results, copy_results)
     if measure_difference(overwritten_input_results, copy_results) > max(
         _MIN_STALE_DIFFERENCE, 2 * difference_by_chance
@@ -137,7 +139,8 @@ def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) 
 def _remark_on_error_in_one_column(
     target: str, results: Sequence[Tensor], expected_results: Sequence[Tensor]
 ) -> Iterator[str]:
-    """Yields a remark for each result in which one column has nearly all of an error beyond rounding."""
+    """Yields a remark for each result that differs by more than rounding explains, if most of the difference is in one
+    column."""
     for result, correct in zip(results, expected_results, strict=True):
         if not (result.dim() and exceeds_rounding(result, correct)):
             continue
@@ -197,6 +200,7 @@ def _remark_on_hidden_nan(setup: Setup, target: str, against: str) -> Iterator[s
     """
     inputs = make_inputs(setup)
     float_tensors = [tensor.detach() for tensor in inputs.tensors if tensor.is_floating_point() and tensor.numel()]
+    # The detached tensors share memory with the inputs, so this changes the inputs.
     for first_tensor in float_tensors[:1]:
         first_tensor[(0,) * first_tensor.dim()] = math.nan
     expected_results, results = _call_reference_and_target(inputs, against, target)

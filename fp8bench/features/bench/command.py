@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.pipeline import execute
 
     check_outputs(arguments)
+    # 1. Build the request of a run in which callables take the place of precisions.
     callables = check_callable_names(arguments.targets, arguments.against)
     axes = choose_axes(callables, arguments.shape, arguments.dtype, arguments.inputs, arguments.cache)
     option_values = {
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtypes": callables[1:],
     }
     request = make_request(argparse.Namespace(**{**option_values, "axes": axes}))
+    # 2. Measure, and keep the run to read its records afterwards.
     runs = []
 
     def execute_bench(request: Request, store: Path, observer: Observer, command: str) -> Run:
@@ -87,5 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
         return runs[0]
 
     exit_code = measure_and_print(request, arguments, execute_bench)
+    # 3. A wrong result changes the exit code only if nothing else went wrong.
     are_results_wrong = any(record.measurement(BEYOND_ROUNDING_ERROR) for run in runs for record in run.records)
     return EXIT_REGRESSION if are_results_wrong and exit_code == EXIT_OK else exit_code

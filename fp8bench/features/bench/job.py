@@ -15,6 +15,7 @@ from fp8bench.user_code.named import split_target
 
 # The module that workers import, because it registers the workload.
 WORKLOAD_MODULE = "fp8bench.features.bench.workload"
+# Found in the text of a file, because only workers import it.
 _INPUTS_DEFINITION = re.compile(rf"^def {INPUTS}\b".encode(), re.MULTILINE)
 
 

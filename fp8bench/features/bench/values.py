@@ -24,6 +24,7 @@ def parse_shapes(text: str) -> tuple[tuple[int, ...], ...]:
     shapes = []
     for part in text.split(","):
         side_texts = part.strip().split("x")
+        # isdigit() also accepts characters such as '²', which int() refuses.
         if not all(side.isascii() and side.isdigit() for side in side_texts):
             raise ValueError(f"{part!r} is not a shape; expected sizes with x between, like 1024x4096")
         shape = tuple(map(int, side_texts))

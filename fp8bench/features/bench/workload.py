@@ -48,7 +48,7 @@ class CallablePrecision(PlainPrecision):
         return self._target
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Returns "refused" for every workload except `bench`, which overrides this answer."""
+        """Refuses all workloads. `bench` does not ask: its `support` accepts every callable."""
         return refused("only `fp8bench bench` compares callables")
 
     @contextmanager
@@ -73,7 +73,7 @@ precisions.add_precision_maker(find_callable_precision)
 
 @workloads.register(BENCH)
 class Callables(Workload):
-    """Calls a callable on the inputs that all callables of its group share."""
+    """A workload whose step calls a callable. All callables of a group get the same inputs."""
 
     name = BENCH
     summary = "calls of your callables and a reference on the same inputs (fp8bench bench)"
