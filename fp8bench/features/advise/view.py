@@ -122,8 +122,8 @@ def make_question_tables(advised: AdviceResult, everything: bool) -> Iterator[Ta
     for number, question in enumerate(AdviceQuestion, 1):
         rows = [row for row in _group_answers_by_rule(advised, question) if everything or _has_measured_answer(row)]
         if rows:
+            # The last column is the evidence, which only the long page shows.
             yield table(
-                # The last column is the evidence, which only the long page shows.
                 f"question-{number}", question.value, answer_columns if everything else answer_columns[:-1], rows
             )
 

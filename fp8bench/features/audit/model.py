@@ -69,7 +69,7 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
     # 1. Collect all paths to each module, because tied models have several.
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
-    # 2. Keep modules whose class promises low precision, and those whose weight is known to be multiplied.
+    # 2. Keep modules whose class promises low precision, and those that hold the weight of a product.
     layers = []
     for module, (name, *other_names) in paths.items():
         weight = get_weight(module)

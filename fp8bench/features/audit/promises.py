@@ -127,8 +127,7 @@ class ExpectedProduct:
         return finding if finding.has_failed else AuditFinding(error=error, expected=expected_error)
 
     def _is_error_random(self, shape: tuple[int, int]) -> bool:
-        """Returns whether chance affects the error of stochastic casts: few results are judged, or one side is short.
-        """
+        """Returns whether chance affects the error of stochastic casts: few results are judged, or a side is short."""
         return self.sample is not None or min(*shape, self.a.elements.shape[1]) < _DECODING_ROWS
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:

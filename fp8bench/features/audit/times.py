@@ -95,8 +95,7 @@ def iterate_shortest_times(
     description. The limits use the fastest known copy and product: torch's speed now, or the stored ceilings of this
     device (copies in any cache, products in this precision or a wider one).
     """
-    # 1. Choose the ceilings: copies in any cache, and products in this precision or a higher one, which has a lower
-    # rank.
+    # 1. Choose the ceilings: copies in any cache, and products in this precision or a higher one (of lower rank).
     rank = precisions.get(precision).rank
     rates = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
     product_limits = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]

@@ -64,7 +64,7 @@ def make_inputs(setup: Setup) -> CallInputs:
     # 2. Otherwise, load the inputs from a file, or call the function of the user.
     source = str(params[INPUTS])
     source_inputs = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
-    # 3. A mapping has arguments by name, any other value has them by position.
+    # 3. A mapping has arguments by name. A tensor, tuple or list has them by position.
     match source_inputs:
         case Tensor():
             inputs = CallInputs((source_inputs,), {})

@@ -139,8 +139,8 @@ def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) 
 def _remark_on_error_in_one_column(
     target: str, results: Sequence[Tensor], expected_results: Sequence[Tensor]
 ) -> Iterator[str]:
-    """Yields a remark for each result that differs by more than rounding explains, if most of the difference is in one
-    column."""
+    """Yields a remark for each result that differs by more than rounding explains, if nearly all of the difference is
+    in one column."""
     for result, correct in zip(results, expected_results, strict=True):
         if not (result.dim() and exceeds_rounding(result, correct)):
             continue

@@ -167,6 +167,7 @@ def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Clai
     names: list[str] = arguments.what
     catalogue = load_bundled_claims()
     if arguments.all or arguments.published:
+        # --published selects the rows with a published figure, and --all the remaining rows.
         return catalogue, [row for row in catalogue.claims.values() if row.published == arguments.published]
     # 1. For a claims file, return all of its claims, or the named ones.
     if names[0].endswith(".toml"):
@@ -227,9 +228,11 @@ def parse_claim_run_requests(file: ClaimsFile) -> dict[str, RunRequest]:
 
 def _parse_run_text(location: str, run_text: str) -> RunRequest:
     try:
+        # 1. Split the text as a shell does.
         command_words = shlex.split(run_text)
     except ValueError as error:
         raise UsageError(f"{location}: run {run_text!r:.120} cannot be read ({error}).") from None
+    # 2. Refuse other commands, and options that a claim must not have.
     if not command_words or command_words[0] not in ("suite", "train"):
         raise UsageError(f"{location}: run {run_text!r:.120} must start with suite or train, as on the command line.")
     for word in command_words:
@@ -239,6 +242,7 @@ def _parse_run_text(location: str, run_text: str) -> RunRequest:
                 "suites that come with fp8bench. Remove it."
             )
     try:
+        # 3. Parse the rest as on the command line, which also checks it.
         arguments = parse_command_words(build_parser([command_words[0]]), command_words)
         if command_words[0] == "train":
             return cast("RunRequest", import_command_module("train").request_from(arguments))

@@ -54,6 +54,7 @@ def _answer_arithmetic_claim(claim: Claim) -> ClaimAnswer:
 
 def _answer_composed_claim(claim: Claim, parts: list[ClaimAnswer]) -> ClaimAnswer:
     runs = tuple(dict.fromkeys(run for part in parts for run in part.runs))
+    # One refuted part refutes the claim. Otherwise, one undecided part leaves it open.
     for answer in (ClaimOutcome.REFUTED, ClaimOutcome.CANNOT_TELL):
         if deciding := [part for part in parts if part.answer is answer]:
             names = ", ".join(part.claim.id for part in deciding)
@@ -66,6 +67,7 @@ def _refute_claim_by_limit(claim: Claim) -> ClaimAnswer | None:
     computed_limit = evaluate_expression(claim.limit)
     low, high = claim.range
     is_higher_better = find_metric_spec(claim.figure).better is Better.HIGHER
+    # The sentence stays possible if the limit allows at least one of the claimed values.
     if low <= computed_limit.value if is_higher_better else high >= computed_limit.value:
         return None
     limit_text = "the peak rate of the device" if is_higher_better else "the shortest possible time on the device"

@@ -18,6 +18,7 @@ _ARITHMETIC_OPERATORS: Mapping[type, Callable[[float, float], float]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    # Unlike **, math.pow raises an error instead of returning a complex number.
     ast.Pow: math.pow,
 }
 _MATH_FUNCTIONS: Mapping[str, Callable[[float], float]] = {"log2": math.log2, "sqrt": math.sqrt}
@@ -28,7 +29,8 @@ _FORMAT_BY_SHORT_NAME = {"e4m3": "e4m3fn"}
 
 @dataclass(frozen=True)
 class ComputedFigure:
-    """The value of an expression. `citations` maps each datasheet citation that the expression uses to the device."""
+    """The value of an expression. `citations` maps the citation of each datasheet figure in the expression to the name
+    of the device."""
 
     value: float
     citations: Mapping[str, str]
@@ -42,6 +44,7 @@ def evaluate_expression(text: str) -> ComputedFigure:
     citations: dict[str, str] = {}
     try:
         value = _evaluate_node(ast.parse(text, mode="eval").body, citations)
+    # Deeply nested text makes the parser raise RecursionError or MemoryError.
     except (SyntaxError, RecursionError, MemoryError):
         raise UsageError(
             f"{text!r} is not arithmetic. Write numbers, facts such as e4m3.largest, and + - * / **."
@@ -56,6 +59,7 @@ def evaluate_expression(text: str) -> ComputedFigure:
 
 
 def _evaluate_node(node: ast.expr, citations: dict[str, str]) -> float:
+    # In Python, True and False are also of type int.
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC_OPERATORS:

@@ -158,7 +158,8 @@ def _check_stored_answer(
         if difference := _describe_claim_edit(row, claims.claims.get(row.id)):
             part_claim_prefix = f"its part {row.id}: " if row is not stored.row else ""
             return AnswerCheckOutcome.ANSWER_FAILS, part_claim_prefix + difference
-    # 2. The runs of the answer must exist unchanged. A claim that needed a run, but was not measured, cannot be judged.
+    # 2. The files of the answer's runs must exist and be unchanged. A claim that needed a run, but was not measured,
+    # cannot be judged.
     for run in stored.runs:
         if change := source.describe_run_file_change(run):
             return AnswerCheckOutcome.ANSWER_FAILS, change
@@ -171,7 +172,7 @@ def _check_stored_answer(
         and any(iterate_measured_claims([claim], claims.claims))
     ):
         return AnswerCheckOutcome.CANNOT_JUDGE, "the claim was not measured"
-    # 3. The answer must be the same when it is computed again from these runs.
+    # 3. The answer must be the same when it is computed again from the runs in the folder.
     recomputed_answer = decide_claim_answer(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
         current_value = getattr(recomputed_answer, name)
@@ -209,6 +210,7 @@ class _StoredRuns:
     _loaded_runs: dict[str, StoredRun] = field(default_factory=dict)
 
     def find_run_path(self, run: str) -> Path:
+        # `.name` drops folders from the id, so that the path stays in this folder.
         return self.folder / _RUNS_FOLDER / f"{Path(run).name}.jsonl"
 
     def __call__(self, claim: Claim) -> StoredRun:
@@ -261,6 +263,7 @@ def load_stored_run(path: Path) -> StoredRun:
         first_line = read_file(path, _MAX_RUN_BYTES).partition(b"\n")[0]
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
+    # Only the first line of a training has this key.
     return load_training(path) if b'"training":' in first_line else load_run(path)
 
 

@@ -52,6 +52,7 @@ def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> FigureReadi
     case_weights = [_read_reference_value(claim, run, record) if claim.is_ratio else 1.0 for record in records]
 
     def sum_figures(figures: Iterable[float]) -> float:
+        # A speed-up divides the time of the reference by that of the case, so the case took weight / speed-up.
         divide_or_multiply_by_weight = truediv if claim.figure in SPEEDUPS else mul
         total: float = sum(map(divide_or_multiply_by_weight, case_weights, figures))
         if claim.figure in SPEEDUPS:
@@ -91,7 +92,7 @@ def _read_case_figure(claim: Claim, run: Run, record: Record) -> FigureReading:
         record.support.is_emulated and not metric.spec.of_workload and name not in _FIGURES_SAME_UNDER_EMULATION
     ):
         raise _refuse_emulated_figure(claim, mode, metric.name)
-    # 3. A throttled or shared device gives no time, rate or energy.
+    # 3. Refuse times, rates and energies of a device that was throttled or shared.
     if metric.noisy and finding is not None and finding.hard:
         why = f"the device could not be timed reliably ({', '.join(finding.hard)})"
         raise CannotDecide(why, suggest_more_rounds(claim))
@@ -167,8 +168,8 @@ def _read_ratio(
     if metric.interval is None:
         ratio = value / _read_reference_value(claim, run, record)
         return FigureReading(ratio, ratio * (1 - relative_error), ratio * (1 + relative_error))
-    # A ratio of times is the inverse of the speed-up, with the same uncertainty. A ratio of energies has no interval,
-    # only a range over all pairs of windows. It counts if the windows of the two cases clearly differ.
+    # A ratio of times is the inverse of the speed-up, with the same uncertainty. A ratio of energies only has a range
+    # over all pairs of windows, which is accepted if the energies of the two cases clearly differ.
     interval = metric.interval
     is_energy_difference_clear = metric.verdict in (EnergyDemand.LESS, EnergyDemand.MORE) and name == str(ENERGY)
     if interval.level == 0 and not is_energy_difference_clear:
@@ -206,7 +207,8 @@ def _find_reference(record: Record, run: Run) -> Record | None:
 
 
 def _list_step_metrics(record: Record, finding: Finding | None, run: Run) -> dict[str, Metric]:
-    """Returns the metrics of whole steps (not of phases) by name. Omits all but the first metric of a name."""
+    """Returns the metrics of whole steps by name, without those of phases. If several have the same name, returns the
+    first one."""
     reference_record = _find_reference(record, run)
     metrics: dict[str, Metric] = {}
     for metric in iterate_case_metrics(
@@ -232,6 +234,7 @@ def _read_claimed_speedup(claim: Claim, metric: Metric, finding: Finding | None)
 
 
 def _read_training_figure(claim: Claim, run: StoredTraining) -> FigureReading:
+    # 1. Find the arm.
     judged_training = JudgedTraining(run)
     name = claim.metric
     arm_name = dict(claim.case).get("arm", "")
@@ -244,18 +247,21 @@ def _read_training_figure(claim: Claim, run: StoredTraining) -> FigureReading:
     summary = summaries[arm_name]
     if summary.arm.skip:
         raise CannotDecide(f"{arm_name} was not trained: {summary.arm.skip}")
+    # 2. Read the figure of the arm. A ratio also needs that of the reference, which is the first arm.
     arm_summaries = [summary, judged_training.summaries[0]] if claim.is_ratio else [summary]
     values = []
     for position, compared_summary in enumerate(arm_summaries):
         if name in _ARM_COST_FIGURES and not compared_summary.arm.native:
             raise _refuse_emulated_figure(claim, compared_summary.arm.name, name)
         figures = list_figures(compared_summary, judged_training.verdicts)
+        # A gap is already relative to the reference, so it is never a ratio.
         if name in ("gap", "held_out_gap"):
             return _read_loss_gap(claim, figures)
         value = figures.get(name)
         if value is None or (position == 1 and not value):
             raise CannotDecide(f"{name} of {compared_summary.arm.name} is unknown")
         values.append(value)
+    # 3. Return the figure or the ratio. The resolution of the figure is its interval.
     figure = values[0] / values[1] if claim.is_ratio else values[0]
     relative_error = find_resolution(claim, None)
     return FigureReading(figure, figure * (1 - relative_error), figure * (1 + relative_error))

@@ -23,7 +23,7 @@ _REQUIRED_KEYS = {
     ClaimKind.MEASURED_FIGURE: ("run", "figure", "relation", "bound", "device"),
     ClaimKind.ALL_OF: ("parts",),
 }
-# Figures of a training arm. A gap is relative to the loss of the reference.
+# Figures of a training arm. `gap` and `held_out_gap` are relative to the loss of the reference.
 TRAINING_FIGURES = (
     "loss",
     "held_out",
@@ -39,8 +39,8 @@ TRAINING_FIGURES = (
 _SPEED_WORD_PATTERN = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
 # Words for times. A claim about a time needs a measurement. A peak speed is a figure of a datasheet, not a time.
 _TIME_WORD_PATTERN = rf"(?<!peak )(?:{_SPEED_WORD_PATTERN}|time|duration|seconds)"
-# Each rule: a pattern of words in a claim's sentence, a pattern of the figures that measure what such words promise,
-# and a remedy for a claim with a different figure.
+# Each rule has a pattern of words in a sentence, a pattern of the figures that measure what these words promise, and a
+# remedy if the figure of the claim is a different one.
 _CLAIM_WORDING_RULES = (
     (r"accura\w*|qualit\w*", r"accuracy|score", "a run or training has no figure of task accuracy"),
     (r"converge\w*|loss(?:es)?", r"loss|gap|held_out", "measure `gap` of a training"),
@@ -50,7 +50,7 @@ _CLAIM_WORDING_RULES = (
 )
 # Units of metrics whose sum over cases has a meaning.
 _ADDITIVE_UNITS = ("s", "J", "B", "FLOP", "count")
-# Runs that train a model, as a sentence about training requires.
+# The runs that train a model. A sentence about training is only accepted with one of these.
 _TRAINING_COMMAND_PATTERN = re.compile(r"train\b|suite (transformer|learning|vision|diffusion|moe|parallel)\b")
 
 
@@ -82,11 +82,13 @@ def load_claims_file(path: Path) -> ClaimsFile:
 
 def parse_claims(name: str, text: str) -> ClaimsFile:
     try:
+        # 1. Parse the file. Deeply nested TOML raises RecursionError.
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{name} is not TOML: {error}.") from None
     rows = content.get("claim")
     sources = content.get("source", {})
+    # 2. Check that it has [[claim]] rows, and nothing else but tables of sources.
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{name} has no claims. Begin each with a line [[claim]]; docs/claims.md shows a row.")
     if (unknown_keys := {*content} - {"claim", "source"}) or not isinstance(sources, dict):
@@ -95,6 +97,7 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
             f"{name}: {misplaced_key!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
         )
     claims = {}
+    # 3. Convert each row. A message names the claim, or its number if it has no id.
     for row_number, row in enumerate(rows, 1):
         try:
             claim = parse_row(row, sources)
@@ -109,7 +112,7 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
 def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
     """Converts a row of a claims file to a claim. Its source may be a key of `sources`. Raises UsageError if nothing
     can decide the claim."""
-    # 1. Check the names and types of the keys.
+    # 1. Check the names of the keys in the row, and the types of their values.
     names = [field.name for field in fields(Claim)]
     for key in row:
         if key not in names:

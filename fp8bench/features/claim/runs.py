@@ -67,15 +67,18 @@ class ClaimRunSource:
 
     def announce_measurements(self, claims: Iterable[Claim]) -> None:
         """Prints how many stored runs are used, how many have to be measured, and about how long that takes."""
+        # 1. Find the requests without a stored run. Several claims may have the same request.
         seconds_by_request: dict[RunRequest, float] = {}
         reused_runs = set()
         for claim in claims:
+            # The answer to a claim that cannot be measured here says so later.
             with suppress(CannotDecide):
                 request = self._make_run_request(claim)
                 if find_stored_run(request, self.store)[0] is not None:
                     reused_runs.add(request)
                 else:
                     seconds_by_request[request] = max(claim.seconds, seconds_by_request.get(request, 0.0))
+        # 2. Add the durations. If a claim does not tell its duration, only an upper limit is known.
         if seconds_by_request:
             limit_seconds = [
                 seconds or self._estimate_longest_seconds(request) for request, seconds in seconds_by_request.items()
@@ -94,7 +97,8 @@ class ClaimRunSource:
             )
 
     def _estimate_longest_seconds(self, request: RunRequest) -> float:
-        """Returns how many seconds a run of usual steps takes at most. Returns 0 for a training, which has no limit."""
+        """Returns the most seconds that a run takes, unless its steps are unusually long. Returns 0 for a training,
+        which has no time limit."""
         if not isinstance(request, Request):
             return 0.0
         plan, _ = plan_only(request, self.store)
@@ -109,6 +113,7 @@ class ClaimRunSource:
 
     def _choose_device(self, claim: Claim) -> str:
         if "any" in claim.device:
+            # Numbers alone decide such a claim, so any device will do.
             return self.device or "cpu"
         if "cpu" in claim.device:
             return "cpu"

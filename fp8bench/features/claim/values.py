@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8bench.model.codec import encode
 
-# Speed-ups, each with the time that it compares: the reference's time divided by the case's.
+# The metric of time from which each speed-up is computed: the time of the reference divided by that of the case.
 SPEEDUPS = {"speedup": "time", "sustained_speedup": "sustained_time"}
 
 

@@ -158,7 +158,8 @@ def _choose_tone(conforms: bool) -> Tone:
 
 
 def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> str:
-    """Counts the casts and products of a mode whose kernel differs from the emulation in one of these ways."""
+    """Counts the casts and products of a mode whose difference from the emulation is one of `kinds`. In `kinds`, None
+    stands for those that were not compared."""
     count = sum(case.difference in kinds for case in mode.found)
     return str(count) if count else units.NONE
 

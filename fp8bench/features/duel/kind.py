@@ -19,6 +19,7 @@ from fp8bench.model.file_names import format_start_time
 from fp8bench.store.kept_lines import LineContent, UnknownKind, process_line_contents, read_file_lines, read_header
 from fp8bench.store.runs.run_file import explain_invalid_record
 
+# Fields that later lines of the file add, or that are only known when it is read.
 _FIELDS_NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
 
 

@@ -107,8 +107,8 @@ def explain_handshake_refusal(handshake: HandshakeFacts, start: WorkerStart) -> 
     return ""
 
 
-# The number of processes per side. Equal processes differ in speed for internal reasons. With two per side, a few
-# sessions show by how much.
+# The number of processes per side. Even equal processes differ in speed, for example by where their memory is. With two
+# per side, a few sessions show by how much.
 PROCESSES_PER_SIDE = 2
 
 

@@ -106,6 +106,7 @@ class DuelSessionArms:
             try:
                 release_failure = entry.arm.release_states(entry.worker)
             except WorkerError:
+                # A new process holds no states, so nothing is left to release.
                 entry.worker.restart()
                 continue
             failure = failure or release_failure
@@ -124,8 +125,8 @@ class DuelSessionArms:
         for arm in arms:
             # All arms make equally many calls: a minimum over more calls would be lower for that reason alone.
             arm.calls = min(measured_arm.calls for measured_arm in arms)
-            # A different process runs before each slot, so caches are cold and the core may have changed.
-            # Discard the first call of short steps.
+            # Another process runs before each turn of this one, so caches are cold and the core may have changed.
+            # Discard the first call of a turn if steps are short.
             arm.untimed_call_count = 1 if arm.step_seconds < MAX_DISCARD_STEP_SECONDS else 0
 
     def _run_rounds(self, orders: RoundOrders[DuelArm], rule: StoppingRule, start: float) -> str:
@@ -200,7 +201,8 @@ class DuelCaseRunner:
     limits: RequestTimeLimits
 
     def measure(self, case: DuelCaseProgress, number: int, rule: StoppingRule) -> None:
-        """Measures one session of a case. If not all processes fit into memory, uses fewer of them on each side."""
+        """Measures session `number` of a case until `rule` ends it. If not all processes fit into memory, uses fewer of
+        them on each side."""
         planned_case = case.before.planned.case
         seed = random.Random(f"{self.seed}:{number}:{planned_case.id}").getrandbits(32)
         while True:
@@ -358,6 +360,7 @@ def _measure_sessions(
         results = tuple(case.result for case in cases if case.sessions)
         if results:  # keep the results that were measured before the error
             raise DuelCutOff(error, replace(duel, results=results, troubles=(str(error),))) from None
+        # A duel without any result is not kept.
         writer.path.unlink(missing_ok=True)
         raise
     finally:
@@ -396,8 +399,8 @@ def _measure_all_sessions(
         progress.show_activity("starting workers")
         worker_restart_start = time.monotonic()
         restart_workers(pair, request.seed, session_number)
-        # Reserve time for the restarts of later sessions. Before the first session, half of the workers were running
-        # already, so the measured time of that restart is doubled.
+        # Reserve time for the restarts of later sessions. The first session only starts half of the workers, because
+        # the others already run, so its time is doubled.
         remaining_restart_seconds = (
             (time.monotonic() - worker_restart_start) * (1 if session_number else 2) * (sessions - 1 - session_number)
         )
@@ -411,9 +414,11 @@ def _measure_all_sessions(
                 )
                 runner.measure(case, session_number, _choose_stopping_rule(request, session_seconds))
             if case.is_active and session_number == 0:
-                _check_loaded_revision(pair)  # more of the user's code may be imported by now
+                _check_loaded_revision(pair)  # check again: the case may have imported more code of the user
                 runner.measure_errors_and_memory(case)
             with hold_back_interrupts():  # an interrupt must not separate a case from its session
+                # The first session writes the case, and later ones add their samples. A case that fails later is
+                # written again.
                 if session_number == 0 or (is_case_active and not case.is_active):
                     writer.write_result(case.result)
                 elif is_case_active:
@@ -432,7 +437,8 @@ def _choose_stopping_rule(request: Request, session_seconds: float | None) -> St
 
 
 def _describe_duel_side(side: DuelSideWorkers, request: Request) -> DuelSide:
-    """Returns a side with its environment. Facts that the side's worker did not report are those of this process."""
+    """Returns the description of a side. Its environment has the facts that its worker reported. Facts of this process
+    fill the gaps."""
     worker = side.workers[0]
     start = side.start
     # This process computes the digests of imports from the files of this working tree. The digests are not valid for

@@ -30,8 +30,8 @@ _LOCK_FILE = "owner.lock"
 # A folder without a lock file is removed only if it is older than this. A younger one may still be under construction
 # by a process that waits for a core.
 _MIN_ABANDONED_SECONDS = 600.0
-# A shell script that waits until this process ends, makes git forget the working tree, and removes the folder. It
-# retries, because a terminating worker may still write into the folder.
+# A shell script that waits until this process ends (which ends the input of `cat`), makes git forget the working tree,
+# and removes the folder. It retries, because a terminating worker may still write into the folder.
 _CLEANUP_SCRIPT = """cat; git -C "$1/tree" worktree remove --force "$1/tree"
 for again in 1 2 3 4 5; do rm -rf "$1" && exit; sleep 1; done"""
 
@@ -60,6 +60,7 @@ def scratch_folder() -> Iterator[Path]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=_environment(),
+        # In a separate session, Ctrl-C does not reach the cleanup.
         start_new_session=True,
     )
     try:
@@ -74,6 +75,7 @@ def scratch_folder() -> Iterator[Path]:
 def remove_stale_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):
+            # Leave the folders of other users alone, and do not follow links.
             if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
                 try:
                     is_abandoned = not is_locked(folder / _LOCK_FILE)
@@ -123,11 +125,12 @@ def find_revision(repository: Path, revision: str, option: str) -> str:
 def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
     """Checks out the commit in a scratch folder, and removes it after the `with` block. Git hooks do not run, because
     they might change files outside this folder."""
-    # Make git forget the working trees of killed duels, whose folders were removed.
+    # 1. Make git forget the working trees of killed duels, whose folders were removed.
     for line in _run_git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
         if line.startswith("worktree ") and path.parent.name.startswith(FOLDER_PREFIX) and not path.exists():
             _run_git(repository, "worktree", "remove", "--force", str(path))
+    # 2. Check out the commit. Without a folder of hooks, git runs none.
     worktree_folder = folder / "tree"
     try:
         result = _run_git(
@@ -153,6 +156,7 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
 
 
 def _environment() -> dict[str, str]:
+    # LC_ALL=C gives English messages, in which `_read_git_stderr` looks for "fatal:" and "error:".
     return {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES} | {"LC_ALL": "C"}
 
 

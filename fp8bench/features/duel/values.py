@@ -50,6 +50,7 @@ class CaseResult:
     @property
     def is_refused_by_both(self) -> bool:
         """Whether both sides refuse the case, even if for different reasons."""
+        # The reason names each side that skips the case in this form.
         return all(f"side {name}: " in self.after.reason for name in (BEFORE, AFTER))
 
     @property

@@ -51,12 +51,12 @@ from fp8bench.model import (
 from fp8bench.model.specs import MEAN_TIME, TIME, Better, find_metric_spec
 
 MIN_ROUNDS = 5
-# With too few processes for an interval, a verdict requires that the nearest processes of both sides differ by more
-# than this share.
+# With too few processes for an interval, a verdict requires a gap of this share: between the slowest process of one
+# side and the fastest of the other.
 CLEAR_DIFFERENCE = 0.10
 _MAX_NAME_ASSIGNMENTS = 4096
 _BISECTION_STEPS = 12
-# Smaller offsets of log ratios count as zero.
+# Differences of log ratios below this count as zero.
 _NEGLIGIBLE_SHIFT = 1e-9
 
 
@@ -70,8 +70,8 @@ class DuelVerdict:
     The permutation test assigns the names A and B to processes. `permutation_p_value` is the fraction of assignments
     that put the sides at least as far apart, and `smallest_p_value` its smallest possible value. `error` is the
     standard deviation of the logarithm of the ratio over all assignments. `standardized_distance` is the measured
-    logarithm divided by `error`, with `freedom` degrees of freedom. `rounds` is that of the session with the fewest
-    rounds. `uses_whole_steps` is False if parts of steps were compared.
+    logarithm divided by `error`, with `freedom` degrees of freedom. `rounds` is the number of rounds of
+    the shortest session. `uses_whole_steps` is False if a best case is the sum of the best times of parts of a step.
     """
 
     verdict: Verdict
@@ -106,11 +106,12 @@ class DuelVerdict:
 def judge_duel_sessions(
     sessions: Sequence[CaseSession], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME_BAND
 ) -> DuelVerdict | None:
-    """Judges all sessions of a case. Returns None if no round of any session has all processes."""
+    """Judges the times of a case in all sessions. Returns None if no round of a session has times of all processes."""
     shared_sessions = [session for session in sessions if _list_common_rounds(session)]
     if not shared_sessions:
         return None
-    # Compare complete steps if parts of a step compensate for each other by more than processes differ.
+    # Usually, the best case of a process is the sum of the best times of the parts of a step. If parts compensate for
+    # each other, this sum is too low, and complete steps are compared.
     uses_whole_steps = 2 * sum(map(_do_step_parts_compensate, shared_sessions)) >= len(shared_sessions)
     # 1. For each process, compute the logarithms of its fastest time and of its mean time.
     log_seconds_by_session = [_compute_log_seconds(session, uses_whole_steps) for session in shared_sessions]
@@ -156,7 +157,7 @@ def judge_duel_sessions(
 
 
 def explain_unsure_verdict(times: DuelVerdict) -> str:
-    # The causes are in the order in which a user can remove them.
+    # Check the causes in the order in which a user should remove them.
     if times.rounds < MIN_ROUNDS:
         rounds = "1 round per session is" if times.rounds == 1 else f"{times.rounds} rounds per session are"
         return f"{rounds} too few; give more time (--budget) or --rounds"
@@ -200,8 +201,8 @@ def _do_step_parts_compensate(session: CaseSession) -> bool:
             for side in (session.before, session.after)
         )
 
-    # Take the smaller of two spreads: of the sums of parts, and of complete steps. Parts that compensate for each other
-    # widen the spread of the sums.
+    # Compensation must exceed the spread of the processes. Take the smaller one of two spreads, because parts that
+    # compensate for each other widen the spread of their sums.
     smallest_spread = max(VERDICT_BAND, min(measure_spread(False), measure_spread(True)))
     return verdicts.do_cells_compensate([*session.before, *session.after], rounds, smallest_spread)
 
@@ -221,6 +222,7 @@ def _judge_without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.floa
     side are slower than all of the other. The gap between them must exceed CLEAR_DIFFERENCE, and the range of the
     processes of each side.
     """
+    # A single process does not show how much equal processes differ.
     if min(len(logs_a), len(logs_b)) < 2:
         return Verdict.UNSURE
     min_log_distance = max(math.log1p(CLEAR_DIFFERENCE), float(np.ptp(logs_a)), float(np.ptp(logs_b)))
@@ -246,7 +248,8 @@ class _NameAssignments:
             b_index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
             b_process_masks = _make_b_process_masks(sizes, list(itertools.product(*b_index_choices)))
         else:
-            # Use the actual assignment and a seeded sample, so that the same samples always give the same verdict.
+            # There are too many assignments: use the actual one and a random sample, with a fixed seed so that the same
+            # times always give the same verdict.
             rng = np.random.default_rng(0)
             sampled_assignments = []
             for _ in range(_MAX_NAME_ASSIGNMENTS - 1):
@@ -255,9 +258,12 @@ class _NameAssignments:
                 ]
                 sampled_assignments.append(sampled_assignment)
             b_process_masks = np.concatenate([[is_after], _make_b_process_masks(sizes, sampled_assignments)])
+        # With equally many processes on both sides, exchanging A and B keeps the distance, so two assignments are most
+        # extreme.
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
         self.smallest_p_value = max((1 + has_mirror_images) / side_assignment_count, 1 / len(b_process_masks))
-        # Store the indices of the processes on side B and side A. Every assignment has equally many on each side.
+        # For each assignment, list the processes named B and those named A. Their numbers are the same in all
+        # assignments.
         self._after_indices, self._before_indices = (
             np.nonzero(names)[1].reshape(len(b_process_masks), -1) for names in (b_process_masks, ~b_process_masks)
         )
@@ -288,7 +294,8 @@ class _NameAssignments:
         return float((np.abs(distances) >= abs(observed_log_distance) - 1e-12).mean())
 
     def _find_interval_bound(self, log_ratio: float, outer_offset: float, p_limit: float) -> float:
-        # If chance explains even the largest offset, no bound exists.
+        # An offset is the distance of a log ratio from the measured one. If chance explains even the largest offset,
+        # there is no bound.
         if self.compute_p_value(log_ratio + outer_offset) > p_limit:
             return math.copysign(math.inf, outer_offset)
         # Halve the offset until chance explains it, then bisect between the last two offsets.
@@ -383,6 +390,7 @@ def compare_case_sides(result: CaseResult) -> Iterator[Comparison]:
 def _compare_case_times(result: CaseResult) -> Comparison:
     time_verdict = judge_case(result)
     comparison = _make_empty_comparison(result, TIME, "s")
+    # 1. Without times of both sides, only say why they are missing.
     if time_verdict is None:
         return replace(comparison, why=_explain_missing_times(result))
     comparison = replace(
@@ -391,6 +399,7 @@ def _compare_case_times(result: CaseResult) -> Comparison:
         after=time_verdict.after,
         labels=_choose_duel_labels(result, time_verdict),
     )
+    # 2. Do not compare different work, such as a native case with an emulated one.
     support_level_a = result.before.support.level
     support_level_b = result.after.support.level
     if support_level_a is not support_level_b:
@@ -420,6 +429,7 @@ def compute_p_value(times: DuelVerdict) -> float | None:
 
 
 def _choose_duel_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
+    # 1. Collect the times of all processes, and count the sessions in which the order of processes matters.
     sides_with_timings = []
     large_position_effect_count = 0
     for session in result.sessions:
@@ -429,6 +439,7 @@ def _choose_duel_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, 
         large_position_effect_count += position_effect is not None and abs(position_effect.ratio.point - 1) > max(
             VERDICT_BAND, times.process_spread
         )
+    # 2. Keep the labels that at least half of the processes have.
     labels: Counter[Label] = Counter()
     for record, timing in sides_with_timings:
         finding = Finding(record.case, times.verdict, phases=compute_best_phase_seconds(timing))
@@ -436,6 +447,7 @@ def _choose_duel_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, 
     chosen_labels = {
         label for label, count in labels.items() if 2 * count >= len(sides_with_timings)
     } - _LABELS_IGNORED_IN_DUELS
+    # 3. Add the labels of the duel as a whole.
     if times.does_mean_contradict_fastest:
         chosen_labels.add(Label.UNEVEN)
     if times.uses_whole_steps:

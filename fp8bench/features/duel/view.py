@@ -148,7 +148,7 @@ def _collect_notes(duel: Duel, figures: Sequence[_CaseComparison]) -> list[str]:
         for _, comparison in figures
         if comparison.why
     ]
-    # Remarks of a record are shown even if its figures agree.
+    # Records may have remarks even if no figure differs between the sides.
     for result in duel.results:
         side_records = result.before, result.after
         reasons += [(record.detail, record.case.id) for record in side_records if record.is_ok and record.detail]
@@ -160,7 +160,7 @@ def _describe_duel_ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
     if unmeasured_case_count := len(duel.cases) - len(duel.results):
         yield Text(f"{unmeasured_case_count} of {len(duel.cases)} cases were not measured")
-    # Fewer sessions make wider intervals, which a reader should not mistake for noise.
+    # Say how many cases lack sessions, because their intervals are wider for that reason, not by noise.
     shortened_case_count = sum(
         0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results
     )

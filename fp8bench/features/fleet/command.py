@@ -163,6 +163,7 @@ def parse_option(text: str) -> tuple[str, str]:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
+    # These commands do not always need a plan.
     commands = {"collect": _collect_runs, "report": _show_report}
     if arguments.subcommand in commands:
         return commands[arguments.subcommand](arguments)
@@ -255,6 +256,7 @@ def _collect_runs(arguments: argparse.Namespace) -> int:
     ]
     lines += [
         f"left out: {count} {reason}"
+        # The unary plus drops reasons with a count of 0.
         for reason, count in sorted((+collected_run_counts.excluded_count_by_reason).items())
     ]
     lines += [f"refused: {len(collected_run_counts.failures)}"] if collected_run_counts.failures else []

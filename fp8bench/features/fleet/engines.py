@@ -241,6 +241,7 @@ def _is_queued(names: Sequence[str]) -> bool:
     """
     arguments = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(names)]
     squeue_result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    # squeue fails for jobs that it no longer knows, because they ended.
     return not squeue_result.returncode and bool(squeue_result.stdout.strip())
 
 
@@ -370,6 +371,7 @@ def run_on_node(arguments: list[str], log: str, folder: str, threads: str | None
     environment = {name: value for name, value in os.environ.items() if name != _THREADS_VARIABLE}
     if threads is not None:
         environment[_THREADS_VARIABLE] = threads
+    # This node may not have the folder from which the plan was submitted.
     working_folder = Path(folder) if Path(folder).is_dir() else None
     with open_file(Path(log), "ab", most=None) as output:
         return wait_for_all(start_fp8bench(arguments, output, environment, working_folder))

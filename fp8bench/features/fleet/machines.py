@@ -67,8 +67,9 @@ class MachineKind:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: its kinds, the number of its completely measured settings (`whole`) and failed
-    cases, and its latest deviation from its kind.
+    """A machine of the fleet. `kinds` are those to which its runs belong. `whole` is the number of settings that it
+    measured completely, `failed` the number of failed cases. `ratio` and `score` are its `MachineDeviation` in the last
+    of its kinds that has one.
     """
 
     name: str
@@ -139,6 +140,7 @@ _SOFTWARE_FACT_NAMES = (
     "imports_sha256",
 )
 _DEVICE_SETTING_NAMES = ("driver", "power_cap", "ecc", "mig", "clock_limit")
+# Options of a run. Machines that ran with different ones belong to different kinds.
 _MACHINE_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data", "ranks", "sustained")
 _CAPABILITY_PREFIX = "CPU capability usage: "
 
@@ -147,8 +149,8 @@ _CAPABILITY_PREFIX = "CPU capability usage: "
 class MachineRun:
     """The facts of one run that a fleet report needs.
 
-    `complete_group_settings` are the settings of groups that were measured completely, and `incomplete_settings` are
-    those of the remaining groups. `times` are seconds by case, and `failure_reasons` are reasons by case.
+    `complete_group_settings` are the settings of which every case has a record, and `incomplete_settings` are all
+    other settings. `times` are seconds by case, and `failure_reasons` are reasons by case.
     """
 
     run: str
@@ -244,7 +246,8 @@ MIN_MACHINES = 6
 # the times of healthy machines scatter by 1%, no healthy machine is reported. If they scatter by 10%, one is reported
 # in 7% of fleets of 7 machines, and in 1% of fleets of 17.
 OUTLIER_DEVIATIONS = 10.0
-# A smaller relative difference is not reported, even if all other machines agree closely.
+# An outlier must also differ from the median by this share, because the median deviation is tiny if all other machines
+# agree closely.
 MIN_OUTLIER_CHANGE = 0.05
 
 
@@ -276,6 +279,7 @@ def find_machine_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[st
         ratio_distance = ratio - median_machine_ratio
         deviation_score = 0.0
         if ratio_distance:
+            # If at least half of the machines agree exactly, any difference is infinitely many deviations.
             deviation_score = (
                 ratio_distance / median_ratio_deviation
                 if median_ratio_deviation

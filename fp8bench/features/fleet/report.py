@@ -76,7 +76,7 @@ def make_fleet_report(source: Path, store: Path, expected_machines: Collection[s
         if reasons:
             problem = f"{store}: no run counts ({'; '.join(reasons).rstrip('.')})"
         raise UsageError(f"{problem}. Give --store DIR, or a store that `fleet collect` made.")
-    del store_contents.skipped[REFUSED_REASON]  # `doubts` already lists these runs
+    del store_contents.skipped[REFUSED_REASON]  # `doubts` already names the refused runs
     run_exclusion_reasons = (
         *store_contents.skipped_reasons,
         *store_contents.doubts,
@@ -298,6 +298,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected_machines: Col
     runs_by_machine = _group_by_machine(runs)
     settings_by_machine = {machine: _collect_complete_settings(members) for machine, members in runs_by_machine.items()}
     for machine, members in runs_by_machine.items():
+        # 1. Find settings whose run was interrupted, and which no other run of the machine completed.
         interrupted_runs: dict[str, str] = {}
         for run in members:
             interrupted_runs |= {
@@ -307,6 +308,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected_machines: Col
             names = join_words([f"{setting} (run {run})" for setting, run in interrupted_runs.items()])
             explanation = f"{len(interrupted_runs)} of its cells were cut off and not resumed: {names}"
             yield MachineAlarm(machine, MachineOddity.CUT_OFF, explanation)
+        # 2. Find settings that at least two and at least half of the other machines completed.
         counts = Counter(
             chain.from_iterable(settings_by_machine[name] for name in settings_by_machine if name != machine)
         )
@@ -322,11 +324,13 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected_machines: Col
                 f"{join_words(missing_settings)}"
             )
             yield MachineAlarm(machine, MachineOddity.CELLS_MISSING, explanation)
+    # 3. Find expected machines without any run.
     for machine in sorted(set(expected_machines) - runs_by_machine.keys()):
         yield MachineAlarm(machine, MachineOddity.CELLS_MISSING, "it sent nothing")
 
 
 def _find_failed_cases(runs: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
+    # A case that failed on every machine says nothing about a single one.
     measured_cases = set().union(*(run.times for run in runs))
     for machine, members in _group_by_machine(runs).items():
         failure_reasons: dict[str, str] = {}
