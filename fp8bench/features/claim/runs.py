@@ -71,14 +71,14 @@ class ClaimRunSource:
         seconds_by_request: dict[RunRequest, float] = {}
         reused_runs = set()
         for claim in claims:
-            # The answer to a claim that cannot be measured here says so later.
+            # If a claim cannot be measured here, its answer explains this later.
             with suppress(CannotDecide):
                 request = self._make_run_request(claim)
                 if find_stored_run(request, self.store)[0] is not None:
                     reused_runs.add(request)
                 else:
                     seconds_by_request[request] = max(claim.seconds, seconds_by_request.get(request, 0.0))
-        # 2. Add the durations. If a claim does not tell its duration, only an upper limit is known.
+        # 2. Add the durations. For a claim without a duration, only an upper limit is known.
         if seconds_by_request:
             limit_seconds = [
                 seconds or self._estimate_longest_seconds(request) for request, seconds in seconds_by_request.items()

@@ -295,7 +295,7 @@ class _NameAssignments:
 
     def _find_interval_bound(self, log_ratio: float, outer_offset: float, p_limit: float) -> float:
         # An offset is the distance of a log ratio from the measured one. If chance explains even the largest offset,
-        # there is no bound.
+        # the interval has no bound.
         if self.compute_p_value(log_ratio + outer_offset) > p_limit:
             return math.copysign(math.inf, outer_offset)
         # Halve the offset until chance explains it, then bisect between the last two offsets.
@@ -390,7 +390,7 @@ def compare_case_sides(result: CaseResult) -> Iterator[Comparison]:
 def _compare_case_times(result: CaseResult) -> Comparison:
     time_verdict = judge_case(result)
     comparison = _make_empty_comparison(result, TIME, "s")
-    # 1. Without times of both sides, only say why they are missing.
+    # 1. Without times of both sides, only explain why they are missing.
     if time_verdict is None:
         return replace(comparison, why=_explain_missing_times(result))
     comparison = replace(

@@ -160,7 +160,7 @@ def _describe_duel_ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
     if unmeasured_case_count := len(duel.cases) - len(duel.results):
         yield Text(f"{unmeasured_case_count} of {len(duel.cases)} cases were not measured")
-    # Say how many cases lack sessions, because their intervals are wider for that reason, not by noise.
+    # Report how many cases lack sessions, because their intervals are wider for that reason, not by noise.
     shortened_case_count = sum(
         0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results
     )

@@ -330,7 +330,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected_machines: Col
 
 
 def _find_failed_cases(runs: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
-    # A case that failed on every machine says nothing about a single one.
+    # A case that failed on every machine does not set any machine apart.
     measured_cases = set().union(*(run.times for run in runs))
     for machine, members in _group_by_machine(runs).items():
         failure_reasons: dict[str, str] = {}

@@ -216,6 +216,7 @@ def _read_request(file: Path) -> tuple[Request, int | None]:
         for name in values
         if name in _OPTIONS_WITHOUT_EFFECT_ON_DUELS and values[name] != command.get_default(name)
     ]
+    # The file's values become the defaults of the options, so an empty command line yields them.
     command.set_defaults(**values)
     arguments = command.parse_args([])
     if arguments.suite is None:

@@ -134,6 +134,7 @@ def _load_newest_runs(store: Path) -> Iterator[Run]:
             run = load_run(path)
         except StoreError:
             continue
+        # A run that only measured suspects again lacks most cases of its suite.
         if run.origin != REMEASURED_ORIGIN:
             yield run
 
@@ -154,6 +155,7 @@ def _load_two_newest_commits(newest_run: Run, store: Path) -> tuple[list[Run], l
         filter(is_same_machine, _load_newest_runs(store)), lambda run: run.environment.get("commit")
     )
     (_, *same_commit), *earlier_commit_runs = (list(runs) for _, runs in islice(runs_by_commit, 2))
+    # With uncommitted changes, runs of the same commit may be of different code.
     are_worktrees_clean = all(run.environment.get("dirty") is False for run in (newest_run, *same_commit))
     return [newest_run, *(same_commit if are_worktrees_clean else ())], earlier_commit_runs[
         0
@@ -172,6 +174,7 @@ def _find_new_failures(current_runs: Sequence[Run], previous_runs: Sequence[Run]
 def _records_by_case(runs: Sequence[Run]) -> dict[str, Record]:
     """Returns the newest record of each case from the runs of one commit."""
     records: dict[str, Record] = {}
+    # The newest run comes first, so store its records last.
     for run in reversed(runs):
         records |= {record.case.id: record for record in run.records}
     return records
@@ -197,6 +200,7 @@ def _select_judged_changes(
     series_with_ratio = _find_cases_with_time_ratio(history)
     judged_changes = (change for change in open_changes if not _is_judged_by_ratio(change.trend, series_with_ratio))
     return {
+        # Sorted by precedence: a later change of the same series replaces an earlier one.
         case_and_metric(change.comparison): change
         for change in sorted(judged_changes, key=attrgetter("is_worse", "size"))
     }
@@ -207,6 +211,7 @@ def _yield_current_series_states(history: History, newest_run: Run) -> Iterator[
     values_since_step = [
         (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in trends_and_pieces if parts
     ]
+    # The noise of a series is that of its logarithms, so its values must be finite and positive.
     finite_series = [(trend, values[abs(values) < math.inf]) for trend, values in values_since_step]
     positive_series = [(trend, values) for trend, values in finite_series if len(values) and values.min() > 0]
     series_with_ratio = _find_cases_with_time_ratio(history)
@@ -348,6 +353,7 @@ def _compare_with_change(change: TrendChange, run: Run) -> Comparison | None:
     if not (math.isfinite(step.after) and math.isfinite(new_value)):
         direction = Direction.SAME if math.isfinite(new_value) else Direction.WORSE
         return replace(step, direction=direction, after=new_value)
+    # A level of 0 has no logarithm.
     if not step.before or not step.after:
         return None
     # 3. Check whether the logarithm of the new value is nearer to the level after the change than to the one before.

@@ -38,8 +38,7 @@ MIN_CASES_FOR_SPREAD = 12
 # one baseline, so the second one is not independent.
 CONFIRMING_DEVIATIONS = 3.0
 _NORMAL_QUARTILE = statistics.NormalDist().inv_cdf(0.75)
-# The quartile of n normal values that is nearer to the median is too near: by this number, divided by sqrt(n), in
-# standard deviations.
+# Among n normal values, the nearer quartile is this many standard deviations / sqrt(n) too near to the median.
 _QUARTILE_BIAS = 0.888
 
 
@@ -112,7 +111,7 @@ FigureKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class JudgedFigure:
-    """A figure with its threshold and outcome. `again` is the comparison of the second measurement, if there was one.
+    """A figure with its threshold and outcome. `again` is its comparison in the second measurement, if there was one.
     If there are too few runs to estimate the noise of the figure, `spread` is how far the other cases of the same runs
     moved.
     """
@@ -275,8 +274,8 @@ def is_from_few_runs(figure: Comparison) -> bool:
 
 def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: ThresholdRules) -> bool:
     if second.evidence is Evidence.HISTORY:
-        # A series is measured again only once. This value need not exceed the threshold: at a slow-down equal to the
-        # threshold, only half of all values do.
+        # A series is measured again only once. The new value need not exceed the threshold: if the true slow-down
+        # equals the threshold, only half of all values exceed it.
         return second.direction is Direction.WORSE
     if (
         figure.spread
@@ -306,8 +305,8 @@ def _is_slow_down_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
         return False
     if second.ratio is None or has_exact_ratio(second):
         return True
-    # A slow-down may be hidden if the machine was loaded while the first side ran. Between few runs, the spread of
-    # runs may hide it.
+    # Other processes may have slowed down one side, by the factor `others`. This may hide a slow-down, and so may the
+    # spread between few runs.
     max_log_ratio = math.log1p(figure.threshold.relative) - math.log(second.others)
     if is_from_few_runs(second):
         max_log_ratio -= (
@@ -321,7 +320,7 @@ def _is_slow_down_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
 
 
 def _judge_remeasured_figure(figure: JudgedFigure, look: SecondMeasurement, rules: ThresholdRules) -> JudgedFigure:
-    # 1. A figure that was not measured again fails only if the first measurement suffices.
+    # 1. A figure that was not measured again fails only if its first measurement is enough evidence alone.
     first = figure.comparison
     failed_comparisons = (second for second in look.comparisons.values() if second.failed and second.case == first.case)
     second = next(failed_comparisons, None) or look.comparisons.get(figure.key)
@@ -335,7 +334,7 @@ def _judge_remeasured_figure(figure: JudgedFigure, look: SecondMeasurement, rule
     figure = replace(figure, again=second)
     if second.failed:
         return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}")
-    # 3. If the second measurement does not confirm the slow-down, the outcome is CLEARED if it would have detected it,
+    # 3. If the second measurement does not confirm the slow-down, the outcome is CLEARED if it rules the slow-down out,
     # and otherwise SUSPECTED.
     if not _is_confirmed(figure, second, rules):
         if _is_slow_down_ruled_out(figure, second):
@@ -355,9 +354,9 @@ def _judge_remeasured_figure(figure: JudgedFigure, look: SecondMeasurement, rule
 
 # A slow-down counts as detectable if the gate would find it in this share of all builds.
 DETECTION_PROBABILITY = 0.8
-# With fewer nightly values since the last change of a series, a slow-down by its threshold may remain undetected.
+# About how many nightly values at one level it takes to detect a slow-down as large as the threshold.
 MIN_NIGHTLY_VALUES = 14
-# The gate passes only if it can detect a slow-down in each figure of these metrics.
+# The metrics of time. The gate passes only if it would detect a slow-down as large as the threshold in each of them.
 TIME_METRICS = (TIME, RELATIVE_TIME)
 
 

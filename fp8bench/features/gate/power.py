@@ -63,6 +63,7 @@ def _make_slow_down_requirement(
     deviation. The minimum is the larger of `fixed_log` and `evidence_log`, which is a multiple of the estimated noise.
     An estimate with few degrees of `freedom` is uncertain, so the standard deviation is larger.
     """
+    # Student's t has a larger variance than the normal distribution.
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence_log <= fixed_log:
         return _SlowDownRequirement(fixed_log, error)
@@ -86,6 +87,7 @@ def _compute_p_value_limit(judged: Sequence[JudgedFigure]) -> float:
         for figure in judged
         if _is_tested_figure(figure) and (p_value := probability_by_chance(figure)) is not None
     ]
+    # The limit by the Benjamini-Hochberg procedure if one more figure became a suspect.
     return FALSE_SUSPECT_SHARE * min(
         1.0, (1 + sum(select_discoveries(p_values, FALSE_SUSPECT_SHARE))) / max(1, len(p_values))
     )
@@ -97,6 +99,7 @@ def _is_tested_figure(figure: JudgedFigure) -> bool:
 
 def _sort_detection_limits(limits: Iterable[DetectionLimit]) -> tuple[DetectionLimit, ...]:
     def sort_key(limit: DetectionLimit) -> tuple[bool, float]:
+        # A threshold of 0 counts as a tiny one, because the limit is divided by it.
         return limit.can_detect_threshold, -math.log1p(limit.smallest) / math.log1p(limit.threshold or 1e-9)
 
     return tuple(sorted(limits, key=sort_key))
@@ -226,8 +229,8 @@ def _compute_log_half_width(change: Comparison) -> float:
 
 
 class SeriesState(NamedTuple):
-    """The latest level of a series of the history. `comparison` has it on both sides. `level` is None if the series has
-    too few values to look for steps (changes of level).
+    """The latest level of a series of the history. `comparison` has its mean value on both sides. `level` describes its
+    noise; None if the series has too few values to look for steps (changes of level).
     """
 
     comparison: Comparison
@@ -253,6 +256,7 @@ def history_detection_limits(
             math.inf,
             nightly_value_count=0,
         )
+        # 1. Without a level, the limit is unknown.
         if level is None:
             limits.append(
                 replace(
@@ -260,6 +264,7 @@ def history_detection_limits(
                 )
             )
             continue
+        # 2. Otherwise compute it from the noise of the level.
         look_requirements = _make_step_requirements(
             level, p_value_limit, remeasurement, find_metric_spec(comparison.metric).least_change
         )

@@ -112,15 +112,18 @@ def judge_comparisons(source: GateSource, rules: ThresholdRules, rerun: bool, ob
     they are measured again, which confirms them or rules them out. A time counts as undecided if the gate would not
     have noticed a slow-down of it.
     """
+    # 1. Find suspects by the first measurement, and compute which slow-down the gate would detect.
     figures = judge_first_look(source.comparisons, rules)
     remeasurement = source.remeasurement if rerun and source.confirm is not None else RemeasurementMethod.NONE
     if source.series_states:
         limits = history_detection_limits(source.series_states, rules, len(figures), remeasurement)
     else:
         limits = detection_limits(figures, remeasurement)
+    # 2. Measure suspects again, and mark times whose slow-down the gate would not detect.
     if not source.problem:
         settled_figures = _note_same_work(_resolve_suspect_figures(figures, source, rules, rerun, observer))
         figures = mark_undetectable_figures(settled_figures, limits, source.incomparable_case_ids)
+        # 3. Mark also times of a history that did not change.
         changed_figure_keys = {figure.key for figure in figures}
         newest_figures = mark_undetectable_figures(
             judge_first_look([series.comparison for series in source.series_states], rules),
@@ -221,8 +224,8 @@ class SuspectRemeasurer:
         return SecondMeasurement(figures, f"in duel {duel.id}", pools_samples=True)
 
     def add_earlier_sessions(self, result: CaseResult, commit: str) -> CaseResult:
-        """Returns the result of a case, preceded by its sessions in all earlier duels with this commit. Remembers all
-        of these sessions for the next duel.
+        """Returns the result of a case with its sessions in all duels with this commit, oldest first. Remembers these
+        sessions for the next duel.
         """
         key = commit, result.after.case.id
         if not result.is_measured:
@@ -240,6 +243,7 @@ class SuspectRemeasurer:
         """
         if find_commit(commit, Path()) is None:
             return None
+        # In the repository of fp8bench, the code to compare is fp8bench itself.
         is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE_FOLDER.parent)
         question = DuelQuestion(against_self=commit) if is_fp8bench else DuelQuestion(against=commit)
         second_measurement = self.duel(question, request, suspects)
@@ -400,6 +404,7 @@ def _find_commit_to_duel(compared: ComparedSides, newest_run: Run) -> str | None
     if head_commit is None or newest_run.environment.get("commit") != head_commit:
         return None
     commit, *other_commits = {run.environment.get("commit") for run in compared.before.runs}
+    # A commit does not have the uncommitted changes of a run.
     are_commits_clean = all(run.environment.get("dirty") is False for run in compared.before.runs)
     return commit if not other_commits and isinstance(commit, str) and are_commits_clean else None
 
@@ -454,7 +459,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         for case in duel.cases
         if case not in compared_cases
     ]
-    # 4. A second duel is possible only if the same commit is checked out.
+    # 4. A second duel is possible only while the commit of side B is checked out.
     remeasurement = RemeasurementMethod.NONE if _explain_moved_head(duel) else RemeasurementMethod.DUEL
     incomparable_case_ids = frozenset(result.after.case.id for result in duel.results if not result.is_refused_by_both)
     return GateSource(

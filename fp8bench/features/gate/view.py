@@ -242,8 +242,8 @@ class ReviewStatus(StrEnum):
 
 
 # For each status: the exit code of the gate, and the text that follows the status in the headline. {threshold} is the
-# largest threshold of a time. {quality} is the reason why the change is blocked: numbers became worse, or a case fails
-# on head alone.
+# largest threshold of a time. {quality} is the reason why the change is blocked: numerical results became worse,
+# or a case fails only with the change (head).
 CODE_AND_TEXT_BY_STATUS = {
     ReviewStatus.QUALITY_BLOCKED: (EXIT_REGRESSION, ": {quality}"),
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, ": head is worse than base beyond a threshold"),

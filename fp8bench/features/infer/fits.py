@@ -77,10 +77,13 @@ def fit_line(rounds: Mapping[int, Sequence[float]]) -> FittedLine | None:
     for seed, context in enumerate(contexts):
         samples = np.array(rounds[context], dtype=np.float64)
         best_case = resample_best_case(samples[:, None])
+        # Shuffle the resamples of each context separately, but equally for all arms, which were measured in the same
+        # rounds.
         shuffled_best_cases = np.random.default_rng(seed).permutation(best_case.resampled_values)
         points.append(best_case.point)
         logs.append(best_case.point + compute_spread_widening(len(samples)) * (shuffled_best_cases - best_case.point))
     seconds = np.exp(np.array(points))
+    # Dividing by the times makes errors relative.
     design_matrix = np.stack((1 / seconds, contexts / seconds), 1)
     least_squares_matrix = np.linalg.pinv(design_matrix) / seconds
     point = least_squares_matrix @ seconds
@@ -119,6 +122,7 @@ def find_context_crossing(arm: FittedLine, reference: FittedLine, contexts: Sequ
     measured_speed_signs = _compute_certain_speed_signs(arm.resampled_seconds - reference.resampled_seconds, 0.0)
     first, last = (
         bool(certain_speed_signs[end] > 0)
+        # A line is ignored at an end where the measured times contradict it.
         if certain_speed_signs[end] and measured_speed_signs[end] != -certain_speed_signs[end]
         else None
         for end in (0, -1)
@@ -164,17 +168,18 @@ def _compute_certain_speed_signs(differences: FloatArray, margin: FloatArray | f
 def _estimate_step_seconds(
     arm: FittedLine, reference: FittedLine, measured_contexts: Any, grid: FloatArray
 ) -> FloatArray:
-    """Returns, for each context of `grid`, by how many seconds the difference between the arms may deviate from their
-    lines, because times rise in steps.
+    """Returns for each context of `grid` the largest error of the difference between the lines, in seconds. Lines have
+    such errors because times rise in steps.
     """
     expected_seconds = reference.point[0] + reference.point[1] * measured_contexts
     relative_line_distances = (arm.line_excess_seconds - reference.line_excess_seconds) / expected_seconds
     seconds_at_largest_distance = expected_seconds[np.abs(relative_line_distances).argmax()]
-    # The time is assumed to jump as much at short contexts as at long ones.
+    # Assume that jumps at shorter contexts are as high as where the largest distance was measured.
     reference_seconds = np.maximum(seconds_at_largest_distance, reference.point[0] + reference.point[1] * grid)
-    # The margin is needed because few contexts seldom hit the times just before and after a jump.
+    # The factor is needed because few contexts are just before or after a jump, where times are furthest from the line.
     measured_jump_seconds: FloatArray = _STEP_RANGE_FACTOR * np.ptp(relative_line_distances) * reference_seconds
-    # If all measured contexts are multiples of a number, jumps at shorter distances could not be measured.
+    # Pages shorter than the greatest common divisor of the measured contexts leave no trace in the times. Their steps
+    # are at most as high as the line rises over one page.
     unmeasured_jump_seconds = (math.gcd(*map(int, measured_contexts)) - 1) * float(
         max(arm.point[1], reference.point[1], 0.0)
     )

@@ -1,5 +1,5 @@
-"""Measures the quality of all arms in a separate worker. Then times decoding over contexts, and one prompt, as
-ordinary runs.
+"""Measures the quality of all arms in a separate worker. Then times decode steps at several contexts, and one prompt,
+as runs of the suites `decode` and `prefill`.
 
 An arm without a native kernel has bytes and quality but no times, because nobody would serve with an emulation.
 """
@@ -177,6 +177,7 @@ def _cut_token_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tu
     """Cuts windows of `length` + 1 token ids out of a text. They are spread over the whole text, because its beginning
     is unusual: a module begins with imports.
     """
+    # Cut at least two windows, because a single text gives no interval.
     window_count = min(max(2, tokens // length), (len(ids) - 1) // length)
     window_starts = [number * ((len(ids) - length - 1) // window_count) for number in range(window_count)]
     return tuple(tuple(ids[start : start + length + 1]) for start in window_starts)
@@ -185,8 +186,8 @@ def _cut_token_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tu
 def _measure_arm_times(
     answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
 ) -> ServingAnswer:
-    # 1. Choose the arms with a native kernel on this device. If the reference has no times, there is nothing to
-    # compare.
+    # 1. Choose the arms with a native kernel on this device. The reference must be one of them, because the times of
+    # all other arms are compared with its times.
     question = answer.question
     params = {"size": question.size, "kv": OWN, "weights": OWN}
     support_by_arm = {
@@ -284,7 +285,7 @@ def collect_arm_times(
                 rounds[context] = list_step_samples(record.timing)
             else:
                 reason = reason or f"at a context of {context}: {record.reason}"
-        # 2. Fit a line only if all contexts were timed, because a crossing outside the timed contexts would be a
+        # 2. Fit a line only if all contexts were timed. Outside the timed contexts, a crossing of two lines would be a
         # guess.
         time_over_context_line = fit_line(rounds) if len(rounds) == len(question.contexts) else None
         context_crossing = None
@@ -292,7 +293,8 @@ def collect_arm_times(
             reference = time_over_context_line
         elif time_over_context_line is not None and reference is not None:
             context_crossing = find_context_crossing(time_over_context_line, reference, question.contexts)
-        # 3. Add the time of the prompt. Without a run of `prefill`, the records are those of `decode`.
+        # 3. Add the time of the prompt. Without a run of `prefill`, `prefill` is the decode run, which has no such
+        # record.
         prefill_records = [
             record for record in prefill.records if record.case.workload == "prefill" and is_record_of_arm(record, arm)
         ]
@@ -358,6 +360,7 @@ def find_trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel
     # 4. Collect the folder of the weights, the model's config, and a text that the model was not trained on.
     description = f"{arm_name} of training {training.id}, step {position.step} of {training.request.steps}"
     config = make_config(settings, training.text.vocabulary)
+    # All ranks of DDP have the same weights.
     folder = folder / "rank-0" if training.request.ranks else folder
     text = _cut_token_windows(_read_tokens(training.text.held_out), config.sequence, tokens)
     size = _SIZE_WITH_EXPERTS if config.experts else _SERVED_SIZE_NAMES.get(settings.model, settings.model)
@@ -372,6 +375,7 @@ def _read_tokens(span: TokenSpan) -> array[int]:
             ids.frombytes(file.read((span.stop - span.start) * ids.itemsize))
     except (OSError, ValueError) as error:
         raise UsageError(f"the training's text {span.path} cannot be read ({error}). Restore it.") from None
+    # The file has token ids in little-endian order.
     if sys.byteorder == "big":
         ids.byteswap()
     return ids

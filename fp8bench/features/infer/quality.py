@@ -120,6 +120,7 @@ def measure_rollout_gap(
     tokens, sizes, sampled_tokens = text.clone(), (text.shape[0], window_length - 1), []
     model, generator = serve_model(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
     for position in range(start, window_length):
+        # The first pass processes the prompt, and each later pass one token.
         first_input_position = 0 if position == start else position - 1
         model.calibrates = first_input_position == 0  # static scales are calibrated on the prompt
         logits = model.forward(tokens[:, first_input_position:position], first_input_position, SilentPhases())
@@ -129,6 +130,7 @@ def measure_rollout_gap(
         chosen_token_ids = torch.multinomial(log_probabilities.exp(), 1, generator=generator)
         tokens[:, position : position + 1] = chosen_token_ids
         sampled_tokens.append(log_probabilities.gather(-1, chosen_token_ids))
+    # The score of the token at position i is at index i - 1.
     trainer_logs = _predict_tokens(serve_model(trainer, sizes), tokens).true[:, start - 1 :]
     return summarize_rollout_gaps(trainer_logs - torch.cat(sampled_tokens, 1))
 
@@ -202,6 +204,7 @@ def _make_decoder(
     config: GPTConfig, weight: Callable[[str], Tensor], arm: ServedArm, sizes: tuple[int, int]
 ) -> Decoder:
     def store_layer_weight(name: str, matrix: Tensor) -> StoredWeight:
+        # The head stays in the carrier precision.
         format_name = arm.weight_format if name != "head" else arm.carrier
         if format_name in DTYPES:
             return PrecastWeight(matrix, PlainArithmetic(DTYPES[format_name]))
@@ -228,6 +231,7 @@ def _compare_predictions(arm: Predictions, reference: Predictions) -> ArmQuality
         float(kl.mean()),
         float(kl.flatten().quantile(_TAIL_QUANTILE)),
         float(has_same_token.double().mean()),
+        # Equal infinities would give inf - inf, which is NaN.
         _average_over_texts(torch.where(reference.true == arm.true, 0, reference.true - arm.true)),
         arm.bits,
     )

@@ -31,7 +31,7 @@ LOW_PRECISION_CARRIER = "bf16"
 
 def parse_arm(text: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
-    # The name of a carrier precision stands for an arm without low-precision storage.
+    # A precision alone, such as bf16, stands for an arm that stores nothing in a low format.
     if text in CARRIER_BYTES:
         return ServedArm(text)
     try:
@@ -158,8 +158,8 @@ class RolloutGap:
 
 @dataclass(frozen=True)
 class ServingQuality:
-    """The quality of all arms. `itself` compares the reference with a repetition of the reference, which must not
-    differ. `floor` is the noise floor: it compares the reference with itself under a different attention kernel.
+    """The quality of all arms. `itself` compares two repetitions of the reference, which must give equal
+    predictions. `floor` is the noise floor: it compares the reference with itself under a different attention kernel.
 
     `arms` and `rollouts` have the order of the question's arms. Only `rollouts` include the reference. `caution` warns
     if weights or tokens are random, so that the figures show only the effect of arithmetic.

@@ -40,7 +40,7 @@ _LEGEND = (
     "effective: effective sample size as a share, by token, and by text with the product of its ratios",
 )  # fmt: skip
 
-# Whether an arm is faster at a context: the verdict, and its tone.
+# The verdict and its tone (color), by whether an arm is faster at a context.
 _SPEED_VERDICTS: dict[bool | None, tuple[str, Tone]] = {
     True: ("faster", Tone.GOOD),
     False: ("slower", Tone.BAD),
@@ -54,6 +54,7 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
     """
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
+    # 1. Collect the tables. After an early interrupt, the answer has no times.
     table_elements: list[Element] = []
     if any(time.tpot for time in answer.times):
         table_elements.append(_times_table(answer, everything))
@@ -64,6 +65,7 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
     further_details_text = "--all has the bytes and the quality of each arm"
     if answer.runs:
         further_details_text += f"; stored as runs {', '.join(answer.runs)}"
+    # 2. Put them below the short answer.
     answer_part = short_answer(
         f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
         f"Does low precision pay when generating? (compared with {format_arm(question.arms[0])})",
@@ -82,7 +84,7 @@ def _make_arm_answers(answer: ServingAnswer) -> list[PrecisionAnswer]:
     for arm in answer.question.arms[1:]:
         time, quality = answer.arm_times(arm), answer.arm_quality(arm)
         verdict, tone, reason = _judge_arm_times(time)
-        # The time of a step is at best proportional to the bytes that it reads.
+        # The bytes that a decode step reads bound its speed: with half the bytes, it is at most twice as fast.
         bytes_read_ratio = answer.bytes_read(arm).total / answer.bytes_read(reference).total
         tpot, figure = answer.tpot(time), ""
         if tpot is not None and reference_tpot is not None:
@@ -100,12 +102,12 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
     runs have serious labels gets no verdict.
     """
     crossing = time.crossing
-    # 1. Give no verdict to an arm without a fitted line. Such an arm was emulated, refused or interrupted.
+    # 1. Without a fitted line, an arm has no verdict on its speed. Such an arm was emulated, refused or interrupted.
     if crossing is None:
         if time.why and not time.kernel:
             return "speed unknown", Tone.DOUBT, ""
         return "not timed", Tone.DOUBT, time.why
-    # 2. Collect objections to the verdict. Some do not change it.
+    # 2. Collect remarks on the verdict. Only the labels (`doubts`) prevent a verdict.
     notes = [WORDS_BY_LABEL[Label(doubt)].meaning for doubt in time.doubts]
     if crossing.contrary:
         direction = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
@@ -157,6 +159,7 @@ def _times_table(answer: ServingAnswer, everything: bool) -> Table:
             when=any(time.joules != (None, None) for time in answer.times),
         ),
     ]
+    # Arms without a native kernel have no times.
     return table("times", "", cols, [time for time in answer.times if time.tpot], main=True)
 
 
@@ -167,6 +170,7 @@ def _costs_table(answer: ServingAnswer) -> Table:
         seconds = answer.tpot(answer.arm_times(arm))
         if seconds is None or not answer.bandwidth:
             return None
+        # A step that reads faster than a copy must read from a cache.
         used_bandwidth_share = step_bytes[arm].total / seconds / answer.bandwidth
         return "cached" if used_bandwidth_share > 1 else units.percent(used_bandwidth_share, 0)
 
@@ -227,7 +231,7 @@ def _format_scientific(value: float, digits: int) -> str:
 
 
 def _compute_half_width(value: Interval) -> float:
-    """Returns the distance from the point of an interval to its farther bound."""
+    """Returns the distance from the point estimate of an interval to its farther bound."""
     return max(value.high - value.point, value.point - value.low)
 
 
@@ -254,7 +258,7 @@ def table_rows(answer: ServingAnswer) -> PlainRows:
     rows = []
     for arm in answer.question.arms:
         time, quality, step_bytes = answer.arm_times(arm), answer.arm_quality(arm), answer.bytes_read(arm)
-        # If the times are doubtful, omit the crossing, as in the short answer.
+        # If labels question the times, omit the crossing, as the page does.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(
             {

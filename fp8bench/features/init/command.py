@@ -16,7 +16,7 @@ from fp8bench.features.init.source import find_source
 
 EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # run the written suite")
 _CONFIG_FILE, _SUITE_FILE, _WORKFLOW_FILE = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
-# The store must be ignored: it changes with every run, so a commit would never contain its own measurement.
+# git must ignore the store: it changes with every run, so a commit would never contain its own measurement.
 _STORE_IGNORE_PATTERN = ".fp8bench/"
 _NEXT_STEPS_TEXT = f"""Try it:             fp8bench suite --config {_CONFIG_FILE} --quick
 Put your code into: {_SUITE_FILE}
@@ -50,21 +50,26 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     template_by_file = {_CONFIG_FILE: "config", _SUITE_FILE: "workload", _WORKFLOW_FILE: "workflow"}
+    # 1. Check all files before the first one is written.
     for file in (arguments.folder / name for name in template_by_file):
         if file.exists() or file.is_symlink():
             raise UsageError(
                 f"{file} exists already, and init never overwrites files. Move it, or give another folder."
             )
+    # 2. Choose what builds install.
     source = arguments.install or find_source() or _ask_for_install_source()
     fp8bench_requirement = source or f"fp8bench=={__version__}"
+    # 3. Write the files. Quoted as JSON, the requirement is valid YAML.
     for name, template in template_by_file.items():
         text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
         _write_file(arguments.folder / name, text.replace("{install}", json.dumps(fp8bench_requirement)), "x")
+    # 4. Make git ignore the store.
     ignore_file = arguments.folder / ".gitignore"
     ignore_file_text = ignore_file.read_text(encoding="utf-8", errors="replace") if ignore_file.is_file() else ""
     if _STORE_IGNORE_PATTERN not in ignore_file_text.split():
         line_break = "\n" if ignore_file_text and not ignore_file_text.endswith("\n") else ""
         _write_file(ignore_file, f"{line_break}{_STORE_IGNORE_PATTERN}\n", "a")
+    # 5. Print the next steps, and why builds may be unable to install fp8bench.
     is_current_folder = arguments.folder.resolve() == Path.cwd()
     change_folder_hint = "" if is_current_folder else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
     say(f"\n{change_folder_hint}{_NEXT_STEPS_TEXT}Builds install:     {fp8bench_requirement}\n")

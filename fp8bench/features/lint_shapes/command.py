@@ -62,7 +62,7 @@ class ShapeFinding:
         return not self.why
 
 
-# One mode for each kind of product. All other modes multiply like one of these.
+# The default modes, one for each kind of product. Products in all other modes are of one of these kinds.
 USUAL_MODES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
 # Kinds of layers whose products are scaled matrix products. Convolutions are not such products.
 _LINEAR_KINDS = ("linear", "conv1d", "experts", "head")
@@ -159,7 +159,7 @@ def judge_product_shape(shape: LinearShape, kind: str, mode: RecipePrecision, de
     reason = "; ".join(objection.why for objection in unfixable_shape_objections or product_objections)
     if unfixable_shape_objections or not product_objections:
         return make_finding(why=reason)
-    # Pad each side to the least common multiple of all required ones.
+    # Pad each side to the least common multiple of the multiples that the objections require.
     required_side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in product_objections))
     m, n, k = (
         -(-length // grain) * grain for length, grain in zip(product_sides, required_side_multiples, strict=True)
@@ -225,7 +225,7 @@ def _format_product_sides(sides: Sides | None) -> str:
     return " x ".join(map(str, sides or ())) or "no padding helps"
 
 
-# One row of the table: a finding, and all pairs of mode and device with the same finding.
+# A row of the table of refused products: a finding, and the pairs of mode and device for which it is the same.
 RefusedRow = tuple[ShapeFinding, list[tuple[str, str]]]
 _REFUSED_PRODUCT_COLUMNS: tuple[Col[RefusedRow], ...] = (
     Col("product", lambda row: f"{row[0].layer} {row[0].product}"),

@@ -216,7 +216,8 @@ _TRAINING_SYNTAX = (
 
 
 def _parse_training(text: str, planned_load: StepLoad) -> MeasuredTraining:
-    # 1. The sizes of a model are separated by commas too: all leading fields with a key of `MODEL_KEYS` belong to it.
+    # 1. Commas separate both the parts of the text and the sizes of a model. So all leading parts with a key of
+    # `MODEL_KEYS` belong to the model.
     model_text, *parts = (part.strip() for part in text.split(","))
     while parts and parts[0].partition("=")[0] in MODEL_KEYS:
         model_text += f",{parts.pop(0)}"
@@ -231,7 +232,8 @@ def _parse_training(text: str, planned_load: StepLoad) -> MeasuredTraining:
             raise UsageError(f"--calibrate: {layout_part!r:.80} is not a part of a layout. {_TRAINING_SYNTAX}.")
         layout_fields[_LAYOUT_FIELDS[match[1]]] = int(match[2])
     layout, options = ParallelLayout(**layout_fields), dict(part.partition("=")[::2] for part in parts[3:])
-    # 3. Parse pace and sizes. They must divide evenly, because rounded sizes would describe another training.
+    # 3. Parse the pace (tokens/s per GPU) and the sizes. The batch must divide evenly, because rounded sizes would
+    # describe another training.
     sizes = {"sequence": planned_load.sequence, "batch": 8 * layout.gpus, "micro-batches": 0}
     try:
         pace = float(parts[2])
@@ -254,6 +256,7 @@ def _parse_training(text: str, planned_load: StepLoad) -> MeasuredTraining:
         local=int(local_sequences),
         micro_batches=micro_batches,
         precision=precision,
+        # The syntax describes no other states, and no RLHF.
         states="fp32",
         rlhf=False,
         checkpointing=checkpointing,
@@ -278,6 +281,7 @@ def read_topology(file: Path) -> Topology:
     """Reads a topology file, or the shipped file of that name. Raises UsageError for unknown, missing or invalid
     lines.
     """
+    # 1. A name without a suffix is that of a shipped file, unless a file of this name exists.
     if not file.suffix and not file.exists():
         if file.name not in _list_topology_names():
             raise UnknownName(
@@ -290,11 +294,13 @@ def read_topology(file: Path) -> Topology:
         write_sentence_to_stderr(
             f"--topology {name}: {read_file(file).decode().splitlines()[0].removeprefix('# ')} ({file})"
         )
+    # 2. Parse each line, with its unit.
     values: dict[str, float] = {}
     for name, value in read_config_mapping("--topology", file, _TOPOLOGY_FILE_SYNTAX).items():
         if name not in _TOPOLOGY_KEYS:
             raise UsageError(f"{file}: unknown key {name!r:.80}. Known: {', '.join(_TOPOLOGY_KEYS)}.")
         values[name] = _parse_value(file, name, value)
+    # 3. Require all lines.
     missing_topology_keys = [name for name in _TOPOLOGY_KEYS if name not in values]
     if missing_topology_keys:
         raise UsageError(

@@ -51,6 +51,7 @@ class DecoderModel:
 
     @property
     def block(self) -> int:
+        # A block has two norms, each with a weight for every feature.
         return self.block_products + 2 * self.width
 
     @property
@@ -181,9 +182,10 @@ STATE_BYTES = {
 
 @dataclass(frozen=True)
 class Topology:
-    """GPUs and their links: bytes of memory, and bytes per second that a GPU sends inside a node and between nodes.
+    """GPUs and their links: the GPUs of a `node`, the bytes of `memory` of each, and the bytes per second that a GPU
+    sends `inside` a node and `between` nodes.
 
-    `bf16` and `fp8` are FLOPs per second that products reach, not figures of a datasheet.
+    `bf16` and `fp8` are the FLOPs per second that products reach, not those of a datasheet.
     """
 
     node: int
@@ -267,7 +269,7 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
 
 
 def _predict_activation_bytes(model: DecoderModel, load: StepLoad) -> float:
-    """Returns the bytes of stored activations per token and layer."""
+    """Returns the bytes of the activations that are stored for backward, per token and layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
         return _BF16_BYTES * width
@@ -289,7 +291,7 @@ def _predict_block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
 
 # Attention kernels reach this share of the FLOP rate of matrix products.
 _ATTENTION_RATE_SHARE = 0.55
-# Backward recomputes this share of attention's scores.
+# Backward of attention recomputes the scores, which are one of its two products.
 _RECOMPUTED_SCORES = 0.5
 
 
@@ -404,6 +406,7 @@ def _compute_product_seconds(
     }[load.checkpointing]
     blocks = 2.0 * model.layers * model.block_products / topology.rate(load.precision)
     output_head_seconds = 2.0 * model.embedding_weights / topology.bf16
+    # A third of the FLOPs of attention belong to forward, and two thirds to backward.
     attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION_RATE_SHARE)
     recomputed_scores = _RECOMPUTED_SCORES + (load.checkpointing is Checkpointing.FULL)
     tokens_per_gpu = tokens / (layout.tensor * layout.pipeline)
