@@ -52,7 +52,7 @@ _TOLERATED_STANDARD_ERRORS = 6.0
 # With fewer results than this, no mistake is named and no error is judged.
 _MIN_RESULT_COUNT = 64
 # A mean gain (results too large or small on average) is reported above _MIN_GAIN and _GAIN_STANDARD_ERRORS standard
-# errors. Ties may cause gains, so at least _INDEPENDENT_SHARE of the variance must not come from ties.
+# errors. Ties also cause gains, so ties must leave at least _INDEPENDENT_SHARE of the variance unexplained.
 _MIN_GAIN, _GAIN_STANDARD_ERRORS, _INDEPENDENT_SHARE = 1e-3, 6.0, 0.05
 # The mean gain is checked only if the median sum has this many effective terms. If one term dominates, it has one.
 _MIN_TERMS = 8.0

@@ -78,8 +78,8 @@ def _describe_scales(precision: str) -> str:
     return f"{precision}, whose scales are {description}" if description else precision
 
 
-# Wrong results count as multiples of the exact ones by a common factor if the remaining difference is less than this
-# share of their norm.
+# Wrong results have a factor in common if they differ from the exact ones times this factor by less than this share of
+# their norm.
 _MAX_SHARE_BEYOND_FACTOR = 0.01
 
 

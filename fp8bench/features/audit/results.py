@@ -95,7 +95,7 @@ _SMALL_CALLS, _SMALL_SECONDS = 1200, 4.0
 _POISONED_CALLS = 4
 # If results differ from call to call, this many are judged: the results furthest from the first one.
 _MAX_JUDGED_RESULTS = 8
-# The slot of the kernel's process for a second set of arguments.
+# The number under which the kernel's process stores a second set of arguments.
 _SECOND_ARGUMENTS_SLOT = 1
 
 

@@ -101,8 +101,8 @@ def _read_case_figure(claim: Claim, run: Run, record: Record) -> FigureReading:
     value = _get_typical_value(metric)
     if value is None:
         raise CannotDecide(metric.why or f"{name} was not measured")
-    # 4. Return the figure, or its ratio to the reference. A noisy figure gets the distance of its quartiles as
-    # interval.
+    # 4. Return the figure, or its ratio to the reference. The interval of a figure with noise is the distance of its
+    # quartiles.
     relative_error = find_resolution(claim, find_metric_spec(name))
     if metric.noisy and finding is not None:
         relative_error = max(relative_error, finding.spread or 0.0)

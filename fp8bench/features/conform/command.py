@@ -111,7 +111,7 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
     compared. Without `everything`, the page only counts acceptable differences, and only names emulated precisions that
     conform.
     """
-    # The verdict covers all modes, also those that are not shown.
+    # The verdict covers all modes, including those that the page does not show.
     all_conform = all(mode.conforms for mode in conformities)
     parts = [Part("verdict", "", (Text(_describe_verdict(conformities), Tone.GOOD if all_conform else Tone.BAD),))]
     conforming_emulated_modes = [

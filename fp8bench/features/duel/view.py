@@ -98,7 +98,7 @@ def _choose_tone(figure: _CaseComparison) -> Tone:
 def _format_verdict(figure: _CaseComparison) -> Field:
     result, comparison = figure
     side_statuses = (result.before.status, result.after.status)
-    # Without a number on one side, there is nothing to compare.
+    # A failed side has no time to compare with.
     if Status.FAILED in side_statuses:
         return Field("FAILED", tone=Tone.BAD)
     verdict_text = "skipped" if Status.SKIPPED in side_statuses else describe_direction(comparison)

@@ -236,7 +236,7 @@ def _judge_comparison(figure: Comparison, rules: ThresholdRules, cases_with_rati
         gate_outcome = GateOutcome.IGNORED
         reason = "the time over the reference's, which does not depend on the machine's speed, is judged instead"
     elif exceeds_threshold(figure, threshold):
-        # Counts do not vary between runs, so they need no second measurement.
+        # Counts, such as FLOPs, do not vary between runs, so they need no second measurement.
         gate_outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
     elif figure.direction is Direction.BETTER:
         gate_outcome = GateOutcome.BETTER

@@ -182,8 +182,8 @@ def _make_requirements(
 
 
 def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[float, float, float, float]:
-    """Returns four numbers for a comparison of few runs. The first two are the logarithms of the ratio that the first
-    and the second measurement must exceed. The last two are the standard errors of these measurements.
+    """Returns what the first and the second measurement need, for a comparison of few runs: the logarithms of the ratio
+    that each must exceed, then the standard error of each.
     """
     change = figure.comparison
     case_spread = figure.spread
@@ -284,8 +284,8 @@ def _make_step_requirements(
     min_log_ratio, error = smallest_visible_step(level, p_limit)
     look_requirements = [_make_slow_down_requirement(math.log1p(band), min_log_ratio, error, level.freedom)]
     if remeasurement is RemeasurementMethod.MEASURED_AGAIN:
-        # The new value must be beyond the midpoint of the old and the new level, only half of the change away. So its
-        # noise counts twice.
+        # To confirm a step, the new value must be beyond the midpoint of the old and the new level. Only half of the
+        # step is between midpoint and new level, so noise counts twice.
         look_requirements.append(_SlowDownRequirement(0.0, 2 * level.noise))
     if remeasurement is RemeasurementMethod.DUEL:
         look_requirements.append(_SlowDownRequirement(math.log1p(min(verdicts.VERDICT_BAND, band)), 0.0))

@@ -315,7 +315,7 @@ def compare_stored_sides(name_a: str, name_b: str, store: Path, observer: JobObs
     problem, exit_code = _explain_unjudgeable(compared_sides)
     if problem:
         return GateSource(title, compared_sides.comparisons, problem=problem, code=exit_code)
-    # 3. Collect unmeasured cases, changed conditions, and cases that only one side has.
+    # 3. Collect unmeasured cases, facts of the environment that changed, and cases that only one side has.
     interrupted_cases = find_unmeasured_cases(compared_sides.after.runs, Evidence.CROSS_RUN)
     notes = [describe_differing_fact(fact, " was {} and is {}") for fact in compared_sides.differing_facts]
     for change, cases in (("is gone", compared_sides.cases_only_before), ("is new", compared_sides.cases_only_after)):

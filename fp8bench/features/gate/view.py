@@ -147,7 +147,7 @@ _SMALLEST_LABEL = "smallest slow-down"
 
 def render_page(verdict: GateVerdict) -> Page:
     """Shows the figures that failed, became worse or better, or are undecided. All other figures are only counted."""
-    # 1. Show only figures that need attention, and count the others.
+    # 1. List the figures that became worse, better or undecided, and count the others.
     parts = [
         _make_outcome_part(name, title, figures)
         for name, title in _PART_TITLE_BY_OUTCOME.items()
@@ -382,7 +382,7 @@ def _figures_table(verdict: GateVerdict) -> Table:
     limits = {limit.key: limit for limit in verdict.detection_limits}
     ranks = {key: rank for rank, key in enumerate(limits)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _URGENT_OUTCOMES]
-    # Failures come first, because a long table loses its last rows.
+    # Failures come first, because the comment shows only the first _MAX_COMMENT_ROWS rows.
     figures.sort(key=lambda figure: (figure.outcome not in _URGENT_OUTCOMES, ranks.get(figure.key, len(ranks))))
 
     def show_smallest_slow_down(figure: JudgedFigure) -> str:

@@ -211,7 +211,7 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
             tuple(Text(f"{reason}: {_format_modes_and_devices(places)}") for reason, places in missing_products.items())
         )
         parts.append(Part("missing", "why a device has no such product", (items,)))
-    # 4. Name the products that no device takes, which should be changed first.
+    # 4. Name the products that no device accepts without padding, which should be changed first.
     unfit_products = find_unfit_products(findings)
     conclusion = "Every product fits unpadded on some of these devices, in every mode."
     if unfit_products:
