@@ -117,6 +117,7 @@ def _read_user_model_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any
             f"by their names and shapes, as the formulas require. Give sizes: {_SIZES_SYNTAX}."
         )
     keys, width = sizes.pop("keys"), sizes["width"]
+    # All heads have the same width, so the number of key heads follows from the width of all keys.
     return {**fields, **sizes, "key-heads": max(1, keys * fields["heads"] // width)}
 
 
@@ -140,8 +141,11 @@ def read_decoder_sizes(weight_holders: Sequence[Holder]) -> dict[str, Any] | Non
     if len(hidden_widths) != 1:
         return None
     hidden_width = hidden_widths.pop()
+    # The mean number of weights per block, divided by the width.
     attention = sum(n * k for n, k in shapes_by_part["attn"]) / layers / width
     feed_forward = sum(n * k for n, k in shapes_by_part["mlp"]) / layers / width
+    # Attention has 2 width^2 weights for queries and outputs, and 2 width * keys for keys and values. A gated
+    # feed-forward part has three matrices, any other has two.
     keys, products = attention / 2 - width, feed_forward / hidden_width
     if products not in (2, 3) or keys != int(keys) or not 0 < keys <= width:
         return None

@@ -38,6 +38,7 @@ _NARROW_PRODUCT_WIDTH = 1024
 # machines.
 FP8_RATE_RATIOS = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
 DEFAULT_RECIPE = "tensorwise"
+# The range of FLOP rates in which calibration searches, and the number of bisections of this range.
 _MIN_RATE, _MAX_RATE, _HALVINGS = 1e9, 1e18, 60
 
 
@@ -60,7 +61,7 @@ def layout_kind(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
 
 # The largest error of a throughput predicted from another training on the same machine, by leave-one-out
 # cross-validation over 8 machines. Keys are the layout kind of the measured training, the predicted layout kind, and
-# whether their dtypes agree. Other pairs have too few machines.
+# whether their dtypes agree. For other keys there are too few machines.
 HELD_OUT_ERRORS = {
     (LayoutKind.DATA_PARALLEL, LayoutKind.DATA_PARALLEL, True): 0.24,
     (LayoutKind.DATA_PARALLEL, LayoutKind.DATA_PARALLEL, False): 0.28,
@@ -96,12 +97,14 @@ def calibrate_topology(topology: Topology, training: MeasuredTraining, recipe: s
     """
     low_product_rate, high_product_rate = _MIN_RATE, _MAX_RATE
     for _ in range(_HALVINGS):
+        # Rates span nine orders of magnitude, so halve the range of their logarithms.
         rate = math.sqrt(low_product_rate * high_product_rate)
         if predict_training_pace(set_product_rate(topology, rate, recipe), training) < training.pace:
             low_product_rate = rate
         else:
             high_product_rate = rate
     calibrated_topology = set_product_rate(topology, low_product_rate, recipe)
+    # If the links alone are slower than the measured pace, the search ends at the highest rate.
     if not math.isclose(predict_training_pace(calibrated_topology, training), training.pace, rel_tol=1e-3):
         raise UsageError(
             f"--calibrate: {training.pace:g} tokens/s of a GPU is more than these links allow for "
@@ -122,9 +125,8 @@ def predict_training_pace(topology: Topology, training: MeasuredTraining) -> flo
 def pace_band(
     training: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: StepLoad, recipe: str
 ) -> float | None:
-    """Returns the error band of a predicted pace; None if it is unknown. The band is the largest error on held-out
-    machines, among predictions for the same kind of layout that were calibrated by a training with the same kind of
-    layout as `training`.
+    """Returns the relative error of a predicted pace; None if it is unknown. It is the largest error on held-out
+    machines, for the same two kinds of layouts: that of the calibrating `training`, and that of the prediction.
     """
     if training is None:
         return None
@@ -142,7 +144,7 @@ USABLE_MEMORY_SHARE = 0.97
 _MIN_SEQUENCE_PIECE_TOKENS = 4096
 # From this length on, context parallelism is worth it.
 _LONG_SEQUENCE = 32768
-# Paces within this ratio count as equal. The simpler layout then comes first.
+# Throughputs within this ratio count as equal. The layout with fewer kinds of parallelism then comes first.
 _EQUAL_PACE_RATIO = 1.02
 # Models with published trainings, the ranges of these trainings, and the error of the memory formulas on them.
 PUBLISHED_MODELS = {
@@ -160,8 +162,8 @@ MEMORY_ERROR = "12.1%"
 @dataclass(frozen=True)
 class LayoutRankingQuestion:
     """A training whose layouts are ranked. `batch` is the number of sequences per step on all GPUs. `load` is the work
-    of a step; each layout fills in its sequences and micro-batches. `by` is the measured training that
-    calibrated the topology's rates, if any.
+    of a step. Its numbers of local sequences and of micro-batches are set later, for each layout. `by` is the measured
+    training that calibrated the topology's rates, if any.
     """
 
     model: DecoderModel
@@ -214,6 +216,7 @@ def rank_layouts(question: LayoutRankingQuestion) -> tuple[PlannedLayout, ...]:
     def sort_key(plan: PlannedLayout) -> tuple[float, ...]:
         if not plan.fits:
             return 1, plan.memory.total
+        # Rounding the logarithm puts throughputs into classes that are 2% wide.
         return 0, -round(math.log(plan.tokens, _EQUAL_PACE_RATIO)), plan.kinds, plan.memory.total
 
     return tuple(sorted(planned_layouts, key=sort_key))
@@ -226,21 +229,25 @@ def list_layouts(question: LayoutRankingQuestion) -> Iterator[ParallelLayout]:
     GPUs hold copies, or shards, or shards within a node and copies between nodes.
     """
     model, gpus = question.model, question.gpus
+    # 1. Choose the number of GPUs that share each product.
     for tensor in _list_divisors(min(question.topology.node, gpus)):
         if gpus % tensor or model.key_heads % tensor:
             continue
+        # 2. Divide the layers among stages. A GPU may have two smaller stages, which leaves it idle for less time.
         for pipeline in _list_divisors(gpus // tensor):
             stages_per_gpu_options = [
                 stages_per_gpu
                 for stages_per_gpu in (1, 2)
                 if _makes_equal_stages(model.layers, pipeline, stages_per_gpu)
             ]
+            # 3. Divide each sequence into pieces. Pieces that are too short have inefficient attention kernels.
             for context in _list_divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
                 sequence_piece_length = question.load.sequence / context
                 has_short_context_pieces = context > 1 and sequence_piece_length < _MIN_SEQUENCE_PIECE_TOKENS
                 if sequence_piece_length % tensor or question.batch % ranks or has_short_context_pieces:
                     continue
+                # 4. Use the remaining GPUs for copies and shards of the weights.
                 inner_layout = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 ranks_in_node = question.topology.node // (tensor * context)
                 for shards in sorted(
@@ -317,6 +324,7 @@ def judge_parallelism(question: LayoutRankingQuestion) -> tuple[ParallelismVerdi
     """Judges by rules of thumb whether each kind of parallelism is worthwhile."""
     model, topology, load = question.model, question.topology, question.load
     usable_bytes, gpus = USABLE_MEMORY_SHARE * topology.memory, question.gpus
+    # The smallest possible load per GPU: one sequence in one micro-batch.
     one_sequence_load = replace(load, local=1, micro_batches=1)
     replicated_bytes = predict_memory(model, ParallelLayout(copies=gpus), one_sequence_load).total
     sharded_bytes = predict_memory(model, ParallelLayout(shards=gpus), one_sequence_load).total

@@ -78,7 +78,7 @@ def _list_remarks(question: LayoutRankingQuestion, plans: Sequence[PlannedLayout
         )
     yield from _remark_on_calibration(question)
     yield from _remark_on_memory(question, best_plan)
-    # Print how long the messages of scales take, which the formulas leave out.
+    # GPUs exchange scales by messages. The formulas leave them out, so estimate their time here.
     if count := _count_scale_traffic(question, best_plan).messages:
         yield (
             f"Scales: with one scale per tensor, a step of the first layout waits for {count} messages of 4 bytes: "
@@ -108,6 +108,7 @@ def _remark_on_calibration(question: LayoutRankingQuestion) -> Iterator[str]:
 
 
 def _remark_on_memory(question: LayoutRankingQuestion, plan: PlannedLayout) -> Iterator[str]:
+    # 1. Compare the memory of states with that of fp32 states, and with the savings that FP8-LM reports.
     if (states := question.load.state_bytes) != STATE_BYTES["fp32"]:
         fp32_bytes = predict_memory(question.model, plan.layout, replace(plan.load, states="fp32")).total
         yield (
@@ -117,6 +118,7 @@ def _remark_on_memory(question: LayoutRankingQuestion, plan: PlannedLayout) -> I
             "FP8-LM reports 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; these formulas "
             "give 32%, 36% and 43%, because they leave out 6 to 13 GiB of other memory in those trainings."
         )
+    # 2. List the memory of the four models that RLHF trains or runs.
     if question.load.rlhf:
         predicted_memory = plan.memory
         models_and_bytes = (
@@ -134,8 +136,8 @@ def _remark_on_memory(question: LayoutRankingQuestion, plan: PlannedLayout) -> I
 
 
 def _count_scale_traffic(question: LayoutRankingQuestion, plan: PlannedLayout) -> ScaleTraffic:
-    """Returns the traffic of scales per GPU and step. Only FP8 with one scale per tensor has any, because the GPUs that
-    share a tensor have to agree on its scale.
+    """Returns how many scales each GPU exchanges per step, in messages and bytes. Only FP8 with one scale per tensor
+    exchanges any, because GPUs that share a tensor have to agree on its scale.
     """
     if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)
@@ -145,6 +147,7 @@ def _count_scale_traffic(question: LayoutRankingQuestion, plan: PlannedLayout) -
 
 
 def _show_whether_it_fits(plan: PlannedLayout) -> Field:
+    # A tight layout also fits by the prediction, so check this first.
     if plan.tight:
         return Field("tight", tone=Tone.DOUBT)
     return Field("yes", tone=Tone.GOOD) if plan.fits else Field("no", tone=Tone.BAD)
@@ -186,7 +189,7 @@ def render_gpu_counts_page(answers: Sequence[RankedLayouts]) -> Page:
         f"{units.size(first_question.topology.memory)}: sequences of {load.sequence} tokens, {load.precision}; "
         "tokens/s of one GPU, and of all together"
     )
-    # All questions share the model, recipe and measured training, so these columns suit all.
+    # Columns need the model, recipe and measured training, which are the same for every number of GPUs.
     columns: list[Col[PlannedLayout]] = [
         Col("GPUs", lambda plan: str(plan.layout.gpus), number=True),
         *_make_plan_columns(first_question),

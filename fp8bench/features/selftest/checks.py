@@ -63,6 +63,7 @@ def check_rounding() -> SelfCheck:
     for number_format, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
         decoded_values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
         finite_values = decoded_values[decoded_values.isfinite()].unique()  # type: ignore[no-untyped-call]
+        # Midpoints between adjacent values show how ties are rounded.
         value_midpoints = (finite_values[1:].double() + finite_values[:-1].double()).div(2).float()
         values = torch.cat((finite_values, value_midpoints))
         wrong_value_count += int((round_to(values, number_format) != values.to(dtype).float()).sum())
@@ -89,8 +90,8 @@ CPU_SIDE, GPU_SIDE = 256, 2048
 
 
 def _make_slowed_case(side: int, extra: int, device: str = "cpu") -> Case:
-    """Returns a case of a matrix product that repeats a piece of extra work `extra` times, so that its slow-down is
-    known."""
+    """Returns a case of a matrix product of `side` x `side` matrices, with `extra` tiny operations that slow it down by
+    a known amount."""
     return Case("_planted", (*make_product_params(side), ("extra", extra)), "fp32", device)
 
 
@@ -133,6 +134,7 @@ def check_phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfChec
     worker.release(arm.key)
     timing = arm.timing()
     phases = timing.segments.phases
+    # Other programs can only lengthen a step, so use the fastest one.
     fastest_phase_ns = min((slot.calls_ns[0] for slot in timing.slots), key=sum)
     unattributed_ns = sum(ns for phase, ns in zip(phases, fastest_phase_ns, strict=True) if phase == UNATTRIBUTED)
     unattributed_share = unattributed_ns / sum(fastest_phase_ns)

@@ -208,6 +208,7 @@ def measure_power(
     result.step_seconds = unplanted_step_seconds = _measure_best_seconds(worker, operation, facts, 0)
     added_call_count = max(_MIN_PROBE_CALLS, round(0.5 * unplanted_step_seconds / _TINY_OPERATION_SECONDS))
     probe_call_seconds = _measure_best_seconds(worker, operation, facts, added_call_count) - unplanted_step_seconds
+    # Noise may make the difference 0 or negative, and it is a divisor later.
     result.tiny_call_seconds = max(probe_call_seconds / added_call_count, 1e-9)
     for trial_number in range(trials):
         # Prepare the arms again: a new memory layout may change timings.
@@ -249,6 +250,7 @@ def _make_trial_session(operation: Operation, facts: DeviceFacts, result: Operat
 def _run_power_trial(
     worker: Worker, session: RoundSession, operation: Operation, result: OperationResult, seed: int
 ) -> None:
+    # Several trials share prepared arms, but not their timings.
     for arm in session.arms:
         arm.slots.clear()
 
@@ -256,6 +258,7 @@ def _run_power_trial(
     def should_stop(case: Timing, reference: Timing, control: Timing | None) -> bool:
         return is_case_decided(case, reference, control) or _sum_seconds(case, reference, control) >= operation.seconds
 
+    # `should_stop` sets the time limit of each candidate, so the session's time limit must never apply.
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), should_stop, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
@@ -271,6 +274,7 @@ def _run_power_trial(
         )
         outcome = PowerOutcome(verdict.value, seconds, timing.num_rounds, *point_and_bounds)
         result.outcomes.setdefault(effect, []).append(outcome)
+    # The load average shows whether other programs disturbed the trial.
     result.loads.append(os.getloadavg()[0])
 
 
