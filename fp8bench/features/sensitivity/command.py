@@ -206,7 +206,8 @@ def _describe_reference(study: SensitivityStudy) -> str:
 
 
 def _make_probes_table(study: SensitivityStudy) -> Table:
-    lowers_layer_kinds = study.by is LoweredUnit.KIND  # then a trial lowers a kind of layers
+    # If a trial lowers all layers of a kind, its name is the kind already.
+    lowers_layer_kinds = study.by is LoweredUnit.KIND
     cols: list[Col[LoweredLayersTrial]] = [
         Col("low" if lowers_layer_kinds else "low layer", "name"),
         Col("kind", "kind", when=not lowers_layer_kinds),
@@ -332,6 +333,7 @@ def _make_table_row(study: SensitivityStudy, part: str, trial: LoweredLayersTria
         "loss_gap": study.gap(trial),
         "noise": study.noise,
         "gradient_error": trial.gradient_error,
+        # A trial of one format takes a single step, so it has no loss to judge.
         "says": "" if trial.form else study.verdict(trial).value,
         "format": trial.form,
         "keeps_loss": study.keeps_loss(trial) if part == "candidate" else None,

@@ -1,5 +1,5 @@
-"""Trains with one layer or kind in low precision at a time, then with maps that keep the worst ones in high precision,
-until one map keeps the loss.
+"""Trains with one layer, or all layers of a kind, in low precision at a time. Then trains with precision maps that keep
+more and more of the worst layers in high precision, until one map keeps the loss.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyRequest:
-    """The settings of a study. `request` has two cases: one in the low precision, one in the reference precision.
-    `lowered_unit` is the part of the model to lower at a time. `tolerance` is the largest acceptable loss gap, and
-    `gradient_tolerance` the largest acceptable error of first gradients, both as shares.
+    """The settings of a study. `request` is planned as two cases: one in the low, one in the reference precision.
+    `lowered_unit` is what one training sets to low precision, such as a single layer. `tolerance` is the largest
+    acceptable loss gap, and `gradient_tolerance` the largest acceptable error of first gradients, both as shares.
     """
 
     request: Request
@@ -238,6 +238,7 @@ class StudyRunner:
 
     def run(self, report_progress: ReportProgress) -> None:
         groups = group_layers(self.layers, self.study.by)
+        # How many maps will be trained is unknown, so the total counts one map and grows with every further one.
         training_count = 1 + WEIGHT_DRAW_COUNT + len(groups) + 1
 
         def train_trial(
@@ -249,19 +250,23 @@ class StudyRunner:
             self.finished_training_count += 1
             return self._train_layer_trial(trial, gradients)
 
+        # 1. Train the reference. Without its loss, there is nothing to compare with.
         self.add(baseline=train_trial("the reference", self.study.baseline))
         if self.study.baseline.failure:
             return
+        # 2. Repeat the reference with other initial weights, to learn how large the noise is.
         for draw in range(1, WEIGHT_DRAW_COUNT + 1):
             trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
             self.append("draws", train_trial(f"the reference, draw {draw}", trial))
         if self.study.by is LoweredUnit.FORMAT:
             self._measure_and_train_formats(report_progress)
             return
+        # 3. Lower one group of layers at a time, to rank the groups.
         for name, kind, names in groups:
             precision, layer_map = self._make_lowered_precision(name, names, self.low_precision_case.precision)
             trial = LoweredLayersTrial(name, kind, precision, layer_map, names)
             self.append("probes", train_trial(f"{name} low", trial, gradients=True))
+        # 4. Lower all layers but the worst ones, and exclude one more group each time, until the loss is kept.
         for number, (name, low_layers) in enumerate(self._yield_candidate_layers()):
             trial = LoweredLayersTrial(
                 name, "", self.low_precision_case.precision, self._lower_layers(low_layers), low_layers
@@ -275,6 +280,7 @@ class StudyRunner:
         """Measures the gradient error of each format in each layer, then trains with the proposed formats, and with
         the low precision in all layers.
         """
+        # 1. Try each format in each layer. One step is enough, because only its gradients are compared.
         trial_count = len(self.layers) * len(FORMATS)
         for number, (layer, number_format) in enumerate(itertools.product(self.layers, FORMATS)):
             report_progress(number, trial_count, "formats", f"{layer.name} in {number_format}")
@@ -283,6 +289,7 @@ class StudyRunner:
                 layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format
             )
             self.append("probes", self._measure_gradients(format_trial))
+        # 2. Train with the best formats. Also train with the low precision in every layer, for comparison.
         names = tuple(layer.name for layer in self.layers)
         default_modes = {
             layer.name: self.high_precision_mode if layer.high else self.low_precision_case.precision
@@ -311,6 +318,7 @@ class StudyRunner:
             name = f"{_ALL_LAYERS} but {worst_trial.name}" if name == _ALL_LAYERS else f"{name}, {worst_trial.name}"
             for layer_name in worst_trial.low:
                 del low_precision_layers[layer_name]
+            # A map without layers in low precision would repeat the reference.
             if low_precision_layers:
                 yield name, tuple(low_precision_layers)
 
@@ -320,7 +328,8 @@ class StudyRunner:
         reference = self.reference_case.precision
         if reference != UNTOUCHED:
             return reference, make_single_key_map(self.layers, key, names, (mode, reference))
-        # Maps cannot change an unconverted model. So convert it, and leave all other layers unchanged.
+        # Maps have no effect on an unconverted model. So convert the model, with a map that leaves all layers but
+        # `names` unchanged.
         return mode, make_precision_map(self.layers, names, (mode, reference), self.high_precision_mode)
 
     def _lower_layers(self, names: Sequence[str]) -> PrecisionMap:
@@ -367,8 +376,8 @@ class StudyRunner:
 
 
 def group_layers(layers: Sequence[Layer], by: LoweredUnit) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Returns the groups of layers that get low precision one after the other. A group is its name, its kind, and the
-    names of its layers.
+    """Returns the groups of layers that a study lowers one by one: each layer, or all layers of a kind (see `by`). A
+    group is its name, its kind, and the names of its layers.
     """
     if by is LoweredUnit.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]

@@ -23,8 +23,8 @@ _EQUAL_LOSS_TOLERANCE = 1e-6
 
 
 class LoweredUnit(StrEnum):
-    """The part of a model that a study sets to low precision at a time: one layer, or all layers of a kind. With FORMAT
-    it is one layer, in each of the formats in FORMATS.
+    """What one training of a study sets to low precision: a layer, or all layers of a kind. With FORMAT, each layer is
+    tried in each format of FORMATS.
     """
 
     LAYER = "layer"
@@ -32,8 +32,7 @@ class LoweredUnit(StrEnum):
     FORMAT = "format"
 
 
-# The FP8 formats and scales to try. The cheapest scales come first: one scale per tensor, then per row, then per
-# block.
+# The FP8 precisions to try, in the order of the cost of their scales: per tensor, per row, per block.
 FORMATS = ("fp8", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-block")
 # A cheaper format is proposed if its error is at most this many times the smallest error.
 _ERROR_TOLERANCE = 1.1
@@ -120,8 +119,7 @@ class SensitivityStudy:
 
     @property
     def noise(self) -> float | None:
-        """The largest absolute loss gap between the reference and its `draws`, which repeat it from other initial
-        weights.
+        """The largest absolute loss gap of the `draws`: trainings of the reference with other initial weights.
 
         None without draws. Also None if all losses are equal, because the user's model sets a seed or loads its
         weights.
@@ -143,14 +141,15 @@ class SensitivityStudy:
 
     @property
     def ranking(self) -> tuple[LoweredLayersTrial, ...]:
-        """The trials with one layer or kind in low precision, worst first: failed trials, then loss gaps beyond the
-        noise from the largest down, then all other trials by the error of their first gradients.
+        """The trials with one layer or kind in low precision, worst first. Failed trials come first. Then come trials
+        that are worse by more than the noise, sorted by loss gap, and then all others, sorted by gradient error.
         """
 
         def sort_key(trial: LoweredLayersTrial) -> tuple[bool, float, float]:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
             # Only a gap beyond the noise counts. Without such gaps, sort by the gradient error.
             significant_loss_gap = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
+            # An unknown error counts as the worst one. NaN would make the order undefined.
             finite_error = math.inf if error is None or math.isnan(error) else error
             return verdict is LossVerdict.FAILED, significant_loss_gap, finite_error
 
@@ -177,6 +176,7 @@ class SensitivityStudy:
 
     def format_errors(self, layer: str) -> dict[str, float]:
         """Returns the error of the first gradients by the format of `layer`, without formats that failed."""
+        # `error >= 0` is False for NaN too.
         layer_trials = (layer_trial for layer_trial in self.probes if layer_trial.name == layer)
         return {
             layer_trial.form: error

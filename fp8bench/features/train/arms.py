@@ -41,8 +41,8 @@ from fp8bench.units import parse_number_or_text, size
 from fp8bench.workloads.model import MODEL_MAKERS_IN_PROCESS
 
 MAX_ARMS = 64
-# Settings that a sweep must not change. Some must be equal in all arms, because arms share weights and batches. A sweep
-# has no notation for the others.
+# Settings that --sweep does not accept. Some must be equal in all arms, because arms share weights and batches. The
+# values of others, such as --rates, cannot be written in a sweep.
 _SETTINGS_WITHOUT_SWEEP = {
     "make",
     "skip",
@@ -58,6 +58,7 @@ _SETTINGS_WITHOUT_SWEEP = {
     "tasks",
     "metric",
 }
+# The defaults of the last three settings do not show the type of their values.
 _PARSER_BY_SETTING: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SETTINGS_WITHOUT_SWEEP
 } | {"clip": parse_number_or_text, "refresh_scales": int, "saturation_bound": float}
@@ -101,7 +102,7 @@ def select_arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 def choose_device(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     if request.device is not None:
         return find_device(request.device, facts)
-    # `facts` lists the CPU first. It is used if there is no accelerator.
+    # The CPU is the first entry of `facts`. Use the CPU if there is no accelerator.
     return next((fact for fact in facts if fact.accelerated), facts[0])
 
 
@@ -136,6 +137,7 @@ def check_training(request: TrainingRequest) -> None:
 
 
 def _check_precision_change(arm: Arm, settings: TrainerSettings, request: TrainingRequest) -> None:
+    # 1. Reject renewed scales and --then where they do not work.
     renews_scales = settings.refresh_scales is not None or settings.saturation_bound is not None
     if renews_scales and settings.compile == "yes":
         raise UsageError("scales cannot be renewed in a compiled graph. Choose --compile no, or do not renew them.")
@@ -147,6 +149,7 @@ def _check_precision_change(arm: Arm, settings: TrainerSettings, request: Traini
             raise UsageError(f"{option} work in one process, and --ranks asks for several. Leave one of them out.")
     if not settings.then:
         return
+    # 2. Check that the arm can change from its precision to the second one.
     precision, _ = parse_precision_change(settings.then)
     modes = [precisions.get(arm.precision), precisions.get(precision)]
     check_precisions_can_mix(arm.precision, precision)
@@ -246,6 +249,7 @@ def split_request_by_model(request: TrainingRequest) -> list[TrainingRequest]:
 
 
 def _make_named_arms(request: TrainingRequest) -> tuple[Arm, ...]:
+    # A single precision of a user's model is compared with the unchanged model.
     if request.settings.make and len(request.dtypes) == 1 and not (request.sweep or request.reference):
         request = replace(request, dtypes=(UNTOUCHED, *request.dtypes))
     # A precision may have two spellings, such as 'fp8' and 'float8'.
@@ -257,6 +261,7 @@ def _make_named_arms(request: TrainingRequest) -> tuple[Arm, ...]:
         raise UsageError(
             f"{request.reference or modes[0]} is one of MS-AMP's levels. Add bf16 to --dtypes, or another --reference."
         )
+    # By default, the highest of the precisions is the reference.
     reference = min(reference_modes, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
         reference = precisions.find_canonical_name(request.reference)
@@ -309,7 +314,7 @@ def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator
             for name, value in zip(names, values, strict=True):
                 if name not in _PARSER_BY_SETTING:
                     precision += f":{name}={value}"
-                # Values that the whole training has are left out of an arm's settings and name.
+                # An arm's settings and name contain only what differs from the settings of the training.
                 elif value != getattr(request.settings, name):
                     changed_settings[name] = value
             if "micro_batches" in changed_settings:
@@ -367,8 +372,8 @@ def _list_precision_options(mode: str) -> Sequence[Option]:
 
 
 def add_arm_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
-    """Returns the arm with the device's support for it. The arm is native if the device multiplies in all of its
-    precisions. It gets a reason in `skip` if the device refuses one of them.
+    """Returns the arm with the device's support for it. The arm is native if the device supports all of
+    its precisions natively. If the device refuses one of them, `skip` has the reason.
     """
     settings = arm.merge_settings(request.settings)
     config = make_config(settings, 1)
@@ -394,7 +399,7 @@ def check_training_memory(training: Training, costs: Iterable[ArmCost]) -> None:
     available_bytes = int(_USABLE_MEMORY_SHARE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
     reference, *_ = arms = select_arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
-    # Add each arm's memory between steps, and the largest additional memory of a step: arms train one at a time.
+    # The state of every arm stays in memory. Arms train one at a time, so add only the largest memory of a step.
     required_bytes = largest_step_bytes = 0
     for arm in arms:
         cost = costs_by_arm.get(reference.name if arm.is_chance_arm else arm.name)

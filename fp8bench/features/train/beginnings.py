@@ -31,7 +31,8 @@ _HELD_OUT_PARTS = 10
 # With fewer than four validation windows, losses would be meaningless.
 MIN_WINDOWS = 4
 _BYTES_PER_TOKEN = 2
-# The largest token file. It is read completely for its digest, and no training here needs a hundredth of it.
+# Larger token files are refused. A file is read completely for its digest, and no training here needs a hundredth of
+# this size.
 _MAX_TOKEN_BYTES = 32 << 30
 # Names of the held-out part of a saved dataset, in order of preference.
 _HELD_OUT_SPLITS = ("validation", "valid", "test")
@@ -136,6 +137,7 @@ def _read_dataset_text(folder: Path) -> bytes:
     documents = []
     total = 0
     for document in _read_parquet_texts(folder):
+        # A lone surrogate has no UTF-8 encoding, so it is replaced.
         documents.append(f"{document}\n".encode(errors="replace"))
         total += len(documents[-1])
         if total >= MAX_TEXT_BYTES:
@@ -145,16 +147,19 @@ def _read_dataset_text(folder: Path) -> bytes:
 
 def _read_parquet_texts(folder: Path) -> Iterator[str]:
     """Yields the text of each row: its column 'text', or its only column of strings."""
+    # 1. Import pyarrow, which only saved datasets need.
     try:
         import pyarrow
     except ImportError:
         raise UsageError(
             f"--data {folder} is a saved dataset, which pyarrow reads: pip install pyarrow, or give a text file."
         ) from None
+    # 2. Find the files of the dataset.
     try:
         document_files = [str(entry["filename"]) for entry in _read_json(folder / "state.json")["_data_files"]]
     except (KeyError, TypeError):
         raise UsageError(f"--data: {folder / 'state.json'} names no files. Save the dataset again.") from None
+    # 3. Yield the texts of one file after the other. Mapped files are not loaded as a whole.
     for name in document_files:
         try:
             check_file(folder / name, most=None)
@@ -166,6 +171,7 @@ def _read_parquet_texts(folder: Path) -> Iterator[str]:
                         f"--data {folder} has columns {', '.join(stream.schema.names)}: none is called text, and not "
                         "exactly one holds strings. Keep one such column, and save it again."
                     )
+                # A missing text counts as an empty document.
                 for rows in stream:
                     yield from (value.as_py() or "" for value in rows.column(column))
         except (OSError, pyarrow.ArrowException) as error:

@@ -109,7 +109,7 @@ def _find_curve_name(row: LongTableRow) -> str:
     """Returns the name of a figure's curve in TensorBoard or wandb; '' if the figure has no curve."""
     match row.line, row.figure:
         case "StepRow", "tokens" | "seconds":
-            return ""  # throughput has a curve instead
+            return ""  # their ratio, the throughput, has a curve
         case "StepRow", figure:
             return f"training/{figure}"
         case "StepFigure", figure:

@@ -33,7 +33,7 @@ STEP_SPEED = "steps_per_second"
 
 class LongTableRow(NamedTuple):
     """One figure in the long table. `line` is the type of the stream's line with this figure, such as 'StepRow'. `of`
-    names what a validation was computed on.
+    is that of a Validation, such as 'held-out', and '' for all other lines.
     """
 
     arm: str
@@ -50,10 +50,10 @@ class LongTableRow(NamedTuple):
 @dataclass(frozen=True)
 class Figure:
     """How a figure is shown. Only a figure with a `title` has a chart. Each point of the chart covers the steps since
-    the previous point, and `reduce_values` reduces their values to one, as `window` describes in the caption. `unit` is
-    the unit of the axis. A `folded` chart shows only its title until a reader opens it. `shared` means that all arms
-    together have one value. Only a figure with a `heading` has a column on the terminal, whose values `show` formats.
-    `combine_over_ranks` combines the values of all ranks.
+    the previous point: `reduce_values` computes one value from theirs, and `window` describes it in the caption. `unit`
+    is the unit of the axis. A `folded` chart shows only its title until a reader opens it. A `shared` figure has one
+    value for all arms together. Only a figure with a `heading` has a column on the terminal. `show` formats its values.
+    `combine_over_ranks` computes one value from those of all ranks.
     """
 
     name: str

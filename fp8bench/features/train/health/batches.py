@@ -106,7 +106,7 @@ class PartSwitchedToEval(StepFigureRule):
 
 class ReplicasApart(StepFigureRule):
     """Detects replicas whose weights have become different. Replicas that receive the same gradients stay equal to
-    the bit. Ranks with different parts of a model never had equal weights, and do not count.
+    the bit. Ranks that hold different parts of a model are not replicas: they never had equal weights.
     """
 
     name = "replicas-apart"

@@ -52,9 +52,11 @@ class SlowGrowth(TensorHealthRule):
         )
         if len(previous) < self.min_earlier_readings + reading_count - 1:
             return ""
+        # 1. Compare the two ends first: only a large change needs the logarithms of all readings.
         endpoint_amax_octaves = compute_finite_log2([previous[1 - reading_count].amax, reading.amax])
         if len(endpoint_amax_octaves) < 2 or abs(endpoint_amax_octaves[1] - endpoint_amax_octaves[0]) < octaves:
             return ""
+        # 2. Check the whole course. It has no logarithm where a magnitude is 0 or not finite.
         readings = (*previous, reading)
         steps_and_log2_amaxes = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]
         if len(steps_and_log2_amaxes) < len(readings):
@@ -77,7 +79,9 @@ class SlowGrowth(TensorHealthRule):
             last_values[-1],
         )
         change = end_value - start_value
+        # 1. The newest value has to be beyond all earlier values by half of the change.
         octave_distance = min((end_value - value) * math.copysign(1, change) for _, value in earlier_values)
+        # 2. Both halves have to change in the same direction. Healthy growth slows down, so the second half must not.
         growth_rates_of_halves = (
             (middle_value - start_value) / (middle - start),
             (end_value - middle_value) / (end - middle),
@@ -88,6 +92,7 @@ class SlowGrowth(TensorHealthRule):
             or growth_rates_of_halves[1] / growth_rates_of_halves[0] < self.min_speed_ratio
         ):
             return 0.0
+        # 3. A jump may pass these checks, but is not close to a straight line.
         deviation = max(
             abs(start_value + change * (step - start) / (end - start) - value) for step, value in last_values
         )
@@ -142,10 +147,11 @@ class GradientVanished(HealthRule[Any]):
     _norm_shares_by_layer: dict[str, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.window))
     )
-    # For each matrix, how many consecutive readings were low: in the current and in the longest streak.
+    # By matrix: how many readings in a row had a low share of the gradient norm, now and in the longest such run.
     _low_share_run_lengths: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
     def read_line(self, line: StepRow | StepFigure) -> str:
+        # 1. Store the norm of all gradients, for the shares of matrices.
         if isinstance(line, StepRow):
             self._gradient_norm = line.gradient_norm
             return ""
@@ -155,6 +161,7 @@ class GradientVanished(HealthRule[Any]):
             self._norm_shares_by_layer[line.layer],
             self._low_share_run_lengths[line.layer],
         )
+        # 2. Compare the share with its usual and its smallest value. Until these are known, only a zero is low.
         log_gradient_norm_share = math.log2(line.value / self._gradient_norm) if line.value else -math.inf
         usual_share, min_share = (
             (median(shares), min(shares)) if len(shares) >= self.min_readings else (-math.inf, -math.inf)
@@ -165,6 +172,7 @@ class GradientVanished(HealthRule[Any]):
             shares.append(log_gradient_norm_share)
             self._low_share_run_lengths[line.layer] = 0, max(run_length, longest_run)
             return ""
+        # 3. A layer that is seldom used has such runs, so alarm only if this run is much longer than all before.
         self._low_share_run_lengths[line.layer] = run_length + 1, longest_run
         if (
             len(shares) < self.min_readings

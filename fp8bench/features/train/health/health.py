@@ -35,7 +35,7 @@ class TrainingHealth:
         self._arms = {arm.name: arm for arm in arms}
         self._settings = settings or TrainerSettings()
         self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
-        # The rules that read a line. The key is the line's seed, its arm, and the facts by which rules select lines.
+        # The rules that read a line, by its seed, its arm, and the properties that `accepts_line` checks.
         self._readers: dict[tuple[int, str, tuple[object, ...]], list[HealthRule[Any]]] = {}
         self._cast_tensors: set[tuple[int, str, str, str]] = set()
         self._seeds: set[int] = set()
@@ -49,7 +49,7 @@ class TrainingHealth:
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
-                # After step 0, this event means that the arm has changed its precision.
+                # A coverage event after step 0 means that the arm has changed its precision.
                 if line.kind == COVERAGE_EVENT and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue
@@ -97,6 +97,7 @@ class TrainingHealth:
         comparable."""
         rules = self._find_health_rules(seed, arm)
         rules[:] = [type(rule)(rule.arm) if rule.judged_line_types is LayerReading else rule for rule in rules]
+        # This cache still has the replaced rules.
         self._readers.clear()
         self._cast_tensors.clear()
 

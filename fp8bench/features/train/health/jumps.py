@@ -23,9 +23,9 @@ def usable_scale(reading: LayerReading) -> float:
 
 
 def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
-    """Returns how many octaves a value is away from the median of earlier values. Earlier values that are 0 or not
-    finite are left out. Returns 0 if the distance is less than `limit`, or if the value is not at least two octaves
-    beyond all earlier values.
+    """Returns how many octaves a value is above the median of earlier values; negative if it is below. Ignores earlier
+    values that are 0 or not finite. Returns 0 for less than `limit` octaves, and for a value that is not at least two
+    octaves above all earlier values, or below all of them.
     """
     # A jump must exceed all earlier values. Compare with the last value first, because this takes the least time.
     if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:

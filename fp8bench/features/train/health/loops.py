@@ -14,13 +14,13 @@ from fp8bench.features.train.health.tensors import PreviousReadings, StepFigureR
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-# The number of newest losses and rates that rules read.
+# How many of the newest losses and learning rates the rules about losses read.
 _LOSS_WINDOW_STEPS = 60
 _RATE_WINDOW = 30
 
 
 class LossRule(HealthRule[Any]):
-    """A rule about losses. The rule never alarms if another optimizer trains against the module, as in a GAN."""
+    """A rule about losses. It never alarms if a second optimizer updates parameters outside the module, as in a GAN."""
 
     judged_line_types = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
@@ -49,8 +49,8 @@ class LossRule(HealthRule[Any]):
 
 class LossRisesAgain(LossRule):
     """Detects a loss that rises again. One hard batch may raise it, but not five in a row. A change to a different kind
-    of text usually undoes less than half of the progress. Text that has nothing in common with the earlier text is an
-    exception: its losses look like those of wrong labels.
+    of text usually undoes less than half of the progress. Text that has nothing in common with the earlier text does
+    cause an alarm: its losses look like those of wrong labels.
     """
 
     name = "loss-back-up"
@@ -167,7 +167,7 @@ class LossLeaked(LossRule):
             or not 0 < max(last_losses) < self.max_loss_share * min(earlier_losses)
         ):
             return ""
-        # Losses are compared as logarithms, because a leak divides the loss, and noise is proportional to the loss.
+        # Compare logarithms: leaked answers divide the loss by a factor, and noise is proportional to the loss.
         noise = measure_noise([math.log2(value) for value in earlier_losses])
         if math.log2(min(earlier_losses) / max(last_losses)) < self.noise_factor * noise:
             return ""
@@ -179,7 +179,7 @@ class LossLeaked(LossRule):
 
 class NoUpdate(HealthRule[Any]):
     """Detects steps that leave the weights unchanged. A few such steps are normal, because schedules begin and end with
-    a step at a rate of 0. The smallest possible change of a float32 weight is at least 6e-8 of its value.
+    a step at a rate of 0. If a float32 weight changes at all, it changes by at least 6e-8 of its value.
     """
 
     name = "no-update"
@@ -251,7 +251,7 @@ class SameInputs(HealthRule[StepFigure]):
 
     def read_line(self, line: StepFigure) -> str:
         self._last_figure_values[line.name] = line.value
-        # 'examples' is the last figure of a step, so the others are already known.
+        # 'examples' is the last figure of a watched step, so all others of this step have been read.
         if line.name != "examples" or "inputs_again" not in self._last_figure_values:
             return ""
         repeated_step_count = self._last_figure_values["inputs_again"]
@@ -358,7 +358,7 @@ class NormGain(StepFigureRule):
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         lowest_gain, highest_gain = min(last), max(last)
-        # A gain near 0 easily grows by a large factor, so the lowest gain counts as at least `min_gain`.
+        # A gain near 0 easily grows by a large factor, so compare the gain with `min_gain` at least.
         has_gain_grown = line.value > self.gain_change_factor * max(lowest_gain, self.min_gain)
         has_gain_shrunk = highest_gain >= self.min_gain and line.value * self.gain_change_factor < highest_gain
         if not has_gain_grown and not has_gain_shrunk:
@@ -413,7 +413,7 @@ class UnclearedGradients(StepFigureRule):
 
 
 class MomentsGone(StepFigureRule):
-    """Detects an optimizer that has lost its state. The state of an optimizer only grows."""
+    """Detects an optimizer that has lost its state. Normally the state only gains parameters and steps."""
 
     name = "moments-gone"
     figures = (MOMENTS_GONE,)
@@ -485,7 +485,7 @@ class DataDrift(HealthRule[StepFigure]):
         )
         distances = [value - usual_value for value in newest_input_values]
         min_distance = min(map(abs, distances))
-        # Batches of unchanged data have values on both sides of the usual value.
+        # If the data is unchanged, the values of some batches are above the usual value, and others below.
         is_one_sided = min(distances) > 0 or max(distances) < 0
         if (
             len(distances) < self.new_batches

@@ -145,7 +145,7 @@ class GradientSpike(HealthRule[StepRow]):
         usual_gradient_norm = median(self._gradient_norms)
         norm_multiple = norm / max(usual_gradient_norm, 1e-300)
         if norm_multiple > self.norm_factor_with_loss:
-            # Compare with the largest multiple of the median norm in this training so far.
+            # A training whose norm once was a large multiple of the median gets a higher limit.
             largest_norm_multiple = max(
                 max(self._gradient_norms) / max(usual_gradient_norm, 1e-300),
                 *self._gradient_norm_multiples,
@@ -164,8 +164,8 @@ class GradientSpike(HealthRule[StepRow]):
 
 class UpdateBurst(HealthRule[StepRow]):
     """Detects an update far above the usual size. In a linear warm-up the rate is at most twice its recent median, and
-    Adam limits the effect of a single batch. A model that has memorised its data makes tiny updates, so that even its
-    bursts are smaller than the first updates.
+    Adam limits the effect of a single batch. A model that has memorised its data makes tiny updates. Its
+    bursts cause no alarm, because they are smaller than the first updates of the training.
     """
 
     name = "update-norm-burst"
@@ -236,6 +236,7 @@ class LossPlateau(HealthRule[Any]):
         self._losses.append(line.loss)
         self._gradient_norms.append(line.gradient_norm)
         self._learning_rates.append(line.rate)
+        # The last half of all steps, rounded so that it can be divided into equal parts.
         length = len(self._losses) // 2 // self.loss_mean_count * self.loss_mean_count
         if (
             length < self.min_steps
@@ -243,7 +244,7 @@ class LossPlateau(HealthRule[Any]):
             or len(self._losses) < self._next_check_loss_count
         ):
             return ""
-        # A check takes longer the more steps there are, so checks become rarer.
+        # A check reads half of all losses, so it takes longer and longer. Check less and less often.
         self._next_check_loss_count = round(len(self._losses) * (1 + self.check_interval_share))
         # At a low learning rate a flat loss is normal.
         if min(self._learning_rates[-length], line.rate) < max(self._learning_rates) / 2:
@@ -348,7 +349,8 @@ class GradientScale(HealthRule[StepRow]):
             or norm_gap_octaves < self.min_norm_gap_octaves
         ):
             return ""
-        # A changed scale multiplies the loss by the same factor as the gradients, or not at all.
+        # The loss has either changed by the same factor, as with a sum instead of a mean, or not at all, as with a loss
+        # scale.
         if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
             return ""
         loss_words = ", and the loss has changed as much" if abs(loss_change) > 0.5 else ""
@@ -445,4 +447,6 @@ class LossGap(HealthRule[StepRow]):
 
 def measure_noise(values: Sequence[float]) -> float:
     """Returns the standard deviation of the noise around a slow trend, from differences between consecutive values."""
+    # 1.4826 converts a median of absolute deviations to a standard deviation. A difference of two values has sqrt(2)
+    # times the noise of one.
     return 1.4826 * median(abs(following - value) for value, following in pairwise(values)) / math.sqrt(2)

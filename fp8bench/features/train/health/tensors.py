@@ -48,7 +48,7 @@ class TensorHealthRule(HealthRule[LayerReading]):
 
     @abstractmethod
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        """Returns the text of an alarm; '' if nothing is wrong."""
+        """Returns the text of an alarm; '' if nothing is wrong. `previous` are earlier readings of the same tensor."""
 
 
 def may_be_cast(reading: LayerReading) -> bool:
@@ -226,7 +226,7 @@ class WeightsBehind(TensorHealthRule):
     window = 20
     drop_db = 2.0
     low_reading_count = 3
-    exact_db = 150.0  # above this, nothing was rounded: for example, if all weights are 1
+    exact_db = 150.0  # a higher ratio means that nothing was rounded, for example if all weights are 1
     alarms_at = (
         f"the last {low_reading_count} of 21 readings of a weight's signal to noise are all "
         f"{drop_db:g} dB below the best of them"
@@ -264,7 +264,7 @@ def name_tensor(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
-# The history of a scale is stale if the scale kept its value for so many readings while magnitudes changed by octaves.
+# A delayed scale is stale if it stayed the same in this many readings, while magnitudes changed by this many octaves.
 _MIN_STALE_READINGS, _MIN_STALE_OCTAVES = 2, 0.5
 
 
@@ -300,7 +300,7 @@ class StepFigureRule(HealthRule[StepFigure]):
         return self.judge(line, last_value)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        """Returns the text of an alarm; '' if nothing is wrong. `last` ends with the newest value."""
+        """Returns the text of an alarm; '' if nothing is wrong. `last` are the newest values, up to that of `line`."""
         raise NotImplementedError
 
 
@@ -326,7 +326,7 @@ class KeptScale(StepFigureRule):
         return f"{line.layer}, which a layer stores, moved by {octave_distance:+.1f} octaves to {line.value:.3g}"
 
 
-# Pairs of an embedding's spread and the loss in the same step.
+# Pairs of an embedding's spread (see `measure_embedding_spread`) and the median of the latest losses.
 EmbeddingSpreads = deque[tuple[float, float]]
 
 
@@ -366,7 +366,8 @@ class EmbeddingCollapse(HealthRule[Any]):
 
 class LayerStandsStill(HealthRule[Any]):
     """Detects a matrix that no longer learns. Updates of most matrices are within a factor of four of the matrices'
-    median. Weight decay alone causes 1 to 6% of that. A rarely used layer may have no gradient for several steps."""
+    median. Weight decay alone changes a matrix by 1 to 6% of this median. A rarely used layer may have no gradient for
+    several steps."""
 
     name = "layer-stands-still"
     judged_line_types = LayerReading | StepFigure

@@ -93,8 +93,8 @@ class ArmModel:
         return self.add_arithmetic(name, apply_scales(layer_arithmetic, self.settings, mode, name, self.scale_books))
 
     def add_arithmetic(self, name: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Returns the arithmetic of layer `name` with scales that all ranks share, and with casts that `watch_casts`
-        receives. Also stores it in `arithmetics`.
+        """Returns the arithmetic of layer `name`. Its scales are shared by all ranks, and each cast is reported to
+        `watch_casts`, if there is one. Also stores the arithmetic in `arithmetics`.
         """
         arithmetic = self.parallelism.share_scales_across_ranks(name, arithmetic)
         if self.watch_casts is not None:
@@ -126,8 +126,8 @@ class ArmModel:
         """Prepares the model to repeat the last `count` steps for a measurement. These steps read new batches."""
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
-        """Yields an arm's held-out losses. `row_key` is the arm, the seed and the step. If `is_last`, the training is
-        finished, and a model may also yield losses that are measured only then.
+        """Yields an arm's held-out losses. `row_key` is the arm, the seed and the step. `is_last` means that the
+        training is finished. A model may then also yield losses that are measured only at the end.
         """
         raise NotImplementedError
 

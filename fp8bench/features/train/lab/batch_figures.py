@@ -129,8 +129,8 @@ class BatchHistory:
             age = self._record_batch_fingerprint(next(numbers))
             if condition is not None:
                 condition_fingerprint, first_condition_number = next(numbers), next(numbers)
-                # A condition with a single element, or with 0, 1 or a dimension of an input as its first element, may
-                # be a length or a setting.
+                # It may be a length or a setting and no condition, if it has a single number, or if its first number
+                # is 0, 1 or a dimension of an input.
                 may_be_length_or_setting = len(condition) == 1 or first_condition_number in {0, 1}.union(*batch.shapes)
                 self._count_equal_conditions(condition_fingerprint, age == 1, may_be_length_or_setting)
         self._last_steps = {
@@ -153,9 +153,9 @@ class BatchHistory:
         return age
 
     def _count_equal_conditions(self, condition: float, is_same_batch: bool, may_be_setting: bool) -> None:
-        """Counts the steps in a row in which the condition stayed equal although the batch changed. `condition` is the
-        fingerprint of the condition. If `may_be_setting`, the condition may be a length or a setting, so it counts only
-        after its first change.
+        """Counts steps in a row with the same condition (see `_find_batch_condition`) but different batches.
+        `condition` is its fingerprint. With `may_be_setting`, the condition may be a length or a setting. Then nothing
+        is counted until it has changed once.
         """
         if math.isnan(condition):
             return
@@ -172,6 +172,7 @@ class BatchHistory:
         """Records how far the frequencies of the labels are from those in earlier watched batches, relative to the
         distance that chance would cause.
         """
+        # Negative labels, such as torch's default ignore_index of -100, do not name a class.
         labels = labels[labels >= 0]
         if len(labels) < _MIN_BATCH_EXAMPLES or int(labels.max()) >= _MAX_CLASSES:
             return
@@ -180,6 +181,7 @@ class BatchHistory:
         self._label_counts = self._label_counts.to(counts)
         if self._counted_batches >= _MIN_WATCHED_BATCHES:
             earlier_label_frequencies = self._label_counts / self._label_counts.sum()
+            # The expected sum of distances, if each frequency is normally distributed around the earlier one.
             chance_label_distance = (
                 (earlier_label_frequencies * (1 - earlier_label_frequencies) * (2 / math.pi) / len(labels)).sqrt().sum()
             )

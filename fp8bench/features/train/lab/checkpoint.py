@@ -240,6 +240,7 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
         )
         raise UsageError(f"--start {path} has a different model: it {', and '.join(reasons)}. {advice}.")
     for tensor_name, tensor in model.state_dict().items():
+        # If two names share a tensor in the model, the values of one name have replaced those of the other.
         if tensor_name in tensor_by_name and not torch.equal(tensor, tensor_by_name[tensor_name].to(tensor)):
             raise UsageError(
                 f"--start {path}: {tensor_name} is the same tensor as another one in this model (its weights are "
@@ -249,6 +250,7 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
 
 def _load_state_dict(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a state dict file by name. Code in the file is never run."""
+    # 1. Read the file, by a loader that accepts only tensors and plain values.
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -263,12 +265,14 @@ def _load_state_dict(path: Path) -> dict[str, Tensor]:
             f"--start {path} is not a state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
             "made of model.state_dict(), or a .safetensors."
         ) from None
+    # 2. Find the state dict in the file of a trainer, which also has the state of the optimizer.
     for name in _STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
     tensors = list(content.values()) if isinstance(content, Mapping) else []
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UsageError(f"--start {path} is not a state dict: expected tensors by name. Save model.state_dict().")
+    # 3. Remove the prefixes of wrappers, so that names match those of the plain model.
     for prefix in _WRAPPER_PREFIXES:
         if all(name.startswith(prefix) for name in content):
             content = {name.removeprefix(prefix): tensor for name, tensor in content.items()}

@@ -94,8 +94,8 @@ class TokenWindows:
         return host_ids[:, :-1].contiguous(), host_ids[:, 1:].contiguous()
 
 
-# A finished model is also evaluated with its layers in each of these precisions, but without the scales of the
-# training. An arm is compared with the reference in the same precision, and the reference with itself in bf16.
+# A finished model is also evaluated with its layers in each of these precisions. Scales of the training are not used.
+# An arm is compared with the reference in the same precision, and the reference with itself in bf16.
 QUANTISED_FORMATS = ("bf16", "fp8", "nvfp4")
 # A validation reads about 4096 tokens, but at least 16 windows, and about 1024 tokens per forward pass.
 _VALIDATED_TOKENS = 4096
@@ -246,8 +246,9 @@ def _load_task_items(tasks: tuple[str, ...], text: TrainingTokens, sequence: int
 
 
 def _predict_choice_logits(predict: PredictLogits, rows: Tensor, item: TaskItem) -> Tensor:
-    """Returns the logits of the item's choices at the item's positions. Their shape is (texts, positions, choices)."""
+    """Returns the logits of a task's choices at the positions that the task scores: (texts, positions, choices)."""
     positions, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (item.positions, item.choices))
+    # The model predicts a token from the tokens before it.
     return predict(rows)[:, positions - 1][:, :, choices].double()
 
 

@@ -150,7 +150,8 @@ class Lab(Bench):
         silent_phases = SilentPhases()
         device = self._select_device(facts)
         with self._apply_precision_switches(trainer.precision):
-            # A single time on the host covers all steps. It ends once the device has finished all queued work.
+            # Time all steps together, until the device has finished. Waiting for each step would make pauses between
+            # steps.
             start = time.perf_counter()
             for _ in range(steps):
                 take_extra_step(trainer, silent_phases)
@@ -253,8 +254,8 @@ def take_extra_step(trainer: Trainer, phase: Phases) -> None:
 
 
 def find_hardware(task: SeedTask) -> EmulatedHardware:
-    """Returns the hardware to assume for an emulated arm, which multiplies in the arm's formats. The arm's memory is
-    counted as if it ran on this hardware.
+    """Returns the hardware that is assumed for an emulated arm: it multiplies natively in the arm's formats. The
+    arm's memory is counted as if the arm ran on this hardware.
     """
     (arm,) = task.arms
     settings = arm.merge_settings(task.settings)

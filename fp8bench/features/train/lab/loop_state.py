@@ -35,6 +35,7 @@ class LoopState:
         }
         optimizer_moments = _list_moments_of_first_parameter(optimizer)
         # Reading moments waits for the device. So only those moments are read that were changed outside of a step.
+        # Before the first update there are no marks, so `zip` finds nothing.
         changed_optimizer_moments = [
             moment
             for moment, mark in zip(optimizer_moments, self._moment_marks, strict=False)
@@ -47,8 +48,8 @@ class LoopState:
 
     def list_figures(self, parameters: NamedParameters) -> dict[tuple[str, str], FigureValue]:
         """Returns figures by name and path. `steps_without_gradient` counts the steps in a row in which a parameter had
-        no gradient. `parts_in_eval` counts the dropouts and batch norms that the loop has switched to eval mode, under
-        the path of the first of them.
+        no gradient. `parts_in_eval` is the number of dropouts and batch norms that the loop has switched to eval mode.
+        Its path is that of the first of these layers.
         """
         figures: dict[tuple[str, str], FigureValue] = {}
         for name, parameter in parameters.items():

@@ -152,10 +152,10 @@ class _BFloat16:
 
 
 class AutomaticScale:
-    """Stores a gradient in E4M3. All micro-batches of a step share one scale, like all devices in FP8-LM. The first
-    micro-batch sets it: its largest value, times the number of micro-batches, is mapped to `share` of the format's
-    largest value. If too many values of a step saturate, `share` is halved. Otherwise it moves slowly back to 1. A
-    gradient that is not finite is restored as NaN.
+    """Stores a gradient in E4M3. All micro-batches of a step share one scale, as all devices do in FP8-LM. The
+    first micro-batch sets the scale: it maps the micro-batch's largest value, times the number of micro-batches, to
+    `share` of the format's largest value. If too many values of a step saturate, `share` is halved. Otherwise `share`
+    grows slowly back to 1. A gradient that is not finite is restored as NaN.
     """
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:

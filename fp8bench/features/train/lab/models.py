@@ -97,6 +97,7 @@ def list_elementwise_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def check_trainer_settings(settings: TrainerSettings) -> None:
+    # 1. Reject options that do not work with the architecture or with each other.
     config = make_config(settings, 1)
     is_compiled = settings.compile == "yes"
     has_attention = settings.arch in ("gpt", "moe")
@@ -136,6 +137,7 @@ def check_trainer_settings(settings: TrainerSettings) -> None:
     for is_refused, message in refusal_rules:
         if is_refused:
             raise UsageError(message)
+    # 2. Check the names in --rates. Unlike a precision map, --rates may also name norm layers.
     names = {**dict.fromkeys(PARAMETER_KINDS), **list_map_keys(list_layers(settings.arch, config))}
     names |= {layer.name: None for layer in list_elementwise_layers(settings.arch, config) if layer.kind == "norm"}
     for name, _ in settings.rates:
@@ -173,10 +175,12 @@ def check_rank_count(settings: TrainerSettings, ranks: int) -> None:
     parallelism = f"--parallel {settings.parallel}"
     config = make_config(settings, 1)
     has_elementwise_rounding = any(precisions.get(word).carried_by for word in _list_elementwise_precisions(settings))
+    # 1. Ranks that share a micro-batch read equal parts of it.
     if not divides_blocks and config.batch % ranks:
         raise UsageError(
             f"{ranks} ranks cannot share a micro-batch of {config.batch} equally. Give a multiple as --batch."
         )
+    # 2. Reject options that do not work with several ranks.
     refusal_rules = (
         (
             divides_blocks and settings.arch != "gpt",
@@ -246,6 +250,7 @@ def check_rank_count(settings: TrainerSettings, ranks: int) -> None:
     for is_refused, option, conflict, reason in refusal_rules:
         if is_refused:
             raise UsageError(f"{option} does not go with {conflict}: {reason}.")
+    # 3. Check that the sizes of the model can be divided among the ranks.
     reason = explain_uncuttable_model(config, ranks) if divides_blocks else ""
     if settings.parallel == "sp" and config.sequence % ranks:
         reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
@@ -300,7 +305,7 @@ def find_precision_support(
 
 def _find_precision_support(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
     """Returns whether a precision is native, emulated or refused on a device. A precision that needs unit scaling is
-    refused for models and options without it.
+    refused for models and options that do not support unit scaling.
     """
     conflicting_options = (
         (
@@ -341,7 +346,7 @@ def build_model(
     settings: TrainerSettings, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype
 ) -> LanguageModel:
     """Returns the model, with float32 weights drawn by torch's default generator on its default device. `choose`
-    returns the arithmetic of a layer by its name.
+    returns the arithmetic of a layer by its name. `carrier` is the dtype of values between layers.
     """
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP

@@ -128,7 +128,7 @@ def _find_torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
         return None
     has_power_of_two_scales = getattr(config, "round_scales_to_power_of_2", False)
     scale_rounding = ScaleRounding.POWER_OF_TWO if has_power_of_two_scales else ScaleRounding.EXACT
-    # 1 means a scale for each row, 0 a scale for the whole tensor.
+    # `Scaling` takes 1 for a scale per row, and 0 for one scale of the whole tensor.
     rows = 1 if "AXISWISE" in str(cast_config.scaling_granularity) else 0
     return Treatment(fmt, Scaling(rows, 0, rounding=scale_rounding))
 

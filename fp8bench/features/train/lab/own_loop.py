@@ -77,7 +77,7 @@ class UserLoopRecorder:
         self._backward_losses: list[Tensor] = []
         # The scale by which the last backward's loss was multiplied.
         self._loss_scale: Tensor | float = 1.0
-        # The backwards of this many losses in `_losses` are over.
+        # How many of the `_losses` were recorded when the last backward ended.
         self._losses_used = 0
         self._is_loss_divided = self._is_first_batch = self._in_update = False
         self._steps_without_row, self._steps_skipped, self._had_rows = 0, 0, False

@@ -101,6 +101,7 @@ class UserArmModel(ArmModel):
     def make_optimizer(self) -> StepOptimizer:
         user_parts = self.user_parts
         settings = self.settings
+        # 1. Use the user's optimizer, if there is one. Options of the built-in optimizer would have no effect on it.
         if user_parts.optimizer is not None:
             default_settings = type(settings)()
             for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
@@ -114,6 +115,7 @@ class UserArmModel(ArmModel):
             )
             self.parameters = dict(optimizer.parameters)
             return optimizer
+        # 2. Otherwise check what the built-in optimizer needs: float32 weights, and held-out losses for plateau.
         for path, parameter in self.parameters.items():
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
@@ -195,9 +197,9 @@ _COMPARED_BATCH_COUNT = 3
 
 @dataclass(eq=False)
 class UserBatches:
-    """Gives the batches of a user by number, counted from 0. An iterable is read in order, and restarted at its end. A
-    function is called with the number. `name` is the name of the user's function, and `user_parts` has what it
-    returned.
+    """Gives a user's batches by number, counted from 0. An iterable is read in order, and restarted at its end. A
+    function is called with the number. `name` names the user's function that makes the model, and `user_parts` is what
+    that function returned.
     """
 
     name: str
@@ -240,6 +242,7 @@ class UserBatches:
     def _iterate_batches(self) -> Iterator[Any]:
         batch_number = 0
         iterator_end_marker = object()
+        # Shuffling and augmentation may draw random numbers. Seed them, so that every arm reads the same batches.
         for epoch in count():
             epoch_start_batch_number = batch_number
             with self._seed_batch_source("epoch", epoch):
@@ -289,6 +292,7 @@ def check_user_batches(name: str, user_parts: MakeResult, seed: int, facts: Devi
 def is_same_batch(batch: Any, second_batch: Any) -> bool:
     old = dict(iterate_named_tensors(batch))
     new = dict(iterate_named_tensors(second_batch))
+    # NaN is not equal to itself, so it is replaced before comparing.
     return old.keys() == new.keys() and all(
         old[path].dtype == new[path].dtype and torch.equal(old[path].nan_to_num(), new[path].nan_to_num())
         for path in old

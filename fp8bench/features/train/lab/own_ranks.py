@@ -42,8 +42,8 @@ class Ranks:
         if self.size > 1:
             self._store = make_store()
         self._sent = 0
-        # On rank 0: rows that wait for the same rows of other ranks. Each entry has a number, the rows, and the lines
-        # after these rows.
+        # On rank 0: its rows, until other ranks have sent theirs. Each entry has the number of the exchange, the rows,
+        # and the lines after these rows.
         self._waiting_batches: deque[tuple[int, list[StepRow], Lines]] = deque()
         self._silent_ranks: set[int] = set()
 

@@ -38,8 +38,8 @@ from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
 # At most this many gradient values are sent in one message.
 _MAX_MESSAGE_ELEMENTS = 1 << 24
-# At most this many values of sharded weights or gradients are sent in one message. This limit is the lower one, because
-# a full gradient is freed once it is sent.
+# At most this many values of sharded weights or gradients are sent in one message. Smaller messages save memory here,
+# because a full gradient is freed once it is sent.
 _MAX_SHARD_MESSAGE_ELEMENTS = 1 << 22
 _DIGEST_CHUNK_ELEMENTS = 1 << 20
 

@@ -58,7 +58,7 @@ class RankLab(RankBench, Lab):
         return tuple(state for state in arm_states if state.arm in self._trainers)
 
     def advance(self, arm: str, steps: int) -> RankTrainingLines:  # type: ignore[override]
-        """Trains an arm, and returns this rank's lines with digests of what must be equal on all ranks."""
+        """Trains an arm. Returns this rank's lines, and digests of all state that must be equal on all ranks."""
         lines = super().advance(arm, steps)
         trainer = self._get_arm_trainer(arm)
         # Digests once per call are enough: a rank whose weights differ in one step keeps different weights. Digests
@@ -117,7 +117,7 @@ def _merge_rank_lines(answers: Sequence[RankTrainingLines]) -> tuple[StreamLine,
 
 def _merge_rank_costs(answers: Sequence[ArmCost]) -> ArmCost:
     """Returns the cost of the rank that uses most memory, with the memory of every rank. If the memory of a rank is
-    unknown, returns the cost of this rank, in which `why` is the reason.
+    unknown, returns the cost of that rank, whose field `why` has the reason.
     """
     memory_over_ranks = merge_memory_of_ranks([answer.memory or answer.why for answer in answers])
     if isinstance(memory_over_ranks, str):
@@ -146,6 +146,7 @@ def _merge_rows(rows: Sequence[StepRow]) -> StepRow:
         for field in fields(row):
             expected = getattr(first_row, field.name)
             value = getattr(row, field.name)
+            # Compare the texts of floats, because a NaN would never equal itself.
             if field.name != "seconds" and repr(value) != repr(expected):
                 raise RanksDisagree(
                     f"in step {first_row.step} of {first_row.arm} {field.name} is {expected!r} on rank 0 and {value!r} "
@@ -155,13 +156,13 @@ def _merge_rows(rows: Sequence[StepRow]) -> StepRow:
 
 
 def _merge_rank_readings(parts: Sequence[LayerReading]) -> LayerReading:
-    """Merges the readings of a tensor whose equal parts are on different ranks. If all ranks have the same reading,
-    returns it unchanged.
+    """Merges the readings of a tensor that is divided equally among ranks. If all ranks have the same reading, returns
+    it unchanged.
     """
     first_reading = parts[0]
     if all(part == first_reading for part in parts):
         return first_reading
-    # All parts have equally many values, so the tensor's moments are the means of the parts' moments.
+    # Every rank has equally many values of the tensor, so its moments are the means of the ranks' moments.
     mean = _compute_mean([part.mean for part in parts])
     mean_square = _compute_mean([part.deviation**2 + part.mean**2 for part in parts])
     scales = [part.scale for part in parts]
