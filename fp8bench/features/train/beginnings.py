@@ -147,7 +147,7 @@ def _read_dataset_text(folder: Path) -> bytes:
 
 def _read_parquet_texts(folder: Path) -> Iterator[str]:
     """Yields the text of each row: its column 'text', or its only column of strings."""
-    # 1. Import pyarrow, which only saved datasets need.
+    # 1. Import pyarrow, which may not be installed.
     try:
         import pyarrow
     except ImportError:

@@ -56,7 +56,7 @@ _MAX_PAGE_EVENTS = 300
 
 
 def render_page(judged: JudgedTraining) -> Page:
-    """Returns the page that a terminal shows, with charts after its tables."""
+    """Returns the page of a training: what a terminal shows, followed by charts and further tables."""
     stored_training = judged.kept
     training = judged.training
     text = view.render_all(judged, _MAX_PAGE_EVENTS)
@@ -75,7 +75,7 @@ def render_page(judged: JudgedTraining) -> Page:
         Part("figures", "Gradients, updates and rates", tuple(draw_figures(judged))),
     ):
         elements = tuple(filter(_is_worth_showing, part.elements))
-        # Leave out a part without elements, together with its heading.
+        # Leave out a part of the page that has no elements, together with its heading.
         if elements and part.name != "ending":
             parts.append(replace(part, elements=elements))
     page = replace(text, parts=tuple(parts))
@@ -91,8 +91,9 @@ def _is_worth_showing(element: Element) -> bool:
 
 def _render_memory(stored: StoredTraining) -> Iterator[Element]:
     memory_by_arm = {cost.arm: cost.memory for cost in stored.select_lines(ArmCost) if cost.memory is not None}
-    # Compare memory at the end of the first forward pass: peaks may occur at different moments in different arms.
-    has_forward = any(use.forward for use in memory_by_arm.values())  # older trainings did not store this size
+    # Compare memory at the end of the first forward pass, because peaks occur at different moments in different arms.
+    # Trainings of older versions did not store this size.
+    has_forward = any(use.forward for use in memory_by_arm.values())
     sizes: dict[str, dict[str, int]] = defaultdict(dict)
     for name, use in memory_by_arm.items():
         for role, size in use.forward if has_forward else use.roles:
@@ -215,8 +216,8 @@ _MAX_CURVE_POINTS = 60
 
 
 def choose_point_steps(steps: int) -> tuple[int, ...]:
-    """Returns the numbers of steps at which a curve has its points: 1, the multiples of a round number such as 5, and
-    the number of all steps.
+    """Returns the steps at which a curve has its points, counted from 1: the first, the multiples of a round number
+    such as 5, and the last.
     """
     power_of_ten = 10 ** max(0, len(str(steps)) - 3)
     candidate_point_strides = (round_number * power_of_ten for round_number in (1, 2, 5, 10, 20))
@@ -233,7 +234,7 @@ def _chart_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     loss_series = []
     for arm in judged.training.arms:
         if not arm.is_chance_arm:
-            # Compute the mean of each seed's window, and then the mean over seeds.
+            # A point is a mean over seeds. The value of a seed is its mean loss over the last steps before the point.
             seeds = [_compute_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_seed_band = arm.role is ArmRole.REFERENCE
             loss_series.append(
@@ -258,6 +259,7 @@ def _chart_loss_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     gap_series = []
     for arm in judged.training.arms:
         if arm.role is ArmRole.CANDIDATE:
+            # Compare losses of the same seed, in which both arms have the same initial weights and batches.
             seeds = [
                 measure_loss_gaps(reference_curves[seed], curve, ends)
                 for seed, curve in select_curves(judged.curves, arm.name).items()

@@ -61,7 +61,7 @@ _BOUNDS_BY_KEY = {
     "warmup": (0, 1),
     "floor": (0, 1),
 }
-# How several ranks train together.
+# The values of --parallel: how several ranks share a training.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # the formats in which ranks can send values to each other
 WIRE_FORMATS = ("fp32", "bf16", "fp8")
@@ -183,8 +183,8 @@ def _make_count_option(default: int, maximum: int, help_text: str, group: str = 
 
 
 def _reuse_option(default: Any, name: str, help_text: str = "", group: str = TRAINING_LENGTH_TITLE) -> Any:
-    """Returns an option that trainings and runs have. In trainings its default differs from that in runs, and its help
-    text if `help_text` is given."""
+    """Returns a training's version of an option of runs: with another default and, if `help_text` is given, another
+    help text."""
     shared = _RUN_REQUEST_OPTIONS[name]
     return option(
         default, shared.rule, help_text or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse

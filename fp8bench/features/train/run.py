@@ -305,6 +305,7 @@ class _CompleteRun(TrainingRun):
         def explain_missing_energy(reason: str) -> dict[str, EnergyUse]:
             return {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured_arms}
 
+        # If energy cannot be measured, the reason is stored, so that the report can give it.
         if request.ranks is not None:
             energy_by_arm = explain_missing_energy(NO_RANK_ENERGY_REASON)
         else:
@@ -341,7 +342,7 @@ class _CompleteRun(TrainingRun):
             arms_with_windows.append(
                 measured.MeasuredArm(arm.name, planned_case, facts, step_seconds=max(seconds, 1e-7))
             )
-        # With one seed, one short window is enough for a first impression.
+        # A training with one seed gives only a first impression, so a single short energy window is enough.
         rule = WindowRule(windows=1, idle_seconds=1.5) if request.seeds == 1 else WindowRule()
         windows = WindowPass(
             meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")

@@ -84,7 +84,8 @@ class TrainingRun:
 @dataclass
 class SeedRun(TrainingRun):
     """Trains all arms of one seed. `number` is the number of the seed, counted from 0. `exclusion_reason_by_arm` has
-    the reasons why some arms are no longer trained. `device` reads the device's utilization, if that is possible.
+    the reasons why some arms are no longer trained. `device` reads the device's utilization; None if there is none, as
+    on a CPU.
     """
 
     number: int
@@ -193,8 +194,8 @@ class SeedRun(TrainingRun):
                 self._save_checkpoint(step)
 
     def _yield_utilization_figures(self, step: int) -> Iterator[StepFigure]:
-        """Yields the utilization figures that the driver reports. They are averages over about the last second, and
-        belong to no arm.
+        """Yields the device's utilization, as its driver reports it: averages over about the last second. They belong
+        to all arms together, so the figures name no arm.
         """
         if self.device is None or time.monotonic() - self._last_device_reading_time < _UTILIZATION_WINDOW_SECONDS:
             return
@@ -241,7 +242,7 @@ class SeedRun(TrainingRun):
         self._failures_by_arm[name] = self._failures_by_arm.get(name, 0) + 1
         # The lost worker may hang, and only a fresh one has a known state.
         self.worker.restart()
-        # The first failure of an arm may be the machine's fault. After the second failure the arm is excluded.
+        # The machine may have caused the first failure of an arm. After the second failure the arm is excluded.
         kind = "restarted"
         sentence = f"{lost.error}; a fresh worker continues from the last checkpoint"
         if self._failures_by_arm[name] == _MAX_FAILURES:
@@ -250,6 +251,7 @@ class SeedRun(TrainingRun):
             self.exclusion_reason_by_arm[name] = str(lost.error)
             kind = "out"
             sentence = f"{lost.error}; this arm is excluded"
+        # The fresh worker repeats the steps since the last checkpoint, and writes their lines again.
         point = self.writer.points[-1]
         self.writer.truncate_at_resume_point(point)
         self._store_lines((TrainingEvent(name, self.seed, point.step, kind, sentence),), point.step)

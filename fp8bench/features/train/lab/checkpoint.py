@@ -265,7 +265,7 @@ def _load_state_dict(path: Path) -> dict[str, Tensor]:
             f"--start {path} is not a state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
             "made of model.state_dict(), or a .safetensors."
         ) from None
-    # 2. Find the state dict in the file of a trainer, which also has the state of the optimizer.
+    # 2. In the files of trainers, the state dict is one of several entries.
     for name in _STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]

@@ -52,8 +52,8 @@ _FORMAT_BY_CARRIER_DTYPE = {torch.bfloat16: BF16, torch.float16: FP16}
 @dataclass(frozen=True)
 class TensorCast:
     """How a tensor was cast. `fmt` and `scaling` are the format and the scaling of its elements, as far as known.
-    `scale` is the factor that was applied to the tensor, if the factor also depends on other tensors. `rounded` holds
-    the rounded values that a product reads; None if nothing was rounded.
+    `scale` is the factor by which the tensor was multiplied, or None if the factor follows from the tensor alone.
+    `rounded` holds the rounded values that a product reads; None if nothing was rounded.
     """
 
     fmt: Format | None = None
@@ -100,8 +100,8 @@ def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> FigureValues:
 
 
 def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> FigureValues | None:
-    """Returns the figures of a tensor on a CPU, and of its `rounded` values, if there are any. Returns None if some
-    values are not finite, or so large or small that sums of their squares are inexact in float32.
+    """Returns the figures of a tensor on a CPU, and of its `rounded` values, if there are any. Returns None if this
+    would be inexact: if some values are not finite, or if sums of their squares lose digits in float32.
     """
     is_bfloat16 = x.dtype == torch.bfloat16
     infinity_bits = _INFINITY_BITS >> 16 if is_bfloat16 else _INFINITY_BITS
@@ -225,7 +225,7 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
     if cast.scale is not None:
         saturation_limit = saturation_limit / (cast.scale if amax is None else float(cast.scale))
         figures["scale"] = cast.scale
-    # A scale that is computed from a finite tensor lets no value saturate. For other tensors, this scale is 1.
+    # A scale that is computed from finite values lets none of them saturate. With NaN or infinity, the scale is 1.
     elif cast.scaling is not None:
         figures["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
         saturation_limit = saturation_limit if amax is None else math.inf
@@ -237,8 +237,8 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
 
 
 def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -> FigureValues:
-    """Returns how much of a format's range the values use, if each block of values has a scale. Blocks of zeros are
-    left out, and so are scales that round all values of their block to zero.
+    """Returns figures of a tensor with a scale per block: how full the fullest block is, the number of saturated
+    values, and the scales. Leaves out blocks of zeros, and scales that round all values of their block to zero.
     """
     blocks = split_into_blocks(x.to(torch.float32).abs(), fmt, scaling)
     steps = blocks.steps.to(torch.float64)
@@ -256,7 +256,7 @@ def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -
         "fullest": largest_share,
         "saturated": saturated_count,
         "octaves": torch.where(has_nonzero_values, -steps.log2(), 0.0).sum()
-        / has_nonzero_values.sum(),  # mean log2 of the scales
+        / has_nonzero_values.sum(),  # mean log2 of the blocks' scales
         "largest_step": torch.where(has_nonzero_values, steps, 0.0).amax(),
         "least_step": torch.where(has_nonzero_values, steps, math.inf).amin(),
     }
@@ -421,7 +421,7 @@ def _compute_scale_lag_octaves(largest_share: float) -> float | None:
 def _compute_signal_to_noise(figures: Mapping[str, float]) -> float | None:
     if not 0 < figures.get("signal", 0.0) < math.inf:
         return None
-    # `to_decibels` expects squared norms. Doubling the decibels is equivalent.
+    # `to_decibels` expects squares of norms. Squaring a ratio doubles its decibels.
     return min(2 * to_decibels(figures["signal"], figures["noise"]), EXACT_SQNR_DB)
 
 

@@ -49,13 +49,14 @@ class ReplicaWeightCheck:
         if not self._store.check([_make_store_key(step, rank)]):
             return False
         if math.isclose(float(self._store.get(_make_store_key(step, rank))), weights_sum, rel_tol=_ROUNDING):
+            # Ranks whose weights were never equal hold different parts of the model.
             self._once_equal.add(rank)
             return False
         return rank in self._once_equal
 
 
-# Each rank keeps its sums of `_STORED_STEPS` steps in the store. Rounding on two devices may change a sum by the share
-# `_ROUNDING`.
+# Each rank keeps its sums of this many steps in the store. Sums count as equal if they differ by at most this share,
+# because two devices may round differently.
 _STORED_STEPS, _ROUNDING = 4, 1e-7
 
 

@@ -73,6 +73,7 @@ class ScriptLoopWatch:
             )
 
     def _begin_watching_loop(self, optimizer: torch.optim.Optimizer) -> None:
+        # 1. Find the module that the optimizer trains. Some optimizers have none.
         kind = type(optimizer).__name__
         if _uses_deepspeed(optimizer):
             reason = "DeepSpeed keeps parameters in partitions that no module holds, so that they cannot be watched"
@@ -85,6 +86,7 @@ class ScriptLoopWatch:
                 f"{kind} is not watched: no module of torch holds the {tensor_words} that it changes. {_WATCH_ADVICE}"
             )
             return
+        # 2. Choose the files. The first loop has the requested names, and each further loop adds its number.
         loop_number = len(self._loops) + 1
         path, live_page_path = self._stream, self._options.get("live")
         if loop_number > 1:
@@ -92,6 +94,7 @@ class ScriptLoopWatch:
             live_page_path = live_page_path and live_page_path.with_name(
                 f"{live_page_path.stem}.{loop_number}{live_page_path.suffix}"
             )
+        # 3. Begin to watch. The optimizer is in its first step now.
         title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
         watched_training_loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
         watch_context = watch(

@@ -43,8 +43,8 @@ from fp8bench.user_code.named import named
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """Returns a seed for a purpose and numbers, which almost surely differs from that for any other purpose or numbers.
-    It has 32 bits, because a CPU generator takes no more.
+    """Returns a seed that almost surely differs from the seeds for all other arguments. A seed has 32 bits, because a
+    CPU generator takes no more.
     """
     text = "/".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
@@ -76,10 +76,10 @@ _OPTIMIZER_STATE_NAMES = {
 @dataclass(eq=False)
 class ParameterBucket:
     """Parameters that one torch optimizer updates together. `gradient_holders` are the tensors with the gradients: the
-    parameters themselves, or the masters of a HighAccumulation. All of these gradients are divided by one number, and
-    `place` is its index in the model's list of divisors. A user's optimizer has no `place`: each gradient has a
-    separate divisor, and parameters without a gradient do not change. `storages` hold the moments between steps;
-    without them, the optimizer does.
+    parameters themselves, or the masters of a HighAccumulation. Before an update,
+    all of these gradients are divided by the same divisor: entry `place` of the model's list. A user's optimizer has no
+    `place`. Each of its gradients has a separate divisor, and parameters without a gradient do not change. `storages`
+    hold the moments between steps; without `storages`, the optimizer holds them.
     """
 
     optimizer: Optimizer
@@ -419,6 +419,7 @@ class HighAccumulation(torch.optim.Optimizer):
         self._inner_optimizer = make(self.masters)
         self._round_updates = make_update_rounding(updates)
         super().__init__(self.masters, {})
+        # Schedulers change `param_groups`, so the inner optimizer has to use the same groups.
         self.param_groups = self._inner_optimizer.param_groups
         self.state = self._inner_optimizer.state
         for parameter, master in zip(self.trained, self.masters, strict=True):
@@ -456,6 +457,7 @@ class HighAccumulation(torch.optim.Optimizer):
 
 def _add_gradient_to_master(master: nn.Parameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
+    # Move the gradient: if it stayed in the parameter, the next micro-batch would add to it in low precision.
     gradient = parameter.grad.to(torch.float32)
     master.grad = gradient if master.grad is None else master.grad + gradient
     parameter.grad = None

@@ -114,8 +114,8 @@ class Trainer:
 
     @property
     def are_new_scales_due(self) -> bool:
-        """Returns whether the next step computes new scales from data. Scales from --scales-from are used until the
-        first renewal after step 0.
+        """Returns whether the next step computes new scales from its data, as it does every --refresh-scales steps. In
+        step 0, scales from --scales-from are used instead.
         """
         scale_renewal_steps = self.settings.refresh_scales
         return bool(
@@ -163,8 +163,8 @@ class Trainer:
             yield from arithmetic.memory().values()
 
     def prepare_repeat(self, step_count: int) -> None:
-        """Sets a finished arm back by `step_count` steps, but keeps its weights, for later measurements."""
-        # A finished arm has no steps left for measurements of energy and time.
+        """Sets the step of a finished arm back by `step_count`, but keeps its weights."""
+        # Measurements of energy and time need further steps, but a finished arm has none.
         if self.step == self.task.steps:
             first_step = max(0, self.step - step_count)
             self.arm_model.repeat_steps(self.step - first_step)
@@ -175,8 +175,8 @@ class Trainer:
         """Puts the weights into the model's parameters inside the `with` block."""
         cast_watch = self.arm_model.watch_casts
         with self.optimizer.weights.materialise(), self.parallelism.materialise(phase):
-            # Report these weights to the watch: they exist for one step only, and otherwise their memory would count
-            # under no role.
+            # Report to the watch that these tensors are weights. `memory_roles` does not list tensors that
+            # exist for one step only.
             if cast_watch is not None:
                 for parameter in self.parameters.values():
                     cast_watch(Operand(parameter), parameter, Role.WEIGHT, None)
@@ -188,11 +188,13 @@ class Trainer:
         """Handles a step with NaN or infinity. If the loss is finite and the loss scale was just halved, only yields an
         event. Otherwise finds the first faulty tensor, and reacts as set by --on-nan.
         """
-        # The loss is finite and the loss scale was just halved: the gradients overflowed because of the scale.
+        # 1. The loss is finite and the loss scale was just halved: the gradients overflowed because of the scale. Undo
+        # the step's changes of running statistics.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
             self.restore_casts(CastsAndStatistics({}, casts.statistics))
             yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
+        # 2. Otherwise name the first tensor with NaN or infinity.
         faulty_tensor = find()
         layer, tensor, values = (
             (faulty_tensor.layer, faulty_tensor.tensor, faulty_tensor.values)
@@ -202,6 +204,7 @@ class Trainer:
         words = describe_not_finite(faulty_tensor, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE_EVENT, words, layer, tensor, values)
+        # 3. Stop the arm if further steps are useless, or react as set by --on-nan.
         if not math.isfinite(row.parameter_norm):
             reason = "its weights are not finite; resume from the last checkpoint"
         elif self._steps_skipped + 1 == _MAX_SKIPPED_STEPS:

@@ -67,9 +67,9 @@ class ModelWatch:
         precision: str = "",
         eager: bool = False,
     ) -> None:
-        """With `inside` false, only weights are watched. A `precision` means that a user's loop trains the model: its
-        layers are measured by the recipe of this precision, unless their casts can be read. `eager` means that watched
-        steps run compiled modules without compilation, so that their hooks run.
+        """With `inside` false, only weights are watched, and modules get no hooks. A `precision` means that a user's
+        loop trains the model: its layers are measured by the recipe of this precision, unless their casts can be read.
+        `eager` means that watched steps run compiled modules without compilation, so that their hooks run.
         """
         self._arm, self._seed, self.is_eager = arm, seed, eager
         self.is_user_loop = bool(precision)
@@ -158,7 +158,7 @@ class FaultyTensorFinder:
         self.faulty_tensor: FaultyTensor | None = None
 
     def check(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: FindScale | None = None) -> None:
-        # Report only the first tensor with NaN or infinity: it causes the others.
+        # Report only the first tensor with NaN or infinity, because it is the cause of all later ones.
         if self.faulty_tensor is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
