@@ -152,6 +152,7 @@ def train(
         ):
             stored_training = train_all(request, store_folder, outer, command_line())
     finally:
+        # Otherwise this process would keep the function and its models.
         if is_function_in_process:
             MODEL_MAKERS_IN_PROCESS.pop(name, None)
             LOADED_MODELS.clear()
@@ -171,6 +172,7 @@ def name_maker(make: Callable[..., Any]) -> str:
         imported_function = named(name)
     except Exception:  # noqa: BLE001 - it cannot be imported, for whatever reason
         imported_function = None
+    # The name may refer to another object.
     return name if imported_function is make else function_name
 
 
@@ -256,6 +258,7 @@ def watch(
     training = replace(make_watched_training(f"{name}-{secrets.token_hex(4)}", [name]), started=now())
     page = None if live is None else Path(live)
     with ExitStack() as stack:
+        # Rank 0 receives the rows of all ranks, so it alone writes files.
         is_first_rank = Ranks.get_rank() == 0
         write_lines = _append_to_file(Path(path), stack) if path is not None and is_first_rank else None
         targets = parse_result_log_targets(log)
@@ -344,7 +347,9 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
 
     class WatchCallback(_LoopCallback, callback_class):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            # The previous training may have raised before `on_train_end`.
             self._stack.close()
+            # Accelerate wraps the optimizer, and hooks of the wrapper would never run.
             optimizer = known["optimizer"]
             unwrapped_optimizer = getattr(optimizer, "optimizer", optimizer)
             self._loop = self._stack.enter_context(watch(known["model"], unwrapped_optimizer, path, **options))

@@ -188,6 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_result(KIND, stored, arguments.log, write_sentence_to_stderr)
         return _finish_training(stored, arguments)
     requests = split_request_by_model(request_from(arguments))
+    # A mistake in any request has to show up before the first training.
     for request in requests:
         check_training(request)
     if arguments.dry_run:
@@ -200,6 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
     for request in requests:
         with _observe_training(arguments) as observer:
             stored_trainings.append(train(request, arguments.store, observer, command_line()))
+        # An interrupt ends the whole sweep, not only the training of one model.
         if not stored_trainings[-1].finished:
             break
     if untrained_models := [request.settings.model for request in requests[len(stored_trainings) :]]:

@@ -61,6 +61,7 @@ from fp8bench.store.kept_lines import (
 STREAM_FILE = "steps.jsonl"
 _RESUME_POINTS_FILE = "places.json"
 _CHECKPOINTS_FOLDER = "checkpoints"
+# If the newest checkpoint is damaged, the training resumes from the one before.
 _CHECKPOINT_COUNT = 2
 _FULL_DISK_ADVICE = "It holds the lines stored until now. Make room, or choose a different --store DIR."
 
@@ -263,6 +264,7 @@ def load_training(path: Path) -> StoredTraining:
     """
     file_lines = read_file_lines(path, "the training's file")
     training = read_header(file_lines, path, "training", _decode_training)
+    # Lines without an arm are about the whole training.
     names = {"", *(arm.name for arm in training.arms)}
     lines: list[StreamLine] = []
     arm_end_reasons = []

@@ -80,6 +80,7 @@ def find_largest_arm_batch(training: Training, arm: Arm, limit: int, worker: Wor
     except (NoSearch, WorkerError) as error:
         worker.restart()
         return Capacity("batch", limit, why=str(error))
+    # The fastest steps are the least disturbed ones. Noise may still make the difference negative.
     update_seconds = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(two_micro_batch_seconds)[:2]))
     return replace(
         capacity, tokens=tokens, peak=largest_fitting_attempt.taken, seconds=tuple(seconds), update=update_seconds

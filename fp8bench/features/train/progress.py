@@ -374,6 +374,7 @@ class LiveTrainingPage(_OutputObserver):
             write_whole(self._file, html.render(page), sync=False)
         except Exception as error:  # noqa: BLE001 - a broken page must not end a training of days
             reason = f"--live {self._file} was not written ({error}); the training goes on"
+            # Print a failure once, and not at every attempt.
             if reason != self._last_failure:
                 self._print_line(reason)
             self._last_failure = reason

@@ -150,6 +150,7 @@ class SeedRun(TrainingRun):
                 for role, byte_count in state.bytes_per_parameter:
                     lines.append(StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, byte_count, role))
             self._store_lines(lines, 0)
+        # Excluded arms had to be built, because the checkpoint has their states.
         for arm in self.task.arms:
             if arm.name in self.exclusion_reason_by_arm:
                 lab.drop(arm.name)

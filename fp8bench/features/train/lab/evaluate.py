@@ -222,6 +222,7 @@ class ModelScorer:
         """
         assert self.config is not None
         device = self.task.facts.key
+        # A cnn reads texts in lines of LINE_TOKENS tokens.
         row_length = min(-(-max(map(len, texts)) // LINE_TOKENS) * LINE_TOKENS, self.config.sequence)
         rows = torch.tensor([list(text.ljust(row_length, b"\n")) for text in texts], device=device)
         return rows, torch.tensor([len(text) for text in texts], device=device)

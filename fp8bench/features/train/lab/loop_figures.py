@@ -240,6 +240,7 @@ def call_around_backward(begins: LossListener, ends: LossListener) -> Iterator[N
         yield
     finally:
         _backward_listeners.remove(backward_listener)
+        # Other code may have replaced the function in the meantime. Then leave its replacement.
         if not _backward_listeners and torch.autograd.backward is _backward_with_listeners:
             torch.autograd.backward = _torch_backward
 
@@ -265,6 +266,7 @@ def _backward_with_listeners(tensors: Tensor | TensorSequence, *args: Any, **nam
 
 @lru_cache(maxsize=8)
 def _make_fingerprint_weights(shape: torch.Size, device: torch.device) -> Tensor:
+    # 2.399963 is the golden angle. Cosines of its multiples do not repeat, so the order of values matters.
     return torch.arange(shape.numel(), device=device).mul(2.399963).cos().reshape(shape)
 
 
@@ -311,6 +313,7 @@ def measure_input_figures(inputs: Any) -> dict[str, FigureValue]:
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if min(rows.shape) >= _MIN_BATCH_EXAMPLES:
         values = rows[:, :: -(-rows.shape[1] // _MAX_SAMPLED_VALUES)].to(torch.float64)
+        # After sorting, equal examples are neighbours.
         fingerprints = (values * _make_fingerprint_weights(values.shape[1:], values.device)).sum(1).sort().values
         are_neighbours_equal = fingerprints[1:] == fingerprints[:-1]
         is_duplicate = pad(are_neighbours_equal, (0, 1)) | pad(are_neighbours_equal, (1, 0))
@@ -343,6 +346,7 @@ def find_loss_node(loss: Tensor, *names: str) -> Any:
         if graph_node is None or graph_node.name().startswith(names):
             return graph_node
         inputs = [function for function, _ in graph_node.next_functions if function is not None]
+        # A sum of several losses has more than one loss function.
         graph_node = inputs[0] if len(inputs) == 1 else None
     return None
 
@@ -365,6 +369,7 @@ def measure_predictions(loss: Tensor) -> dict[str, FigureValue]:
         # Use a sample only: the exponentials of all examples would take as much memory as the logits.
         indices = torch.unravel_index(_sample_indices(logit_ranges.numel(), logit_ranges.device), logit_ranges.shape)
         sample = log_probabilities[indices].to(torch.float32)
+        # A probability of 0 has the logarithm -inf, and 0 * -inf would be NaN.
         entropy = -(sample.exp() * sample.clamp(min=-1e4)).sum(-1).mean()
         return {"classes": float(log_probabilities.shape[-1]), "entropy": entropy, "logit_range": logit_ranges.amax()}
 

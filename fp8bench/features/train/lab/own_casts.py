@@ -51,6 +51,7 @@ def is_product_layer(module: nn.Module) -> bool:
     if not isinstance(weight, Tensor) or weight.ndim < 2:
         return False
     layers = (nn.Linear, nn.modules.conv._ConvNd)
+    # The Conv1D of transformers is a linear layer.
     return isinstance(module, layers) or "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
 
 
@@ -106,6 +107,7 @@ def find_cast(module: nn.Module, role: Role, declared: TreatmentByRole) -> Opera
     fp8_meta: Any = getattr(module, "fp8_meta", None)
     scale_meta_entry: Any = fp8_meta.get(key) if isinstance(fp8_meta, dict) else None
     if isinstance(getattr(scale_meta_entry, "scale", None), Tensor):
+        # Transformer Engine's hybrid recipe casts gradients to E5M2, and other operands to E4M3.
         fmt = E5M2 if role is Role.GRADIENT and "HYBRID" in str(fp8_meta.get("recipe")) else E4M3
         # The next forward pass overwrites this scale, so a copy is returned.
         return OperandCast(fmt, _TENSOR_SCALING, lambda: scale_meta_entry.scale[index].detach().clone())

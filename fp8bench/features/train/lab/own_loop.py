@@ -152,6 +152,7 @@ class UserLoopRecorder:
             try:
                 return hook(*arguments, **named)
             except Exception as error:
+                # An exception of the user's own function has to end the loop.
                 if error is self.user_error:
                     raise
                 self._end_watching_after_error(error)
@@ -183,6 +184,7 @@ class UserLoopRecorder:
 
     @property
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        # The optimizer may train only a part of the module.
         optimized_parameter_ids = set(map(id, list_parameters(self._habits.optimizer)))
         return {
             path: parameter
@@ -343,6 +345,7 @@ class UserLoopRecorder:
                 loss=loss, gradient_norm=gradient_norm, parameter_norm=self._parameter_norm, update_ratio=ratio
             )
             figures["loss_scale"] = self._loss_scale
+            # A watched step has no time, because watching slows it down.
             row = StepRow(
                 self._name,
                 0,
@@ -397,6 +400,7 @@ class UserLoopRecorder:
         return join_norms(self._ranks.compute_norm_shares(change_norms, weights)) / self._parameter_norm
 
     def _combine_step_losses(self) -> Tensor | None:
+        # Losses of micro-batches are averaged, except divided ones, which add up to the loss of the step.
         if self._losses and not (self._is_loss_divided and self._backward_losses):
             return torch.stack(self._losses).mean()
         if not self._backward_losses:

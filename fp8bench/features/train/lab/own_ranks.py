@@ -109,6 +109,7 @@ class Ranks:
         for rank, key in keys.items():
             if self._store.check([key]):
                 rank_numbers_by_step.append({int(step): numbers for step, *numbers in json.loads(self._store.get(key))})
+                # Otherwise the store would grow with every step.
                 self._store.delete_key(key)
             else:
                 self._silent_ranks.add(rank)
@@ -133,6 +134,7 @@ class Ranks:
             for parameter_norm, ratio in zip(parameter_norms, ratios, strict=True)
             if parameter_norm
         ]
+        # Each rank's norm is only its contribution, so add their squares.
         parameter_norm = math.hypot(*parameter_norms)
         return replace(
             row,

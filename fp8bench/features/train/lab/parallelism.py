@@ -141,6 +141,7 @@ def digest_tensor_bits(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         for chunk in torch.split(tensor.detach().reshape(-1), _DIGEST_CHUNK_ELEMENTS):
             positions = torch.arange(position, position + len(chunk), device=chunk.device)
+            # With an odd factor, a changed value always changes the sum modulo 2^64.
             total += int(((2 * positions + 1) * chunk.view(torch.int32)).sum())
             position += len(chunk)
     return total & ((1 << 63) - 1)
@@ -189,6 +190,7 @@ class FullySharded(DataParallel):
     def _free_weights(self) -> None:
         for weight in self._full_weights:
             weight.grad = None
+            # The model refers to this tensor, so free its memory but keep the tensor.
             weight.untyped_storage().resize_(0)
 
     def load_weights(self, phase: Phases) -> None:
@@ -272,6 +274,7 @@ class TensorParallel(MultiRankTraining):
         norms_over_ranks = self._group.add_over_ranks(local_norms.to(torch.float64).square()).sqrt().to(torch.float32)
         return list(
             torch.where(
+                # `norms` may have several norms of every parameter.
                 self._is_cut.to(local_norms.device).repeat(len(local_norms) // len(self._is_cut)),
                 norms_over_ranks,
                 local_norms,
@@ -327,6 +330,7 @@ class ZeroTensors(FullySharded):
             weight.grad = None
         for parameter, mean in zip(self._stored, mean_gradients, strict=True):
             parameter.grad = mean
+        # No backward has put these gradients into the parameters, so store them here.
         gradients.store_gradients()
 
     def join_norms(self, norms: TensorSequence) -> list[Tensor]:

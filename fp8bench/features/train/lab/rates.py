@@ -69,11 +69,13 @@ class RateSchedule:
             if plateau_scheduler is None
             else (float(plateau_scheduler.best), plateau_scheduler.num_bad_epochs)
         )
+        # For step 0, `rate_share` returns the current share without advancing the schedule.
         return [float(self._scheduler.last_epoch), self.rate_share(0), best, bad]
 
     def set_state(self, state: Sequence[float]) -> None:
         step, rate_share, best, bad = state
         self.rate_share(int(step))
+        # The plateau schedule may have lowered the rate.
         self._optimizer.param_groups[0]["lr"] = rate_share
         if self._plateau is not None:
             self._plateau.best = best
@@ -85,6 +87,7 @@ def _make_scheduler(optimizer: SGD, name: str, warmup: float, floor: float, step
     warm-up instead, which rises from 1/25 of the rate along a cosine.
     """
     if name == "one-cycle" and warmup * steps > 1:
+        # OneCycleLR ends at 1/25 of the full rate, divided by this number.
         final_rate_divisor = 1 / (25 * floor) if floor else math.inf
         return OneCycleLR(
             optimizer,
@@ -92,9 +95,11 @@ def _make_scheduler(optimizer: SGD, name: str, warmup: float, floor: float, step
             total_steps=steps,
             pct_start=warmup,
             final_div_factor=final_rate_divisor,
+            # The dummy optimizer has no momentum.
             cycle_momentum=False,
         )
     warmup_steps = 0 if name == "one-cycle" else round(warmup * steps)
+    # The last step has the final rate, so the decay is one step shorter.
     decay_steps = max(1, steps - 1 - warmup_steps)
     rate_schedule: LRScheduler
     if name in ("cosine", "one-cycle"):

@@ -165,6 +165,7 @@ def _measure_figures_in_pieces(x: Tensor, rounded: Tensor | None) -> FigureValue
 
 
 def _measure_tensor_piece(x: Tensor, rounded: Tensor | None) -> FigureValues:
+    # On a CPU this function gets the values whose squares float32 cannot hold.
     values = x.to(torch.float64 if is_read_at_once(x) else torch.float32)
     # x - x is 0 for finite values, and NaN for all others.
     finite_mask = values - values == 0
@@ -457,6 +458,7 @@ def measure_embedding_spread(weight: Tensor) -> Tensor:
 def measure_largest_row_ratio(weight: Tensor) -> Tensor:
     """Returns the norm of an embedding's largest row, divided by that of its median row."""
     row_norms: Tensor = torch.linalg.vector_norm(weight.detach().to(torch.float32), dim=-1)
+    # The median is 0 if half of the rows are zero.
     return row_norms.amax() / row_norms.median().clamp(min=1e-30)
 
 

@@ -105,6 +105,7 @@ class ParameterBucket:
         for parameter in self.parameters:
             parameter.grad = None
             for value in self.optimizer.state[parameter].values():
+                # The optimizer has counted the step, so set its count back to 0.
                 if isinstance(value, Tensor):
                     value.zero_()
         self.store_states()
@@ -118,6 +119,7 @@ class ParameterBucket:
             return
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
+                # Only moments are stored in low precision: they have the shape of their parameter.
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
                     self._stored_optimizer_states[parameter, name] = self._find_moment_storage(name).store(
                         state.pop(name)
@@ -447,6 +449,7 @@ class HighAccumulation(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: State) -> None:
+        # Loading replaces the groups and the states of the inner optimizer by new objects.
         self._inner_optimizer.load_state_dict(state_dict["inner"])
         self.param_groups = self._inner_optimizer.param_groups
         self.state = self._inner_optimizer.state

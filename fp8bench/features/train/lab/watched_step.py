@@ -282,6 +282,7 @@ class WatchedStep:
             self.figures["update_ratio", path.removesuffix(".weight")] = ratio
         for path, gain in self._watch.gains.items():
             gain_shard = get_local_shard(gain)
+            # A norm divided by that of a vector of ones is the root mean square.
             gain_norm_of_ones = math.sqrt(max(gain_shard.numel(), 1))
             self.figures["gain", path] = torch.linalg.vector_norm(gain_shard, dtype=torch.float32) / gain_norm_of_ones
 
@@ -368,6 +369,7 @@ class WatchedStep:
         self, path: str, q: Tensor, k: Tensor, causal: bool, scale: float | None = None
     ) -> None:
         if ("attention_score", path) not in self.figures:
+            # `max_attention_score` uses the default scale, 1 / sqrt(head width).
             scale_correction = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
             self.figures["attention_score", path] = max_attention_score(q, k, causal) * scale_correction
 
@@ -395,6 +397,7 @@ def is_watched_step(step: int, stride: int) -> bool:
     """Returns whether a step is watched, which means that its tensors are measured: the first step of the training, and
     one random step of each further `stride` steps. Random steps also show periodic effects.
     """
+    # Seed by the step alone, so that all arms and resumed trainings watch the same steps.
     watch_stride_index = step // stride
     return step % stride == (random.Random(watch_stride_index).randrange(stride) if watch_stride_index else 0)
 
