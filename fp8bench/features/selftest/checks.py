@@ -76,8 +76,8 @@ def check_rounding() -> SelfCheck:
 
 
 def make_base_params(workload: str, **params: str | int) -> Params:
-    """Returns parameters for the workload `_planted`: it runs `workload` with `params`, and adds extra work to slow it
-    down."""
+    """Returns parameters for the workload `_planted`, which runs another workload with `params`, and slows it down by
+    extra work."""
     return ("base", workload), *((f"base.{name}", value) for name, value in params.items())
 
 

@@ -208,7 +208,7 @@ def measure_power(
     result.step_seconds = unplanted_step_seconds = _measure_best_seconds(worker, operation, facts, 0)
     added_call_count = max(_MIN_PROBE_CALLS, round(0.5 * unplanted_step_seconds / _TINY_OPERATION_SECONDS))
     probe_call_seconds = _measure_best_seconds(worker, operation, facts, added_call_count) - unplanted_step_seconds
-    # Noise may make the difference 0 or negative, and it is a divisor later.
+    # Noise may make the difference 0 or negative, but `count_tiny_calls` divides by this time.
     result.tiny_call_seconds = max(probe_call_seconds / added_call_count, 1e-9)
     for trial_number in range(trials):
         # Prepare the arms again: a new memory layout may change timings.

@@ -266,7 +266,7 @@ class StudyRunner:
             precision, layer_map = self._make_lowered_precision(name, names, self.low_precision_case.precision)
             trial = LoweredLayersTrial(name, kind, precision, layer_map, names)
             self.append("probes", train_trial(f"{name} low", trial, gradients=True))
-        # 4. Lower all layers but the worst ones, and exclude one more group each time, until the loss is kept.
+        # 4. Lower all layers, then all but more and more of the worst groups, until the loss is kept.
         for number, (name, low_layers) in enumerate(self._yield_candidate_layers()):
             trial = LoweredLayersTrial(
                 name, "", self.low_precision_case.precision, self._lower_layers(low_layers), low_layers

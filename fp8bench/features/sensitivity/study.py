@@ -32,7 +32,7 @@ class LoweredUnit(StrEnum):
     FORMAT = "format"
 
 
-# The FP8 precisions to try, in the order of the cost of their scales: per tensor, per row, per block.
+# The FP8 precisions to try, those with the cheapest scales first: per tensor, then per row, then per block.
 FORMATS = ("fp8", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-block")
 # A cheaper format is proposed if its error is at most this many times the smallest error.
 _ERROR_TOLERANCE = 1.1
@@ -186,7 +186,7 @@ class SensitivityStudy:
 
     @property
     def proposed_formats(self) -> dict[str, str]:
-        """For each layer, the cheapest format among those whose gradient error is close to the smallest one."""
+        """By layer: the cheapest format whose gradient error is close to the smallest error of this layer."""
         format_by_layer = {}
         for layer in dict.fromkeys(layer_trial.name for layer_trial in self.probes):
             errors = self.format_errors(layer)
@@ -222,7 +222,7 @@ def make_precision_map(
     layers: Sequence[Layer], low_layers: Collection[str], modes: tuple[str, str], high: str
 ) -> PrecisionMap:
     """Returns the precision map that gives `low_layers` the first of `modes`, and all other layers the second. `high`
-    is the default precision of layers that suites keep high.
+    is the default precision of layers that suites keep in high precision.
     """
     requested_modes = {layer.name: modes[0] if layer.name in low_layers else modes[1] for layer in layers}
     default_modes = {layer.name: high if layer.high else modes[0] for layer in layers}

@@ -118,7 +118,7 @@ _MAX_POINTS_PER_LINE = 30
 _MAX_CHARTED_ARMS = 3
 # A chart of tensors has at most this many layers.
 _MAX_CHARTED_LAYERS = 4
-# For each figure: its title, whether the minimum or the maximum is worst, how to get it from a reading, and its format.
+# The table of worst readings: a figure's title, whether its minimum or maximum is worst, its value, and its format.
 _WORST_READING_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
     ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
     ("most underflow", max, lambda reading: reading.underflow, units.percent),

@@ -71,7 +71,7 @@ class SlowGrowth(TensorHealthRule):
 
     def find_octave_change(self, earlier_values: OctaveCourse, last_values: OctaveCourse) -> float:
         """Returns the change over `last_values` in octaves if they are on a straight line, and the newest is clearly
-        beyond all earlier values. Otherwise returns 0.
+        above or below all earlier values. Otherwise returns 0.
         """
         (start, start_value), (middle, middle_value), (end, end_value) = (
             last_values[0],
@@ -79,7 +79,7 @@ class SlowGrowth(TensorHealthRule):
             last_values[-1],
         )
         change = end_value - start_value
-        # 1. The newest value has to be beyond all earlier values by half of the change.
+        # 1. The newest value has to be above or below all earlier values by half of the change.
         octave_distance = min((end_value - value) * math.copysign(1, change) for _, value in earlier_values)
         # 2. Both halves have to change in the same direction. Healthy growth slows down, so the second half must not.
         growth_rates_of_halves = (

@@ -8,7 +8,7 @@ from statistics import median
 
 from fp8bench.features.train.values import LayerReading
 
-# A jump is only judged if there are this many earlier values. It must be beyond all of them by this factor.
+# A jump needs this many earlier values, and is above or below all of them by this factor.
 _MIN_EARLIER, _MIN_FACTOR = 4, 4.0
 
 
@@ -27,7 +27,7 @@ def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
     values that are 0 or not finite. Returns 0 for less than `limit` octaves, and for a value that is not at least two
     octaves above all earlier values, or below all of them.
     """
-    # A jump must exceed all earlier values. Compare with the last value first, because this takes the least time.
+    # A jump is above or below all earlier values. Compare with the last one first, because this takes the least time.
     if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:
         return 0.0
     earlier_octaves = compute_finite_log2(earlier)

@@ -164,8 +164,8 @@ class GradientSpike(HealthRule[StepRow]):
 
 class UpdateBurst(HealthRule[StepRow]):
     """Detects an update far above the usual size. In a linear warm-up the rate is at most twice its recent median, and
-    Adam limits the effect of a single batch. A model that has memorised its data makes tiny updates. Its
-    bursts cause no alarm, because they are smaller than the first updates of the training.
+    Adam limits the effect of a single batch. A model that has memorised its data makes tiny updates. Its bursts
+    cause no alarm, because they are smaller than the first updates of the training.
     """
 
     name = "update-norm-burst"
@@ -340,7 +340,7 @@ class GradientScale(HealthRule[StepRow]):
         norm_change, loss_change = (
             median(logs[-self.new_steps :]) - median(logs[: -self.new_steps]) for logs in (norms, losses)
         )
-        # The new norms must be beyond all earlier ones, because a slow drift is not a jump.
+        # The new norms must all be above, or all below, the earlier ones: a slow drift is not a jump.
         norm_gap_octaves = (
             min(last_norms) - max(earlier_norms) if norm_change > 0 else min(earlier_norms) - max(last_norms)
         )

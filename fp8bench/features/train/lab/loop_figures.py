@@ -152,7 +152,7 @@ class LoopMistakeDetector:
         """
         if not (self._had_backward and self._marks) or not all(mark.is_gradient_cleared for mark in self._marks):
             return ""
-        # Another optimizer's loss may pass through this module, as a GAN's does.
+        # In a GAN, the loss of the other model's optimizer passes through this module too.
         has_weight_changed = any(mark.parameter._version != mark.weight_version for mark in self._marks)
         return "used" if self._others_stepped or has_weight_changed else "skipped"
 

@@ -95,8 +95,9 @@ class OperandCast:
 
 
 def find_cast(module: nn.Module, role: Role, declared: TreatmentByRole) -> OperandCast | None:
-    """Returns how a module casts an operand: by its stored scales or configuration, or otherwise as `declared`. Returns
-    None for modules other than linear layers and convolutions, or if nothing is known about the casts.
+    """Returns how a module casts an operand: by its stored scales or configuration, or else by the recipe in
+    `declared`. Returns None for modules other than linear layers and convolutions, or if nothing is known about the
+    casts.
     """
     # Layers of torch.nn do not store scales.
     if type(module).__module__.startswith("torch.nn.") and not declared:

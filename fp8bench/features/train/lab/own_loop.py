@@ -271,7 +271,8 @@ class UserLoopRecorder:
         losses_before_closure = self._backward_losses
 
         def run_closure() -> Any:
-            # LBFGS calls its closure several times in a step. Lightning accumulates micro-batches before it.
+            # LBFGS calls its closure several times: keep the losses of the last call only, and those from before the
+            # step, because Lightning accumulates micro-batches.
             self._backward_losses = [*losses_before_closure]
             loss = closure()
             self._guard_hook(self._read_gradients)()

@@ -141,7 +141,7 @@ def digest_tensor_bits(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         for chunk in torch.split(tensor.detach().reshape(-1), _DIGEST_CHUNK_ELEMENTS):
             positions = torch.arange(position, position + len(chunk), device=chunk.device)
-            # With an odd factor, a changed value always changes the sum modulo 2^64.
+            # With an odd factor, a changed value always changes the sum modulo 2^63.
             total += int(((2 * positions + 1) * chunk.view(torch.int32)).sum())
             position += len(chunk)
     return total & ((1 << 63) - 1)
@@ -330,7 +330,7 @@ class ZeroTensors(FullySharded):
             weight.grad = None
         for parameter, mean in zip(self._stored, mean_gradients, strict=True):
             parameter.grad = mean
-        # No backward has put these gradients into the parameters, so store them here.
+        # These gradients did not come from a backward, which would have stored them.
         gradients.store_gradients()
 
     def join_norms(self, norms: TensorSequence) -> list[Tensor]:

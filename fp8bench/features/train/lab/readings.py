@@ -411,8 +411,8 @@ def _find_rounding_scale(figures: Mapping[str, float]) -> float:
 
 def _compute_scale_lag_octaves(largest_share: float) -> float | None:
     """Returns by how many octaves (log2) the largest magnitude exceeds the format's range; negative if a part of the
-    range is unused. `largest_share` is their ratio. A ratio just above 1 comes from rounding, and counts as 1. Returns
-    None if the ratio is 0 or not finite.
+    range is unused. `largest_share` is that magnitude divided by the format's largest value. A share just above 1 comes
+    from rounding, and counts as 1. Returns None if the share is 0 or not finite.
     """
     if not 0 < largest_share < math.inf:
         return None

@@ -76,8 +76,8 @@ _OPTIMIZER_STATE_NAMES = {
 @dataclass(eq=False)
 class ParameterBucket:
     """Parameters that one torch optimizer updates together. `gradient_holders` are the tensors with the gradients: the
-    parameters themselves, or the masters of a HighAccumulation. Before an update,
-    all of these gradients are divided by the same divisor: entry `place` of the model's list. A user's optimizer has no
+    parameters themselves, or the masters of a HighAccumulation. Before an update, all of
+    these gradients are divided by the same divisor: entry `place` of the model's list. A user's optimizer has no
     `place`. Each of its gradients has a separate divisor, and parameters without a gradient do not change. `storages`
     hold the moments between steps; without `storages`, the optimizer holds them.
     """
