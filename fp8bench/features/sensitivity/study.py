@@ -23,8 +23,8 @@ _EQUAL_LOSS_TOLERANCE = 1e-6
 
 
 class LoweredUnit(StrEnum):
-    """What one training of a study sets to low precision: a layer, or all layers of a kind. With FORMAT, each layer is
-    tried in each format of FORMATS.
+    """The layers that one training of a study sets to low precision: a single layer, or all layers of a kind. With
+    FORMAT, each layer is tried in each format of FORMATS.
     """
 
     LAYER = "layer"
@@ -186,7 +186,7 @@ class SensitivityStudy:
 
     @property
     def proposed_formats(self) -> dict[str, str]:
-        """By layer: the cheapest format whose gradient error is close to the smallest error of this layer."""
+        """The cheapest format of each layer whose gradient error is close to the layer's smallest error."""
         format_by_layer = {}
         for layer in dict.fromkeys(layer_trial.name for layer_trial in self.probes):
             errors = self.format_errors(layer)

@@ -147,7 +147,7 @@ class GradientVanished(HealthRule[Any]):
     _norm_shares_by_layer: dict[str, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.window))
     )
-    # By matrix: how many readings in a row had a low share of the gradient norm, now and in the longest such run.
+    # For each matrix: how many readings in a row had a low share of the gradient norm, now and in the longest such run.
     _low_share_run_lengths: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
     def read_line(self, line: StepRow | StepFigure) -> str:
