@@ -34,9 +34,8 @@ class SizedArm(NamedTuple):
 
 
 class ModelSizeComparison(ModelSweep):
-    """Trainings of several models, the smallest model first. `trends` has the change of each arm's gap for ten times
-    the parameters, as a share of the loss. Each seed has such a change, and the interval of the trend is Student's t
-    over the seeds.
+    """Trainings of several models, the smallest model first. `trends` has, by arm, how much the arm's gap grows for ten
+    times the parameters. This is computed in each seed, and the interval is Student's t over the seeds.
     """
 
     @cached_property
@@ -59,6 +58,7 @@ class ModelSizeComparison(ModelSweep):
 
 
 def measure_trend(sizes: Sequence[SizedArm]) -> LossGap | None:
+    # To base 10, so that a slope is the change for ten times the parameters.
     log_parameters = [math.log10(sized_arm.training.training.parameters) for sized_arm in sizes]
     gaps_by_seed: dict[int, list[float]] = defaultdict(list)
     for sized_arm in sizes:

@@ -62,7 +62,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     scheduled_rate_share = trainer.rate_share()
     scale = trainer.loss_scale.scale
     casts = trainer.copy_casts()
-    rate = optimizer.rate * scheduled_rate_share  # the update may call a user's schedule, which changes the rate
+    rate = optimizer.rate * scheduled_rate_share  # read first: the update may call a user's schedule, which changes it
     step_wire = (
         StepTrafficWatch(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
     )
@@ -78,6 +78,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = parallelism.join_norms(optimizer.gradients.norms())
         gradient_norm = join_norms(norms) / scale
         gradients = [size / scale for size in norms] if readings is not None else []
+        # The flag is a tensor, so that the host does not wait for the device before 6.
         skip_step_flag = (~(loss + gradient_norm).isfinite()).to(torch.float32)
         clip_divisors, clip_factor = compute_clip_divisors(
             norms, gradient_norm, scale, trainer.max_norm, trainer.clip_groups
@@ -132,13 +133,14 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
     trainer.optimizer.gradients.begin()
     with arm_model.cached_weights.cast(phase):  # each weight is cast once, for all micro-batches
         for micro_batch_number in range(micro_batches):
-            # a. The batch, which depends only on seed, step and micro-batch.
+            # a. Read the batch. It depends only on seed, step and micro-batch.
             with phase.data_load:
                 batch = arm_model.read_batch(trainer.step, micro_batch_number)
-            # b. Forward, with the same random numbers in every arm.
+            # b. Run forward with the same random numbers in every arm.
             with arm_model.seed_batch(trainer.step, micro_batch_number):
                 loss = arm_model.compute_loss(batch, phase, is_finding)
-                # c. Backward from the scaled loss, so that small gradients do not underflow.
+                # c. Run backward from the scaled loss, so that small gradients do not underflow. The gradients of all
+                # micro-batches are added, so divide to get their mean.
                 (loss * (scale / micro_batches)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().to(torch.float32).reshape(()))
     with phase.communication:
@@ -156,6 +158,7 @@ def compute_clip_divisors(
         return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)
     norms_by_group = group_values(zip(groups, norms, strict=True))
     if len(norms_by_group) == 1:
+        # At least 1: clipping never enlarges a gradient.
         clip_divisor = (norm / max_norm).clamp(min=1.0)
         return [clip_divisor] * len(norms), clip_divisor
     group_norms = {group: join_norms(values) / scale for group, values in norms_by_group.items()}
@@ -168,10 +171,12 @@ def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastsAndStatistics
     """Repeats the step without an update, and returns its first tensor with NaN or infinity. Returns None if all
     tensors are finite this time.
     """
+    # Repeat the step from the state of casts with which it began.
     trainer.restore_casts(casts)
     tensor_finder = FaultyTensorFinder()
     with trainer.materialise(UNTIMED_PHASE_MARKERS), tensor_finder.attach_hooks(trainer.model):
         accumulate_gradients(trainer, scale, UNTIMED_PHASE_MARKERS, is_finding=True)
+    # The repeated step has updated the model's running statistics. Undo that.
     trainer.restore_casts(CastsAndStatistics({}, casts.statistics))
     return tensor_finder.faulty_tensor
 

@@ -88,6 +88,7 @@ def load_recorded_loops(files: Sequence[Sequence[Path]], margin: float = 0.01) -
     for name, seeds in zip(names, streams_by_loop, strict=True):
         for seed, seed_lines in enumerate(seeds):
             lines += [replace(line, arm=name, seed=seed) for line in seed_lines]
+    # Steps are counted from 0. The first loop is the reference.
     steps = 1 + max(line.step for line in lines if line.arm == names[0] and isinstance(line, StepRow))
     file_name = "+".join(paths[0].stem for paths in files)[:_MAX_NAME_LENGTH]
     path = files[0][0].with_name(f"{file_name}.jsonl")

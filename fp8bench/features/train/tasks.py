@@ -69,6 +69,7 @@ def _make_retrieval_text(generator: random.Random, length: int) -> bytes:
 
 def list_retrieval_lengths(sequence: int) -> tuple[int, ...]:
     """Returns the lengths of retrieval questions, from an eighth of the window `sequence` to a full window."""
+    # In a short window several lengths become 8. List it once.
     return tuple(dict.fromkeys(max(8, sequence // part) for part in (8, 4, 2, 1)))
 
 
@@ -99,6 +100,7 @@ def make_documents(tasks: Sequence[str], sequence: int, seed: str, count: int) -
             document = _make_retrieval_text(generator, generator.choice(list_retrieval_lengths(sequence)))
         else:
             document = _make_repeated_retrieval_text(generator, sequence)
+        # Texts may be shorter than a window: those of copy tasks have an odd length.
         documents.append(document.ljust(sequence, b"\n"))
     return b"".join(documents)
 
@@ -112,6 +114,7 @@ def make_task_text(data_word: str, sequence: int) -> tuple[str, bytes, bytes]:
     document_count = max(_MIN_DOCUMENTS, _TASK_TEXT_BYTES // sequence)
     texts = [
         make_documents(task_names, sequence, part, size)
+        # A tenth of all documents is held out.
         for part, size in (("train", document_count), ("held-out", document_count // 9))
     ]
     return "+".join(task_names), texts[0], texts[1]
@@ -125,8 +128,8 @@ def check_sequence(option: str, sequence: int) -> None:
 
 
 def make_task_items(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:
-    """Yields lists of questions of a task, each list with the name of its figure. The questions are the same for every
-    arm and seed.
+    """Yields the questions of a task for each of its scores, with the score's name, such as 'retrieval@64'. All arms
+    and seeds get the same questions.
     """
     generator = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
@@ -160,6 +163,7 @@ def _make_cloze_items(generator: random.Random, sequence: int, text: bytes) -> I
     """
     # Choices are as long as the hidden word, so that the length does not show the answer.
     max_question_bytes = min(sequence, _MAX_CLOZE_BYTES)
+    # A question must not begin before the text does.
     word_matches = [match for match in _WORD_PATTERN.finditer(text) if match.end() > max_question_bytes]
     words_by_length = defaultdict(list)
     for match in word_matches:
@@ -181,6 +185,7 @@ def _make_cloze_items(generator: random.Random, sequence: int, text: bytes) -> I
         correct_word = match[0]
         while len(choice_words) < _CLOZE_CHOICE_COUNT:
             choice_words.add(generator.choice(words_by_length[len(correct_word)]))
+        # Sort the set: its order differs from process to process.
         candidates = generator.sample(sorted(choice_words), _CLOZE_CHOICE_COUNT)
         cloze_passage = text[match.end() - max_question_bytes : match.start()]
         yield TaskItem(tuple(cloze_passage + word for word in candidates), (candidates.index(correct_word),))

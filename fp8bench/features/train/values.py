@@ -59,7 +59,7 @@ class ArmRole(StrEnum):
     OTHER_RATE = "other-rate"
 
 
-# Settings that only candidates can change. All other arms have these values.
+# Arms other than candidates always train with these values.
 _CANDIDATE_SETTING_DEFAULTS: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
@@ -95,7 +95,7 @@ class Arm:
         return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_SETTING_DEFAULTS.items()))
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
-        """Returns the settings of the training with the values that this arm overrides."""
+        """Returns the settings of the training, overridden by those of this arm."""
         arm_settings: dict[str, Any] = dict(self.settings)
         setting_defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_SETTING_DEFAULTS
         return replace(settings, **setting_defaults, **arm_settings)
@@ -202,8 +202,9 @@ class StepRow(StreamLine):
 @dataclass(frozen=True)
 class LayerReading(StreamLine):
     """Figures of one tensor of a layer in a watched step (a step in which tensors are measured), as defined in
-    docs/watching.md. Shares are fractions of all elements. `role` is input, weight or gradient (of the layer's output).
-    `scale` is the geometric mean of block scales; 1 without scales. `signal_to_noise` is None if nothing was rounded.
+    docs/watching.md. `zeros`, `underflow` and `saturated` are shares of all elements. `role` is input, weight or
+    gradient (of the layer's output). `scale` is the geometric mean of block scales; 1 without scales. `signal_to_noise`
+    is None if nothing was rounded.
     """
 
     layer: str
@@ -235,7 +236,7 @@ WIRE_BYTES = "wire_bytes"
 GRADIENTS_LEFT = "gradients_left"
 MOMENTS_GONE = "moments_gone"
 OTHERS_TRAIN = "others_train"
-# For loops recorded by `fp8bench.watch`, the fields `tokens` and `make` have this value.
+# The value of `TrainingTokens.tokens` and `TrainerSettings.make` for loops that `fp8bench.watch` has recorded.
 WATCHED_NAME = "watched"
 # Event: a step had NaN or infinity.
 NOT_FINITE_EVENT = "not-finite"
@@ -359,8 +360,8 @@ class ModelSweep:
 
 @dataclass(frozen=True)
 class RankTrainingLines:
-    """One rank's lines of some steps. `same` has digests that must be equal on all ranks, because they train the same
-    model.
+    """The stream lines of several steps from one rank. `same` has names with digests that must be equal on all ranks,
+    because all train the same model.
     """
 
     lines: tuple[StreamLine, ...]

@@ -80,13 +80,14 @@ def render_answer(judged: JudgedTraining) -> Page:
 
 def _format_store_option(stored: StoredTraining) -> str:
     """Returns ' --store DIR', with which another command finds the training. Returns '' for the default store."""
+    # The path is STORE/trainings/<training>/<file>.
     store = Path(stored.path).parent.parent.parent
     return "" if store == Path(".fp8bench") else f" --store {shlex.quote(str(store))}"
 
 
 def find_arm_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[PrecisionAnswer]:
-    """Returns, for each arm with a verdict, whether it learns as well as the reference. For an arm that was not
-    trained, returns the reason. Leaves out arms that learn better at another learning rate.
+    """Returns the answer of each arm: whether it learns as well as the reference, or why it was not trained. Leaves out
+    the reference, its repeats, and arms that learn better at another learning rate.
     """
     peak_memory_by_arm = {summary.arm.name: summary.peak_memory for summary in summaries}
     arm_answers = []
@@ -101,6 +102,7 @@ def find_arm_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts
                 _describe_memory(summary, peak_memory_by_arm.get(verdicts.reference)),
             )
             verdict_word = words.VERDICT_WORDS[verdict.judged.learned]
+            # The answer begins with these words already.
             reason = words.describe_verdict(verdict, verdicts).removeprefix(f"{verdict_word}: ")
             arm_answers.append(
                 PrecisionAnswer(
@@ -165,6 +167,7 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_SHOWN_EVENTS) -> 
     arms = render_arm_table(judged.summaries, without=("how",) if training.is_watched else ())
     arm_answers = find_arm_answers(judged.summaries, verdicts)
     sentences = tuple(map(as_sentence, arm_answers))
+    # A single recorded loop is compared with nothing, so describe what it did.
     if training.is_watched and not arm_answers:
         sentences = tuple(words.describe_loops(judged))
     answer = [TextList(sentences)] if sentences else []

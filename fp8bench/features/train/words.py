@@ -98,6 +98,7 @@ def _convert_bounds_to_percent(interval: Interval) -> tuple[float, float]:
     measured.
     """
     scale = 10 ** _count_decimals(interval)
+    # Round first: floor and ceil would turn a float error into a whole unit of the last decimal.
     low, high = (round(100 * bound * scale, 6) for bound in (interval.low, interval.high))
     if not math.isfinite(low + high):
         return low, high
@@ -179,6 +180,7 @@ def describe_inconclusive(judged: JudgedArm) -> str:
         counted_seeds_text = (
             f"{many(seed_pair_count, 'seed')} {'counts' if seed_pair_count == 1 else 'count'}, fewer than {MIN_PAIRS}"
         )
+        # Further seeds would be void for the same reason, so propose none.
         if judged.void:
             return f"{counted_seeds_text}: {judged.void}{_ADVICE_BY_VOID_REASON.get(judged.void, '')}"
         return f"{counted_seeds_text}; {further_seeds_words}"
@@ -186,6 +188,7 @@ def describe_inconclusive(judged: JudgedArm) -> str:
         assert judged.gap is not None and judged.gap.decides is not None
         bound = describe_upper_bound(judged.gap.decides)
         interval_text = _format_interval(judged.gap.decides)
+        # Four of five: the power for which curves.py proposes seeds is 80%.
         return f"{bound}, as {interval_text} is too wide to tell; {further_seeds_words} in four of five cases"
     if judged.why is InconclusiveReason.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
@@ -198,6 +201,7 @@ def describe_inconclusive(judged: JudgedArm) -> str:
 
 def describe_missing_loss_fall(verdicts: TrainingVerdicts) -> str:
     required_loss_fall = units.percent(verdicts.least_loss_fall)
+    # NaN comes first, because it is worse than any number.
     smallest_loss_fall = min(verdicts.loss_fall_by_seed.values(), key=lambda fall: (not math.isnan(fall), fall))
     loss_fall_text = (
         "its loss was not a number in the end"
@@ -261,7 +265,9 @@ def describe_nondeterminism(band: RepeatDifferences) -> str:
 
 
 def format_adjusted_speed(speed: AdjustedSpeed | None) -> str | None:
-    """Returns a text such as '1.42x [1.35x, 1.49x] (1.50x by steps)'."""
+    """Returns a text such as '1.42x [1.35x, 1.49x] (1.50x by steps)': the speed to the same loss with its interval, and
+    the speed of steps.
+    """
     if speed is None:
         return None
     step_speed_words = f"({units.ratio(speed.raw.point)} by steps)"
@@ -311,6 +317,7 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
 def _format_interval(interval: Interval) -> str:
     decimals = _count_decimals(interval)
     interval_percentages = (100 * interval.point, *_convert_bounds_to_percent(interval))
+    # Adding 0.0 turns -0.0 into 0.0.
     point, low, high = (f"{round(value, decimals) + 0.0:+.{decimals}f}%" for value in interval_percentages)
     return f"{point} [{low}, {high}] ({units.percent(interval.level, 0)})"
 

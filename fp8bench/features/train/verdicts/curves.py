@@ -30,8 +30,8 @@ HELD_OUT_PART = "held-out"
 # last 1/3.
 _ENDPOINT_RANGE_DIVISOR = 10
 _COMPARED_STEPS_DIVISOR = 3
-# The training is judged as if it had ended at each of at most this many different steps: the last step, and earlier
-# ones in the last tenth.
+# The training is judged as if it had ended at different steps: the last step, and others in the last tenth. This is the
+# largest number of such steps.
 _MAX_JUDGED_END_STEPS = 10
 # If the reference's loss has fallen to this share of its first loss, the model has memorised the text, and relative
 # gaps are meaningless. For bytes this share is a loss of 0.055 per token. Text that is learned but not memorised
@@ -100,8 +100,8 @@ class LossCurve:
 
     @property
     def has_non_finite_end(self) -> bool:
-        """Returns whether the arm ended with a loss that is not finite. An arm that recovered from such losses has
-        not blown up, nor has an arm whose process was lost.
+        """Returns whether the arm ended with a loss that is not finite. Returns False for an arm that recovered from
+        such a loss, and for an arm whose process was lost.
         """
         if self.is_complete:
             return not math.isfinite(self.rows[-1].loss)
@@ -223,8 +223,8 @@ DECIDING_CONFIDENCE_LEVEL = 0.99
 SHOWN_CONFIDENCE_LEVEL = 0.95
 # The largest total number of seeds that a verdict proposes.
 MAX_SEEDS = 1000
-# The statistical power of a proposal: if gap and deviation are estimated correctly, the proposed seeds give a verdict
-# with a probability of at least 80%. The 0.9 quantile excludes 10% of cases on each side.
+# This quantile of the normal distribution leaves out 10% on each side. So the proposed number of seeds is enough in at
+# least 80% of trainings, if gap and deviation are estimated correctly.
 _STATISTICAL_POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
@@ -279,7 +279,7 @@ class LossGap:
 class JudgedArm:
     """The verdict on an arm's pairs of seeds. `matters` is None if a verdict is impossible, for example with too few
     pairs. `more_seeds` is the number of further seeds that would probably be enough for a verdict. It is None if that
-    number is unknown, or if further seeds would not count either, for the reason in `void`.
+    number is unknown. It is also None if further seeds would not count: `void` is the reason.
     """
 
     learned: LearningVerdict
@@ -310,6 +310,7 @@ def average_gaps(gaps: Sequence[float]) -> LossGap | None:
         return None
     point = statistics.fmean(gaps)
     pair_count = len(gaps)
+    # The deviation of a single gap is unknown, so it gets no interval.
     if pair_count == 1:
         return LossGap(point, 1, math.nan, None, None)
     # statistics.stdev computes with fractions, which takes eighty times as long.
@@ -330,10 +331,12 @@ def judge_seed_pairs(pairs: Sequence[SeedComparison], margin: float, has_held_ou
     inconclusive_arm = JudgedArm(LearningVerdict.INCONCLUSIVE, gap, held_out)
     interval = find_deciding_interval(gap)
     held_out_interval = find_deciding_interval(held_out)
+    # 1. Require enough pairs for an interval, and also enough held-out losses.
     if gap is None or interval is None:
         return replace(inconclusive_arm, why=InconclusiveReason.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
     if has_held_out and held_out_interval is None:
         return replace(inconclusive_arm, why=InconclusiveReason.NO_HELD_OUT)
+    # 2. Compare the interval with 0 and with the margin.
     learning_verdict = classify_loss_gap(interval, margin)
     gap_importance = classify_importance(interval, margin)
     if learning_verdict is LearningVerdict.INCONCLUSIVE:
@@ -343,6 +346,7 @@ def judge_seed_pairs(pairs: Sequence[SeedComparison], margin: float, has_held_ou
             why=InconclusiveReason.TOO_WIDE,
             more_seeds=count_further_seeds(gap, margin),
         )
+    # 3. A verdict stands only if held-out text confirms it.
     if (
         has_held_out
         and held_out_interval
@@ -364,8 +368,7 @@ def _measure_gap_over_ends(pairs: Sequence[SeedComparison]) -> LossGap | None:
         end_step_gaps += filter(None, [average_gaps(earlier_gaps)])
     deciding_interval = _extend_first_interval([end_gap.decides for end_gap in end_step_gaps if end_gap.decides])
     shown_interval = _extend_first_interval([end_gap.shown for end_gap in end_step_gaps if end_gap.shown])
-    # Convert the joint interval back to a standard deviation of the gaps, from which the number of further seeds is
-    # estimated.
+    # Convert the extended interval back to a standard deviation. The number of further seeds is estimated from it.
     half_width = (deciding_interval.high - deciding_interval.low) / 2
     deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_CONFIDENCE_LEVEL, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=deciding_interval, shown=shown_interval)
@@ -398,9 +401,9 @@ def classify_importance(interval: Interval, margin: float) -> DifferenceImportan
 def _is_confirmed_by_held_out(
     learned: LearningVerdict, matters: DifferenceImportance, held_out: Interval, margin: float
 ) -> bool:
-    """Returns whether the held-out gap confirms a verdict. A training gap that is certainly inside the margin is
-    refuted only by a held-out gap that is certainly of the opposite sign or certainly beyond the margin. In all other
-    cases the held-out gap must have the sign of the verdict.
+    """Returns whether the held-out gap confirms a verdict. If the training gap is certainly inside the margin, the
+    verdict is confirmed unless the held-out gap is certainly beyond the margin or certainly has the opposite sign.
+    Otherwise the held-out gap must have the sign of the verdict.
     """
     verdict_sign = {LearningVerdict.WORSE: 1, LearningVerdict.BETTER: -1}.get(learned, 0)
     if matters is not DifferenceImportance.NO:
@@ -425,6 +428,8 @@ def count_further_seeds(gap: LossGap, margin: float) -> int | None:
         gap_error_distance = _STATISTICAL_POWER_QUANTILE * standard_error
         smallest_likely_gap = max(0.0, abs(gap.point) - gap_error_distance)
         largest_likely_gap = abs(gap.point) + gap_error_distance
+        # Decisive if the interval would exclude 0, be inside the margin, or be too narrow to reach both 0 and the
+        # margin.
         return smallest_likely_gap > half_width or largest_likely_gap <= margin - half_width or 2 * half_width <= margin
 
     # A larger number of seeds is decisive whenever a smaller one is, so use bisection.
@@ -434,8 +439,8 @@ def count_further_seeds(gap: LossGap, margin: float) -> int | None:
 
 
 def compute_detectable_gap(gap: LossGap) -> float:
-    """Returns the smallest gap that would probably have been detected with as many pairs, and as much deviation between
-    them, as `gap` has.
+    """Returns the smallest gap that would probably have been detected, given the number of pairs of `gap` and the
+    deviation between them.
     """
     return (
         (student_quantile(DECIDING_CONFIDENCE_LEVEL, gap.pairs - 1) + _STATISTICAL_POWER_QUANTILE)

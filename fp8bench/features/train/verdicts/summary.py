@@ -190,8 +190,8 @@ def _average_or_none(values: Sequence[float]) -> float | None:
 
 def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
     """Returns the figures of an arm by name. Gaps are over the last third of the steps, with their 95% interval;
-    'gap_deciding' has the 99% interval. An arm that repeats the reference has no gaps. Instead it has its differences
-    from the reference.
+    'gap_deciding' has the 99% interval. Instead of gaps, a repeat of the reference has the first step whose loss
+    differs from the reference's, and the largest difference.
     """
     verdict = summary.verdict
     repeat_band = verdicts.repeat_band if summary.arm.role is ArmRole.REPEAT else None
@@ -266,6 +266,7 @@ def judge_scores(stored: StoredTraining, verdicts: TrainingVerdicts) -> tuple[Sc
     """Compares the scores of arms with the reference's scores. Also compares the losses of the quantised reference with
     the loss of the reference in bf16.
     """
+    # 1. Collect the scores by name, arm and seed.
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in stored.select_lines(StepFigure):
         if line.name.startswith((TASK_PREFIX, METRIC_PREFIX)):
@@ -274,6 +275,7 @@ def judge_scores(stored: StoredTraining, verdicts: TrainingVerdicts) -> tuple[Sc
     for validation in stored.select_lines(Validation):
         if validation.of.startswith("quantised:") and validation.step == steps:
             scores[validation.of][validation.arm][validation.seed] = validation.loss
+    # 2. Compare each arm with the reference, and the quantised reference with its loss in bf16.
     bf16_losses = dict(scores.get(_QUANTISED_BF16_FIGURE, {}))
     reference = verdicts.reference
     request = stored.request
@@ -321,6 +323,7 @@ def _make_score_verdict(
         return replace(
             verdict, word="open: the reference's score is not above 0, so that no relative difference exists"
         )
+    # A higher metric is better unless the user declared `=lower`. A loss after quantising is better if it is lower.
     worsening_sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
     return _judge_arm_score(
         verdict,
@@ -346,8 +349,8 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
 
 
 def _widen_gap_interval(gap: LossGap | None, floor: float) -> LossGap | None:
-    """Returns the gap with an interval that reaches at least `floor` to each side. `floor` is the largest true
-    difference that a task's questions may fail to show.
+    """Returns the gap with an interval that reaches at least `floor` to each side. Equal answers to a task's few
+    questions cannot rule out a true difference of up to `floor`.
     """
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
@@ -432,6 +435,7 @@ def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
         ),
         Col("verdict", "word", tone=find_verdict_tone),
     ]
+    # A score means little without the score of guessing, so print that too.
     scored_task_names = {row.figure.removeprefix(TASK_PREFIX).partition("@")[0] for row in rows}
     tasks_with_chance_score = [task for task in CHANCE_SCORES if task in scored_task_names]
     chance_scores_text = ", ".join(f"{task} {100 * CHANCE_SCORES[task]:.3g}%" for task in tasks_with_chance_score)

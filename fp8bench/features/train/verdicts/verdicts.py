@@ -35,10 +35,10 @@ from fp8bench.features.train.verdicts.curves import (
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
-# A verdict 'within noise' is only meaningful if losing this share of what the reference learned would exceed the
+# 'Within noise' would mean nothing if an arm could lose this share of the reference's fall in loss and stay inside the
 # margin.
 _LOST_LOSS_FALL_SHARE = 0.1
-# A reference whose loss fell by a smaller share has learned too little.
+# A reference whose loss fell by less than this share of the first loss has learned too little.
 _MIN_FALL = 0.1
 # Loss curves are fitted from a third of the steps to the end.
 _MIN_LOG_STEP = -math.log(3)
@@ -101,9 +101,10 @@ class TrainingVerdicts:
 
 
 def compute_required_loss_fall(margin: float) -> float:
-    """Returns the smallest share by which the reference's loss must fall: at least `_MIN_FALL`, and at least the share
-    at which an arm that loses `_LOST_LOSS_FALL_SHARE` of the fall has a gap as large as the margin.
+    """Returns the share by which the reference's loss must fall. It is at least `_MIN_FALL`, and large enough that
+    losing `_LOST_LOSS_FALL_SHARE` of the fall is a gap as large as the margin.
     """
+    # Solve `_LOST_LOSS_FALL_SHARE * fall / (1 - fall) = margin` for the fall.
     return max(_MIN_FALL, margin / (margin + _LOST_LOSS_FALL_SHARE))
 
 
@@ -181,8 +182,8 @@ def _find_best_arm(arms: Sequence[Arm], curves: CurveByKey, seeds: Iterable[int]
 
 
 def _withdraw_unless_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: CurveByKey) -> ArmVerdict:
-    """Returns the verdict as inconclusive if an arm that differs only in learning rate has a lower loss. Otherwise, and
-    for a diverged arm, returns it unchanged.
+    """Makes the verdict inconclusive if an arm that differs only in learning rate has a lower loss. The verdict of a
+    diverged arm does not change.
     """
 
     def describe_without_rate(arm: Arm) -> tuple[object, ...]:
@@ -272,7 +273,7 @@ def _pair_seeds(
 
 
 def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatDifferences:
-    """Returns the differences between the reference and its repeat, from pairs of rows of the same step."""
+    """Returns the differences between the reference and its repeat. Each pair has the rows of one step."""
     first_different_step = None
     largest = 0.0
     for reference, repeat_row in repeats:
@@ -286,10 +287,10 @@ def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatDiffer
 
 @dataclass(frozen=True)
 class AdjustedSpeed:
-    """How many times as fast an arm is as its reference. `raw` compares the time of steps. `adjusted`
-    compares the time to the same loss (docs/watching.md). `adjusted` is None if the lower of the two losses may not
-    fall any more. `bounded` means that the arm is at most this fast: the reference reached the arm's last loss
-    within a third of the steps.
+    """How many times as fast an arm is as its reference. `raw` compares the time of steps. `adjusted` compares the time
+    to the same loss (docs/watching.md). `adjusted` is None unless the lower of the two losses certainly still falls.
+    `bounded` means that the arm is at most this fast: the reference reached the arm's last loss within a third of the
+    steps.
     """
 
     raw: Interval
@@ -299,7 +300,7 @@ class AdjustedSpeed:
 
 def measure_speed(pairs: Sequence[tuple[LossCurve, LossCurve]]) -> AdjustedSpeed | None:
     """Returns how fast an arm is compared with its reference. `pairs` has the curves of the reference and the arm in
-    each seed. Returns None if fewer than five pairs have steps that were timed in both.
+    each seed. Returns None if fewer than five pairs have steps that were timed in both arms.
     """
     pairs_with_log_speed = [(pair, log) for pair in pairs if (log := _measure_log_speed_ratio(*pair)) is not None]
     if len(pairs_with_log_speed) < MIN_PAIRS:
@@ -314,6 +315,7 @@ def measure_speed(pairs: Sequence[tuple[LossCurve, LossCurve]]) -> AdjustedSpeed
     if steps is None:
         return AdjustedSpeed(unadjusted_speed, None)
     point = mean_log_speed.point + max(steps, _MIN_LOG_STEP)
+    # Curves are fitted only from a third of the steps on. For an earlier step the speed is only bounded.
     if steps < _MIN_LOG_STEP:
         return AdjustedSpeed(
             unadjusted_speed,
@@ -325,6 +327,7 @@ def measure_speed(pairs: Sequence[tuple[LossCurve, LossCurve]]) -> AdjustedSpeed
         for seed in range(len(timed_curve_pairs))
         if (log := measure_log_step_ratio(timed_curve_pairs[:seed] + timed_curve_pairs[seed + 1 :])) is not None
     ]
+    # If the ratio is unknown without one of the seeds, it depends too much on that seed.
     if len(log_steps_without_seed) < len(timed_curve_pairs):
         return AdjustedSpeed(unadjusted_speed, None)
     estimates = [
@@ -357,6 +360,7 @@ def _find_log_step_ratio(curves: Sequence[Sequence[float]], loss_rise: float) ->
     training. Returns None if the mean does not fall in the last two thirds.
     """
     steps = len(curves[0])
+    # The endpoint is a mean over steps, so it counts as the middle one of them.
     log_steps = np.log(np.arange(1, steps + 1) / (steps - (count_endpoint_steps(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
     is_step_in_fit = (log_steps >= _MIN_LOG_STEP) & np.isfinite(losses)
@@ -391,5 +395,6 @@ def _measure_log_speed_ratio(reference: LossCurve, arm: LossCurve) -> float | No
 
 
 def _exponentiate_interval(logs: Interval) -> Interval:
+    # math.exp overflows above 709.
     point, low, high = (math.exp(min(700.0, max(-700.0, value))) for value in (logs.point, logs.low, logs.high))
     return Interval(point, low, high, logs.level)
