@@ -76,10 +76,12 @@ def _execute_script(script: Script) -> None:
     sys.modules["__main__"] = main_module
     # 2. Set what Python sets: the arguments, and the script's folder in place of fp8bench's on the path.
     sys.argv = [script.path_as_typed, *script.arguments]
+    # With `-P` Python puts no folder of the script on the path.
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script.path).resolve().parent)
     # 3. Run the script.
     with io.open_code(script.path) as file:
+        # Without dont_inherit, the script would inherit this file's `from __future__ import annotations`.
         compiled_script = compile(file.read(), script.path, "exec", dont_inherit=True)
     exec(compiled_script, vars(main_module))
 
@@ -94,6 +96,7 @@ def _skip_outer_frames(traceback: TracebackType | None, path: str) -> TracebackT
 def _end_by_signal(signals: list[signal.Signals]) -> None:
     """Ends this process by the signal that ended the script, so that the parent process sees the signal."""
     for signal_number in signals:
+        # The signal ends the process without flushing.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -186,6 +189,7 @@ class _ImportHook(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname != self._name:
             return None
+        # find_spec below would call this hook again.
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
