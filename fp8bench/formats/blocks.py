@@ -88,6 +88,7 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     """
     carry_bits = compute_mx_rounding_carry(fmt, rounding)
     bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have either sign
+    # Treat NaN as infinity here, so that the carry cannot reach the sign bit.
     raised_exponent_bits = (bits.clamp(max=_EXPONENT_MASK) + carry_bits).bitwise_and(_EXPONENT_MASK)
     scale_exponent_bits = (raised_exponent_bits - mx_largest_exponent(fmt)).clamp(min=0)
     scale_inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - scale_exponent_bits)
@@ -189,7 +190,7 @@ _RECTANGLE_DIMENSIONS = 4
 
 TensorLanes = Sequence[Tensor]
 
-# With these modes of rounding scales, only an infinite element can saturate.
+# These modes round scales up, so that only an infinite element can saturate.
 _SATURATION_FREE_ROUNDINGS = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 
@@ -217,13 +218,12 @@ def block_magnitudes(
     random: TensorLanes | None = None,
     scales_first: bool = False,
 ) -> list[Tensor]:
-    """Rounds magnitudes (numbers without signs) as `block_values` does. With `scales_first`, all scales are computed
-    before the first element, as fused kernels need it.
+    """Rounds magnitudes (numbers without signs) as `block_values` does. With `scales_first`, computes all scales before
+    it rounds an element, which makes fused CPU kernels faster.
     """
     scaled_blocks = _scale_blocks(magnitudes, fmt, scaling, tensor_scale, scales_first)
-    # With RCEIL and CEIL only an infinite element could saturate. It decodes to infinity whether it saturates or not.
-    # There is one exception: with one mantissa bit and stochastic rounding, the inverse of the element's step would be
-    # 0.
+    # With RCEIL and CEIL only an infinite element could saturate, and it decodes to infinity either way. Exception:
+    # with one mantissa bit, stochastic rounding would multiply infinity by an inverse step of 0.
     may_lose_infinity = random is not None and fmt.mantissa_bits == 1
     elements = _round_elements(
         scaled_blocks,
@@ -267,8 +267,8 @@ def block_elements(
 
 
 class _ScaledBlocks(NamedTuple):
-    """Blocks before rounding: the scaled magnitudes, the scales of the blocks, and NVFP4's tensor scale. Elements are
-    multiplied by `decoding_multipliers` to decode them.
+    """Blocks that are scaled and not yet rounded. Multiply an element by `decoding_multipliers` to decode it.
+    `tensor_scale` is NVFP4's.
     """
 
     magnitudes: list[Tensor]
@@ -298,7 +298,7 @@ def _scale_blocks(
     if scaling.scale is E8M0:
         scales, scale_inverse = map(store_scales_function, mx_scale(amax, fmt, scaling.rounding))
         return _ScaledBlocks([magnitude * scale_inverse for magnitude in magnitudes], scales, None, scales)
-    # The largest of the blocks' magnitudes is that of the tensor, so no second pass over the tensor is needed.
+    # The maximum of all blocks is the maximum of the tensor, so no second pass over the tensor is needed.
     chosen_tensor_scale = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
     scales = nvfp4_block_scale(amax, chosen_tensor_scale, scaling.rounding)
     decoding_scales = store_scales_function(scales * chosen_tensor_scale)

@@ -22,16 +22,16 @@ from fp8bench.formats.scaled import largest_magnitude, quantise
 
 ALIGNED_COLUMN_COUNT = 16
 SQUARE_SIDE = 128
-# The numbers of squares in example matrices. Matrices and transposed matrices have different examples, because one
-# kernel may handle both.
+# The sizes of example matrices, in squares. A matrix and a transposed one have different sizes, because one kernel may
+# handle both, and torch treats equal sizes as one size.
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 40, 48
 _TURNED_DOWN, _TURNED_ACROSS = 44, 52
 _SQUARES_DOWN, _SQUARES_ACROSS = 9, 10
 # Inductor's option for writing several scalars in one kernel. By default Inductor makes several kernels, because the
 # scalars share no memory.
 FUSED_SCALAR_OPTIONS = {"score_fusion_memory_threshold": 1}
-# Inductor's options for two things: loops follow the order of the operand in memory, and one kernel finds maxima and
-# writes codes even if there are few rows.
+# These options of Inductor make loops follow the order of the operand in memory. They also make one kernel find maxima
+# and write codes, even if there are few rows.
 OPERAND_ORDER_CONFIG = {"pick_loop_orders": False, "split_reductions": False}
 
 
@@ -174,7 +174,8 @@ class SquareScalesKernel(Kernel):
             self.block,
         ).transpose(1, 2)
         scale = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS, device=self.device)
-        # In memory, the two outputs for inverse scales have rows with different padding.
+        # Rows of inverse scales are padded in memory (allocate_square_scales). The padding of the two outputs may
+        # differ.
         scale_inverse = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS + 3, device=self.device)[:, :_SQUARES_ACROSS]
         turned_inverse = torch.empty(_SQUARES_ACROSS, _SQUARES_DOWN + 2, device=self.device)[:, :_SQUARES_DOWN].t()
         return [source, scale, scale_inverse, turned_inverse]

@@ -161,6 +161,6 @@ def encode_with_torch(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Te
 def cast_elements(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
     """Returns the codes that `encode_with_torch` returns, but in the memory layout of `x`."""
     values = x.to(torch.float32)
-    # The first operation makes a new tensor, because a float32 tensor without a scale belongs to the caller.
+    # Do not clamp in place yet: if `x` is float32, `values` is `x` itself.
     scaled_values = values.clamp(-fmt.largest, fmt.largest) if scale is None else (values * scale)
     return scaled_values.clamp_(-fmt.largest, fmt.largest).to(CODE_DTYPES[fmt.name])

@@ -45,7 +45,9 @@ def view_as_words(x: Tensor, has_pairs: bool) -> Tensor:
 
 
 def view_result_as_words(out: Tensor, has_pairs: bool) -> Tensor:
-    """Returns a contiguous output tensor viewed as words. With `has_pairs`, a word holds two numbers."""
+    """Returns a contiguous output tensor viewed as words. With `has_pairs`, a word holds two numbers: two bfloat16 in
+    32 bits, or two float32 in 64 bits.
+    """
     if has_pairs:
         return out.view(torch.int32 if out.dtype is torch.bfloat16 else torch.int64)
     return out
@@ -81,8 +83,8 @@ def split_float_lanes(source: Tensor) -> list[Tensor]:
 
 
 def join_value_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = False) -> Tensor:
-    """Joins two lanes, the first and the second values of words, into words of numbers with the dtype `target`. Returns
-    a single lane unchanged. With `is_exact`, `target` can represent every number, so nothing is rounded.
+    """Joins two lanes into words of two numbers with the dtype `target`. The first lane has the first number of each
+    word. Returns a single lane unchanged. With `is_exact`, `target` can represent every number, so nothing is rounded.
     """
     if len(values) == 1:
         return values[0]
@@ -127,6 +129,7 @@ def _round_to_bf16(bits: Tensor) -> Tensor:
     """Rounds magnitudes so that the upper half of their bits is the nearest bfloat16. NaN stays NaN, even a NaN with
     all bits set.
     """
+    # Limit the bits of a NaN, so that the additions below cannot carry into the sign bit.
     bounded_magnitude_bits = bits.bitwise_and(_MAGNITUDE_MASK).clamp(max=_LARGEST_NAN_BITS)
     return (
         bounded_magnitude_bits
@@ -223,8 +226,8 @@ class ValuesKernel(Kernel):
         """Whether bfloat16 can hold every result without rounding. It can for formats of up to 8 bits, if they have no
         scales or power-of-two scales.
         """
-        # This holds even where the format has smaller steps than bfloat16's subnormals. There, the numbers before and
-        # after rounding are multiples of bfloat16's smallest subnormal.
+        # Results are exact even where the format's steps are smaller than bfloat16's smallest subnormal. There, numbers
+        # are multiples of this subnormal before rounding, and also after it.
         is_unscaled = self.scaling is None and not self.factor
         return self.fmt.bits <= 8 and (is_unscaled or (self.scaling is not None and self.scaling.scale is E8M0))
 
@@ -232,10 +235,10 @@ class ValuesKernel(Kernel):
         """Reads words from the first argument and writes words to the second. If the kernel has a factor, the factor is
         the third argument. If rounding is stochastic, the key of the seed is the last argument.
 
-        The shape of the factor is (rows, 1) for ROWS, (1, words) for COLUMNS, and () otherwise. For UPRIGHT blocks of
-        NVFP4 the factor is the tensor scale.
+        The shape of the factor is (rows, 1) for ROWS, (1, words per row) for COLUMNS, and () otherwise. For UPRIGHT
+        blocks of NVFP4 the factor is the tensor scale.
         """
-        # The number of optional tensors is fixed when the kernel is compiled.
+        # `factor` and `stochastic` determine which optional tensors are present.
         source, out, *optional_tensors = tensors
         scale_factor = optional_tensors[0] if self.factor else None
         random_lanes = self._draw_random_lanes(source, optional_tensors[-1]) if self.stochastic else None
@@ -294,7 +297,9 @@ class ValuesKernel(Kernel):
     def _round_value_lanes(
         self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
     ) -> list[Tensor]:
-        """Returns rounded values. If the format has a signed zero, `values` and the result are magnitudes."""
+        """Rounds the lanes `values`, by `factor` or by scales of blocks. Lanes are magnitudes if the format's zero has
+        a sign.
+        """
         if self.scaling is None:
             return self._round_lanes_with_factor(values, factor, random)
         if self.layout is Layout.UPRIGHT:

@@ -78,6 +78,7 @@ def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
     older_device_classes = [
         kind for kind in classes_of_major_version if kind.capability and kind.capability <= capability
     ]
+    # DEVICE_CLASSES has the older capabilities first.
     if older_device_classes:
         return older_device_classes[-1]
     return DeviceClass("", f"compute capability {_format_capability(capability)}", capability)
@@ -136,8 +137,8 @@ def is_intel(facts: DeviceFacts) -> bool:
 def select_by_vendor(
     facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support, intel: Support
 ) -> Support:
-    """Returns the support for the device's vendor, for example the argument `amd`. A device of an unknown kind gets
-    refused support, with `words` as the name of the format.
+    """Returns the support of the device's vendor, which is one of the last four arguments. Returns refused support for
+    a device of an unknown kind. `words` names the format in the reason.
     """
     if not facts.accelerated:
         return cpu
@@ -151,8 +152,8 @@ def refuse_unknown_kind(facts: DeviceFacts, words: str) -> Support:
 
 
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
-    """Returns emulated support, with the reason, for a format that no device multiplies natively. A device of an
-    unknown kind gets refused support.
+    """Returns the support of a format that no device multiplies natively: emulated, or refused on a device of an
+    unknown kind. `words` names the format in the reason.
     """
     if not facts.accelerated:
         return make_emulated_support(f"no hardware for {words}")

@@ -87,8 +87,10 @@ def as_row_major(x: Tensor) -> tuple[Tensor, bool]:
         matrix, is_transposed = x.t(), True
     else:
         matrix, is_transposed = x.contiguous().view(matrix_shape(x.shape)), False
+    # Kernels read words, which must be aligned. A new allocation always is.
     return (matrix if is_aligned(matrix) else matrix.clone()), is_transposed
 
 
 def choose_aligned_side(lengths: Sequence[int]) -> int:
+    # With this side, the compiler of a GPU knows that rows are aligned (code_kernels.py).
     return ALIGNED_COLUMN_COUNT if not any(length % ALIGNED_COLUMN_COUNT for length in lengths) else 1

@@ -19,6 +19,7 @@ from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_shape
 
 # The largest number of elements that a kernel's 32-bit indices can count.
 MAX_INDEXED_ELEMENTS = (1 << 31) - 1
+# A word of two float32 numbers is the largest.
 _LARGEST_WORD_BYTES = 8
 # Bytes that a compiled GPU kernel reads at once.
 _GPU_VECTOR_BYTES = 16
@@ -80,8 +81,7 @@ class MemoryLayout:
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
     def _view_shape(self) -> tuple[int, ...]:
-        # The view of the matrix has one dimension for each loop of the kernel. BLOCKS are parts of rows, and UPRIGHT
-        # blocks are parts of columns.
+        # The kernel has one loop for each dimension of this view. `Layout` (fused.py) describes the layouts.
         rows, columns = self.kernel.block
         match self.kernel.layout:
             case Layout.FLAT:
@@ -150,7 +150,7 @@ def compute_kernel_factor(
     scale_factors = factor(x, quantisation.fmt, quantisation.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return scale_factors.reshape(())
-    # A COLUMNS kernel reads the transpose of x, so the column of row factors becomes a row.
+    # A COLUMNS kernel reads the transpose of x, so the factors of x's rows become a row instead of a column.
     row_factors = scale_factors.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
         return row_factors.reshape(layout.height, 1)

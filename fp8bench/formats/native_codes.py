@@ -121,7 +121,7 @@ def row_codes_both(
 
 
 class _RowScaledCast(NamedTuple):
-    """A cast with scales for (parts of) rows. `matrix` has complete blocks, and the input has `columns` columns."""
+    """A cast with scales for rows or parts of rows. `matrix` is the input of `columns` columns, in complete blocks."""
 
     matrix: Tensor
     columns: int
@@ -166,7 +166,7 @@ def square_codes(
     torch.ops.fp8bench.square_scales(
         matrix, scale, inverse[:, :squares_across], turned_inverse[:, :squares_down].t(), fmt.name, rounding.value
     )
-    # Pass `scale`, because `codes` expects the scales in the memory order of the squares.
+    # `codes` takes `scale`, which is in the order of the squares. `inverse` is padded.
     results = cast_codes_with_transpose(x, fmt, scale) if both else (codes(x, fmt, scale),)
     inverse_scales = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)

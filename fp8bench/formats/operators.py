@@ -95,12 +95,13 @@ class Kernels:
                 self.fused[compiled_kernel.bits] += 1
                 return compiled_kernel
             self.eager += 1
-            if kernel not in self.refused:
+            if kernel not in self.refused:  # a refused kernel would fail again
                 self.wanted[kernel] = None
         return None
 
     def count_launch(self) -> None:
         with self._lock:
+            # Triton kernels count as kernels with vectors of 0 bits.
             self.fused[0] += 1
 
     def compile(self, *kernels: Definition) -> None:
@@ -118,7 +119,7 @@ class Kernels:
             except Exception as error:
                 self.refused[kernel] = f"{type(error).__name__}: {error}"
                 raise
-            # Remove the request even after a failure, because the kernel would fail again.
+            # Take the kernel out of `wanted` even after a failure, because it would fail again.
             finally:
                 with self._lock:
                     self.wanted.pop(kernel, None)
@@ -140,12 +141,12 @@ def values(
     """Returns the values of `x` after rounding to a format. With a scaling, the result is that of `scaled.values`, and
     otherwise that of `quantise.round_to`.
 
-    `overflow` only matters without a scaling. If `out` is not given, the result has the memory layout of `x`.
+    With a scaling, `overflow` has no effect. Without `out`, the result has the memory layout of `x`.
     """
     check_input(x)
     if out is None:
         out = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
-    # An operator takes only plain values, so pass the scaling as numbers and words.
+    # An operator takes only plain values, so pass the scaling as numbers and strings.
     family, *scaling_arguments = _operator_arguments(scaling)
     getattr(torch.ops.fp8bench, family)(x.detach(), out, fmt.name, overflow.value, *scaling_arguments, scale, seed)
     return out

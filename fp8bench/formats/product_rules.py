@@ -224,6 +224,7 @@ def find_grouped_size_multiple(products: Iterable[tuple[Treatment, Treatment]], 
     """
     if not is_nvidia(facts) or facts.capability is None or facts.capability[0] not in (9, 10):
         return 0
+    # A scheme does not depend on sizes, so any sizes will do.
     schemes = {Product(32, 32, 32, a, b).scheme if a.fmt is b.fmt is E4M3 else None for a, b in products}
     if schemes == {ScalingScheme.ROW}:
         return 16
@@ -236,7 +237,7 @@ def _name_row_output_dtypes(device: DeviceClass) -> str:
 
 def _list_shape_objections(product: Product, device: DeviceClass) -> Iterator[ProductObjection]:
     for index, side in enumerate("MNK"):
-        # Report only the largest required multiple that a side violates. Larger multiples come first.
+        # A size may violate several rules. Report only the largest multiple, which the rules list first.
         required_multiples = (rule[index] for rule in _list_side_multiples(product.scheme, device))
         if factor := next((factor for factor in required_multiples if product.sides[index] % factor), 0):
             m, n, k = (factor if place == index else 1 for place in range(3))
@@ -249,7 +250,7 @@ def _list_side_multiples(scheme: ScalingScheme | None, device: DeviceClass) -> I
         # tests and its older entry point.
         yield 32, 32, 128
     elif scheme in MX_SCHEMES:
-        yield 1, 1, 32  # the hardware multiplies complete blocks, and torch tests nothing else
+        yield 1, 1, 32  # the hardware multiplies complete blocks, and torch's tests have no others
     elif scheme is ScalingScheme.NVFP4:
         yield 1, 1, 32  # cuBLAS: a byte has two codes, and rows start at multiples of 16 bytes
     # All scaled products: cuBLASLt needs rows that start at multiples of 16 bytes, for both operands and the output.

@@ -19,13 +19,14 @@ from fp8bench.formats.grids import E8M0, Format, Overflow
 
 ROUNDING_RANDOM_BITS = 24
 
+# 2^32 divided by the golden ratio, as an int32.
 _GOLDEN_RATIO = -0x61C88647
 _WORD_BITS = 32
 _LARGEST_INDEX = (1 << 31) - 1
 
 
 class Draw(NamedTuple):
-    """The seeds of the next casts: `last` + step for each step in `steps`. `last` is the seed that was used last. The
+    """The seeds of the next casts: `last` plus each number in `steps`. `last` is the seed that was used last. The
     kernel writes the last of the next seeds to `after`.
     """
 
@@ -44,6 +45,7 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
         return compute_element_random_bits(
             torch.arange(prod(shape), dtype=torch.int32, device=seed.device).view(shape), compute_seed_key(seed)
         )
+    # Indices of this many elements overflow int32.
     element_index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
     return compute_element_random_bits(
         _get_low_32_bits(element_index), compute_seed_key(seed, element_index.bitwise_right_shift(_WORD_BITS))
@@ -119,8 +121,8 @@ def round_magnitudes(
     has_float32_exponents = fmt.min_exponent == _FLOAT32_MIN_EXPONENT
     if has_float32_exponents:
         return _apply_overflow_rule(_round_float32_bits(magnitudes, fmt, random), fmt, overflow)
-    # Clamp magnitudes to a limit that is high enough to detect overflow after rounding, and low enough to avoid
-    # infinite sums.
+    # round_to_grid rounds magnitudes up to 2^(max_exponent + 1). Magnitudes that are clamped to this limit still show
+    # overflow after rounding.
     clamp_limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
     return _replace_overflow(round_to_grid(magnitudes.clamp(max=clamp_limit), fmt, random), fmt, overflow)
 
@@ -221,8 +223,8 @@ def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | 
     the bits of each float32. A carry out of the mantissa then rounds the exponent up.
     """
     bits = values.view(torch.int32)
-    # Between 2^-127 and 2^-126 a float32 is subnormal. Remove its leading bit and shift its mantissa, as in a normal
-    # number with the exponent bits 0.
+    # Between 2^-127 and 2^-126 a float32 is subnormal. Remove its leading bit and shift its mantissa, so that it looks
+    # like a normal number with the exponent bits 0.
     subnormal_bits = bits.sub(_SMALLEST_E8M0_BITS).clamp(min=0).bitwise_left_shift(1)
     scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
     rounding_addend = _HALF_MANTISSA_RANGE if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)

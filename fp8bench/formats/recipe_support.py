@@ -22,7 +22,8 @@ from fp8bench.formats.product_rules import Product, ScalingScheme, explain_missi
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.model import DeviceFacts, Support
 
-# A side length that satisfies every required multiple. The support of a recipe does not depend on shapes.
+# Products are checked with this M, N and K: a multiple of all that rules require, because the support of a recipe must
+# not depend on sizes.
 _TYPICAL_MATRIX_SIDE = 4096
 _SCALE_EXTENT_WORDS = {
     ScalingScheme.TENSOR: "a scale a tensor",
@@ -55,8 +56,8 @@ def use_device_formats(device: DeviceClass, recipe: Recipe) -> Recipe:
 
 
 def explain_unknown_layout(recipe: Recipe) -> str:
-    """Returns why it is unknown in which memory layout hardware would read a recipe's operands. Returns '' if some
-    library can multiply such operands.
+    """Returns why the memory layout of a recipe's operands is unknown: no library multiplies such operands. Returns ''
+    if a library does.
     """
     for a, b in recipe.products:
         if Product(_TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, _TYPICAL_MATRIX_SIDE, a, b).scheme in (
@@ -151,7 +152,7 @@ def _find_nvidia_objection(scheme: ScalingScheme, products: list[Product], facts
         return f"{reason}; this device has {'.'.join(map(str, facts.capability))}" if is_unsupported else reason
     if scheme is ScalingScheme.MXFP4:
         return "torch multiplies MXFP4 by FBGEMM's kernels, which are not used here"
-    # The device supports the products, but torch may need a newer version of CUDA for them.
+    # The device can compute these products, but this torch may come with too old a version of CUDA.
     required_cuda_version = _FIRST_CUDA.get(scheme, (0, 0))
     torch_cuda = tuple(int(number) for number in (facts.cuda or "0.0").split(".")[:2])
     return (

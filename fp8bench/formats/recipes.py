@@ -89,7 +89,7 @@ class Scaling:
 
     @property
     def turns(self) -> bool:
-        """Whether operand and transposed operand have the same blocks, so that both can use the same codes."""
+        """Whether an operand and its transpose have the same blocks, so that transposing the codes is enough."""
         return self.rows == self.columns
 
     def check(self, fmt: Format) -> None:
@@ -225,8 +225,8 @@ class Recipe:
 
     @property
     def keeps_source(self) -> bool:
-        """Whether the transpose of an operand must be cast again from its source, because the codes of the operand
-        cannot be reused.
+        """Whether the transpose of an operand must be cast from the unrounded operand (the source), because transposing
+        the codes is not enough.
         """
         do_scalings_suit_transpose = all(
             treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments

@@ -40,6 +40,7 @@ def allocate_square_scales(down: int, across: int, device: torch.device) -> tupl
     of 4. `transpose_row_major` converts either result to the layout that products read.
     """
     padded_across, padded_down = round_up(across, TILE_COLUMNS), round_up(down, TILE_COLUMNS)
+    # Casts write all scales, so only padding needs zeros.
     allocate_tensor = torch.empty if (padded_across, padded_down) == (across, down) else torch.zeros
     memory = allocate_tensor(down * padded_across + across * padded_down, dtype=torch.float32, device=device)
     return memory[: down * padded_across].view(down, padded_across), memory[down * padded_across :].view(

@@ -119,7 +119,7 @@ def quantise(
 
 class ScaleBlocks(NamedTuple):
     """The magnitudes of a tensor in blocks that share a scale. `peaks` are the largest magnitudes of the blocks.
-    Elements are decoded by multiplying them with their block's number in `steps`.
+    `steps` has a number for each block, by which its elements are multiplied to decode them.
     """
 
     magnitudes: Tensor
@@ -161,14 +161,15 @@ def largest_magnitude(x: Tensor) -> Tensor:
     x = x.detach()
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.is_meta:  # reads as many bytes as the norm below; the norm would import torch's compiler
+    if x.is_meta:  # the sum reads as many bytes as the norm below, which would import torch's compiler
         return torch.sum(x, dtype=torch.float32)
     if x.device.type != "cpu":
-        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # a single GPU kernel
+        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # runs as a single GPU kernel
         return largest
     # On a CPU read the tensor once, in memory order, without a temporary tensor of its size. abs().amax() takes 12
     # times as long here.
     smallest_value, largest_value = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
+    # abs() turns -0.0 into 0.0.
     return torch.maximum(smallest_value.neg(), largest_value).abs().to(torch.float32)
 
 
@@ -233,6 +234,7 @@ def _pack_elements(
     scaling: Scaling | None,
 ) -> ScaledTensor:
     shape = elements.shape
+    # Codes are packed along the last dimension, which a scalar lacks.
     codes = pack_codes(encode(elements if shape else elements.view(1), fmt), fmt)
     if scales is not None and scaling is not None:
         scales = scales if scaling.scale is None else encode(scales, scaling.scale)

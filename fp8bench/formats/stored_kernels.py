@@ -94,14 +94,14 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
             helpers.append(name)
         elif isinstance(value, BuiltinFunctionType) and (file := getattr(value.__self__, "__file__", None)):
             libraries[name] = [file, _hash_file(Path(file))]
-        # Without torch's compiler, other objects cannot be loaded again.
+        # Any other object could not be loaded without torch's compiler.
         else:
             raise LookupError(name)
     return {"call": textwrap.dedent(inspect.getsource(call)), "libraries": libraries, "helpers": sorted(helpers)}
 
 
 def _load_stored_kernel(stored: dict[str, Any]) -> Call:
-    """Returns a stored kernel as a function. Raises LookupError if a library has changed."""
+    """Returns a stored kernel as a function. Raises LookupError if one of its C++ libraries has changed."""
     dynamo_guards: Any = torch._C._dynamo.guards
     namespace: dict[str, Any] = {"torch": torch}
     # A changed library file has the code of a different kernel.
@@ -184,6 +184,7 @@ def _describe_environment() -> tuple[str, ...]:
 def _find_cache_folder() -> Path:
     if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return Path(folder).absolute()
+    # Load only this file: importing its package would import torch's compiler.
     spec = importlib.machinery.PathFinder.find_spec("cache_dir_utils", [f"{torch.__path__[0]}/_inductor/runtime"])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -193,6 +194,7 @@ def _find_cache_folder() -> Path:
 
 def _read_owned_file(path: Path) -> bytes:
     """Reads a file whose content is executed. Raises OSError if another user could have written or placed it."""
+    # Check the file that is open, not the path: another file could take its place after the check.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123 - opened once
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or _can_others_write(status):

@@ -29,8 +29,8 @@ from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, count_tile_b
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
 _QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
-# The numbers of tiles or blocks in example matrices. Matrices and transposed matrices have different examples, because
-# one kernel may handle both.
+# The sizes of example matrices, in tiles or blocks. A transposed matrix has other sizes, because one kernel may handle
+# both, and torch treats equal sizes as one size.
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
 _SCALES_PER_TILE = TILE_ROWS * TILE_COLUMNS
@@ -101,8 +101,8 @@ class TileViews:
             for place in order
         )
         tiles_across, tile_row = parts.shape[order[4]], line * self.scaling.rows + row
-        # Without tiles, scales are row-major. With tiles, 16 consecutive scales belong to four rows, one from each
-        # quarter of the tile's 128 rows.
+        # Without tiles, scales are row-major. With tiles, 16 consecutive scales belong to four rows, four to each.
+        # These rows are in different quarters of the tile.
         if not self.is_tiled:
             return (down * self.scaling.rows + row) * tiles_across + across
         tile_index = down * tiles_across + across
@@ -161,10 +161,10 @@ class TiledCodesKernel(Kernel):
             ]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         block_scales = encode_values(block_scales, scaling.scale)
-        # A block in one row has one scale, so the scales are copied in order. A square repeats its scale for each row.
+        # A block in one row has one scale, so copy the scales in order. A square has a copy of its scale for each row.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
-        # Each element writes its scale, although one of a row would be enough: that would need a second kernel.
+        # Every element of a row writes the row's scale. To write it only once would need a second kernel.
         else:
             scales.index_put_((self.places.scale_indices(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
@@ -250,8 +250,8 @@ class TensorScalesKernel(Kernel):
     """Computes NVFP4's tensor scales, and the keys of seeds.
 
     The arguments begin with partial largest magnitudes, one argument for each of `tensors` tensors, and memory for
-    `copies` scales. If there is only one tensor, all copies get its scale. If there are `steps` (quantise.Draw), the
-    last arguments are the last seed, memory for the new seed, and memory for the keys.
+    `copies` scales. If there is only one tensor, all copies get its scale. With `steps` (quantise.Draw), these follow:
+    the last seed, memory for the new seed, and memory for each key.
     """
 
     device: str
@@ -437,7 +437,7 @@ def _run_tiled_codes(*arguments: Any) -> Launch | None:
 
 
 def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
-    # Each of the two matrices has five arguments. Two flags for tiled scales and the recipe follow.
+    # Five arguments for each of two matrices, then for each whether its scales are tiled, then the recipe.
     tensors, second_tensors, (first_tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
     first_arguments, second_arguments = [*tensors, first_tiled, *recipe], [*second_tensors, second_tiled, *recipe]
     return _prepare_tiled_cast(*first_arguments).run_together_with(_prepare_tiled_cast(*second_arguments))

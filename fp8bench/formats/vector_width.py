@@ -61,6 +61,7 @@ def measure_fastest(
 ) -> tuple[int, dict[int, float]]:
     """Returns the width to use, and for each width the CPU seconds of its fastest call."""
     call_seconds: dict[int, list[float]] = {bits: [] for bits in kernels}
+    # thread_time counts a single thread. Unlike wall time, it excludes other processes.
     with limit_to_one_thread():
         for turn in range(1 + _TIMED_CALL_COUNT):
             for bits, kernel in kernels.items():
@@ -108,6 +109,7 @@ class StoredWidthChoice:
             stored_bits = self.read()
             if stored_bits is not None:
                 return stored_bits
+            # No sync: if a power failure loses the choice, the next process measures again.
             write_whole(self._path, format_compact_json(add_checksum({"bits": bits, **facts})), sync=False)
         return bits
 

@@ -67,6 +67,7 @@ def scale_factor(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 @triton.jit
 def scale_inverse(factor, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
+        # The inverse of a power of two has the opposite exponent.
         return (-factor.to(tl.int32, bitcast=True) + DOUBLED_BITS_OF_ONE).to(tl.float32, bitcast=True)
     return divide(1.0, factor)
 
@@ -245,7 +246,7 @@ def cast_rows(
     """
     column = tl.arange(0, WIDTH)[None, :]
     largest = magnitude_bits(tl.zeros((WIDTH,), x.dtype.element_ty))
-    # One atomic maximum of columns is enough for all rows of a program.
+    # All rows of a program share one atomic maximum (below). More of them would limit the speed.
     for step in range(0, LINES, DOWN):
         row = tl.program_id(0) * LINES + step + tl.arange(0, DOWN)
         in_bounds = (row < rows)[:, None] & (column < columns)
@@ -339,7 +340,7 @@ def cast_columns(
     row = tile_row * DOWN + tl.arange(0, DOWN)
     column = (tl.program_id(0) % tiles_across) * ACROSS + tl.arange(0, ACROSS)
     factor = scale_factor(tl.load(peaks + column, mask=column < columns, other=0), LARGEST, POWER_OF_TWO)
-    # All tiles of a column compute the same inverse scale. The first of them writes it.
+    # All programs of the same columns compute the same inverse scales. The first program writes them.
     if tile_row == 0:
         tl.store(inverse + column, scale_inverse(factor, POWER_OF_TWO), mask=column < columns)
     in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
@@ -380,7 +381,7 @@ def cast_blocks(
     offset = row[:, None] * columns + column[None, :]
     values = tl.load(x + offset, mask=in_bounds, other=0.0)
     bits = magnitude_bits(values)
-    # Both orientations of a square have the same scale. Parts of rows have a scale for each orientation.
+    # A square and its transpose have the same scale. Parts of rows and parts of columns need different scales.
     if SQUARE:
         factor = scale_factor(
             widen_bits(tl.max(tl.max(bits, axis=1), axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO

@@ -20,7 +20,7 @@ from fp8bench.formats.compiling import Compiled, Definition
 from fp8bench.formats.triton_casts import disable_triton, kernels
 from fp8bench.formats.triton_casts.plans import Counter, LaunchArgument, Plan, TensorArgument, Zeros, plan_launches
 
-# Vector instructions need addresses that are multiples of this many bytes. They access these arguments.
+# Vector instructions read and write the arguments below. Their addresses must be multiples of this many bytes.
 ALIGNMENT = 16
 _VECTORIZED_ARGUMENT_NAMES = ("x", "codes", "turned")
 # Without a GPU, launches are planned for this number of multiprocessors.
@@ -49,7 +49,7 @@ class SpecialisedFunction:
         """Compiles the function for the current device. Triton stores the result."""
         function = getattr(kernels, self.function)
         values = {**dict(self.types), **dict(self.constants)}
-        # Only positional arguments may be types.
+        # warmup takes types in place of values only for positional arguments.
         return function.warmup(*(values[name] for name in function.arg_names), num_warps=self.warps, grid=(1,))
 
 
@@ -215,7 +215,7 @@ def _resolve_kernel_argument(
 
 
 def _find_required_scratch(plans: Sequence[Plan]) -> tuple[bool, int]:
-    """Returns whether the launches of a cast need a counter of finished programs, and how many `Zeros` they need."""
+    """Returns whether the launches of a cast need a `Counter`, and how many int32 zeros (`Zeros`) they need."""
     arguments = [argument for launch_plan in plans for argument in launch_plan.arguments.values()]
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 

@@ -113,6 +113,7 @@ def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int
 
 
 def _plan_codes_kernel(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
+    # On these GPUs, SquareCodesKernel casts with scales of squares (native_codes.py).
     if kernel.has_scale_per_square:
         return []
     down, side, blocks_across, _ = tensors[0].shape
@@ -152,7 +153,7 @@ def _plan_current_codes(kernel: CurrentScaleCodesKernel, tensors: Sequence[Tenso
 def _plan_delayed_codes(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     delayed = kernel.delayed
     straight, transposed_pointer = _assign_pointer_indices(6, kernel.straight, kernel.turned)
-    # `Pointer(i)` is argument i of DelayedCodesKernel (code_kernels.py).
+    # `TensorArgument(i)` is argument i of DelayedCodesKernel (code_kernels.py).
     arguments: Arguments = {
         "x": TensorArgument(0),
         "codes": straight,
@@ -174,6 +175,7 @@ def _plan_delayed_codes(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], p
     return [_plan_cast_launch(arguments, rows, columns, kernel.fmt.largest, processors, delayed_scale_constants)]
 
 
+# `cast` always takes these, but uses them only with delayed scaling.
 _UNDELAYED_CAST_ARGUMENTS = dict.fromkeys(("state", "history", "casts", "used", "inverse"))
 _UNDELAYED_CAST_CONSTANTS: LaunchConstants = {"HISTORY": 1, "MOST_RECENT": False, "SHRINK": 1.0, "INTERVAL": 1}
 
@@ -238,7 +240,7 @@ def _plan_block_launch(arguments: Arguments, rows: int, columns: int, constants:
         "TURNED": arguments["turned"] is not None,
         "SIDE": BLOCK_SIDE,
     }
-    # Squares and parts of rows differ only in their scales. The other arguments are the same.
+    # Casts of squares and of parts of rows differ only in the arguments for scales.
     arguments = {"x": TensorArgument(0), **arguments, "rows": rows, "columns": columns, "across": blocks_across}
     warp_count = _TRANSPOSING_WARPS if layout_constants["TURNED"] and not square else 16
     return Plan(
@@ -357,10 +359,11 @@ def _plan_mx_cast(kernels: OrientedKernels, tensors: Sequence[Tensor]) -> list[P
     kernel, first_argument = kernels[0]
     assert isinstance(kernel, TiledCodesKernel)
     scaling = kernel.places.scaling
+    # The Triton kernel casts to MX with elements of 8 bits, rounded to nearest. torch compiles the other casts.
     if scaling.scale is not E8M0 or kernel.fmt.bits < _BYTE_BITS or kernel.stochastic:
         return []
     shape = tensors[first_argument].shape
-    # The view splits rows and columns of the matrix into several dimensions. `Places` (tiled_codes.py) orders them
+    # The view splits rows and columns of the matrix into several dimensions. `TileViews` (tiled_codes.py) orders them
     # differently for a transposed matrix.
     down, blocks_across = ((2, 3, 4, 5), (0, 1, 6)) if kernel.places.turned else ((0, 1, 2, 5), (3, 4, 6))
     rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in blocks_across)
@@ -412,7 +415,7 @@ def _make_scale_constants(fmt: Format, rounding: ScaleRounding) -> LaunchConstan
 
 
 def _assign_pointer_indices(first_argument: int, *present: bool) -> list[TensorArgument | None]:
-    """Returns a Pointer for each argument that is present, and None for the others. Pointers have consecutive indices
+    """Returns a TensorArgument for each argument that is present, and None for the others. The indices are consecutive,
     from `first_argument` on.
     """
     return [
