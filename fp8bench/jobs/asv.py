@@ -13,7 +13,7 @@ from fp8bench.protocols import Observer
 from fp8bench.store.commit_runs import explain_outside_history, find_commit, read_runs_of_commit, track_run
 from fp8bench.store.points import extract_history_points, merge_points
 
-# The outcome of a case: ("samples", numbers), ("failed", reason), or ("none", reason) if it was not measured.
+# The outcome of a case is ("samples", numbers), ("failed", reason), or ("none", reason) if the case was not measured.
 CellOutcome = tuple[str, object]
 
 
@@ -21,17 +21,19 @@ def measure_for_asv(
     request: Request, store: Path, root: Path, observer: Observer, asv_commit: str = ""
 ) -> dict[str, dict[Cell, CellOutcome]]:
     """Measures all cases of a workload's grid for asv, and stores the run. Returns outcomes by series (an asv
-    benchmark) and cell (its parameter values). They belong to the commit under which asv saves results (`asv_commit`),
-    or to the run's commit if asv saves none ('').
+    benchmark) and cell (its parameter values). The outcomes are those of `asv_commit`, the commit under which asv saves
+    results. If asv saves none (''), they are those of the run's commit.
 
-    If the run measured a different commit, returns the stored results of `asv_commit`, and a failure for each case
-    without stored results. A case that fails in this run counts as failed, even if an earlier run has results of it.
+    If the run measured a commit other than `asv_commit`, the outcomes come from stored runs of `asv_commit`. Cases
+    without stored results then count as failed. Otherwise, a case that fails in this run counts as failed, even if an
+    earlier run has results of it.
     """
     # 1. Measure, and store the run.
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
         add_to_history(run, store, view=False)  # asv itself writes the files that it shows
     except NotKept as error:
+        # The store failed during the run, but asv needs only what was measured.
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:
         raise KeyboardInterrupt
@@ -64,8 +66,8 @@ def measure_for_asv(
 
 
 def _list_points_of_other_runs(run: Run, store: Path, commit: str) -> list[Point]:
-    """Returns the points (measured values) of other runs of the commit, with the machine and interpreter of `run`, and
-    with its versions of the series.
+    """Returns the points (measured values) of other runs of the commit, if they have the same machine and interpreter
+    as `run`. Leaves out series of which `run` has a different version.
     """
     tracked_run = track_run(run)
     if tracked_run is None:

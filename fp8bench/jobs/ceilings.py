@@ -78,7 +78,7 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
             environment = environment.also(device_settings)
             for _, rates in groupby(ceilings.rates, lambda rate: rate.limit):
                 groups.append([_make_record(rate, device) for rate in rates])
-    # 2. Write the records as a run with one group for each kind of limit.
+    # 2. Write the records as a run. The rates of a device with the same limit, such as products, are a group.
     plans = [[PlannedCase(record.case, record.support, record.work) for record in group] for group in groups]
     ceiling_plan = Plan(tuple(Group(tuple(cases), reference=0) for cases in plans))
     run = Run(secrets.token_hex(4), started, command, request, ceiling_plan, environment, facts)
@@ -115,7 +115,7 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     rates = Measurement(
         specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate, per second"
     )
-    # The time of 1e9 FLOPs or bytes, or of one launch, at the measured rate.
+    # Also store the rate as a time: how long 1e9 FLOPs or bytes, or one launch, take.
     timed_work_amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
     time_measurement = Measurement(specs.CEILING_TIME, "s", tuple(timed_work_amount / run for run in rate.runs))
     return Record(

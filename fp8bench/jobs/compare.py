@@ -76,6 +76,7 @@ def read_runs(chosen: ChosenRuns, observer: JobObserver) -> list[Run]:
         try:
             runs.append(load_run(path))
         except StoreError as error:
+            # A single run that cannot be read leaves nothing to compare.
             if len(chosen.files) == 1:
                 raise
             observer.note(f"left out: {error}")

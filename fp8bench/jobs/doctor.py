@@ -37,8 +37,8 @@ _COMPILE_LIMIT_SECONDS = 4.0
 
 
 def examine(calibrate: bool) -> Iterator[str]:
-    """Yields the lines of `fp8bench doctor`. With `calibrate`, waits longer for compiled quantisers, and describes the
-    overheads of measuring too.
+    """Yields the lines of `fp8bench doctor`. With `calibrate`, waits longer for quantisers to compile, and describes
+    the overhead of measuring, such as the time of a phase marker.
     """
     with ThreadPoolExecutor() as threads, ProcessWorker(Settings()) as worker:
         facts = worker.probe()
@@ -80,6 +80,7 @@ def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
 
 
 def _describe_device(facts: DeviceFacts) -> Iterator[str]:
+    # 1. Name the device and its units. Nothing more is known of a device that cannot be used.
     device_details = [size(facts.memory_bytes)]
     if facts.capability is not None:
         device_details.append(f"compute capability {facts.capability[0]}.{facts.capability[1]}")
@@ -90,6 +91,7 @@ def _describe_device(facts: DeviceFacts) -> Iterator[str]:
         yield f"  nothing runs on it: {facts.unusable}"
         return
     yield f"  units     {describe_units(facts)}"
+    # 2. Give each native precision a line with its reason. The other precisions share a line for each level.
     support_by_precision = {precision.name: precision.support(facts) for precision in list_precisions_by_rank()}
     precision_name_width = max(map(len, support_by_precision))
     for name, support in support_by_precision.items():
@@ -165,6 +167,7 @@ def _describe_overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
 
 def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
     """Yields the lines of `fp8bench list SUBJECT`, with the support and the axes that this machine has."""
+    # 1. Describe subjects that do not depend on the machine. No worker is needed for them.
     if subject == "suites":
         for suite in known_suites():
             yield f"{suite:<14} {_describe_suite(suite)}"
@@ -172,6 +175,7 @@ def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = 
     if subject == CEILINGS:
         yield f"{subject}: {_describe_suite(subject)}. It has no axes, only `--devices` and `--threads`"
         return
+    # 2. Describe the subject for the devices that a worker finds.
     with ProcessWorker(Settings(imports=imports)) as worker:
         facts = worker.probe()
     if subject == "devices":

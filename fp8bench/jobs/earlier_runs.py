@@ -31,7 +31,7 @@ def find_earlier_step_seconds(run: Run, store: Path) -> dict[str, list[float]]:
 def _load_earlier_runs(run: Run, store: Path) -> Iterator[Run]:
     loaded_run_count = 0
     for path in listing(store).files[:_MAX_FILES]:
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError):  # the file is not a run, or comes from a different version
             if loaded_run_count < _MAX_RUNS and _is_comparable_earlier_run(load_header(path), run):
                 yield load_run(path)
                 loaded_run_count += 1

@@ -84,6 +84,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
     for part in chain.from_iterable(result_kind.spare(store) for result_kind in kinds()):
         with ExitStack() as locks:
             if part.lock is not None:
+                # Processes that use the files lock this file. If it is missing, none does.
                 with suppress(OSError):
                     file = locks.enter_context(open_file(part.lock, most=None))
                     if not lock(file, 0):
@@ -116,12 +117,13 @@ def list_trend_stretches(history: History) -> Iterator[list[SeriesStretch]]:
 
 
 def load_matching_acks(store: Path, changes: ChangeSearchResult, observer: JobObserver) -> list[Ack]:
-    """Returns the store's acknowledgements of changes. If `changes` name the interpreter of an acknowledgement by a
-    different path, the acknowledgement gets that path.
+    """Returns the store's acknowledgements of changes. Different paths may lead to the same Python interpreter. An
+    acknowledgement gets the path by which `changes` name its interpreter.
     """
     stored_acknowledgements = load_acks(store)
     for trouble in stored_acknowledgements.troubles:
         observer.note(f"{get_acks_path(store)}: {trouble}")
+    # Reversed, so that the first change determines the name of its interpreter.
     names_by_interpreter = {
         resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)
     }
@@ -137,6 +139,7 @@ def load_matching_acks(store: Path, changes: ChangeSearchResult, observer: JobOb
 def find_series(word: str, history: History) -> str:
     """Returns the only series whose name equals or contains a word. Raises UsageError if no series or several match."""
     names = [name for name in history.names if word.lower() in name.lower()]
+    # A name may be a part of other names, so prefer an equal name.
     equal_series_names = [name for name in names if name.lower() == word.lower()]
     if len(equal_series_names or names) == 1:
         return (equal_series_names or names)[0]

@@ -74,6 +74,7 @@ class ResultKind(ABC, Generic[K]):
         or name. Returns None if no file matches, or if several do.
         """
         file_name = Path(self.pattern).name
+        # The word may be impossible as a path, for example too long.
         with contextlib.suppress(OSError, ValueError):
             for path in (Path(word), Path(word) / file_name):
                 if is_not_folder(path) and (path.name == file_name or path.resolve().match(self.pattern)):
@@ -162,6 +163,7 @@ def find_results(name: str, store: Path, only_runs: bool = False) -> list[tuple[
         return results
     if only_runs:
         return []
+    # Names begin with the start time, so the last name in order is the newest.
     newest_name, result_kind, path = max(
         ((result_kind.names(path)[-1], result_kind, path) for result_kind, path in results), key=itemgetter(0)
     )

@@ -145,6 +145,7 @@ def _write_page(page: Page, rows: PlainRows, folder: Path, pages: ReportDestinat
         _replace_report_file(pages.html, text)
     if pages.markdown is not None:
         _replace_report_file(pages.markdown, as_markdown(page))
+    # The index is made from the pages in the folder, so it comes after the new page.
     _replace_report_file(folder.parent / INDEX_FILE_NAME, as_html(_make_report_index(folder.parent)))
     if pages.plots is not None:
         _write_chart_pictures(page, pages.plots, pages.plots_formats)
@@ -194,7 +195,7 @@ def open_in_browser(page: Path) -> str:
 def short_path(page: Path) -> str:
     try:
         return str(page.resolve().relative_to(Path.cwd()))
-    except ValueError:
+    except ValueError:  # the page is not in the working directory
         return str(page)
 
 
@@ -222,7 +223,7 @@ def _get_path_in_store(path: str, store: Path) -> str:
     """
     try:
         return str(Path(store.name or ".") / Path(path).resolve().relative_to(store.resolve())) if path else ""
-    except ValueError:
+    except ValueError:  # the run is not in this store
         return Path(path).name
 
 

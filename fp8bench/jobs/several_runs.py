@@ -51,6 +51,7 @@ def execute_sessions(
             break
         if not _wait_between_sessions(run, pause, observer, number + 2, sessions):
             break
+        # Remove what earlier sessions and runs add to the intervals, to get the ratio of this session alone.
         records = [replace(record, sessions=(), reruns=None) for record in run.records]
         # Keep the ratios of disturbed sessions too. Otherwise, the intervals would be too narrow on a busy machine.
         for case, finding in findings(replace(run, records=tuple(records))).items():
@@ -84,10 +85,12 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
 
     The differences between these runs are stored, and widen the intervals of later runs.
     """
+    # 1. Find the devices. First check that the ratios can be stored.
     check_store(store)
     with ProcessWorker(Settings()) as worker:
         usable_device_keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
     for device in usable_device_keys:
+        # 2. Measure the case in several runs. The runs are temporary, and only their ratios are stored.
         request = Request(
             "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_CASE_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
         )
@@ -106,6 +109,7 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
                 store_ratios(run.records, run, store)
                 ratios = (finding.ratio for finding in findings(run).values())
                 log_ratios += [math.log(ratio.point) for ratio in ratios if ratio is not None]
+        # 3. Describe how much the ratios differ.
         yield f"difference between runs on {device}"
         if len(log_ratios) < 2:
             yield "  unknown: the standard case, a 512x512x512 GEMM in fp32 and bf16, gave fewer than two ratios"
@@ -159,6 +163,7 @@ def exclusive_lock(folder: Path, subject: str) -> Iterator[None]:
         try:
             stack.enter_context(lock_folder(folder, 0))
         except StoreError:
+            # Without access to the lock file, the store is the problem, and not another process.
             if not os.access(folder / LOCK_FILE_NAME, os.W_OK):
                 raise
             raise UsageError(f"another process is already measuring {subject}") from None

@@ -21,10 +21,12 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[C
     corpus = resolve_request(request, os.environ).corpus(store)
     case_tapes: list[CaseTape] = []
     with open_worker(request, corpus) as worker, observer.counting() as report_progress:
+        # 1. Plan the cases for the devices of this machine.
         facts = worker.probe()
         device_facts_by_key = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
         planned_cases = list(chain.from_iterable(group.cases for group in plan))
+        # 2. Record the tape of each case, or the reason why it has none.
         for planned_case in planned_cases:
             case = planned_case.case
             report_progress(len(case_tapes), len(planned_cases), "cases", case.id)
@@ -36,6 +38,7 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[C
                     tape = worker.with_time_limit(time_limit).tape(case, device_facts_by_key[case.device])
                 except WorkerError as error:
                     reason = str(error)
+                    # The error may have damaged or ended the worker, and further cases need one.
                     worker.restart()
             case_tapes.append(CaseTape(case.setting, case.mode, tape, reason, planned_case.work.flops))
     return case_tapes

@@ -60,17 +60,20 @@ def write_topology(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     """
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
+    # 1. Ask the driver for the GPUs, which must be of one kind.
     answer = _query_nvidia_smi(f"--query-gpu={_NVIDIA_SMI_FIELDS}", "--format=csv,noheader,nounits")
     gpus = [list(map(str.strip, line.split(","))) for line in answer]
     if not gpus or any(len(fields) != len(_NVIDIA_SMI_FIELDS.split(",")) for fields in gpus):
         raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
         raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
+    # 2. Describe the GPUs, their links and the network ports.
     kinds = count_gpu_links_by_kind(_query_nvidia_smi("topo", "-m"))
     yield from (f"{name} {memory_text} MiB" for name, memory_text, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {link_kind}' for link_kind, count in kinds.items()) or 'no links'}"
     for name, rate in list_active_ports(infiniband):
         yield f"{name}: {rate:g} Gb/s"
+    # 3. Write the file, then yield its lines without the title.
     lines = list(_make_topology_lines(gpus, kinds, store, infiniband))
     text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(line.text for line in lines)]
     try:
@@ -94,6 +97,7 @@ def _make_topology_lines(
         "MiB",
         "nvidia-smi" if is_number else "the driver does not report it",
     )
+    # A measured rate is best, then the rate of NVLinks, then that of PCIe.
     measured_bandwidth = find_measured_bandwidth(store, len(gpus))
     has_nvlinks = any(link_kind.startswith("NV") for link_kind in kinds)
     nvlink_signal_rate = sum_nvlink_rates(_query_nvidia_smi("nvlink", "-s")) if has_nvlinks else None
@@ -108,6 +112,7 @@ def _make_topology_lines(
         link_rate = _compute_pcie_rate(*pcie)
         source = f"PCIe {pcie[0]} x{pcie[1]}, not measured"
     yield TopologyFileLine("inside", link_rate, "GB/s", source)
+    # Ports have Gb/s, the file has GB/s. All GPUs share the ports.
     port_rate_per_gpu = sum(port_rate for _, port_rate in list_active_ports(infiniband)) / 8 / len(gpus)
     source = (
         "a GPU's share of the active InfiniBand or RoCE ports, not measured" if port_rate_per_gpu else "no active port"
