@@ -139,7 +139,7 @@ class MeasuredArm:
                 break
             fastest_step = self._time_fastest_step(worker, first_step_time_limit)
         # 4. Choose the number of calls per slot from the fastest step. A disturbed step is slower and would give too
-        # few calls.
+        # few calls. The limit avoids a division by 0.
         self.step_seconds = max(fastest_step.seconds, 1e-7)
         self.calibration_step = fastest_step
         self.segmentation = cut_step_into_cells(
@@ -215,6 +215,7 @@ class MeasuredArm:
             )
             slot = worker.with_time_limit(limit).slot(self.key, _CALIBRATING_CALLS, 0, queue_filling)
         self.host_seconds = slot.host_seconds
+        # Cells begin and end at phase marks, so choose among the steps with the most marks.
         max_mark_count = max(len(step.codes) for step in slot.steps)
         return min((step for step in slot.steps if len(step.codes) == max_mark_count), key=lambda step: step.seconds)
 
@@ -325,8 +326,8 @@ class MeasuredArm:
         )
 
     def add_slot(self, raw: RawSlot, round_number: int, position: int | None = None) -> None:
-        """Stores a slot (several timed calls) as the times of its steps' cells. If the steps of an arm differ in their
-        phase marks, stores all its slots as the total time of each phase instead.
+        """Stores a slot (several timed calls): for each step, the times of its cells, which are timed parts of a step.
+        If the steps of an arm differ in their phase marks, stores the total time of each phase instead, in all slots.
         """
         assert self.segmentation is not None
         # One step with eager quantisers is enough to report the whole case as eager.

@@ -96,6 +96,7 @@ class LargestNumberSearch:
         candidate_number = self._predict_largest_number()
         if candidate_number is None:
             return min(2 * fitting_number, self.largest_number)
+        # The line predicts too little, because a larger batch than predicted fits. Search upwards in growing steps.
         if candidate_number <= fitting_number:
             candidate_number = fitting_number + self._number_increment
             self._number_increment *= 2
@@ -124,10 +125,11 @@ class LargestNumberSearch:
 LARGEST_BATCH = 1 << 20
 # The largest power of two that is tried as the required multiple of a precision's batch.
 _MAX_BATCH_MULTIPLE = 1024
-# Odd factors, because a precision that refuses odd batches needs multiples of two.
+# A multiple is accepted if the precision takes it times each of these factors. They are odd, to reveal that a larger
+# power of two is needed.
 _TRIED_BATCH_FACTORS = (1, 3, 5, 7)
 
-# A function that plans the same case with a different batch. It returns None if the suite refuses that batch.
+# A function that plans a case again with the given batch. It returns None if the suite refuses this batch.
 PlanWithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
 
 
@@ -207,11 +209,11 @@ class _BatchSearch:
         batch_attempts: list[BatchAttempt] = []
         batch_size_multiple, room_bytes = 1, byte_limit or self._device_facts.memory_bytes
         try:
-            # 1. Begin the search with the planned batch. Try only multiples of `batch_multiple`, because the precision
-            # may refuse other batches.
+            # 1. Begin the search with the planned batch. Try only multiples of `batch_size_multiple`, because the
+            # precision may refuse other batches.
             if (
                 not isinstance(planned_batch_size, int)
-                or isinstance(planned_batch_size, bool)
+                or isinstance(planned_batch_size, bool)  # in Python, bool is a kind of int
                 or planned_batch_size < 1
             ):
                 raise NoSearch(
@@ -276,6 +278,7 @@ class _BatchSearch:
             if ran_out_of_memory(cause):
                 return BatchAttempt(number, False, None, f"memory ran out ({_shorten_error(cause)})")
             self._worker.restart()
+            # A system may kill a process that uses too much memory, and C++ code may fail to allocate.
             if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
                 return BatchAttempt(number, False, None, str(cause))
             raise NoSearch(f"a batch of {batch} ended the search: {cause}") from None

@@ -17,7 +17,7 @@ from fp8bench.registry import precisions
 # are measured in fewer runs.
 CEILING_SECONDS = 12.0
 RUNS_PER_RATE, MIN_RUNS_PER_RATE = 5, 2
-# The share of CEILING_SECONDS in which the fastest shapes are searched, before the runs begin.
+# The share of CEILING_SECONDS for finding the fastest shapes of products and sizes of arrays, before the measured runs.
 _SEARCH_TIME_SHARE = 0.4
 
 
@@ -46,7 +46,7 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
     machine changes. If the worker is lost, only the rate that it measured is lost.
     """
     remote_bench = worker.with_time_limit(COMPILE_SECONDS)
-    # The first run searches the best shape of each rate, and gets a separate part of the time.
+    # Run 0 only finds the shape with the highest rate, and has a separate share of the time.
     rates = list(remote_bench.ceiling_rates(device))
     spent_seconds_by_rate = [0.0] * len(rates)
     for run in range(1 + RUNS_PER_RATE):

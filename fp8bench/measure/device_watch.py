@@ -109,6 +109,7 @@ class SessionWatch:
         self._throttled = subtract_counters(self._throttled_seconds_at_start, self._device.read_throttled_seconds())
         self._seconds = self._clock() - self._started_at
         other_processes = self._count_other_processes()
+        # A process may have begun or ended during the session, so keep the larger number.
         self._other_processes = (
             other_processes if self._other_processes is None else max(self._other_processes, other_processes or 0)
         )

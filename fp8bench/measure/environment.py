@@ -87,6 +87,7 @@ def _read_cpu_ticks() -> list[int]:
     /proc/stat.
     """
     counts = (_read_file(_CPU_TIMES_FILE) or "").partition("\n")[0].split()
+    # Leave out the last two columns: the time of guests is part of user time already.
     return [int(word) for word in counts[1:9]]
 
 
@@ -112,6 +113,7 @@ def _read_commit(folder: Path) -> dict[str, Scalar | None]:
     is_work_tree = _read_git_output(folder, "rev-parse", "--is-inside-work-tree")
     # `rev-list`, because the user's configuration changes the output of `log` and `show`.
     commit_lines = (_read_git_output(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
+    # rev-list prints a line with the commit and a line with the date.
     if is_work_tree != "true" or len(commit_lines) != 2:
         return {"commit": None, "commit_date": None, "dirty": None, "commit_unknown": _explain_missing_commit(folder)}
     commit, seconds = commit_lines[0].removeprefix("commit "), commit_lines[1]
@@ -184,6 +186,7 @@ def _read_git_output(folder: Path, *arguments: str) -> str | None:
 
 def command_line() -> str:
     arguments = list(sys.argv)
+    # `python -m fp8bench` has the path of this file as its first argument.
     if arguments and arguments[0].endswith("__main__.py"):
         arguments[0:1] = ["python", "-m", "fp8bench"]
     elif arguments:

@@ -35,7 +35,7 @@ from fp8bench.registry import precisions, workloads
 
 # Two workers may measure at the same time if the machine has this many times the memory that one worker needs.
 _TWO_WORKERS_MEMORY_FACTOR = 4
-# A case is small if its device has more than this many times the memory that one state needs at least.
+# A case is small if its device has more than this many times the lower bound of a state's memory.
 _SMALL_CASE_MEMORY_FACTOR = 64
 _Answers = TypeVar("_Answers")
 # A session is a set of arms that are timed in the same rounds. Its plan: the reference (or None), whether there is a
@@ -118,7 +118,7 @@ class GroupMeasurement:
         timed_reference_outcome = self._find_reference()
         # 2. Start the worker for untimed passes only now: an earlier start would have disturbed the timing.
         if self._untimed_worker is not None and (self._method.tapes_apart or self._method.shares):
-            with suppress(WorkerError):  # the first request to the worker reports the reason
+            with suppress(WorkerError):  # if the worker cannot start, its first request reports why
                 self._untimed_worker.begin()
         worker_passes = self._make_passes(self._worker)
         # 3. Run the untimed passes of each case. If there is a second worker, it measures memory.
@@ -133,7 +133,7 @@ class GroupMeasurement:
             limits, rule = self._method.limits, self._method.capacity
             capacity_pass = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             capacity_pass.find_largest_batches([outcome for outcome in self._outcomes if outcome.may_fit_memory])
-        # If the counting worker cannot count allocator calls, its `why` is the reason.
+        # `_counting_worker.why` is the reason if that worker cannot count allocator calls.
         if self._counting_worker is not None:
             self._make_passes(self._counting_worker).count_allocations(self._list_usable(), self._counting_worker.why)
         reference = self._find_reference()
@@ -143,7 +143,7 @@ class GroupMeasurement:
         return tuple(outcome.make_record(outcome is reference, outcome.planned.skip) for outcome in self._outcomes)
 
     def _run_untimed_passes(self, passes: Passes, timed_reference: CaseOutcome | None, with_memory: bool) -> None:
-        """Runs the passes that follow the timing. `timed_reference` is the reference that was timed."""
+        """Runs the passes that follow the timing. The reference of the timing, `timed_reference`, may fail here."""
         # 1. Measure numerical errors first. A case that fails here skips the other passes.
         untimed_passes = self._select_untimed_passes() or passes
         passes.measure_errors(self._list_usable(), self._errors)
@@ -272,7 +272,7 @@ class GroupMeasurement:
 
     @property
     def _brisk_untimed_worker(self) -> Worker | None:
-        """The untimed worker of a brisk group (about 10 s). None otherwise, or if it is also the timing worker."""
+        """The untimed worker of a brisk group. None for other groups, or if this worker times steps too."""
         return self._untimed_worker if self._method.brisk and self._untimed_worker is not self._worker else None
 
     def _mark_unpaired_outcomes(self) -> None:
@@ -280,7 +280,7 @@ class GroupMeasurement:
         if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
         for outcome in self._outcomes:
-            outcome.note(paired=False, paired_with=None, control=None, fresh=None)  # fresh: the fastest, timed again
+            outcome.note(paired=False, paired_with=None, control=None, fresh=None)  # fresh: second time of the fastest
 
     def _list_usable(self) -> list[CaseOutcome]:
         return [outcome for outcome in self._outcomes if outcome.planned.runs and not outcome.failure]
@@ -376,7 +376,7 @@ class GroupMeasurement:
             if self._find_outcome(base_arm).draft.timing is None:
                 case_record_fields = base_arm.record_fields()
                 self._find_outcome(base_arm).note(**case_record_fields, control=control_timing, stopped=end_reason)
-            else:  # the reference already has a timing, so these samples belong to the candidates of this session
+            else:  # the reference has a timing already, so store this one only with the candidates
                 paired_timing_fields = {"paired_with": reference_timing, "control": control_timing}
         for arm in session.candidates:
             case_record_fields = {**arm.record_fields(), **paired_timing_fields}
@@ -388,7 +388,7 @@ class GroupMeasurement:
         self._measure_replays(session)
 
     def _check_late_step_work(self, session: RoundSession) -> None:
-        """Examines late steps (after the timing) to find out what work timed steps did. Skips emulated cases."""
+        """Examines steps after the timing, to find out whether timed steps did their work. Skips emulated cases."""
         arms_with_late_steps = session.arms if self._method.tapes and self._method.checks_late_steps else []
         for arm in arms_with_late_steps:
             if arm is not session.control and not arm.is_emulated:
@@ -433,9 +433,9 @@ class GroupMeasurement:
         rule = self._method.windows
         if self._device_meter is None or rule is None:
             return
-        # Leave out arms whose energy, or speed in long windows (`sustained`), an earlier session has stored.
+        # Leave out arms for which an earlier session stored energy, or the speed in long windows (`sustained`).
         pending = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
-        # With `turn_seconds`, an arm runs steps for at least that long in each window.
+        # With `sustained_turn_seconds`, an arm runs steps for at least that long in each window.
         activity_text = "running for seconds" if rule.sustained_turn_seconds else "measuring energy"
         window_pass = WindowPass(self._device_meter, rule, self._seed, self._make_progress_callback(activity_text))
         results = window_pass.measure([arm for _, arm in pending], self._worker)
