@@ -89,7 +89,7 @@ def parse_checksummed_line(line: bytes) -> tuple[dict[str, Any], str]:
         checksum_match is not None
         and _checksum(plain := line[: checksum_match.start()] + b"}") == checksum_match[1].decode()
     ):
-        return parse_json(plain), checksum_match[1].decode()  # fast, because the object is not formatted again
+        return parse_json(plain), checksum_match[1].decode()  # the text was enough: formatting the object again is slow
     content = parse_json(line)
     if not isinstance(content, dict):
         raise DamagedFileError("expected an object")
@@ -136,6 +136,7 @@ def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
     """Reads a regular file, or a stream like /dev/stdin, of at most `most` bytes. Raises OSError."""
     is_stream = str(path).startswith(_STREAM_PATH_PREFIXES)
     with open_file(path, most=most) as file:
+        # The size of a stream is unknown. Reading one byte too many shows that it is too long.
         content = file.read(most + 1 if is_stream else -1)
     _check_read_size(len(content), most)
     return content
@@ -151,8 +152,9 @@ def open_file(path: Path, mode: str = "rb", most: int | None = MAX_FILE_BYTES) -
         return cast(BufferedRandom, path.open(mode))
 
     def open_regular(name: str, flags: int) -> int:
-        with contextlib.suppress(FileNotFoundError):  # check before opening: merely opening a device may change it
+        with contextlib.suppress(FileNotFoundError):  # check first: merely opening a device may change it
             _require_regular_file(os.stat(name), most)  # noqa: PTH116
+        # Without O_NONBLOCK, opening a named pipe would wait. The pipe may have replaced the file after the check.
         file_descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)
         try:
             # Another process may have replaced the file since the first check.
@@ -218,7 +220,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
         with partial_path.open("xb") as file:
             append(file, content, sync)
         with contextlib.suppress(OSError):
-            partial_path.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the old file's permissions
+            partial_path.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the permissions of an old file
 
 
 @contextlib.contextmanager
@@ -234,7 +236,7 @@ def replace_atomically(path: Path, sync: bool = True) -> Iterator[Path]:
         partial_path.replace(path)
         if sync:
             sync_folder(path.parent)
-    except BaseException:
+    except BaseException:  # also after an interrupt
         with contextlib.suppress(OSError):
             partial_path.unlink()
         raise
@@ -284,8 +286,8 @@ class LineWriter:
     path: Path
     _file: IO[bytes]
     called: str = "the file"
-    # `_sums` are the checksums of the file's lines, and `_last` is the number of the last line. A damaged line counts
-    # in `_last`, but is missing in `_sums`.
+    # `_sums` are the checksums of the file's lines. A damaged line counts in `_last_line_number`, but is missing in
+    # `_sums`.
     _sums: list[str] = field(default_factory=list)
     _last_line_number: int = 0
 
@@ -309,6 +311,7 @@ class LineWriter:
                 writer._append_numbered_lines([header])
                 partial_path.rename(path)
                 sync_folder(path.parent)
+                # Keep the file open, because closing it would release the lock.
                 cleanup.pop_all()
                 return writer
         except OSError as error:
@@ -375,6 +378,7 @@ def lock(file: IO[Any], seconds: float) -> bool:
     start = time.monotonic()
     while True:
         try:
+            # A blocking call would have no time limit.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
@@ -383,7 +387,7 @@ def lock(file: IO[Any], seconds: float) -> bool:
             if waited_seconds >= seconds and (waited_seconds >= LOCK_SECONDS or not _is_lock_only_shared(file)):
                 return False
         except OSError:
-            return True
+            return True  # the file system has no locks
         time.sleep(_LOCK_PAUSE_SECONDS)
 
 
