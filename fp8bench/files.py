@@ -89,7 +89,7 @@ def parse_checksummed_line(line: bytes) -> tuple[dict[str, Any], str]:
         checksum_match is not None
         and _checksum(plain := line[: checksum_match.start()] + b"}") == checksum_match[1].decode()
     ):
-        return parse_json(plain), checksum_match[1].decode()  # the text was enough: formatting the object again is slow
+        return parse_json(plain), checksum_match[1].decode()  # no need to format the object again, which is slow
     content = parse_json(line)
     if not isinstance(content, dict):
         raise DamagedFileError("expected an object")
@@ -152,7 +152,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = MAX_FILE_BYTES) -
         return cast(BufferedRandom, path.open(mode))
 
     def open_regular(name: str, flags: int) -> int:
-        with contextlib.suppress(FileNotFoundError):  # check first: merely opening a device may change it
+        with contextlib.suppress(FileNotFoundError):  # check its kind first: merely opening a device may change it
             _require_regular_file(os.stat(name), most)  # noqa: PTH116
         # Without O_NONBLOCK, opening a named pipe would wait. The pipe may have replaced the file after the check.
         file_descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)

@@ -297,8 +297,8 @@ class ValuesKernel(Kernel):
     def _round_value_lanes(
         self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
     ) -> list[Tensor]:
-        """Rounds the lanes `values`, by `factor` or by scales of blocks. Lanes are magnitudes if the format's zero has
-        a sign.
+        """Rounds the lanes `values`, scaled by `factor` or by block scales. Lanes are magnitudes if the format's zero
+        has a sign.
         """
         if self.scaling is None:
             return self._round_lanes_with_factor(values, factor, random)

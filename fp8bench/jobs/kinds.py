@@ -163,7 +163,7 @@ def find_results(name: str, store: Path, only_runs: bool = False) -> list[tuple[
         return results
     if only_runs:
         return []
-    # Names begin with the start time, so the last name in order is the newest.
+    # Names begin with the start time, so the alphabetically last name is the newest.
     newest_name, result_kind, path = max(
         ((result_kind.names(path)[-1], result_kind, path) for result_kind, path in results), key=itemgetter(0)
     )

@@ -139,7 +139,7 @@ class MeasuredArm:
                 break
             fastest_step = self._time_fastest_step(worker, first_step_time_limit)
         # 4. Choose the number of calls per slot from the fastest step. A disturbed step is slower and would give too
-        # few calls. The limit avoids a division by 0.
+        # few calls. The lower limit of 1e-7 s avoids a division by 0.
         self.step_seconds = max(fastest_step.seconds, 1e-7)
         self.calibration_step = fastest_step
         self.segmentation = cut_step_into_cells(

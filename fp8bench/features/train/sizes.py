@@ -58,7 +58,7 @@ class ModelSizeComparison(ModelSweep):
 
 
 def measure_trend(sizes: Sequence[SizedArm]) -> LossGap | None:
-    # To base 10, so that a slope is the change for ten times the parameters.
+    # Use base 10, so that a slope is the change for ten times the parameters.
     log_parameters = [math.log10(sized_arm.training.training.parameters) for sized_arm in sizes]
     gaps_by_seed: dict[int, list[float]] = defaultdict(list)
     for sized_arm in sizes:

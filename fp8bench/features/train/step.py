@@ -78,7 +78,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = parallelism.join_norms(optimizer.gradients.norms())
         gradient_norm = join_norms(norms) / scale
         gradients = [size / scale for size in norms] if readings is not None else []
-        # The flag is a tensor, so that the host does not wait for the device before 6.
+        # The flag is a tensor, so that the host does not wait for the device before part 6.
         skip_step_flag = (~(loss + gradient_norm).isfinite()).to(torch.float32)
         clip_divisors, clip_factor = compute_clip_divisors(
             norms, gradient_norm, scale, trainer.max_norm, trainer.clip_groups

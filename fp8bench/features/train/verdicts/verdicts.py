@@ -273,7 +273,9 @@ def _pair_seeds(
 
 
 def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatDifferences:
-    """Returns the differences between the reference and its repeat. Each pair has the rows of one step."""
+    """Returns the differences between the reference and its repeat. A pair in `repeats` has the row of each for the
+    same step.
+    """
     first_different_step = None
     largest = 0.0
     for reference, repeat_row in repeats:
