@@ -32,7 +32,7 @@ from fp8bench.registry import devices
 if TYPE_CHECKING:  # at run time, this import would load modules that only the worker needs
     from fp8bench.worker.bench import Bench
 
-    # The type that `Worker.within` returns. Calling a method of Bench on it sends a request to the worker.
+    # The type that `Worker.with_time_limit` returns. Calling a method of Bench on it sends a request to the worker.
     RemoteBench = Bench
 
 START_SECONDS = 300.0
@@ -78,7 +78,7 @@ class Worker(ABC):
 
     @abstractmethod
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        """Sends one request and waits up to `limit` seconds for the answer."""
+        """Sends the request `name` with its arguments, and waits up to `limit` seconds for the answer."""
 
     @abstractmethod
     def close(self) -> None:
@@ -95,8 +95,8 @@ class Worker(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The id of the process in which the bench runs: this process, or that of a subclass. None if that process is
-        not running.
+        """The id of the process in which the bench runs: this process, unless a subclass starts another one. None if
+        that process is not running.
         """
         return os.getpid()
 

@@ -93,7 +93,7 @@ class CaseOutcome:
     def fail_case(self, reason: str, cause: WorkerError) -> None:
         self.failure = reason
         failed_rank = cause.rank if isinstance(cause.rank, FailedRank) else None
-        # A gate takes an empty detail as a fault of the machine. So leave it empty if the worker was lost or hung.
+        # A gate reads an empty `detail` as a dead worker process. So leave it empty if the worker was lost or hung.
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed_rank)
 
     def append_detail_text(self, reason: str) -> None:
@@ -163,8 +163,8 @@ def _make_peak_memory_measurements(use: MemoryUse) -> Iterator[Measurement]:
         )
 
 
-# For each Bench method that answers a pass: the progress text, and the figure's name in error messages. The record's
-# field is named like the method.
+# The untimed passes that `Passes.ask` runs, by the name of their Bench method, which is also the name of the record's
+# field. Each has the text that shows progress, and the name of the figure in error messages.
 PASS_TEXTS: Mapping[str, tuple[str, str]] = {
     "statistics": ("", "statistics of the data"),
     "products": ("looking at products", "check of its products"),
@@ -183,8 +183,8 @@ def make_numbers_key(case: Case) -> str:
 
 
 def _has_products_to_check(outcome: CaseOutcome) -> bool:
-    """Returns whether the products of the case must be checked: a library provides whole layers of one of its
-    precisions, or could compute the native products.
+    """Returns whether the products of the case must be checked. This is the case if one of its precisions has whole
+    layers from a library, or has native products that a library could compute.
     """
     case, is_native = outcome.planned.case, outcome.planned.support.is_native
     map_precision_names = (name for _, name in case.precision_map)
@@ -312,7 +312,7 @@ class Passes:
         for outcome in outcomes:
             with self._requesting_answer(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
-                # A duel compares source trees. The older tree's `memory` may have no parameter `with_growth`.
+                # A duel compares source trees. `memory` of the older tree may not have the last parameter.
                 memory_use = bench.memory(case, facts, key) if with_growth else bench.memory(case, facts, key, False)
                 if device is not None:
                     memory_use = self._add_process_memory(memory_use, device)
@@ -364,8 +364,8 @@ class Passes:
     def _requesting_answer(
         self, outcome: CaseOutcome, activity: str, missing_figure: str, fails_case: bool = False
     ) -> Iterator[tuple[RemoteBench, Case, DeviceFacts]]:
-        """Yields the bench, the case and its device for one request. If the request fails, the outcome gets the reason
-        why `missing_figure` is missing.
+        """Yields the bench, the case and its device for one request. `activity` is the text that shows progress. If the
+        request fails, the outcome gets the reason why `missing_figure` is missing.
 
         If `fails_case` is true, a failed request also fails the case, unless memory ran out.
         """

@@ -93,8 +93,8 @@ class RoundSession:
     def prepare(
         self, worker: Worker, quantisers: QuantiserCompilation | None = None, tell: ActivityCallback | None = None
     ) -> None:
-        """Prepares all arms. For a fair comparison, their steps get comparable cells (timed parts of a step), and arms
-        with short steps discard equally many calls.
+        """Prepares all arms. For a fair comparison, their steps are divided into comparable cells (timed parts), and
+        either all arms with short steps discard their first call of a slot, or none.
         """
         for arm in self.arms:
             with raise_as_arm_failure(arm):
@@ -238,7 +238,7 @@ class RoundSession:
 
 
 REPLAY_ROUNDS = 10
-# The seconds that the host takes to launch a captured step, at most (10 to 20 us).
+# The host takes 10 to 20 us to launch a captured step. This is the larger value, in seconds.
 _MAX_REPLAY_LAUNCH_SECONDS = 20e-6
 # The number of discarded replays in a slot: the first replay finds the data of the previous arm in the caches.
 _DISCARDED_REPLAYS = 1

@@ -105,7 +105,8 @@ def cut_step_into_cells(
     """Cuts a step at its phase markers into blocks. A cell is a pair of block and phase, and cells are numbered in
     their order in the step.
 
-    A block also ends after the phase `part_ends`, which is the last phase of each part of a step.
+    Some steps have parts, such as the sampling steps of a diffusion model. `part_ends` is then the last phase of each
+    part, and a block also ends after this phase.
     """
     block_ns = block_ns or choose_block_ns(sum(intervals_ns))
     cell_number_by_block_and_phase: dict[tuple[int, int], int] = {}

@@ -116,7 +116,7 @@ def count_windows(group: Group, rule: WindowRule) -> int:
 
 @dataclass
 class WindowResults:
-    """The results of all windows of an arm, or of one phase of an arm."""
+    """The windows of an arm, or of one phase of an arm, and the reasons why other windows are missing."""
 
     windows: list[EnergyWindow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -285,7 +285,7 @@ class WindowPass:
             self._device_meter.device.read_changing_state().get("sm_clock") if sustained_turn_seconds else None
         )
         window_step_count = steps * len(loop_seconds)
-        # In a long loop, numbers of the state may grow to infinity. The energy of such a window is not used.
+        # A long loop may make values of the state infinite. If a check finds this, the window's energy is not used.
         model_state_fault = worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
         if model_state_fault:

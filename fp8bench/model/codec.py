@@ -264,7 +264,7 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
-    # Return values of these types unchanged. Integers need their decoder, which checks their size.
+    # Return values of these types unchanged. int is not among them, because its decoder checks the size of integers.
     plain_value_types = tuple(kind for kind in kinds if isinstance(kind, type) and kind is not int)
     member_decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 

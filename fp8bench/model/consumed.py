@@ -162,8 +162,8 @@ class EmulationEnd:
 @dataclass(frozen=True)
 class Laid:
     """Entry in a memory trace: hardware with the emulated formats would hold `size` more bytes, until the `Lifted`
-    entry with the same key. With an `address`, the hardware would instead keep the existing block at this address, even
-    if the block is released earlier in the trace.
+    entry with the same key. With an `address`, no bytes are added: until then the hardware would keep the existing
+    block at this address, even if the trace frees the block earlier.
     """
 
     key: int

@@ -20,9 +20,9 @@ MAX_RATE_SPREAD = 0.05
 
 
 class Limit(StrEnum):
-    """The kinds of limits of a device, and how each is measured. PRODUCT: matrix products. COPY and TRIAD (a = b + s
-    c): memory, with arrays larger than the last-level cache. CACHED: copies of the size that is fastest. LAUNCH:
-    launches of the smallest kernel. LOAD: copies from host memory.
+    """The limits of a device, and what is timed to measure each. PRODUCT: matrix products. COPY and TRIAD (a = b + s *
+    c): memory traffic of arrays larger than the last-level cache. CACHED: copies of smaller arrays, of the fastest
+    size. LAUNCH: launches of the smallest kernel. LOAD: copies from host memory to the device.
     """
 
     PRODUCT = "product"
@@ -110,9 +110,9 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class GivenTensors:
-    """All tensors of one shape that a step only reads or trains. The fields are the number of tensors, the sum of their
-    values, the sum of the squared values, and the number of subnormal values. `scattered` counts the tensors in which
-    no two numbers are next to each other in memory.
+    """All tensors of one shape that exist before a step and that the step only reads (inputs) or trains (weights). The
+    fields are the number of tensors, and over all their values the sum, the sum of squares, and the number of subnormal
+    values. `scattered` counts the tensors in which no two numbers are next to each other in memory.
     """
 
     shape: tuple[int, ...]
@@ -163,7 +163,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The raw samples of one metric, in the unit of the metric."""
+    """The raw samples of one figure, such as 'peak_memory', in `unit`."""
 
     metric: str
     unit: str
@@ -193,8 +193,8 @@ class TensorStatistics:
 class LayerScale:
     """The scale of one tensor (a role in one layer) after the last step, if scales are derived from data.
 
-    Values are multiplied by `scale`, which is the largest number of the format divided by `amax`. The scale was
-    computed again `renewals` times, because it was old or because values saturated.
+    Values are multiplied by `scale`, which is the largest number of the format divided by `amax`. It was computed again
+    `renewals` times, because enough steps had passed or because too many values saturated.
     """
 
     layer: str
@@ -326,7 +326,7 @@ class Interval:
 
     @property
     def inverse(self) -> Interval:
-        """The same ratio as a speed-up (above 1 is faster)."""
+        """The ratio as a speed-up: the reference's time divided by the case's (above 1 is faster)."""
         return Interval(1 / self.point, _invert_ratio_bound(self.high), _invert_ratio_bound(self.low), self.level)
 
 

@@ -95,8 +95,8 @@ class FirstDifferingElement:
 
 @dataclass(frozen=True)
 class Conformity:
-    """How one native cast or product of a mode compares with its emulation. `shape` is MxK for a cast and MxNxK for a
-    product.
+    """How one native cast or product in a mode (a precision with its options) compares with its emulation. `shape` is
+    MxK for a cast and MxNxK for a product.
 
     `count` of `total` elements differ, by at most `largest` steps of the result's format. `why` describes the
     difference. If the device cannot run the cast or product, `difference` is None and `why` is the reason.

@@ -69,9 +69,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Four times of a step in each round, in seconds of the slowest rank: only products (`compute`), only
-    `communication`, `both` at the same time, and one after the other (`in_turn`). If rounds are missing, `why` is the
-    reason.
+    """The duration of a step in each round, measured in four ways, in seconds of the slowest rank: only products
+    (`compute`), only `communication`, `both` at the same time, and one after the other (`in_turn`). If rounds are
+    missing, `why` is the reason.
     """
 
     compute: tuple[float, ...] = ()

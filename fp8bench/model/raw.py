@@ -11,8 +11,8 @@ from fp8bench.model.ranks import RankCalls
 PROTOCOL = 5
 # If this environment variable is 'eager', quantisers are not compiled.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
-# If this environment variable is 'unchecked', native products are timed without comparing their results with fp64.
-# This is for a runtime that computes nothing.
+# If this environment variable is 'unchecked', native products are timed without comparing their results with fp64. A
+# simulated CUDA runtime needs this, because its products compute nothing.
 PRODUCT_CHECKS_VARIABLE = "FP8BENCH_PRODUCTS"
 
 

@@ -70,7 +70,9 @@ def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """Returns a rule that requires a number for which `holds` is true. True does not count as a number."""
+    """Returns a rule that requires a number for which `holds` is true; `words` describes it. True does not count as a
+    number.
+    """
     return Rule(words, lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value))
 
 

@@ -21,7 +21,8 @@ PROFILE_ORIGIN = "profile"
 BENCH = "bench"
 
 CEILINGS = "ceilings"
-# If an effect is at least this many times the noise floor, labels of disturbances do not cast doubt on it.
+# If the ratio differs from 1 by at least this many noise floors, labels of disturbances, such as 'noisy', do not cast
+# doubt on the verdict.
 _LARGE_EFFECT_NOISE_FACTOR = 3
 
 
@@ -127,8 +128,9 @@ class PhaseGain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval of the saved seconds excludes 0, and they exceed the difference between the reference
-        and its control, which run the same code.
+        """Whether the phase surely takes more or less time than in the reference: the interval of the saved seconds
+        excludes 0, and the saved seconds exceed the difference between the reference and its control, which run the
+        same code.
         """
         return (self.low > 0 or self.high < 0) and abs(self.saved_seconds) > self.control
 

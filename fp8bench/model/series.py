@@ -116,7 +116,7 @@ class Trend:
 
     @property
     def ending(self) -> Ending:
-        # A figure without a number, such as that of a failed build, does not end a trend.
+        # Skip earlier figures without a number, such as those of failed builds.
         earlier_figures = [figure for figure in self.figures[:-1] if figure.value is not None]
         return Ending(
             self, self.figures[-1], earlier_figures[-1] if earlier_figures else None, len(self.measured_figures)
@@ -127,7 +127,7 @@ class Ending(NamedTuple):
     """The end of a trend: its last figure, the last figure with a number before that one, and how many figures have a
     number.
 
-    In a list of endings, each `trend` has no figures.
+    Code that lists the endings of many trends leaves the figures of each `trend` empty.
     """
 
     trend: Trend

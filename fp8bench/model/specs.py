@@ -22,9 +22,10 @@ STEP = "step"
 # The times of two builds of the same program differ by up to this relative amount, because their code and data have
 # different addresses.
 BAND = 0.01
-# Summing in a different order changes the mean loss of the suite `learning` by a third of this relative amount.
+# A relative change of the mean loss in the suite `learning`. Summing in a different order changes this loss by a third
+# as much.
 LOSS_BAND = 0.001
-# The units of values that clocks and sensors measure, which differ from one measurement to the next.
+# Values in these units come from clocks and sensors, so they differ from one measurement to the next.
 _NOISY_UNITS = frozenset({"s", "J", "W"})
 
 
@@ -55,8 +56,8 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     'energy', 'capacity') or a separate table; '' for none. `heading` is the heading of this column. `show` formats a
     value if the unit does not determine the format. `page` is the page of the docs about the figure.
 
-    `history` describes the series of the figure, '' if none is stored. `kept_where` is the property that a workload's
-    grid must have to store the series: a phase, a count of work, 'energy', 'ranks' or 'one rank'; '' for all grids.
+    `history` describes the series of the figure, '' if none is stored. The series is stored for each grid of the
+    history that has `kept_where`: a phase, a count of work, 'energy', 'ranks' or 'one rank'; '' for all grids.
     `least_change` is the smallest relative change that counts as a change. A gate fails beyond `threshold`, a relative
     and an absolute difference. A `counted` figure has the same value whenever the same code runs. The three
     `error_sizes` are the largest negligible, the largest small and the largest moderate error. A figure `of_workload`
@@ -121,7 +122,8 @@ _NEITHER = Better.NONE
 _HIGHER = Better.HIGHER
 _MAIN = Rank.MAIN
 _RESTATED_RANK = Rank.RESTATED
-# Pairs of a relative and an absolute threshold. A new memory layout changes a time by less than 5%.
+# By how much a figure may get worse before a gate fails, relative and absolute. A new memory layout alone changes a
+# time by less than 5%.
 _TIME_THRESHOLD = (0.05, 5e-6)
 _RATIO_THRESHOLD = (0.05, 0.005)
 _ENERGY_THRESHOLD = (0.05, 1e-3)
@@ -143,7 +145,8 @@ MEAN_TIME = _add_spec(
 for _phase in CELL_PHASES:
     _add_spec(time_of_phase(_phase), "s", f"time of the {_phase} phase", rank=_RESTATED_RANK, threshold=_TIME_THRESHOLD,
          history=f"the {_phase} phase of a step", kept_where=_phase)
-# A step's time for a fixed amount of work. For each kind of work, such as FLOPs: the figure, and the amount.
+# The time of a step, scaled to a fixed amount of its work. Each kind of work, such as FLOPs, has a figure and this
+# amount.
 TIME_PER_WORK: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _add_spec(f"seconds_per_{name}", "s", f"the step's time for {amount:.0e} {count}", rank=_RESTATED_RANK,
@@ -308,7 +311,8 @@ ENERGY = _add_spec(
 ENERGY_NET = _add_spec(
     "energy_net", "J", "energy of a step beyond idle power", rank=_MAIN, threshold=_ENERGY_THRESHOLD, heading="net/step"
 )
-# A step's energy for a fixed amount of work, by kind of work. The most useful kind comes first.
+# The energy of a step, scaled to a fixed amount of its work. Each kind of work has a figure and this amount. The most
+# useful kind comes first.
 ENERGY_SPEC_BY_WORK_KIND: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _add_spec(f"energy_per_{word.lower()}", "J", f"energy for {amount_text} of the step's work", rank=_MAIN,
@@ -410,16 +414,16 @@ OUTPUT_ERROR = "output_error"
 DIFFERENCE_ERROR = "difference_error"
 # The difference from the reference. It is stored only if rounding does not explain it.
 BEYOND_ROUNDING_ERROR = "beyond_rounding_error"
-# Relative losses are near 1, and a difference of a thousandth matters. The gate's threshold is twice the smallest
-# change that the history counts.
+# A relative loss is near 1, and a difference of a thousandth matters, so show five decimals. The gate's threshold is
+# twice the smallest change that the history counts.
 _add_spec(
     f"*{RELATIVE_LOSS}", "x", "mean loss of a small training over that of bf16, in the suite `learning`",
     show="{:.5f}x".format,
     least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_SUITE_SPEC_FIELDS,
 )
 _ERROR_SPEC_FIELDS: dict[str, Any] = {"show": units.relative_error, **_SUITE_SPEC_FIELDS}
-# Summing in a different order changes a loss by less than a thousandth, and training in a different format by a
-# hundredth.
+# The bounds of small and moderate errors: summing in a different order changes a loss by less than a thousandth, and
+# training in a different format by a hundredth.
 LOSS_ERRORS = _add_spec(
     f"*{LOSS_ERROR}", units.RATIO, "relative error of a step's loss; 0 is exact",
     error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERROR_SPEC_FIELDS,

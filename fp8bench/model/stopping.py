@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
 # The number of rounds for emulated cases, whose times get no verdict. A best-case time is the mean of three rounds, so
-# one more is enough.
+# four rounds are enough.
 EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 6.0
-# A brisk group is measured in a short time, with rounds of BRISK_SECONDS in all. Groups are brisk if the budget allows
-# each of them less than _BRISK_GROUP_BUDGET_SECONDS.
+# In a brisk run without --budget, the rounds of each group take about BRISK_SECONDS in total. With --budget, a run is
+# brisk if each group gets less than _BRISK_GROUP_BUDGET_SECONDS.
 BRISK_SECONDS = 2.0
 _BRISK_GROUP_BUDGET_SECONDS = 20.0
 CEILING_SECONDS = 120.0
-# If a group has at least this many cases to compare with the reference, none emulated, the fastest is timed again.
+# If at least this many cases are compared with the reference, emulated ones not counted, the fastest is timed again.
 MIN_RETIMING_CANDIDATES = 3
 
 
@@ -47,7 +47,7 @@ class StoppingRule:
         """
         if not self.whole:
             return self
-        # Divide the remaining time equally, because it is unknown which session needs most.
+        # Give each remaining session an equal part, because it is unknown which of them will need most.
         budget, ceiling = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
         return replace(self, budget=budget, ceiling=ceiling)
 
@@ -62,8 +62,8 @@ class StoppingRule:
         return rounds % rounds_between_looks == 0
 
     def reason_to_end(self, rounds: int, seconds: float, emulating: float = 0.0) -> str:
-        """Returns why timing must end after this number of rounds and seconds, or '' if it may go on. Emulated steps
-        took `emulating` of the seconds.
+        """Returns why timing must end after this number of rounds and seconds, or '' if it may go on. `emulating` is
+        how many of these seconds emulated steps took.
         """
         if self.fixed is not None and rounds >= self.fixed:
             return f"{_format_round_count(self.fixed)}, a fixed number"
@@ -111,7 +111,7 @@ def make_stopping_rule(quick: bool, rounds: int | None, budget: float | None, br
 # The slopes of clock and temperature are fitted to the samples of the last SLOPE_FIT_SECONDS, if these are at least
 # _MIN_SLOPE_SAMPLES samples.
 SLOPE_FIT_SECONDS = 4.0
-# In a brisk group, slopes are fitted to the samples of fewer seconds, and a larger slope is allowed. The clock of a GPU
+# A brisk run fits slopes to the samples of only _BRISK_SLOPE_FIT_SECONDS, and allows a larger slope. The clock of a GPU
 # at its power cap reaches its level within a second, and then varies by 2% between samples.
 _BRISK_SLOPE_FIT_SECONDS = 0.9
 _MAX_BRISK_CLOCK_SLOPE = 0.02
@@ -162,7 +162,7 @@ class DeviceSlopes:
 
     @property
     def is_flat(self) -> bool:
-        """Whether clock and temperature have settled: all known slopes are small, and at least one slope is known."""
+        """Whether clock and temperature have settled: every known slope is small, and at least one slope is known."""
         slopes_with_bounds = ((self.clock, MAX_CLOCK_SLOPE), (self.temperature, MAX_TEMPERATURE_SLOPE))
         are_slopes_small = [abs(slope) <= bound for slope, bound in slopes_with_bounds if slope is not None]
         return bool(are_slopes_small) and all(are_slopes_small)
@@ -175,8 +175,8 @@ def is_clock_flat(looks: Sequence[ClockSample]) -> bool:
 
 
 def fit_clock_slopes(looks: Sequence[ClockSample], stretch: float = SLOPE_FIT_SECONDS) -> DeviceSlopes:
-    """Returns the slopes of clock and temperature over the last `stretch` seconds. They are unknown if the samples
-    cover less time.
+    """Returns the slopes of clock and temperature over the last `stretch` seconds. They are None if the samples cover
+    fewer seconds than that.
     """
     if not looks or looks[-1].at - looks[0].at < stretch:
         return DeviceSlopes(None, None)

@@ -129,8 +129,8 @@ class RecipeArithmetic(Arithmetic):
 
     @property
     def _cast_reads_amax(self) -> bool:
-        """Returns whether a cast needs the tensor's largest magnitude before it starts. The caller may already have
-        that number.
+        """Returns whether a cast first computes the tensor's largest magnitude. If so, a caller that already has this
+        number can pass it.
         """
         return False
 
@@ -229,7 +229,7 @@ def _is_repeated_cast(role: Role) -> bool:
 
 
 class _SeedSequence:
-    """Random seeds on the device, one for each cast, derived from a name."""
+    """Random seeds, one for each cast, as a tensor on the device. They count up from a hash of a name."""
 
     def __init__(self, name: str) -> None:
         self._first_seed = _hash_name(name)
@@ -291,8 +291,8 @@ class ScaledArithmetic(RecipeArithmetic):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
-        # If the two products need different casts, cast for the first product only, unless a single call can cast
-        # both by rows and by columns.
+        # If the two products that use the tensor need different casts, cast for the first product only, unless a single
+        # call can cast both by rows and by columns.
         if not self._can_share_cast(role):
             if treatment.scaling is None or not self._has_equal_casts(role):
                 return self.cast(tensor, role), None

@@ -41,7 +41,9 @@ def widen_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> Tensor:
-    """Returns `x` in the arithmetic's dtype, or rounded in its own dtype. Without an arithmetic `x` is unchanged."""
+    """Converts `x` to a plain arithmetic's dtype. Another arithmetic rounds `x` and keeps its dtype; None changes
+    nothing.
+    """
     if arithmetic is None:
         return x
     if arithmetic.plain:

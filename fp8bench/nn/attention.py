@@ -251,7 +251,7 @@ class SelfAttention(nn.Module):
 
     def project_heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
         """Returns queries, keys and values of (batch, tokens, width), each as (batch, heads, tokens, head width)."""
-        # The product may return another dtype. Attention computes in the dtype of the residual stream.
+        # The result of the product may have a different dtype. Attention computes in the dtype of the residual stream.
         projections = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
         return [part.view(*part.shape[:2], -1, self.head_width).transpose(1, 2) for part in projections]
 

@@ -101,8 +101,8 @@ class Block(nn.Module):
         return cast_to(x + (change if gate is None else gate * change), self.residual_arithmetic)
 
     def convert_change(self, change: Tensor, dtype: torch.dtype) -> Tensor:
-        """Converts a branch's output to the dtype of the stream, and applies dropout. The layer that made it may have
-        a different carrier.
+        """Converts `change`, a branch's output, to the dtype of the stream, and applies dropout. The branch's last
+        layer may have computed it in a different dtype.
         """
         return apply_dropout(change.to(dtype), self.dropout if self.training else 0.0)
 

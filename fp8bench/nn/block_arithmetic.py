@@ -92,7 +92,7 @@ class BlockArithmetic(RecipeArithmetic):
         assert treatment.scaling is not None
         transposed_cast = tensor.t()
         amaxes = [] if amax is None else [amax]
-        # A rotated transpose has a different largest magnitude from the matrix.
+        # The transpose is rotated before its cast, so its largest magnitude is not that of `tensor`.
         if self._is_rotated(role):
             transposed_cast, *amaxes_found = rotate_and_find_amaxes(transposed_cast, self._signs)
             amaxes = amaxes_found[::-1]
@@ -112,9 +112,9 @@ class BlockArithmetic(RecipeArithmetic):
         return role is not Role.WEIGHT and self.recipe.hadamard
 
     def _can_cast_both_at_once(self, role: Role) -> bool:
-        """Returns whether one cast of both orientations draws the same random numbers as two separate casts. It does
-        for gradients, because their second cast always follows the first one directly. The two casts of any other
-        operand may have other casts between them.
+        """Returns whether one call can cast both orientations with the same random numbers (if any) as two calls. It
+        can for gradients, whose two casts always follow each other directly. Between the two casts of another operand,
+        further tensors may be cast.
         """
         keeps_operand_in_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
         return not keeps_operand_in_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)

@@ -135,7 +135,7 @@ class Conversion:
                         product_weight.module,
                         make_forward(product_weight.module, product_weight.kind, self._make_products(product_weight)),
                     )
-            # The new forward pass recognises products with stacked weights at the moment of their calls.
+            # A module of experts distributes its rows itself. So run its forward pass, and replace the products in it.
             for module, parameters in weights_by_module.items():
                 self._replace_forward(module, self._make_stacked_forward(module, parameters))
             for module, arithmetic in self._around:
@@ -275,7 +275,7 @@ class LayerProducts:
         padded_sizes = [max(part_rows, round_up(size, part_rows)) for size in sizes]
         rows_by_group = torch.split_with_sizes(x, list(sizes))
         weight_sides = {side for weight in weights for side in weight.shape}
-        # If most rows would be padding, or the grouped kernel refuses a weight's sides, multiply each part separately.
+        # If most rows would be padding, or the grouped kernel refuses a weight's shape, multiply the groups one by one.
         if (
             not required_side_multiple
             or sum(padded_sizes) > 2 * len(x)

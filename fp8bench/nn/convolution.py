@@ -260,7 +260,7 @@ def convolve(
     if not arithmetic.explicit:
         operand_form = _ConvolutionOperandForm(arithmetic, geometry, layout)
         return _ConvolvedProduct.apply(x, weight, operand_form, phase, operands)  # type: ignore[no-untyped-call]
-    # Other arithmetics only have matrix products. So copy the windows into a matrix, with one row for each output
+    # An explicit arithmetic has matrix products only. So copy the windows into a matrix, with one row for each output
     # position, and multiply as in a linear layer.
     if x.requires_grad:
         windows = region(phase.gemm, _copy_windows_to_rows, x, geometry=geometry)
@@ -337,7 +337,7 @@ class BatchNorm(nn.Module):
         cast_input = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         statistics = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
         uses_batch_statistics = self.training or not statistics
-        # Autograd saves these statistics for backward. Copy them if the module's statistics are rounded below.
+        # Autograd saves the statistics that it gets. Pass copies if the module's own are rounded below.
         running_statistics = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
         mean, variance = running_statistics or (None, None)
         y = F.batch_norm(cast_input, mean, variance, weight, bias, uses_batch_statistics, momentum=0.1, eps=1e-5)
@@ -363,5 +363,5 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(self.first(x, phase)))
-        # A layer may return a different carrier. The block keeps the dtype of its input.
+        # The convolution's result may have a different dtype. The block keeps the dtype of its input.
         return F.relu(x + self.norm_second(self.second(hidden, phase)).to(x.dtype))

@@ -168,7 +168,7 @@ class UNet(nn.Module):
         heads = count_heads(2 * width)
         self.attn = SelfAttention(2 * width, heads, heads, 1.0, make_part_chooser(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
-        # The first block of `up` reads the output of `middle` and that of `down`, so it has more inputs.
+        # The first block of `up` reads the outputs of `middle` (2 x width channels) and of `down` (width).
         self.up = nn.ModuleList(
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
         )

@@ -32,8 +32,8 @@ _LayerAttributes = dict[str, object]
 
 
 class AlternativeKernels(PlainArithmetic):
-    """Computes the same products with other torch kernels. The two operands are swapped, and convolutions become
-    products of windows.
+    """Computes the same products as PlainArithmetic with other torch kernels: it swaps the two operands, and turns
+    convolutions into products of copied windows.
     """
 
     explicit = True
@@ -159,7 +159,7 @@ def measure_step_errors(
             latents_after_one_step.append(sampling.take_sampling_step(start.to(sampling.inputs[0].dtype), step, phases))
         return {"free": latents_from_noise, "single": latents_after_one_step}
 
-    # 1. Sample in each arithmetic, and for `variant` also with a different attention kernel.
+    # 1. Sample with each model. `variant` also gets a different attention kernel, to show what kernels alone change.
     with select_attention_kernel("math"):
         variant_latents = sample_whole_and_by_step(variant)
     low_precision_latents = sample_whole_and_by_step(low)

@@ -22,14 +22,13 @@ from fp8bench.nn.parts import FeedForward
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Phases, SilentPhases
 
-# Scales the head's weights so that the largest probability of 64 classes is between 0.05 and 0.6.
+# With this scale of the head's weights, the largest probability of 64 classes is between 0.05 and 0.6.
 _HEAD_WEIGHT_SCALE = 2.0
 
 
 class EarlyExitRule(NamedTuple):
-    """The rule by which rows leave after each block but the last. Only one of the two fields is set.
-    `confidence_thresholds` are confidences below which a row stays. `staying_rows` has the positions of the rows that
-    stay.
+    """Decides which rows leave after each block but the last. Only one of the two fields is set. After block i a row
+    stays if its confidence is below `confidence_thresholds[i]`, or if `staying_rows[i]` has its position.
     """
 
     confidence_thresholds: tuple[float, ...] = ()
@@ -118,7 +117,7 @@ def make_threshold_exit_rule(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -
     remaining_row_indices = torch.arange(len(x), device=x.device)
     with torch.no_grad():
         for count, (row_indices, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
-            # 1. No row leaves `exact` early. So select the rows that stay under all earlier thresholds.
+            # 1. `exact` runs every row through every block. So drop the rows that earlier thresholds would let leave.
             exit_confidences = compute_max_probability(logits[torch.isin(row_indices, remaining_row_indices)])
             sorted_confidences = exit_confidences.sort().values
             if count and not sorted_confidences[count - 1] < sorted_confidences[count]:

@@ -139,7 +139,7 @@ class Experts(nn.Module):
         return torch.cat(self._run_experts_on_parts(rows_by_expert, counts, phase))
 
     def _run_experts_on_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        """Returns the results of each expert for its part of the rows."""
+        """Runs each expert on its part of the rows. Returns the results without padding."""
         # 1. Pad the rows of each expert with zeros to the multiple that products require.
         is_grouped = self._are_groupable()
         row_multiple = self._get_row_multiple(is_grouped)

@@ -84,8 +84,8 @@ class ProductWeight:
         return "" if self.head else find_transformer_part(self.name)
 
     def layer(self, keys: Collection[str] = ()) -> Layer:
-        """Returns the weight as a layer that a precision map can name. If the weight has several paths, the layer gets
-        the path that the longest of the map's `keys` matches.
+        """Returns the weight as a `Layer`, whose name or kind a precision map may have as a key. If the weight has
+        several paths, the layer gets the path that the longest of the map's `keys` matches.
         """
         layers = list(_make_layers(self))
         key_layer_pairs = [(find_map_key(layer, keys) or "", layer) for layer in layers]
@@ -367,8 +367,8 @@ class WeightMultiplier(Protocol):
 
 class StackedWeightWatch(TorchFunctionMode):
     """Intercepts products with a module's stacked parameters during its forward pass. `products` maps a parameter's
-    name to the WeightMultiplier that computes its products. Without `products`, torch computes them inside the callback
-    `around`.
+    name to the WeightMultiplier that computes its products. Without `products`, the callback `around` gets each
+    product, and torch computes it.
     """
 
     def __init__(
@@ -393,14 +393,14 @@ class StackedWeightWatch(TorchFunctionMode):
         if position is None:
             return func(*args, **keyword_args)
         name = self._find_parameter_name(args[position])
-        # Replace a product with the weight, or pass the product to the callback `_around`.
+        # The call multiplies by the weight: replace this product, or pass it to the callback `_around`.
         if func in _REPLACEABLE_FUNCTIONS or func in _UNREPLACEABLE_FUNCTIONS:
             is_replaceable_product = _is_replaceable_product(func, args, keyword_args, position)
             if is_replaceable_product and self._products is not None:
                 return _replace_product_call(func, args, position, self._products[name])
             run = partial(func, *args, **keyword_args)
             return run() if self._around is None else self._around(name, is_replaceable_product, run)
-        # Any other call runs unchanged. Its result may be a view or cast of the weight.
+        # A call that is not a product runs unchanged. Its result may be a view or cast of the weight, so track it.
         result = func(*args, **keyword_args)
         self._track_derived_tensors(name, position, args, result)
         return result
@@ -437,10 +437,10 @@ def _make_keywords_positional(
 
 
 def _is_replaceable_product(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], position: int) -> bool:
-    """Returns whether a call is a product of x and a weight that can be replaced. `position` is the position of the
-    weight among the arguments.
+    """Returns whether a call is a product of x and a weight that can be replaced. `args[position]` is the weight, and
+    `named` are the keyword arguments.
     """
-    # A call cannot be replaced if it also adds a tensor, or if an operand is a keyword or a number.
+    # A call cannot be replaced if it also adds a tensor, has keyword arguments, or multiplies by a number.
     if (
         func in _UNREPLACEABLE_FUNCTIONS
         or any(value is not None for value in named.values())
@@ -449,7 +449,7 @@ def _is_replaceable_product(func: Any, args: tuple[Any, ...], named: Mapping[str
         return False
     weight = args[position]
     operand = args[1 - position]
-    # Functions differ in which argument may be the weight, and in how many dimensions the weight must have.
+    # Each function accepts the weight only at some positions, and only with some numbers of dimensions.
     if func in _LINEAR_FUNCTIONS:
         return position == 1 and weight.dim() == 2
     if func in _GROUPED_FUNCTIONS:

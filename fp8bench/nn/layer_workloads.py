@@ -58,7 +58,7 @@ class LayerWorkload(Workload):
         return explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        # If scales depend on earlier passes (`settles`), the first pass only fills their history.
+        # With `settles`, scales depend on earlier passes: a first pass fills their history, a second one is measured.
         return self.prepare(setup).measure_errors(self.exact(setup), setup.settles)
 
     def exact(self, setup: Setup) -> LayerExercise:
@@ -104,7 +104,8 @@ class ConvolvedWorkload(LayerWorkload):
 
         def choose_counting_arithmetic(name: str) -> Arithmetic:
             arithmetic = choose_arithmetic(name)
-            # An explicit arithmetic casts im2col's copies, so count with a plain one.
+            # An explicit arithmetic casts copies of overlapping windows, which repeat pixels. So count the casts of a
+            # plain arithmetic, which casts the images.
             if arithmetic.explicit:
                 arithmetic = PlainArithmetic(arithmetic.carrier)
             return count_casts(arithmetic, kinds[name], ledger)

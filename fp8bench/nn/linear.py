@@ -115,8 +115,8 @@ OperandPair = tuple[Operand, Operand]
 
 
 class _LinearProduct(torch.autograd.Function):
-    """Returns x (T, I) times transposed w (O, I). Its backward also marks the phases of casts and products, and
-    autograd may run it on another thread.
+    """Returns x (T, I) times the transposed weight (O, I). Its backward also marks the phases of casts and products,
+    and autograd may run it on another thread.
 
     For backward it saves one orientation of each operand that a gradient needs: the transposed operand if forward has
     cast both orientations, and otherwise the operand of forward. If the arithmetic must cast the tensor again for its
@@ -138,7 +138,8 @@ class _LinearProduct(torch.autograd.Function):
         with choose_cast_marker(arithmetic, phase):
             a, a_transposed = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
             b, b_transposed = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
-        # Saved tensors count as memory of the step. So save low-precision codes, and sources only if necessary.
+        # Saved tensors count as memory of the step. So save low-precision codes, and the original tensors only if
+        # backward must cast them again.
         ctx.save_for_backward(
             *_select_saved_tensors(arithmetic, a, a_transposed, x, needs_weight_gradient),
             *_select_saved_tensors(arithmetic, b, b_transposed, weight, needs_x_gradient),
@@ -202,18 +203,18 @@ def _select_saved_tensors(
 def linear(
     x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, operands: OperandPair | None = None
 ) -> Tensor:
-    """Returns x (..., I) times transposed w (O, I), as (..., O) in the carrier. If the weight was already cast,
-    `operands` are its operands.
+    """Returns x (..., I) times the transposed weight (O, I), as (..., O) in the arithmetic's carrier. If the weight was
+    already cast, `operands` are the results of this cast.
     """
     rows = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
-    # Pass the Function whether gradients are recorded. It cannot see this itself, because weights require gradients
+    # Tell the Function whether gradients are recorded. It cannot see this itself, because weights require gradients
     # under no_grad too.
     records_gradients = torch.is_grad_enabled()
     y: Tensor = _LinearProduct.apply(rows, weight, arithmetic, phase, records_gradients, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
-# Attributes of a layer that determine its product. A convolution has no `_library_forward`.
+# The attributes of a layer that determine how it multiplies. Convolutions lack `_library_forward`.
 _MULTIPLIER_ATTRIBUTES = ("arithmetic", "operands", "_library_forward")
 
 
@@ -245,7 +246,7 @@ class Linear(nn.Module):
         self._library_forward = arithmetic.whole(self.weight)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        if self._library_forward is not None:  # the library casts inside its layer, so their time counts as `gemm`
+        if self._library_forward is not None:  # the library's layer contains its casts, so they count as `gemm`
             return region(phase.gemm, self._library_forward, x.to(self.arithmetic.carrier))
         if self.unit_scaling is not None:
             return self.unit_scaling(self, x, phase)

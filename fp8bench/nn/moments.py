@@ -30,8 +30,9 @@ WEIGHT_DECAY = 0.1
 class MomentStorageMethod:
     """How one of AdamW's moments is stored between steps. `casts` is False if the moment stays an fp32 tensor.
 
-    `make_tensor_storage(name)` returns a separate storage for one tensor, and is None if the storage has no state. With
-    `settles`, scales come from earlier casts. So the first tensor must be stored twice, to get a scale that fits it.
+    `make_tensor_storage(name)` returns a separate storage for one tensor; the field is None if storages have no state.
+    If `settles` is true, scales come from earlier casts. So the first tensor must be stored twice, to get a scale that
+    fits it.
     """
 
     store: Callable[[Tensor], Operand]

@@ -75,8 +75,8 @@ def _merge_devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFact
 
 
 def _merge_equal_numbers(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float] | str:
-    """Returns the numbers of rank 0. Raises RanksDisagree if another rank has different ones, because a sum over all
-    ranks must be equal on each of them.
+    """Returns the numerical errors on rank 0, or the reason why they are missing. Raises RanksDisagree if another rank
+    has different errors, because a sum over all ranks must be equal on each of them.
     """
     first_rank_answer = answers[0]
     for rank, numbers in enumerate(answers):
@@ -230,8 +230,8 @@ def find_rank_furthest_behind(states: Sequence[RankState]) -> RankState:
 
 
 def find_culprit(states: Sequence[RankState]) -> RankState:
-    """Returns the rank that failed first: its process ended without being a victim of other ranks, or it raised an
-    error that no other rank causes. Otherwise returns the rank that is furthest behind.
+    """Returns the rank that caused the failure: one whose process ended although no other rank made it end, or else one
+    that raised an error that other ranks cannot cause. Otherwise returns the rank that is furthest behind.
     """
     rank_furthest_behind = find_rank_furthest_behind(states)
     ended_rank_states = [state for state in states if state.ended]

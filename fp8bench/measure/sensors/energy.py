@@ -35,7 +35,7 @@ from fp8bench.measure.sensors.mean_power import (
 )
 from fp8bench.model.readings import NoReading, Reading, ReadingOrUnavailable, Readings, UnavailableReading
 
-# Seconds between two readings of a counter shortly before it changes, of a counter that changes often, and of a power
+# Seconds between two readings: of a counter that will soon change, of a counter that changes often, and of a power
 # sensor.
 TICK_PAUSE_SECONDS = 2e-3
 FAST_COUNTER_PAUSE_SECONDS = 20e-3
@@ -43,14 +43,15 @@ POWER_PAUSE_SECONDS = 10e-3
 # The thread wakes up for a tick (change of the counter) at most once in this many seconds. If a counter changes more
 # often, the thread skips some ticks.
 _TICK_INTERVAL_SECONDS = 0.05
-# The part of one processor's time that reading a source may take, on average. At the start of a window it may take
-# more, because _ADVANCE_SECONDS are added to the window's duration.
+# The share of one processor's time that reading a source may take, on average. More is allowed at the start of a
+# window, as if the window had begun _CPU_ADVANCE_SECONDS earlier.
 _MAX_CPU_SHARE = 0.005
 _CPU_ADVANCE_SECONDS = 1.0
 _READING_PAUSE_GROWTH = 1.5
 _MAX_TICK_INTERVAL_SECONDS = 0.4
 _MAX_READING_PAUSE_SECONDS = 50e-3
-# The longest pause between two readings near a tick: at each end of a window of one second, 0.5% of the window.
+# The longest pause between two readings near a tick. It makes the time of each end of a window uncertain by up to 5 ms,
+# which is 0.5% of a window of one second.
 _MAX_NEAR_TICK_PAUSE_SECONDS = 5e-3
 
 
@@ -58,7 +59,7 @@ class SamplerPolling:
     """Computes how long the sampler sleeps between two readings. It adapts to how far the counter's changes (ticks)
     deviate from its period, and to the CPU time that readings take. `blind` means that the counter may change more than
     once during the sleep, so that the time of the next tick is unknown. With `every_tick`, the sampler wakes up for
-    each tick, for precise ends of a window of 1.2 s. Then readings may take more CPU time.
+    each tick, so that the ends of a short window (1.2 s) are precise. Readings then take more CPU time.
     """
 
     def __init__(self, counts: bool, rhythm: CounterRhythm | None = None, every_tick: bool = False) -> None:
@@ -72,7 +73,7 @@ class SamplerPolling:
         self._every_tick = every_tick
         self._tick_interval = 0.0 if every_tick else _TICK_INTERVAL_SECONDS
         self._first_tick_at = 0.0
-        self._last_wake_at = math.inf  # when the sampler last woke up to wait for a tick
+        self._last_wake_at = math.inf  # when the sampler last woke up before a tick
         self._is_resting = False
 
     def next(self, now: float, tick: CounterTick | None, count: int) -> float:
@@ -122,7 +123,9 @@ class SamplerPolling:
 
 
 class SourceKind(StrEnum):
-    """Kinds of energy sources, best first. Their figures are not comparable: they have differed by a factor of 1.7."""
+    """Kinds of energy sources, best first. Figures of different kinds are not comparable: they have differed by a
+    factor of 1.7.
+    """
 
     COUNTER = "counter"
     RAPL = "rapl"
@@ -148,7 +151,7 @@ class Source:
 THREAD_NAME = "fp8bench-sampler"
 # Seconds between two readings of the device's state.
 _STATE_READING_INTERVAL_SECONDS = 0.2
-# Seconds between two checks of the CPU time of sampling and of the precision of the energy.
+# Seconds between two checks of how much CPU time sampling has taken, and of whether the energy is precise enough.
 _PRECISION_CHECK_INTERVAL_SECONDS = 0.05
 _MAX_TICK_AGE_FACTOR = 1.5
 
@@ -184,7 +187,7 @@ class Sampler:
         self._stop = threading.Event()
         self._every_tick = every_tick
         self._polling = SamplerPolling(source.is_counter, source.counter_rhythm, every_tick)
-        # The largest age of the counter's value: its longest interval, with a margin.
+        # The counter's value is never older than this: the longest time between two changes, with a margin.
         self._max_age = _MAX_TICK_AGE_FACTOR * source.counter_rhythm.longest if source.counter_rhythm else math.inf
         self._state_due = self._check_due = 0.0
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
@@ -232,8 +235,7 @@ class Sampler:
             read_end_time = clock.now()
             if joules < last_joules:
                 raise NoReading(f"the energy counter went back from {last_joules:.6g} J to {joules:.6g} J")
-            # The tick came after the last reading with the old value began, and before the reading with the new value
-            # ended.
+            # The counter changed at some time between the start of the previous reading and the end of this one.
             counter_tick = (
                 CounterTick(max(previous_read_start, read_start_time - self._max_age), read_end_time, joules)
                 if joules > last_joules
@@ -379,7 +381,9 @@ class WorkloadWindow:
 
 
 class NoWindow(AbstractContextManager["NoWindow"]):
-    """The window of a device without an energy source. `is_enough` is true from the start."""
+    """Replaces a window on a device without an energy source. `is_enough` is true from the start, so nobody waits for
+    its energy.
+    """
 
     is_enough = has_failed = True
 

@@ -20,11 +20,11 @@ from fp8bench.model.readings import NoReading
 MIN_TICK_INTERVALS = MIN_COUNTER_CHANGES
 # A window is precise enough (resolved) below this relative uncertainty.
 MAX_UNCERTAINTY = 0.005
-# The largest relative uncertainty of a window in a brisk run (one that takes about 10 s). It may be larger than
-# MAX_UNCERTAINTY, because a brisk run compares two windows of each case.
+# The same limit in a brisk run (one that takes about 10 s per group). It may be larger, because a brisk run checks the
+# energy of each case with a second window.
 MAX_BRISK_POWER_UNCERTAINTY = 0.01
-# The measured part may lose a second at either end, if the tick at the new end is timed more precisely by at least this
-# many seconds.
+# The measured part may begin or end at an inner tick whose time is known more precisely. For each second that it loses,
+# the time must be at least this many seconds more precise.
 _PRECISION_GAIN_PER_SECOND = 0.1
 
 

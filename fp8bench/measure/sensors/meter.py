@@ -32,7 +32,7 @@ from fp8bench.model.readings import NoReading, Reading, UnavailableReading
 # After this many seconds a window ends even if its energy is not precise enough.
 MAX_WINDOW_SECONDS = 5.0
 IDLE_SECONDS = 3.0
-# How often a counter changes is measured for at most this many seconds. This number of changes (ticks) is enough.
+# Measuring how often a counter changes ends after this many seconds, or after this many changes (ticks).
 _CALIBRATION_SECONDS = 2.5
 _CALIBRATION_TICKS = 7
 _MIN_COUNTER_TICKS = 3
@@ -76,7 +76,7 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def why(self) -> str:
-        """Why an energy source, or a better one, is missing; '' for the best source."""
+        """Why there is no energy source, or why it is not the best one; '' if it is the best one."""
         return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
     def window(self, cap: float = MAX_WINDOW_SECONDS, every_tick: bool = False) -> WorkloadWindow | NoWindow:

@@ -230,7 +230,7 @@ def _find_process_bytes(pid: int, processes: Sequence[Any]) -> int:
 
 def _read_throttled_seconds(violation: consumed.ThrottlingLimit) -> ReadValue:
     """Returns a function that reads for how many seconds one limit has throttled the clocks since the driver was
-    loaded. 0 is a valid value.
+    loaded. 0 means never, so unlike power or clocks this value may be 0.
     """
     if violation.field is not None:
         number = violation.field
@@ -276,7 +276,7 @@ def instant_power(ask: CallLibraryFunction) -> Reading:
 # Values that are read within a window. Power is not among them, because the energy is measured.
 IN_WINDOW_QUERIES: tuple[DeviceValueQuery, ...] = (
     DeviceValueQuery("sm_clock", _make_positive_value_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
-    # The chip's temperature. Older drivers have only the second function; current drivers deprecate it.
+    # Older drivers lack nvmlDeviceGetTemperatureV, and current ones deprecate nvmlDeviceGetTemperature.
     DeviceValueQuery("temperature", _make_fallback_reader(
         _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_TEMPERATURE_SENSOR),
         _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_TEMPERATURE_SENSOR),
@@ -327,7 +327,7 @@ class DeviceReader(ABC):
 
     def read_throttled_seconds(self) -> Readings:
         """Reads for how many seconds each limit has throttled the clocks since some fixed time. The caller takes the
-        difference of two such readings by `readings.grown`.
+        difference of two such readings by `readings.subtract_counters`.
         """
         return self._read_queries(THROTTLE_QUERIES)
 

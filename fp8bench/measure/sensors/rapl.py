@@ -133,7 +133,7 @@ _PROCESSOR_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
 
 
 class HostDevice(AbsentDevice):
-    """Reads a processor's clock and temperature from files. All other values are unavailable, for the same reason."""
+    """Reads a processor's clock and temperature from files. Every other value is unavailable, with `reason`."""
 
     has_no_sensors = False
 
