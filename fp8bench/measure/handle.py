@@ -169,7 +169,7 @@ class LocalWorker(Worker):
             self._bench = (self._opened or Bench)(self._settings)
         try:
             return getattr(self._bench, name)(*arguments)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # no fault of the workload: the user ends the run
             raise
         except BaseException as error:
             worker_fault = describe_fault(error)
@@ -257,6 +257,7 @@ class ProcessWorker(Worker):
             environment.pop(name, None)
         # Inductor's pool of compiling processes would keep running during the timing.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        # Let the worker import the user's modules too. '' in sys.path is the current folder.
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         return environment
 
@@ -311,6 +312,7 @@ def start_workers_early(request: Request, with_second: bool) -> Iterator[tuple[P
         settings = Settings(request.threads, request.seed, request.imports)
         workers = [stack.enter_context(ProcessWorker(settings)) for _ in range(worker_count)]
         for worker in workers:
+            # If a process cannot start now, the worker's first request tries again and reports why.
             with suppress(WorkerLost):
                 worker.begin()
         yield tuple(workers)
@@ -354,6 +356,7 @@ class CountingWorker(ProcessWorker):
     def _environment(self) -> dict[str, str]:
         environment = super()._environment()
         if self._probe is not None:
+            # Keep the libraries that the user preloads.
             preloaded_libraries = [str(self._probe), *environment.get("LD_PRELOAD", "").split()]
             environment["LD_PRELOAD"] = " ".join(preloaded_libraries)
         return environment

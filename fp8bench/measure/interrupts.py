@@ -60,6 +60,7 @@ def ignore_interrupts() -> AbstractContextManager[None]:
 def _set_signal_handler(
     handler: Any,
     numbers: Iterable[signal.Signals] = (signal.SIGINT, *_TERMINATION_SIGNALS),
+    # A signal that the process ignores stays ignored, such as SIGHUP under nohup.
     should_replace: Callable[[Any], bool] = lambda previous_handler: previous_handler is not signal.SIG_IGN,
 ) -> Iterator[None]:
     """Sets a signal handler within the `with` block. A signal keeps its present handler if `should_replace` returns

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fp8bench.model import Work
 
+# A request counts as hung after HANG_SECONDS. A slot may take longer: HANG_STEPS times the expected time.
 HANG_SECONDS = 60.0
 HANG_STEPS = 20
 # The lowest FLOPs and bytes per second of any useful device. They give the longest time that a step may take, before

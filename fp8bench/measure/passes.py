@@ -66,6 +66,7 @@ class CaseOutcome:
         self.draft = replace(self.draft, **facts)
 
     def reset_draft_record(self) -> None:
+        # The group is measured again from the start. Only the reason for the failure remains.
         failed_outcome_draft = self.draft
         self.__post_init__()
         self.note(detail=failed_outcome_draft.detail, failed_rank=failed_outcome_draft.failed_rank)
@@ -81,6 +82,7 @@ class CaseOutcome:
         )
         if status is Status.OK:
             return finished_record
+        # A case may fail after it was timed. Then it must not show a speed.
         return replace(
             finished_record, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None
         )
@@ -236,10 +238,12 @@ class Passes:
         `known_errors` collects the errors of a run, so that cases with the same numbers are measured once.
         """
         for outcome in outcomes:
+            # 1. Reuse the errors of a case with the same numbers.
             key = make_numbers_key(outcome.planned.case)
             if known_errors is not None and key in known_errors:
                 outcome.add_measurements(known_errors[key])
                 continue
+            # 2. Measure the errors. If one is not finite, fail the case, but store all errors.
             with self._requesting_answer(outcome, "checking numbers", "numerical error", fails_case=True) as (
                 bench,
                 case,
@@ -257,6 +261,7 @@ class Passes:
                     Measurement(name, find_metric_spec(name).unit, (value,)) for name, value in errors.items()
                 )
                 outcome.add_measurements(measurements)
+                # 3. Share only finite errors: a case that reuses errors is not failed by them.
                 if known_errors is not None and not not_finite_texts:
                     known_errors[key] = measurements
 
@@ -277,6 +282,7 @@ class Passes:
             time_limit = self._time_limits.for_untimed_pass(outcome.planned.work)
             with self._requesting_answer(outcome, "counting sent bytes", "bytes on the wire") as (_, case, facts):
                 outcome.note(transfer=self._worker.ask(time_limit, "transfer", case, facts))
+            # A separate request, so that the bytes remain if this one fails.
             with self._requesting_answer(outcome, "", "parts of a step") as (_, case, facts):
                 if (parts := self._worker.ask(time_limit, "step_parts", case, facts)) is not None:
                     sent, overlap, scaling = parts
@@ -311,6 +317,7 @@ class Passes:
         device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
         for outcome in outcomes:
             with self._requesting_answer(outcome, "measuring memory", "peak memory") as (bench, case, facts):
+                # With a key the state stays in memory, so that the driver's figure includes it.
                 key = f"memory of {case.id}" if device is not None else ""
                 # A duel compares source trees. `memory` of the older tree may not have the last parameter.
                 memory_use = bench.memory(case, facts, key) if with_growth else bench.memory(case, facts, key, False)

@@ -22,6 +22,7 @@ from fp8bench.model.codec import PlainUnpickler
 # Seconds between two checks of whether the worker has exited. The socket is not enough, because an orphan of the worker
 # may keep it open.
 _POLL_SECONDS = 0.5
+# A worker whose socket was closed ends by itself. After this many seconds it is killed.
 _WORKER_CLOSE_WAIT_SECONDS = 2.0
 # How long to wait for the end of a process that has closed its socket. On a loaded machine the process must wait for
 # a core.
@@ -44,12 +45,14 @@ class WorkerProcess:
         # The socket carries requests. The pipe closes when this process ends, even by SIGKILL, and so the child
         # notices it.
         parent_socket, child_socket = socket.socketpair()
+        # Without this timeout, reading an answer that stops half-way would never end.
         parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PARTIAL_ANSWER_TIMEOUT, 0))
         lifeline_read, self._lifeline = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._connection = Connection(parent_socket.detach())
         try:
             self._popen = subprocess.Popen(
+                # -P keeps the current folder out of the worker's module path, which PYTHONPATH sets.
                 [python, "-P", "-m", module, str(child_socket.fileno()), str(lifeline_read)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -80,6 +83,7 @@ class WorkerProcess:
         """
         deadline = time.monotonic() + limit
         while not self._connection.poll(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
+            # Look again after the exit: the answer may have arrived just before it.
             if self._popen.poll() is not None and not self._connection.poll(0.0):
                 raise EOFError
             if time.monotonic() >= deadline:

@@ -191,6 +191,7 @@ class RoundSession:
         reference, repeated_arm = replace(reference, slots=[]), replace(fastest_arm, slots=[])
         control = replace(control, slots=[]) if control is not None else None
         fixed_rounds_rule = StoppingRule(fixed=len(fastest_arm.slots), ceiling=rule.ceiling)
+        # The rule has a fixed number of rounds, so it never calls the judge.
         RoundSession(reference, control, [repeated_arm]).run(
             worker, fixed_rounds_rule, lambda *timings: False, seed, report_progress, after=after
         )

@@ -16,6 +16,7 @@ from fp8bench.model import CELL_PHASES, Segments
 from fp8bench.model.raw import QueueFilling
 from fp8bench.protocols.axes import COLD
 
+# A step shorter than REPEAT_BELOW_SECONDS is called several times in a slot, for about SLOT_SECONDS.
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
 # The minimum number of calls in a slot on an accelerator. The device's queue is empty at first, so kernels of the first
@@ -72,7 +73,7 @@ def choose_slot_filling(host_seconds: float, calls: int) -> QueueFilling | None:
 
 
 MIN_BLOCK_NS = 100_000
-MAX_BLOCKS = 256
+MAX_BLOCKS = 256  # a longer step gets longer blocks, not more
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ _BRISK_CHUNK_SECONDS = 0.1
 # The seconds that a case runs before its window in a brisk run. At its power cap, an H200 reaches the clock of the next
 # case after 0.17 s.
 _BRISK_WARM_UP_SECONDS = 0.2
-# The number of turns (long windows) of a case. Fewer turns than these give no confidence interval.
+# The number of turns (long windows) of a case, by default and with --quick. Fewer would give no confidence interval.
 _TURNS, _QUICK_TURNS = 4, 3
 
 
@@ -218,10 +218,11 @@ class WindowPass:
         """Runs all windows of the arms or phases, in random and balanced orders. After an error of the worker, each
         remaining window is missing for this reason.
         """
-        # Emulated arms get one window, because their energy is shown, but never compared.
+        # 1. Order the windows. Emulated arms get one, because their energy is shown, but never compared.
         arms_and_phases_in_order: list[ArmAndPhase] = []
         window_orders: RoundOrders[ArmAndPhase] = RoundOrders(random.Random(self._random_seed))
         for round_number in range(self._window_rule.windows):
+            # The opposite order lets a steady drift affect the mean of all arms alike.
             if round_number == 1 and self._window_rule.brisk:
                 arms_and_phases_in_order += [
                     arm_and_phase
@@ -236,6 +237,7 @@ class WindowPass:
                         if round_number == 0 or not arm_and_phase[0].is_emulated
                     ]
                 )
+        # 2. Run them. In a brisk run, add a third window where the first two differ.
         if self._run_window_sequence(arms_and_phases_in_order, results, worker) and self._window_rule.brisk:
             third_window_pairs = [
                 arm_and_phase
@@ -301,18 +303,20 @@ class WindowPass:
             result.turns.append(SustainedTurn(steps, tuple(loop_seconds), warm_up_readings, clock_hertz, watts))
 
     def _measure_phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResults) -> None:
-        if result.reasons:
+        if result.reasons:  # a phase that failed is not tried again
             return
         phase_replay = _prepare_phase_replay(arm, phase, worker)
         if phase_replay.why:
             result.reasons.append(phase_replay.why)
             return
+        # The inner maximum avoids a division by 0: a phase may be too short to time.
         phase_repetitions = max(1, round(CHUNK_SECONDS / max(phase_replay.seconds, 1e-7)))
         time_limit, chunk_count, seconds = arm.limits.for_slot(phase_replay.seconds, phase_repetitions), 0, 0.0
         with self._device_meter.window() as window:
             while not window.is_enough or (seconds < MIN_SAMPLED_SECONDS and not window.has_failed):
                 seconds += worker.with_time_limit(time_limit).loop_phase(arm.key, phase_repetitions)
                 chunk_count += 1
+        # Repeating a phase may make its numbers infinite. Then its energy is not used.
         lost_values_text = worker.with_time_limit(time_limit).drop_held_phase(arm.key)
         energy = window.energy
         if lost_values_text:

@@ -33,8 +33,8 @@ _INTEGER_TYPE_SET = {int}
 _LARGEST_INTEGER = int(sys.float_info.max)
 _PLAIN_TYPES = frozenset({int, str, bool, type(None)})
 _LIST_TYPE_SET = {list}
-# The values of these types often repeat within a run, so equal values share one object. The number is the most objects
-# of a type that are kept to be shared.
+# The values of these types often repeat within a run, so equal values share one object. At most _MAX_SHARED_VALUES
+# objects of a type are kept for this.
 _CACHED_VALUE_TYPE_NAMES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
 _MAX_SHARED_VALUES = 1000
 
@@ -161,6 +161,7 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
             with collect_ignored_names() as names:
                 decoded_values[key] = decode(json_value), names
         value, names = decoded_values[key]
+        # A value that was decoded before must report its ignored names again.
         if names:
             _ignored_field_names.get(set()).update(names)
         return value
@@ -340,6 +341,7 @@ class PlainUnpickler(pickle.Unpickler):
         # Refuse a name with a dot: it could reach into modules that this module has imported.
         if _VALUE_MODULE_PATTERN.fullmatch(module) and "." not in name:
             value = super().find_class(module, name)
+            # Refuse what the module only imports from elsewhere.
             if isinstance(value, type) and value.__module__ == module:
                 return value
         if (module, name) == ("builtins", "getattr"):

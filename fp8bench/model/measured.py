@@ -301,7 +301,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with its interval: the time of the case divided by that of the reference (below 1 is faster)."""
+    """The time of the case divided by that of the reference (below 1 is faster), with an interval of the ratio."""
 
     point: float
     low: float

@@ -17,7 +17,7 @@ from fp8bench.model.words import LABELS_OF_OTHER_WORK, Label, Status, Verdict
 
 # The `origin` of runs that profile a user's model.
 PROFILE_ORIGIN = "profile"
-# The `origin` of runs that compare callables. Their workload has the same name.
+# The `origin` of runs that compare callables, and the name of their workload.
 BENCH = "bench"
 
 CEILINGS = "ceilings"

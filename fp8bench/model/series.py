@@ -85,8 +85,8 @@ class Figure:
 
     @property
     def source(self) -> Scalar | None:
-        """The source of an energy, or None for a figure that is not an energy. Energies from different sources cannot
-        be compared.
+        """The source of the figure's energy; None if the figure is not an energy. Energies from different sources
+        cannot be compared.
         """
         return dict(self.under).get(ENERGY_SOURCE)
 

@@ -17,7 +17,7 @@ from typing import Any
 from fp8bench import units
 from fp8bench.model.words import CELL_PHASES, MemoryRole
 
-# In lists of phases, the name of the complete step.
+# The name of the complete step in lists of phases.
 STEP = "step"
 # The times of two builds of the same program differ by up to this relative amount, because their code and data have
 # different addresses.
@@ -405,7 +405,8 @@ SHARE_VANISHING = _add_spec(
     "share_vanishing_*", units.RATIO, "share of the nonzero values that become zero in the format", better=_NEITHER,
 )
 
-# The figures that suites measure. Most of these rows match the end of a name, and come after rows with full names.
+# The figures that suites measure. Most of these rows match the end of a name. The first match counts, so the more
+# specific ends come first.
 _SUITE_SPEC_FIELDS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
@@ -439,7 +440,7 @@ OTHER_ERRORS = _add_spec("*_error", units.RATIO, "other numerical errors, relati
 _add_spec("*_vanished", units.RATIO, "share of values that are zero here but not in the reference; a norm hides them",
      show=lambda value: units.share(value) if value else "0%", **_SUITE_SPEC_FIELDS)
 _add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_SUITE_SPEC_FIELDS)
-# For these figures, neither more nor less is better.
+# For these figures, neither more nor less is better. The last letter of a name tells its unit.
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):
     _add_spec(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NEITHER, page="formats.md",
     **_SUITE_SPEC_FIELDS)

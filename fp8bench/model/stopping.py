@@ -70,6 +70,7 @@ class StoppingRule:
         if self.fixed is None and rounds >= self.most:
             return f"{_format_round_count(rounds)}, the most a group gets"
         is_budget_spent = self.fixed is None and rounds >= self.least and seconds - emulating >= self.budget
+        # The ceiling ends the timing after a round only, even if preparing took all the time.
         return (
             (f"time was up after {_format_round_count(rounds)}")
             if is_budget_spent or (rounds and seconds >= self.ceiling)

@@ -42,7 +42,7 @@ class PlainArithmetic(Arithmetic):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.carrier = dtype
-        self.casts = dtype != torch.float32
+        self.casts = dtype != torch.float32  # master weights are fp32
         self.groups = 8 if dtype == torch.bfloat16 else 0  # on a GPU torch has grouped products for bfloat16 only
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
@@ -135,6 +135,7 @@ class RecipeArithmetic(Arithmetic):
         return False
 
     def layer(self, name: str) -> Arithmetic:
+        # Without scales, seeds or rotations there is nothing that layers must not share.
         if not (self.scales or self._seeds or self.recipe.hadamard):
             return self
         return type(self)(self.recipe, self.carrier, name)
@@ -250,7 +251,7 @@ class _SeedSequence:
         last_reserved_seed = (
             previous_seed
             if previous_seed is not None
-            else torch.full((1,), self._first_seed - 1, dtype=torch.int64, device=device)
+            else torch.full((1,), self._first_seed - 1, dtype=torch.int64, device=device)  # the kernel adds 1
         )
         new_last_seed = torch.empty_like(last_reserved_seed)
         if repeat and previous_seed is not None:
@@ -267,7 +268,7 @@ class _SeedSequence:
 
 def _hash_name(name: str) -> int:
     """Hashes a name to 63 bits. The result is the same on every machine."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1  # fits into an int64
 
 
 class ScaledArithmetic(RecipeArithmetic):

@@ -87,7 +87,7 @@ def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[
     module_copy = copy.copy(module)
 
     def forward(x: Tensor, *more_inputs: Any, **named: Any) -> Any:
-        module_copy.training = module.training
+        module_copy.training = module.training  # it may have changed since the copy
         # Parameters are cast in every pass, because an optimizer may have changed them.
         cast_tensors = {
             tensor_name: cast_to(parameter, arithmetic, Role.WEIGHT)

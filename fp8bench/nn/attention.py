@@ -66,6 +66,7 @@ class FusedCore:
 
 def compute_fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
     has_shared_key_heads = q.shape[1] != k.shape[1]
+    # Repeat the key heads, so that torch can use the kernel that does not store the scores.
     if has_shared_key_heads and q.dtype == torch.float32 and q.device.type != "cpu":
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
         has_shared_key_heads = False
@@ -258,7 +259,7 @@ class SelfAttention(nn.Module):
 
 def make_rotary_table(context: int, head_width: int) -> Tensor:
     """Returns the cosines and sines of rotary positions, as (context, 2, head_width / 2)."""
-    frequencies = 1.0 / 500000.0 ** (torch.arange(0, head_width, 2) / head_width)
+    frequencies = 1.0 / 500000.0 ** (torch.arange(0, head_width, 2) / head_width)  # the base of Llama 3
     rotary_angles = torch.outer(torch.arange(context), frequencies)
     return torch.stack((rotary_angles.cos(), rotary_angles.sin()), dim=1)
 

@@ -82,6 +82,7 @@ class TokenLoader:
         )
         if self._tokens_per_id == 2:
             ids = ids[:, :-1] * BYTE_VALUES + ids[:, 1:]
+        # Two bytes give ids up to 65,535, which may exceed the vocabulary.
         return torch.from_numpy(ids % self._vocabulary)
 
 

@@ -123,7 +123,7 @@ class Modulation(nn.Module):
 
 
 class ModulatedNorm(nn.Module):
-    """Layer norm without weights, computed in fp32 or wider or in its own arithmetic. The result is shifted and
+    """Layer norm without weights, computed in `arithmetic`, or without one in fp32 or wider. The result is shifted and
     scaled, in the input's dtype.
     """
 

@@ -95,6 +95,7 @@ class BlockArithmetic(RecipeArithmetic):
         # The transpose is rotated before its cast, so its largest magnitude is not that of `tensor`.
         if self._is_rotated(role):
             transposed_cast, *amaxes_found = rotate_and_find_amaxes(transposed_cast, self._signs)
+            # First the largest magnitude of `tensor`, then that of its rotated transpose.
             amaxes = amaxes_found[::-1]
         seeds = self._seeds[role].reserve_seeds(tensor.device, 2) if role in self._seeds else None
         row_and_column_casts = tiled_codes_both(
@@ -164,7 +165,7 @@ class BlockArithmetic(RecipeArithmetic):
         values = (
             _decode_codes(operand.data) if operand.scale is None else _decode_and_scale(operand.data, operand.scale)
         )
-        return values[:, : operand.columns].to(dtype)
+        return values[:, : operand.columns].to(dtype)  # 4-bit codes come in pairs
 
 
 class DeepGemmArithmetic(BlockArithmetic):

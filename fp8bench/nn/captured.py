@@ -81,7 +81,7 @@ def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
     def make_recording_arithmetic(name: str) -> Arithmetic:
         return _CastRecordingArithmetic(name, recorded_tensors)
 
-    # With one thread and plain float32 products the tensors are the same on every machine.
+    # With one thread and plain float32 products, the recorded tensors are the same on every machine.
     with limit_to_one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
         torch.manual_seed(seed)
         model = GPT(config, make_recording_arithmetic, torch.float32)

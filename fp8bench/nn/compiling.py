@@ -20,7 +20,7 @@ def copy_function(function: Callable[..., Any]) -> FunctionType:
     """Copies a function together with its code object. torch stores compiled graphs by code object, for at most eight
     models. Without a copy, models would share or replace each other's graphs.
     """
-    assert isinstance(function, FunctionType) and function.__closure__ is None
+    assert isinstance(function, FunctionType) and function.__closure__ is None  # the copy would lose its closure
     code = function.__code__.replace()
     function_copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     function_copy.__kwdefaults__ = function.__kwdefaults__
@@ -52,6 +52,7 @@ def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> ForwardPass:
     block_forward = copy_function(type(model.blocks[0]).forward)
     for block in model.blocks:
         vars(block)["forward"] = torch.compile(MethodType(block_forward, block), fullgraph=True, dynamic=False)
+    # Each block may need its own graph, and by default torch compiles a function only 8 times.
     with torch._dynamo.config.patch(recompile_limit=max(8, len(model.blocks))), warnings.catch_warnings():
         # The compiler reads `.grad` of all inputs. torch warns, because inputs of blocks are not leaf tensors.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

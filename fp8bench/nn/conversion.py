@@ -360,8 +360,9 @@ def _conv1d_forward(module: Any, products: LayerProducts, x: Tensor) -> Tensor:
 
 
 def _conv2d_forward(module: Any, products: LayerProducts, input: Tensor) -> Tensor:  # noqa: A002
-    images = input if input.dim() == 4 else input[None]
+    images = input if input.dim() == 4 else input[None]  # nn.Conv2d also accepts a single image
     padding = module.padding
+    # A convolution itself can pad only with zeros, and equally on opposite sides.
     if isinstance(padding, str) or module.padding_mode != "zeros":
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         images = F.pad(images, module._reversed_padding_repeated_twice, mode)
@@ -385,6 +386,7 @@ def _get_result_dtype(x: Tensor) -> torch.dtype:
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[None]:
+    # Autocast would override the dtypes that the arithmetic chooses.
     device_type = x.device.type
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 

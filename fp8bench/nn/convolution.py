@@ -162,18 +162,21 @@ class _ConvolvedProduct(torch.autograd.Function):
     ) -> Tensor:
         arithmetic = operand_form.arithmetic
         convolution_geometry = operand_form.geometry
+        # 1. Cast inputs and weights, and shape them as torch's images and windows.
         with choose_cast_marker(arithmetic, phase):
             pixels = operand_form.convert_images_to_rows(x)
             a = arithmetic.cast(pixels, Role.INPUT)
             b = operands[0] if operands else arithmetic.cast(weight, Role.WEIGHT)
             images = operand_form.to_images(operand_form.decode_values(a), x.shape)
             windows = operand_form.convert_matrix_to_windows(operand_form.decode_values(b))
+        # 2. Save the operands, and the original tensors only if backward must cast them again.
         source_tensors = (pixels, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *source_tensors)
         ctx.operand_form = operand_form
         ctx.phase = phase
         ctx.shape = x.shape
         ctx.weight_shape = weight.shape
+        # 3. Convolve.
         with phase.gemm:
             y = F.conv2d(
                 images,
@@ -291,7 +294,7 @@ class Convolution(nn.Module):
         self.layout = layout
         self.operands: OperandPair | None = None
         weight = torch.empty(outputs, math.prod(geometry.size) * inputs)
-        nn.init.normal_(weight, std=math.sqrt(2 / weight.shape[1]))
+        nn.init.normal_(weight, std=math.sqrt(2 / weight.shape[1]))  # He's initialisation, for ReLU
         self.weight = nn.Parameter(
             weight if layout == torch.channels_last else _shape_windows(weight, geometry.size, layout)
         )
@@ -302,7 +305,7 @@ class Convolution(nn.Module):
     def cast_once(self) -> None:
         """Casts the weight once for all later forward passes and frees the original, as `linear.cast_once` does."""
         operand = self.arithmetic.cast(self.reshape_weight().detach(), Role.WEIGHT)
-        self.operands = operand, operand
+        self.operands = operand, operand  # without gradients nothing needs a transpose
         free_weight(self.weight)
 
     def reshape_weight(self) -> Tensor:
@@ -313,10 +316,10 @@ class Convolution(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch norm in fp32 or wider, or in its own arithmetic. The result has the input's dtype.
+    """Batch norm in `arithmetic`, or without one in fp32 or wider. The result has the input's dtype.
 
     It normalises by the batch's statistics. With `running` it also updates running means in training, as torch does,
-    and normalises by these in eval mode. The running means are stored in the arithmetic too.
+    and normalises by these in eval mode. The running means are stored in `arithmetic` too.
     """
 
     arithmetic: Arithmetic | None = None

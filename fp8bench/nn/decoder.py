@@ -70,6 +70,7 @@ class CachedLayerPass:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         new_tokens = q.shape[2]
         mask = None
+        # torch's causal mask aligns the first new token with the first key, which is wrong after cached tokens.
         if new_tokens > 1 and self.at:
             mask = torch.ones(new_tokens, self.at + new_tokens, dtype=torch.bool, device=q.device).tril(self.at)
         return compute_fused_attention(q, k, v, new_tokens > 1 and not self.at, mask)
@@ -190,7 +191,7 @@ class Decoder(nn.Module):
     def _replace_submodule(self, path: str, served: Callable[..., Tensor]) -> None:
         owner_path, _, name = path.rpartition(".")
         parent = self.get_submodule(owner_path)
-        delattr(parent, name)
+        delattr(parent, name)  # nn.Module accepts no function in place of a module
         vars(parent)[name] = served
 
     def _make_linear(self, path: str, weight: Tensor) -> ServedLinear:

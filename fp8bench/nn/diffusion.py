@@ -43,7 +43,7 @@ class AlternativeKernels(PlainArithmetic):
 
 
 def compute_noise_angle(time: int) -> float:
-    return math.pi / 2 * (time + 1) / (TIME_STEPS + 1)
+    return math.pi / 2 * (time + 1) / (TIME_STEPS + 1)  # time -1 is the image without noise
 
 
 @dataclass
@@ -223,7 +223,7 @@ def make_denoiser_state(
     core: AttentionCore = FusedCore(causal=False)
     if carrier is torch.float64:  # no fused GPU kernel computes fp64
         core = HeadwiseAttentionCore(core)
-        rounded = False
+        rounded = False  # the reference uses exact time steps
     diffusion_time_dtype = carrier if rounded else input_dtype
     latents = (sizes.batch, sizes.image, sizes.image, LATENT_CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]

@@ -130,6 +130,6 @@ def make_threshold_exit_rule(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -
                 float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0
             )
             remaining_row_indices = remaining_row_indices[exit_confidences < confidence_thresholds[-1]]
-    # 3. Each block needs a threshold, even if all rows leave before it.
+    # 3. A block that no row reaches needs a threshold too.
     unreached_block_count = len(exact.blocks) - 1 - len(confidence_thresholds)
     return EarlyExitRule((*confidence_thresholds, *[math.inf] * unreached_block_count))

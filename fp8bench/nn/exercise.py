@@ -89,6 +89,7 @@ def make_exercise(
         if VALUES.of(params) != "normal":
             with torch.no_grad():
                 for weight in layer.parameters():
+                    # Keep the magnitude of each matrix, and keep vectors, such as the weights of norms.
                     if weight.dim() > 1:
                         weight.copy_(draw_values(params, weight.shape) * weight.square().mean().sqrt())
         # Weights are drawn in float32 and then widened, so that a float64 reference has the same weights.

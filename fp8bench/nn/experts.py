@@ -152,6 +152,7 @@ class Experts(nn.Module):
         # 2. Run all experts in one grouped product, or one after the other.
         outputs: Sequence[Tensor]
         if is_grouped:
+            # An expert without tokens has rows of zeros, as in `padded_sizes`.
             counts = counts.clamp(min=1) if self.feeds_empty_experts else counts
             part_end_rows = ((counts + row_multiple - 1) // row_multiple * row_multiple).cumsum(0).to(torch.int32)
             first_expert = self.experts[0]
@@ -179,8 +180,8 @@ class Experts(nn.Module):
         return self.experts[0].up.arithmetic.part_rows if is_grouped else ROW_MULTIPLE
 
     def _are_groupable(self) -> bool:
-        """Returns whether the products of all experts can run as one grouped product. For that, all experts must
-        share one arithmetic that has grouped products, and their weights' sides must fit its multiples.
+        """Returns whether the products of all experts can run as one grouped product. For that, all experts must share
+        one arithmetic that has grouped products, and the shapes of their weights must fit its multiples.
         """
         first_expert = self.experts[0]
         shared_arithmetic = first_expert.up.arithmetic
@@ -210,6 +211,7 @@ def attach_balancing_loss(loss: Tensor, experts: Sequence[Experts], is_trained: 
     if not is_trained:
         return loss
     weighted_balancing_loss = BALANCE_WEIGHT * torch.stack(balancing_losses).sum()
+    # The difference is 0, but its gradient is that of the balancing losses.
     return loss + (weighted_balancing_loss - weighted_balancing_loss.detach())
 
 
@@ -243,11 +245,13 @@ def draw_expert_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tens
     ranks = torch.arange(1, sizes.experts + 1, dtype=torch.float64, device="cpu")
     uniform_numbers = torch.rand(tokens, sizes.experts, dtype=torch.float64, generator=generator, device="cpu")
     # Gumbel's trick: the largest keys are a draw without replacement, weighted by the Zipf law.
+    # The clamp avoids log(0).
     keys = -float(load.removeprefix("zipf:")) * ranks.log() - (-uniform_numbers.clamp(min=1e-300).log()).log()
     return keys.topk(sizes.top_k).indices
 
 
 def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    # A width that is not a multiple of the block gets one scale for each row.
     block = _ELEMENTS_PER_SCALE if x.shape[1] % _ELEMENTS_PER_SCALE == 0 else x.shape[1]
     row_blocks = x.float().view(len(x), x.shape[1] // block, block)
     scale = row_blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / torch.finfo(_E4M3_DTYPE).max
@@ -286,6 +290,7 @@ class _RowTransport(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (row_indices,) = ctx.saved_tensors
         row_gradients = gradients[0].new_zeros(ctx.rows, gradients[0].shape[1])
+        # A token's row may go to several experts, so its gradients are summed.
         return row_gradients.index_add_(0, row_indices, gradients[0]), None, None
 
 

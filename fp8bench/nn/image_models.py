@@ -162,7 +162,7 @@ class TwoInputModel(ImageModel):
         text_embeddings = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
         x = torch.cat((image_tokens, self.add_positions(text_embeddings, self.positions)), 1)
         x = self.run_blocks(x, images.dtype, phase)
-        return self.head(self.norm(x[:, -text.shape[1] :]), phase)
+        return self.head(self.norm(x[:, -text.shape[1] :]), phase)  # only the text is predicted
 
 
 IMAGE_MODEL_CLASSES = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInputModel}

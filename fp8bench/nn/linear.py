@@ -269,7 +269,7 @@ def cast_once(model: nn.Module) -> None:
 
 def free_weight(weight: nn.Parameter) -> None:
     """Frees a weight's memory but keeps its shape and dtype."""
-    weight.data = weight.new_zeros(()).expand(weight.shape)
+    weight.data = weight.new_zeros(()).expand(weight.shape)  # all elements share one number
 
 
 @contextmanager
@@ -284,6 +284,7 @@ def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> 
             # Save and restore only the layer's own attributes, not those of its class.
             multiplier_attributes = {name: vars(layer)[name] for name in _MULTIPLIER_ATTRIBUTES if name in vars(layer)}
             original_attributes.append((layer, multiplier_attributes))
+            # Without `operands`, the layer casts its weight again.
             vars(layer).update(dict.fromkeys(multiplier_attributes), arithmetic=arithmetic)
         yield
     finally:

@@ -94,7 +94,7 @@ def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[
     def call() -> Any:
         try:
             return model(*positional_arguments, **named_arguments)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # not a mistake in the user's code
             raise
         except Exception as error:
             raise UsageError(
@@ -258,4 +258,5 @@ def describe_type(value: Any) -> str:
 
 def was_batch_changed(batch_copy: Any) -> bool:
     """Returns whether any tensor of a batch was changed in place since the batch was copied."""
+    # torch counts in-place changes in `_version`, except for tensors made in inference mode.
     return any(tensor._version for _, tensor in iterate_named_tensors(batch_copy) if not tensor.is_inference())

@@ -116,7 +116,7 @@ def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
-            numpy.random.seed(seed % (1 << 32))
+            numpy.random.seed(seed % (1 << 32))  # numpy's seeds have 32 bits
         try:
             yield
         finally:
@@ -268,6 +268,7 @@ class ConvertedUserModel:
 
     def _set_conversion_phases(self, phase: Phases) -> None:
         if self.conversion is not None:
+            # A compiled step cannot mark phases.
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
     def _compile(self, draws_alike: bool) -> CallModel:

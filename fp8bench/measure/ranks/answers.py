@@ -68,6 +68,7 @@ def _sum_communication_ns(step: RawStep) -> int:
 
 
 def _merge_devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
+    # A case with ranks can use only a device that every rank has.
     common_device_keys = {device.key for device in answers[0]}
     for devices in answers:
         common_device_keys &= {device.key for device in devices}
@@ -137,15 +138,18 @@ def _merge_step_part_answers(
     """Merges the bytes that all ranks sent in a step, and the times of the step's parts. In each round, the time of a
     part is that of the slowest rank.
     """
+    # 1. If a rank has no times, return its reason; None if the case has no parts to time.
     measured_answers = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(measured_answers) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
+    # 2. Take the time of the slowest rank in each round, part by part.
     messages, ranks = zip(*measured_answers, strict=True)
     sent_messages = tuple(chain.from_iterable(messages))
     slowest_rank_seconds_by_part = {}
     for name in ranks[0]:
         part_seconds_by_rank = [rank[name] for rank in ranks]
         slowest_rank_seconds_by_part[name] = tuple(map(max, zip(*part_seconds_by_rank, strict=True)))
+    # 3. Only some cases also time one rank alone, for their scaling.
     scaling = (
         RankScaling(
             slowest_rank_seconds_by_part["whole"],
@@ -167,7 +171,7 @@ def _merge_step_part_answers(
 _MERGE_FUNCTIONS: MergeFunctionByRequest = {
     "slot": merge_slots,
     "replay": merge_slots,
-    "loop": max,
+    "loop": max,  # seconds of the slowest rank
     "loop_phase": max,
     "probe": _merge_devices,
     "error": _merge_equal_numbers,
@@ -240,6 +244,7 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
         return failed_processes[0]
     if failed_ranks := [state for state in states if state.raised_first_error]:
         return find_rank_furthest_behind(failed_ranks)
+    # If no rank is behind the ended ones, blame one of these, rather one that the launcher did not end (SIGTERM).
     if ended_rank_states and rank_furthest_behind.heartbeat.sequence >= min(
         state.heartbeat.sequence for state in ended_rank_states
     ):

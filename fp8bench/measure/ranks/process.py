@@ -101,7 +101,7 @@ class RanksProcess(WorkerProcess):
         try:
             with socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(str(self._folder / PARENT_SOCKET))
-                listening.listen(2 * launch.ranks)
+                listening.listen(2 * launch.ranks)  # each rank connects twice: for requests, and as a lifeline
                 super().__init__(python, LAUNCHER_MODULE, environment)
                 super().send_request((launch.ranks, launch.module, str(self._folder), launch.wait_seconds))
                 self._connect_ranks(listening)
@@ -207,6 +207,7 @@ class RanksProcess(WorkerProcess):
             is_launcher_alive = self._is_launcher_alive()
             self._close_lifeline_descriptor()
             deadline = time.monotonic() + _EXIT_SECONDS
+            # The warden removes the folder after it has ended all processes.
             while is_launcher_alive and self._folder.exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -263,6 +264,7 @@ class RanksProcess(WorkerProcess):
 
     def _collect_rank_states(self) -> list[RankState]:
         exit_statuses = self._find_statuses()
+        # In this order `find_culprit` blames the rank that ended first.
         ranks_in_end_order = sorted(
             self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number)
         )
@@ -270,7 +272,7 @@ class RanksProcess(WorkerProcess):
 
     def _make_rank_state(self, rank: _RankConnections, statuses: Mapping[int, int] | None) -> RankState:
         heartbeat = parse_heartbeat(rank.number, self._read_rank_file(heartbeat_file(rank.number)))
-        if not heartbeat.sequence:
+        if not heartbeat.sequence:  # a rank without a heartbeat is silent since the start
             heartbeat = replace(heartbeat, seconds=self._started_at)
         rank_reply = rank.reply[1] if rank.reply is not None else ()
         rank_fault = (
@@ -315,6 +317,7 @@ class RanksProcess(WorkerProcess):
 
     def _read_statuses(self) -> Mapping[int, int] | None:
         if not hasattr(self, "_exit_statuses"):
+            # The launcher sends its report only once, so keep it.
             self._exit_statuses: Mapping[int, int] | None = None
             with contextlib.suppress(EOFError, OSError):
                 if self._connection.poll(_LAUNCHER_REPORT_SECONDS):
@@ -353,7 +356,7 @@ class RanksProcess(WorkerProcess):
         """Returns the error for a rank or launcher that ended while ranks were starting, perhaps before it connected to
         this process.
         """
-        self._receive_replies(0.0)
+        self._receive_replies(0.0)  # notes which ranks have closed their connections
         for number in self._read_statuses() or ():
             self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
         return self._make_worker_lost_error(self.describe_end())

@@ -79,11 +79,13 @@ class RanksWorker(ProcessWorker):
             name: text for name, text in super()._environment().items() if name not in _REMOVED_ENV_VARIABLES
         }
         loopback_interface_name = "lo0" if sys.platform == "darwin" else "lo"
+        # '=' makes NCCL match the complete name of the interface, not a prefix.
         rank_network_variables = {
             "GLOO_SOCKET_IFNAME": loopback_interface_name,
             "NCCL_SOCKET_IFNAME": f"={loopback_interface_name}",
             "NCCL_RAS_ENABLE": "0",
         }
+        # The user's environment may override the first variable, but not those of the network.
         return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **rank_network_variables}
 
     def _exchange_request(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:

@@ -47,6 +47,7 @@ _TICK_INTERVAL_SECONDS = 0.05
 # window, as if the window had begun _CPU_ADVANCE_SECONDS earlier.
 _MAX_CPU_SHARE = 0.005
 _CPU_ADVANCE_SECONDS = 1.0
+# If reading takes too much CPU time, the pauses grow by this factor, up to the two limits.
 _READING_PAUSE_GROWTH = 1.5
 _MAX_TICK_INTERVAL_SECONDS = 0.4
 _MAX_READING_PAUSE_SECONDS = 50e-3
@@ -63,6 +64,7 @@ class SamplerPolling:
     """
 
     def __init__(self, counts: bool, rhythm: CounterRhythm | None = None, every_tick: bool = False) -> None:
+        # A counter that changes this often leaves no time to sleep between its ticks.
         is_fast_counter = rhythm is not None and rhythm.period < 3 * TICK_PAUSE_SECONDS
         self.blind = False
         self._rhythm = None if is_fast_counter else rhythm
@@ -85,6 +87,7 @@ class SamplerPolling:
         energy_counter_period = self._rhythm.period
         if count == 1:
             self._first_tick_at = tick.time
+        # A tick that was noticed late has no precise time. Then count periods from the first tick.
         has_precise_time = tick.time_range < energy_counter_period / 2
         last_tick_at = (
             tick.time
@@ -92,6 +95,7 @@ class SamplerPolling:
             else self._first_tick_at + (now - self._first_tick_at) // energy_counter_period * energy_counter_period
         )
         if count < MIN_TICK_INTERVALS and not self._every_tick:
+            # Read half-way between two ticks, where the reading surely falls between them.
             return max(last_tick_at + 1.5 * energy_counter_period - now, self._pause)
         if (self._every_tick or count > MIN_TICK_INTERVALS) and (
             was_resting or tick.time - self._last_wake_at > 2 * self._margin
@@ -222,6 +226,7 @@ class Sampler:
             self.failure = failure.reason
             self.ended = True
         finally:
+            # The energy gets no more precise without this thread, so no window may wait for it.
             self.is_enough = True
 
     def _sample_energy_counter(self) -> None:
@@ -335,8 +340,8 @@ _WINDOW_NOT_ENDED = UnavailableReading("the window has not ended yet")
 
 @dataclass
 class WorkloadWindow:
-    """A window in which a workload runs: run it until `window.is_enough`, and read `window.energy` after the `with`
-    block.
+    """The `with` block of a workload: run the workload in it until `window.is_enough`, and read `window.energy`
+    afterwards.
     """
 
     _energy_sampler: Sampler

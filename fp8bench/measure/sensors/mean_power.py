@@ -87,6 +87,7 @@ def measure_tick_power(ticks: Sequence[CounterTick]) -> PowerStretch:
         raise NoReading(f"not measurable: {intervals} {TICK_INTERVALS}, {MIN_TICK_INTERVALS} are needed")
     first_index, last_index = _choose_end_ticks(ticks)
     start, end = ticks[first_index], ticks[last_index]
+    # The time of a tick is the middle of its range, so it is wrong by half the range at most.
     seconds = end.time - start.time
     return PowerStretch(
         end.joules - start.joules, seconds, last_index - first_index, (start.time_range + end.time_range) / 2 / seconds

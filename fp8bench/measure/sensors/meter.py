@@ -171,6 +171,7 @@ def open_meter(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, ener
     """
     device_name = environ.get(NVML_DEVICE_VARIABLE, "")
     if device_name:
+        # A PCI address contains a colon, and a UUID does not.
         meter_device_identity = (
             DeviceIdentity(pci_address=device_name) if ":" in device_name else DeviceIdentity(uuid=device_name)
         )

@@ -95,7 +95,7 @@ class Library:
 
     def open(self) -> None:
         with self._lock:
-            if not self._users:
+            if not self._users:  # the meters of several devices share the library
                 self.call_within_timeout(self._initialise)
             self._users += 1
 
@@ -153,13 +153,14 @@ _NANO = 1e-9
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _CHIP_TEMPERATURE_SENSOR = 0
 _INSTANT_POWER_FIELD = 186
-_MEMORY_STRUCTURE_V2 = 0x02000028
+_MEMORY_STRUCTURE_V2 = 0x02000028  # the version, and the size of 40 bytes
 
 
 def read_nvml_field(ask: CallLibraryFunction, number: int) -> float:
     (value,) = ask("nvmlDeviceGetFieldValues", [number])
     if value.nvmlReturn:
         raise NoReading(describe_error(value.nvmlReturn))
+    # The members of NVML's union of values, in the order of its value types.
     field_names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
     if not 0 <= value.valueType < len(field_names):
         raise NoReading(f"NVML's field {number} has a type that fp8bench does not know ({value.valueType})")
@@ -427,6 +428,7 @@ class NvmlDevice(DeviceReader):
         try:
             self._library.call_within_timeout(run_all_queries)
         except NoReading as failure:
+            # Values that were read before the library hung remain valid.
             unavailable_reading = UnavailableReading(failure.reason)
             return {query.name: readings_by_name.get(query.name, unavailable_reading) for query in queries}
         return readings_by_name

@@ -41,6 +41,7 @@ def match_device(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> t
     The instance is None without MIG, and if it is unclear which instance is used.
     """
     uuid, address = _strip_prefix(identity.uuid), parse_pci_address(identity.pci_address)
+    # The UUID from CUDA may be that of a MIG instance.
     for device in devices:
         for instance in device.instances:
             if uuid and _strip_prefix(instance) == uuid:
@@ -71,4 +72,4 @@ def parse_pci_address(pci_address: str) -> tuple[int, ...] | None:
         numbers = [int(part, 16) for part in parts]
     except ValueError:
         return None
-    return tuple([0, *numbers][-3:]) if len(numbers) in (2, 3) else None
+    return tuple([0, *numbers][-3:]) if len(numbers) in (2, 3) else None  # a missing domain is 0

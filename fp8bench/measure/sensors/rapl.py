@@ -46,6 +46,7 @@ def list_energy_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> t
     energy_domains = []
     for package in sorted(root.glob("intel-rapl:*")):
         name = read_text(package / "name")
+        # The parts of a package are folders too: intel-rapl:0 has the part intel-rapl:0:0.
         if package.name.count(":") != 1 or not name.startswith("package"):
             continue
         parts = sorted(root.glob(f"{package.name}:*"))
@@ -55,6 +56,7 @@ def list_energy_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> t
         ]
     if not energy_domains:
         raise NoReading(f"{root} has no RAPL package: {_explain_rapl_absence(cpuinfo)}")
+    # Read each counter once, so that a counter without permission fails here and not in a window.
     for domain in energy_domains:
         _read_energy_uj(domain)
     return tuple(energy_domains)
