@@ -152,7 +152,7 @@ class LocalWorker(Worker):
     of a workload keep running. Output that bypasses Python's stdout is noticed only if stdout is a file. Environment
     variables are the caller's.
 
-    `opened` makes the bench from the settings; by default it is the class Bench.
+    `opened` is the function that makes the bench from the settings, by default the class Bench.
     """
 
     def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] | None = None) -> None:

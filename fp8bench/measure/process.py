@@ -37,13 +37,12 @@ class UnreadableAnswer(Exception):
 
 
 class WorkerProcess:
-    """The child process with its socket, its log and the lifeline. The lifeline is a pipe that closes when this
-    process ends, so that the child notices it.
+    """The child process with its socket, its log and the lifeline. The lifeline is a pipe that closes when this process
+    ends, which tells the child to end too.
     """
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:
-        # The socket carries requests. The pipe closes when this process ends, even by SIGKILL, and so the child
-        # notices it.
+        # The socket carries requests. The pipe closes when this process ends, even by SIGKILL, which the child notices.
         parent_socket, child_socket = socket.socketpair()
         # Without this timeout, reading an answer that stops half-way would never end.
         parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PARTIAL_ANSWER_TIMEOUT, 0))

@@ -119,6 +119,7 @@ def cut_step_into_cells(
         cell_by_interval.append(
             cell_number_by_block_and_phase.setdefault((block_number, code), len(cell_number_by_block_and_phase))
         )
+        # After `part_ends` the block counts as full, so that the next interval begins a new block.
         block_elapsed_ns = block_ns if CELL_PHASES[code] == part_ends else block_elapsed_ns + interval
     phases = tuple(CELL_PHASES[code] for _, code in cell_number_by_block_and_phase)
     return StepSegmentation(

@@ -223,7 +223,8 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
             dataclass_instance.__dict__.update(values if is_complete else default_by_field_name | values)
             return dataclass_instance
         try:
-            # An error of the class has no path. Convert it to MalformedValueError, to which callers add the path.
+            # A check in the class raises an error without a path. Convert it to MalformedValueError, to which callers
+            # add the path.
             return kind(**values)
         except UsageError as error:
             raise MalformedValueError(f": {error}") from None

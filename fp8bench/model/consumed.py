@@ -151,9 +151,9 @@ class EmulationStart:
 
 @dataclass(frozen=True)
 class EmulationEnd:
-    """Entry in a memory trace: an emulation ends. From here on, its blocks that still exist also count as memory of
-    hardware with the emulated formats, except for the blocks at the `replaced` addresses. Such hardware stores their
-    values in its own formats, with the sizes of the `Laid` entries.
+    """Entry in a memory trace: an emulation ends. From here on, blocks of the emulation that still exist also count as
+    memory of hardware with the emulated formats, except for the blocks at the `replaced` addresses. Such hardware
+    stores their values in its own formats, with the sizes of the `Laid` entries.
     """
 
     replaced: tuple[int, ...] = ()
@@ -287,8 +287,8 @@ HARMLESS_THROTTLE_REASONS = frozenset(
 
 @dataclass(frozen=True)
 class ThrottlingLimit:
-    """A limit for which NVML counts how long the limit throttled the clocks. The count is read with
-    nvmlDeviceGetViolationStatus if `policy` is set, and as the NVML field with number `field` otherwise.
+    """A limit that throttles the clocks, such as the power cap, and how to read for how long it did: with
+    nvmlDeviceGetViolationStatus if `policy` is set, otherwise as the NVML field with the number `field`.
     """
 
     name: str

@@ -48,9 +48,7 @@ SIGNATURE_WORDS = {
 
 @dataclass(frozen=True)
 class CallablePromise:
-    """The promise of a user's callable: its kind, its precision with options, and more. SIGNATURE_WORDS explains each
-    field.
-    """
+    """What a user's callable promises about its inputs and results. SIGNATURE_WORDS explains each field."""
 
     kind: AuditedCallableKind
     precision: str

@@ -51,9 +51,9 @@ def select_attention_kernel(name: str) -> AbstractContextManager[None]:
 class FusedCore:
     """torch's scaled dot-product attention in the dtype of its inputs.
 
-    In fp32 on a GPU, only one kernel does not store the scores, and that kernel needs as many key heads as query
-    heads. So keys and values are repeated, which needs memory of their size. Stored scores of 16384 tokens would need
-    1 GiB for each head.
+    In fp32 on a GPU, only one kernel avoids storing the scores, and that kernel needs as many key heads as query heads.
+    So keys and values are repeated, which needs memory of their size. Stored scores of 16384 tokens would need 1 GiB
+    for each head.
     """
 
     causal: bool = True

@@ -28,7 +28,7 @@ def make_loader(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> T
 
 
 class TokenLoader:
-    """Loads batches of random windows of the token file. The windows follow from the seed. Each batch is copied to the
+    """Loads batches of random windows of the token file. The seed determines the windows. Each batch is copied to the
     device immediately.
 
     A token of the file is a byte. For a vocabulary of more than 256 ids, an id combines a byte with the next one, so

@@ -184,6 +184,7 @@ class DeepGemmArithmetic(BlockArithmetic):
         shape = (len(a.data), len(b.data))
         device = a.data.device
         first_operand = a.data, a.scale
+        # Only in a weight gradient both operands have 1x128 blocks. DeepGEMM then adds to a float32 sum.
         if _has_row_scales(b.data, b.scale):
             output = torch.zeros(shape, dtype=torch.float32, device=device)
             deep_gemm.fp8_gemm_nt(first_operand, (b.data, b.scale), output, c=output, recipe=(1, 1, _FP8_BLOCK_SIZE))

@@ -51,8 +51,8 @@ def encode_times(times: Tensor) -> Tensor:
 
 
 class DiT(nn.Module):
-    """A diffusion transformer. Its tokens are 2x2 patches of a latent, and the time step modulates each block. A
-    precision map sets the arithmetic of its position vectors by the name of the embedding.
+    """A diffusion transformer. Its tokens are 2x2 patches of a latent, and the time step modulates each block. For a
+    precision map, its position vectors are the embedding.
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "residual"))

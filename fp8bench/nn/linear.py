@@ -89,8 +89,8 @@ def make_part_chooser(choose: ChooseArithmetic, part: str) -> ChooseArithmetic:
 
 
 def number_layer_parts(choose: ChooseArithmetic, part: str, count: int) -> list[ChooseArithmetic]:
-    """Returns a function for each of the equal parts `part.0`, `part.1` and so on, which chooses the arithmetics of the
-    part's layers, as `make_part_chooser` does for one part.
+    """Returns one function for each of the equal parts `part.0`, `part.1` and so on. Each function chooses the
+    arithmetics of the layers in its part, as that of `make_part_chooser` does.
     """
     return [make_part_chooser(choose, f"{part}.{number}") for number in range(count)]
 
@@ -274,8 +274,8 @@ def free_weight(weight: nn.Parameter) -> None:
 
 @contextmanager
 def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
-    """Makes the layers at these paths multiply in other arithmetics during the `with` block. Each of these layers then
-    casts its own weight, also if the weight was cast once before.
+    """Makes the layers at the paths in `arithmetics` multiply in these arithmetics during the `with` block. Each of
+    these layers then casts its own weight, also if the weight was cast once before.
     """
     original_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
     try:

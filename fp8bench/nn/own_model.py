@@ -38,9 +38,9 @@ class MakeResult(NamedTuple):
     """The result of a user's function: a model, a batch, and a loss function of the output. The loss function is None
     if the output contains the loss.
 
-    The fields after `loss` are only for training. `batches` is an iterable, or a function of step and seed. `batch`
-    is its first batch. `held_out` are batches that are never trained on. `optimizer` is a function of the model, and
-    `schedule` a function of the optimizer.
+    The fields after `loss` are only for training. `batches` is an iterable, or a function of step and seed. `batch` is
+    the first of these batches. `held_out` are batches that are never trained on. `optimizer` is a function of the
+    model, and `schedule` a function of the optimizer.
     """
 
     model: nn.Module

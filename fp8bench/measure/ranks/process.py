@@ -220,7 +220,7 @@ class RanksProcess(WorkerProcess):
             return False
         lifeline_poll = select.poll()
         lifeline_poll.register(self._lifeline, 0)
-        return not lifeline_poll.poll(0)  # `poll` reports POLLERR even though no event is requested
+        return not lifeline_poll.poll(0)  # POLLERR: the launcher has ended; `poll` reports it unasked
 
     @property
     def _has_failed_rank(self) -> bool:

@@ -192,6 +192,7 @@ def open_nvml_meter(
         device = NvmlDevice(identity, library)
     except NoReading as failure:
         return _make_unavailable_meter(failure.reason, clock)
+    # The best source comes first: the meter uses the first one that works.
     sources = (
         Source(SourceKind.COUNTER, lambda: READ_TOTAL_ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
