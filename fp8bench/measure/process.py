@@ -38,7 +38,7 @@ class UnreadableAnswer(Exception):
 
 class WorkerProcess:
     """The child process with its socket, its log and the lifeline. The lifeline is a pipe that closes when this process
-    ends, which tells the child to end too.
+    ends, and so makes the child end.
     """
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:

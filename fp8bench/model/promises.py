@@ -48,7 +48,7 @@ SIGNATURE_WORDS = {
 
 @dataclass(frozen=True)
 class CallablePromise:
-    """What a user's callable promises about its inputs and results. SIGNATURE_WORDS explains each field."""
+    """The promise of a user's callable about its inputs and results. SIGNATURE_WORDS explains each field."""
 
     kind: AuditedCallableKind
     precision: str

@@ -122,7 +122,7 @@ _NEITHER = Better.NONE
 _HIGHER = Better.HIGHER
 _MAIN = Rank.MAIN
 _RESTATED_RANK = Rank.RESTATED
-# By how much a figure may get worse before a gate fails, relative and absolute. A new memory layout alone changes a
+# The largest change for the worse, relative and absolute, that a gate lets pass. A new memory layout alone changes a
 # time by less than 5%.
 _TIME_THRESHOLD = (0.05, 5e-6)
 _RATIO_THRESHOLD = (0.05, 0.005)
@@ -440,7 +440,7 @@ OTHER_ERRORS = _add_spec("*_error", units.RATIO, "other numerical errors, relati
 _add_spec("*_vanished", units.RATIO, "share of values that are zero here but not in the reference; a norm hides them",
      show=lambda value: units.share(value) if value else "0%", **_SUITE_SPEC_FIELDS)
 _add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_SUITE_SPEC_FIELDS)
-# For these figures, neither more nor less is better. The last letter of a name tells its unit.
+# For these figures, neither more nor less is better. The last letter of a name selects its unit.
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):
     _add_spec(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NEITHER, page="formats.md",
     **_SUITE_SPEC_FIELDS)

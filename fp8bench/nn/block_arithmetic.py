@@ -114,8 +114,8 @@ class BlockArithmetic(RecipeArithmetic):
 
     def _can_cast_both_at_once(self, role: Role) -> bool:
         """Returns whether one call can cast both orientations with the same random numbers (if any) as two calls. It
-        can for gradients, whose two casts always follow each other directly. Between the two casts of another operand,
-        further tensors may be cast.
+        can for gradients, whose two casts always follow each other directly. Between the two casts of an input or a
+        weight, further tensors may be cast.
         """
         keeps_operand_in_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
         return not keeps_operand_in_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)

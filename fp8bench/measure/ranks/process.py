@@ -220,7 +220,7 @@ class RanksProcess(WorkerProcess):
             return False
         lifeline_poll = select.poll()
         lifeline_poll.register(self._lifeline, 0)
-        return not lifeline_poll.poll(0)  # POLLERR: the launcher has ended; `poll` reports it unasked
+        return not lifeline_poll.poll(0)  # `poll` always reports POLLERR: the launcher has ended
 
     @property
     def _has_failed_rank(self) -> bool:

@@ -76,7 +76,7 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def why(self) -> str:
-        """Why there is no energy source, or why it is not the best one; '' if it is the best one."""
+        """Why the best energy source, or any source, cannot be used; '' if the best one is used."""
         return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
     def window(self, cap: float = MAX_WINDOW_SECONDS, every_tick: bool = False) -> WorkloadWindow | NoWindow:
