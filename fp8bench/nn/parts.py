@@ -14,8 +14,8 @@ from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
 class Norm(nn.Module):
-    """Layer norm or RMS norm. It rounds x and the weight as `arithmetic` does, or computes in fp32 or wider without
-    one. The result has the dtype of x.
+    """Layer norm or RMS norm. It rounds x and the weight as `arithmetic` does. If `arithmetic` is None, it computes in
+    fp32 or wider. The result has the dtype of x.
 
     In a unit-scaled model, `unit_scaling` rescales the weight.
     """

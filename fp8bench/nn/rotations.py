@@ -26,7 +26,7 @@ from fp8bench.formats.scaled import largest_magnitude
 
 ROTATED_RUN_LENGTH = 16
 _MATRIX_DIMENSIONS = 2
-# The sizes of example tensors for which kernels are compiled. Real operands have other sizes.
+# The sizes of the example tensors with which a kernel is compiled. Its calls may have other sizes.
 _EXAMPLE_ROWS = 640
 _EXAMPLE_RUN_COUNT = 48
 _MAX_UNSPLIT_OPERATIONS = 1 << 10
@@ -79,7 +79,7 @@ def _pad_to_run_multiple(x: Tensor) -> Tensor:
     return pad(x.detach(), (0, -x.shape[-1] % ROTATED_RUN_LENGTH)) if x.shape[-1] % ROTATED_RUN_LENGTH else x.detach()
 
 
-# Without these options Inductor splits a sum of sixteen products and stores the first half.
+# Without these options Inductor splits the sum of sixteen products in two, and stores the first half in memory.
 _UNSPLIT_SUM_INDUCTOR_OPTIONS = {
     "realize_opcount_threshold": _MAX_UNSPLIT_OPERATIONS,
     "realize_reads_threshold": _MAX_UNSPLIT_OPERATIONS,
@@ -93,8 +93,8 @@ class RotationKernel(Kernel):
 
     The first argument is the operand's memory, viewed as (rows, runs, 16). If the operand is `turned` (column-major),
     the view is (runs, 16, columns). The other arguments are the matrix, memory for the result in the same shape, and
-    memory for the largest magnitudes of the result and of the operand: one number for each index of the first
-    dimension.
+    memory for the largest magnitudes of the result and of the operand: one number for each row (for each run if
+    `turned`).
     """
 
     source: torch.dtype
@@ -110,8 +110,8 @@ class RotationKernel(Kernel):
         )
         out.copy_(rotated_values)
         amaxes.copy_(rotated_values.to(torch.float32).abs().amax((1, 2)))
-        # torch.maximum with the first column does not change the largest magnitude. But both calls of amax then read
-        # this column, so the compiler fuses their loops.
+        # torch.maximum with columns[0] does not change the largest magnitude of `source`. But then both calls of amax
+        # read columns[0], so the compiler fuses their loops.
         amaxes_before.copy_(torch.maximum(source.abs(), columns[0].abs()).amax((1, 2)))
         return ()
 

@@ -120,8 +120,8 @@ def choose_served_arm(params: Scalars, precision: Precision) -> ServedArm:
 
 
 def check_served_support(params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-    """Returns how a device supports a served case. The case is native only if weights, keys and values need not be
-    decoded before a product.
+    """Returns how a device supports a served case. The case is native only if its operations can read the stored
+    weights, keys and values without decoding them first.
     """
     try:
         arm = choose_served_arm(params, precision)

@@ -39,7 +39,7 @@ class ServedWorkload(Workload):
 
     dtypes = ("fp32", "bf16")
     layer_kinds = ("attn", "mlp", "head")
-    fused = False  # quantisers are not compiled
+    fused = False  # so quantisers are not compiled before timing
     batch_axis = "batch"
     default_sizes: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
     context_description: ClassVar[str]

@@ -164,7 +164,7 @@ class RecipePrecision(Precision):
         if self.backend is None:
             return self.own_support(facts)
         support = self.backend.support(self, facts)
-        if support.level is Level.REFUSED:  # no version of the library would help, so suggest no installation
+        if support.level is Level.REFUSED:  # installing the library would not help, so do not suggest it
             return support
         missing_package_reason = self.backend.missing(facts.version_of(self.backend.package))
         return refused(missing_package_reason) if missing_package_reason else support

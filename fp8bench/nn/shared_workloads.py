@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def find_storage_support(precision: Precision, facts: DeviceFacts, without: str) -> Support:
     """Returns how a device supports storing tensors in this precision. Refuses a precision that changes only products,
-    such as TF32. The message includes the text `without`, which names what the case would lack.
+    such as TF32. `without` completes the message, for example with "there is nothing to cast".
     """
     if precision.float32_products != "highest":
         return refused(f"{precision.name} only changes how products read float32 tensors: {without}, so choose fp32")
@@ -35,11 +35,10 @@ def carrier_bytes(precision: Precision) -> float:
     return 4.0 if (precision.carried_by or precision.name) in ("fp32", "tf32") else 2.0
 
 
-# How many float32 copies of the attention scores a kernel needs if it stores them: in a forward pass without backward,
-# between forward and backward, and additionally during backward.
-FORWARD_SCORE_COPIES = 2.5
-SCORE_COPIES_KEPT_FOR_BACKWARD = 1.0
-SCORE_COPIES_IN_BACKWARD = 2.2
+# An attention kernel that stores its scores needs memory for this many float32 copies of them.
+FORWARD_SCORE_COPIES = 2.5  # in a forward pass without backward
+SCORE_COPIES_KEPT_FOR_BACKWARD = 1.0  # between forward and backward
+SCORE_COPIES_IN_BACKWARD = 2.2  # in addition, during backward
 
 
 def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
@@ -98,8 +97,8 @@ def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
 def refuse_unfit_sizes(
     support: Support, precision: Precision, rows: int, features: Sequence[int], training: bool, sizes_text: str
 ) -> Support:
-    """Returns `support`, or a refusal if native products of this precision do not accept a layer's sizes. `sizes_text`
-    names the sizes in the message.
+    """Returns `support` unchanged, or a refusal if it is native but native products of this precision do not accept a
+    layer's sizes. `sizes_text` describes the sizes in the message.
     """
     along_k, along_n = precision.multiples
     layer_sizes_fit = not any(size % along_k or size % along_n for size in features) and not (

@@ -69,8 +69,8 @@ class SamplerPlan(NamedTuple):
         return self.steps * (2 if self.guidance == "twice" else 1)
 
     def time(self, step: int) -> int:
-        """Returns the noise time at which a sampling step starts. Times fall in equal intervals from the noisiest one.
-        The time after the last step is -1, which stands for the image without noise.
+        """Returns the time of the noise schedule at which a sampling step starts. Times are evenly spaced, from the
+        noisiest (999) down. After the last step the time is -1, which stands for the image without noise.
         """
         return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
 
@@ -132,8 +132,8 @@ class GPTConfig:
         tokens = sequences * length
         block = self._attention_weights + (self.top_k if self.experts else 1) * self._count_expert_weights
         linear = 6.0 * tokens * (self.layers * block + self.vocabulary * self.width)
-        # Scores, and their product with the values, take 4 T^2 w FLOPs for each sequence in forward and twice that in
-        # backward. Half of it is masked.
+        # In each block, the scores of a sequence of T tokens and their product with the values take 4 T^2 * width FLOPs
+        # in forward and twice that in backward. The causal mask leaves half of it.
         attention = 12.0 * sequences * self.layers * length * length * self.width / 2
         return linear + attention
 
@@ -198,7 +198,7 @@ class VisionSizes:
         width = self.width
         inner_width = self.inner_width
         block_weights = self.layers * self.blocks.block_weights
-        if self.model == "resnet":  # three convolutions in each bottleneck, and the shortcut of the first one
+        if self.model == "resnet":  # each bottleneck has three convolutions, and the first one also a shortcut
             stage_weights = self.layers * (2 * width * inner_width + 9 * inner_width**2) + inner_width**2
             stem_rows_and_weights = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner_width
             return (
@@ -268,8 +268,9 @@ def make_gpt_surrounding_layers(blocks: int) -> tuple[Layer, ...]:
     return around(norms)
 
 
-# The number of tokens from which an MLP predicts a token, and the number of tokens in a line of text for convolutions.
+# The number of tokens from which an MLP predicts the next token.
 CONTEXT_TOKENS = 8
+# The convolutions divide a text into lines with this number of tokens.
 LINE_TOKENS = 16
 
 # A size that is named after a published model has a tied head if that model has one.
@@ -281,7 +282,8 @@ SIZES = {
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, is_llama_like=True, tied=True),
 }
 
-# The sizes of the model that fp8bench contains. It was trained on Python's source code, and its ids are ASCII.
+# The sizes of the trained model that comes with fp8bench. It was trained on Python's source code. Its 128 token ids are
+# ASCII codes.
 NANO_PYTHON_SIZE = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, is_llama_like=True)
 # The sizes of served models. The sequence of a model is its longest context.
 SERVED_SIZES = {

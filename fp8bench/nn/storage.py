@@ -63,8 +63,8 @@ def _find_row_magnitudes(x: Tensor) -> Tensor:
 
 
 def _compute_scale(amax: Tensor) -> Tensor:
-    """Returns the scale that maps the largest magnitude to the largest E4M3 number. For zeros the scale is 1. Some
-    heads of a prompt contain only zeros.
+    """Returns the scale that maps the largest magnitude to the largest E4M3 number. The scale is 1 for zeros, because
+    some heads of a prompt have only zeros.
     """
     return torch.where(amax == 0, 1.0, E4M3.largest / amax)
 
@@ -84,7 +84,7 @@ class CachedHeads:
     dynamic_cache_tensor: Tensor | None = None
 
     def __init__(self, name: str, shape: tuple[int, int, int, int], carrier: torch.dtype, device: str) -> None:
-        self.number_format = KV_FORMATS.get(name, StorageFormat(64))  # only fp64 is not in KV_FORMATS
+        self.number_format = KV_FORMATS.get(name, StorageFormat(64))  # only the exact model uses fp64
         self.carrier = carrier
         self.width = shape[-1]
         self.scale: Tensor | None = None

@@ -217,8 +217,8 @@ class StaticScale:
         """Makes a new scale from the tensor `x` if more than the fraction `bound` of its values would saturate with
         this scale.
         """
-        # A GPU must not wait for the host. So on a GPU always count, compute both scales, and select one of them on
-        # the device.
+        # A GPU must not wait for the host, which therefore cannot read how many values saturate. So on a GPU always
+        # compute both scales, and select one of them on the device.
         host_decides_renewal = x.device.type == "cpu"
         # Divide a tensor by a tensor, as float_factor does. On a GPU a number divided by a tensor becomes a product
         # with the reciprocal.

@@ -9,8 +9,8 @@ multiplied by tokens x vocabulary / root(vocabulary - 1).
 
 The model is still the same function of the same weights. Weights are stored as in every other precision, and are
 multiplied just before their cast to get a deviation of 1. Each weight gets its true gradient. Under AdamW this equals a
-training of unit weights with learning rates divided by the initial deviations. So all arms have the same weights,
-rates, clipping and checkpoints, and differ only in rounding.
+training of weights with a deviation of 1, with learning rates divided by the initial deviations. So all arms have the
+same weights, rates, clipping and checkpoints, and differ only in rounding.
 
 `gradient_factor` is the ratio of an output's scaled gradient to its true gradient. It excludes the factor of the loss,
 which depends on the batch.
@@ -33,8 +33,8 @@ from fp8bench.nn.linear import Linear, choose_cast_marker, linear
 from fp8bench.nn.parts import FeedForward
 from fp8bench.protocols import Phases
 
-# The standard deviations of GELU and of Llama's gate if their inputs are Gaussian, and the root mean squares of their
-# slopes.
+# For Gaussian inputs: the standard deviations of GELU and of Llama's gate, and the root mean squares of their
+# derivatives.
 GELU_DEVIATION = 0.588
 GELU_SLOPE = 0.675
 GATED_DEVIATION = 0.596
@@ -101,7 +101,7 @@ class UnitScaledProduct:
         outputs, inputs = layer.weight.shape
         sqrt_of_input_count = math.sqrt(inputs)
         total_gradient_factor = self.gradient_factor * sqrt_of_input_count * self.loss.factor
-        # With `operands`, the product uses the weight that was cast earlier, so this weight needs no factor.
+        # If `operands` has the weight that was cast earlier, the factor was applied before that cast.
         weight_scale = 1.0 if layer.operands is not None else layer.weight_factor
         # Time this multiplication as part of the weight's cast, as if the cast were done once for all micro-batches.
         with choose_cast_marker(layer.arithmetic, phase):
@@ -123,9 +123,9 @@ def make_layer_unit_scaled(layer: Linear, gain: float, gradient_factor: float, l
 
 @dataclass
 class UnitScaledFeedForward:
-    """The forward pass of a unit-scaled feed-forward part. `deviation` is the activation's standard deviation and
-    `slope` the root mean square of its slope, for Gaussian inputs. `input_factors` and `output_factors` multiply the
-    part's input and output: one factor in forward, one in backward.
+    """The forward pass of a unit-scaled feed-forward part. For Gaussian inputs, `deviation` is the standard deviation
+    of the activation function, and `slope` the root mean square of its derivative. `input_factors` and `output_factors`
+    multiply the part's input and output: one factor in forward, one in backward.
     """
 
     deviation: float
@@ -245,8 +245,8 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
     )
     gradient_factor = make_layer_unit_scaled(model.head, output_head_gain, 1 / output_head_gain, loss)
 
-    # 2. Scale both branches of each block. Each branch makes the stream's deviation larger. `stream_deviation` is the
-    # deviation before the next branch.
+    # 2. Scale both branches of each block. Each branch increases the deviation of the residual stream.
+    # `residual_stream_deviation` is the deviation before the next branch.
     gain = 1 / math.sqrt(2 * len(model.blocks))
     initial_residual_deviation = (
         _INITIAL_EMBEDDING_DEVIATION

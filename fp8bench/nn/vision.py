@@ -21,7 +21,7 @@ from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Phases, SilentPhases
 
-# The number of batches in the host's pool.
+# The number of batches that an ImageLoader draws once and then repeats.
 IMAGE_POOL_BATCHES = 4
 # Means and standard deviations of the colour bytes of ImageNet's images.
 COLOUR_AVERAGES = (123.675, 116.28, 103.53)
@@ -30,7 +30,7 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.
 
 
 class ImageLoader:
-    """Goes through a pool of batches on the host again and again. The pool follows from the seed.
+    """Reads the batches of a pool on the host again and again. The seed determines the pool.
 
     A batch has images and their classes or text. Images are bytes with channels last, as decoders write them. A batch
     is copied to the device as bytes. The device normalises it and changes its memory layout.
@@ -112,7 +112,7 @@ def compute_batch_results(state: TrainingState | InferenceState, settles: bool) 
     """Returns the loss and the gradients of one training batch, or the logits of one inference batch. With `settles`
     the batch runs twice, because the first pass only makes the scales of the second one.
     """
-    state.loader.preload_batches(1)  # if the batch runs twice, both passes must read the same one
+    state.loader.preload_batches(1)  # both passes must read the same batch
     if settles:
         _run_pass(state)
     return _run_pass(state)

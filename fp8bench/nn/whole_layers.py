@@ -79,7 +79,7 @@ class LibraryLayerArithmetic(Arithmetic):
             self._passed_layers[0] = None
 
     def layer(self, name: str) -> Arithmetic:
-        copy_for_layer = copy.copy(self)  # the copy shares _layers and _passed_layers
+        copy_for_layer = copy.copy(self)  # not a deep copy: all layers share _layers and _passed_layers
         copy_for_layer._name = name
         return copy_for_layer
 

@@ -28,8 +28,8 @@ class RankModelPart:
     ranks of `batch_group` divide a batch among them. It is None if each rank reads the whole batch. `fp8_wire` is set
     if tensors are sent in FP8.
 
-    The ranks of `_rank_group` exchange tensors inside the model. Each of them holds `common_parameters`,
-    whose gradients they sum.
+    The ranks of `_rank_group` exchange tensors inside the model. Each of these ranks has the same `common_parameters`,
+    and they sum the gradients of these parameters.
     """
 
     group: ProcessGroup

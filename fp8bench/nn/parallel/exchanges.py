@@ -274,10 +274,11 @@ class FP8ExchangeWitness:
         self._fault = ""
 
     def verify_exchange_result(self, values: Tensor, received_values: Tensor, program: RankProgram) -> None:
-        """Computes an exchange again from the `values` of all ranks, and stores a fault if this rank's
-        `received_values` differ from the result. All ranks must call it for every exchange.
+        """Simulates an exchange from the `values` of all ranks, and stores a fault if this rank's `received_values`
+        differ from the simulation. All ranks must call this method for every exchange.
         """
-        lengths = gather_rank_answers(len(values), self._group)  # vectors of different ranks may differ in length
+        # Vectors of different ranks may differ in length. Pad them, because all_gather needs equal lengths.
+        lengths = gather_rank_answers(len(values), self._group)
         padded_values = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
         padded_values_of_ranks = RankGroup(self._group).gather_from_ranks(padded_values)
         values_of_ranks = [tensor[:length] for tensor, length in zip(padded_values_of_ranks, lengths, strict=True)]

@@ -59,8 +59,8 @@ class GroupDelayedScale(DelayedScale):
 
 
 def list_divided_roles(cut: RankWeightCut) -> tuple[Role, ...]:
-    """Returns the roles of a layer's operands that the cut divides among the ranks. The operand of the third role is
-    the same on all ranks.
+    """Returns the roles of the two operands of a layer that the cut divides among the ranks: the weight, and the
+    gradient or the input. The third operand is the same on all ranks.
     """
     return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUT_DIMENSION else Role.INPUT)
 

@@ -29,10 +29,10 @@ FindSharedRoles = Callable[[str], Collection[Role]]
 
 @dataclass(eq=False)
 class _WatchedScale:
-    """Wraps the scales of one operand to check them. Records each scale and the largest magnitude of the scaled tensor,
-    and computes from these magnitudes the right scales.
+    """Wraps the scales of one operand to check them. For each cast it records the scale and the tensor's largest
+    magnitude. `expected_scales` computes the correct scales from the magnitudes.
 
-    If the scale is `is_shared`, all ranks must have the same one. Repeated casts are not recorded.
+    If `is_shared` is True, all ranks must have the same scale. Repeated casts are not recorded.
     """
 
     source: ScaleSource
