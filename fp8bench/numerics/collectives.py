@@ -37,6 +37,7 @@ from fp8bench.numerics.rank_programs import (
 )
 
 E4M3_LARGEST = 448.0
+# The code of 448. The next code, 0x7F, is NaN.
 _LARGEST_CODE = 0x7E
 FP8_MEAN_METHODS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 # The values of option `scaling`: how the scale keeps a sum over ranks within the format. With 'pre', ranks divide their
@@ -124,6 +125,7 @@ def scale_for_cast(
     amax = values.abs().amax().reshape(1)
     if scaling == FP8LM_SCALING:
         scale_of_rank = compute_largest_scale(amax)
+        # The smallest scale of all ranks. Exchanges compute only maxima, so negate it twice.
         scale = -(yield MaximumOverRanks(-scale_of_rank))
         values = decode_e4m3(encode_e4m3(values * scale_of_rank)) / scale_of_rank
     else:
@@ -161,8 +163,8 @@ def compute_fp8_mean(
     else:
         raise ValueError(f"expected one of {', '.join(FP8_MEAN_METHODS)}, got {method!r}")
     if scaling == FP8LM_SCALING:
-        # Ranks have different codes if each has only a part of the vector, and with `fp8_twoshot`. The maximum over
-        # ranks gives all of them the same mu.
+        # With `fp8_twoshot`, or if each rank gets only its part of the vector, ranks have different codes. The maximum
+        # of their shares over ranks keeps mu equal on all ranks.
         saturated_mean_share = compute_saturated_share(mean_vector.codes).reshape(1)
         auto_scale.update(
             saturated_mean_share
@@ -221,6 +223,7 @@ def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensor
     """
     scales_of_rank = compute_largest_scale(tensors_by_rank[rank].amax(part))
     codes_of_rank = tensors_by_rank[rank].encode_tensors(part, scales_of_rank)
+    # AllGather needs payloads of equal length, but ranks own different numbers of elements.
     codes = yield AllToAllRows(
         codes_of_rank.repeat(len(tensors_by_rank)),
         rank,
@@ -306,6 +309,7 @@ def _sum_in_rank_order(values: list[Tensor]) -> Tensor:
 
 
 def compute_saturated_share(codes: Tensor) -> Tensor:
+    # Ignore the sign bit.
     return ((codes & 0x7F) == _LARGEST_CODE).float().mean()
 
 
@@ -406,7 +410,9 @@ class PlainCollective:
 
 @dataclass
 class FP8Collective:
-    """A collective composed of exchanges of FP8 codes. `auto_scale` keeps its scale between steps."""
+    """A collective composed of exchanges of FP8 codes. `auto_scale` has the factor of FP8-LM, which persists between
+    steps.
+    """
 
     collective: str
     method: str = ""
@@ -437,8 +443,8 @@ class FP8Collective:
         return start_program(self.program(values, rank, size))
 
     def simulate_ranks(self, sources: Sequence[Tensor]) -> list[ReducedVector]:
-        """Runs the programs of all ranks in this process, and returns what each rank receives. `auto_scale.mu` does not
-        change.
+        """Runs the programs of all ranks in this process. `sources` has the values of each rank. Returns what each rank
+        receives. `auto_scale.mu` does not change.
         """
         collectives_by_rank = [
             FP8Collective(self.collective, self.method, self.scaling, AutoScale(self.auto_scale.mu)) for _ in sources
@@ -462,6 +468,7 @@ def check_collective_mean(kind: PlainCollective | FP8Collective, count: int, ran
         expected_values = torch.ones_like(measured_values)
     else:
         simulated_results = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
+        # Run a copy, because the check must not change the factor mu of `kind`.
         measured_collective = FP8Collective(kind.collective, kind.method, kind.scaling)
         measured_values = measured_collective(ones, rank, size, nullcontext()).values.cpu()
         expected_values = simulated_results[rank].values

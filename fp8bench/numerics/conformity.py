@@ -27,14 +27,13 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.products import INSTRUCTION_SUM_LENGTH, PROMOTION_LENGTH, short_product, sum_like_hopper_units
 
 FLOAT32_BITS = 24
-# The number of roundings of a float32 sum besides its additions: of the two operands' values, of their scales, and of
-# the result.
+# The roundings of a float32 sum besides its additions: of both operands' values, of their scales, and of the result.
 _EXTRA_ROUNDING_COUNT = 4
 # The fewest bits of a sum that are considered. No hardware is known to use fewer.
 _MIN_SUM_BITS = 8
-# A bias within _BIAS_ERRORS standard errors may be chance. Two results of the same kind of sum have mean square errors
-# within a factor of _MAX_MEAN_SQUARE_RATIO.
+# A mean error of at most this many standard errors counts as chance.
 _BIAS_ERRORS = 6.0
+# The mean square errors of two results with the same kind of sum differ at most by this factor.
 _MAX_MEAN_SQUARE_RATIO = 3.0
 # The largest difference from 1 of a fitted factor that counts as rounding, not as a scale.
 _SCALE_RATIO_TOLERANCE = 2.0**-7
@@ -45,9 +44,9 @@ _FITTED_FACTOR_PARTS = (
     ("rows and columns", True, True),
 )
 _EXAMINED_BLOCK_SIZES = (128, 32, 16)
-# The fewest results to fit a scale factor, and the number of iterations that fit the factors of rows and columns in
-# turn.
+# A scale factor is fitted to at least this many results.
 _MIN_RESULTS_PER_FACTOR = 8
+# How many times the factors of rows and those of columns are fitted in alternation.
 _FIT_ITERATIONS = 30
 # Each run of _SCALE_RUN_LENGTH consecutive values may have its own scale. At most _MAX_EXAMINED_RUNS runs are examined.
 _SCALE_RUN_LENGTH = 128
@@ -66,9 +65,8 @@ def have_different_bits(native_result: Tensor, emulated_result: Tensor) -> Tenso
 
 
 def count_ulps_between(native_result: Tensor, emulated_result: Tensor) -> Tensor:
-    """Returns for each element by how many steps of the dtype two results differ.
-
-    Returns infinity where the results differ and one of them is not finite.
+    """Returns for each element by how many steps of the dtype two results differ: infinity where they differ and one of
+    them is not finite.
     """
     float_ordinals = []
     for tensor in (native_result, emulated_result):
@@ -148,9 +146,7 @@ class ConformitySums:
         ).to(torch.float64)
 
     def is_unbiased(self, result: Tensor) -> bool:
-        """Returns whether the errors are as small as those of rounding, and centred around 0. Small deviations may be
-        chance.
-        """
+        """Returns whether errors are as small as those of rounding, and centred around 0 except for chance."""
         if self.bits < FLOAT32_BITS:  # sums in fewer bits are truncated, which biases all errors
             return True
         sum_step_error = 2.0**-self.bits * math.sqrt(self.a.shape[1])
@@ -167,14 +163,15 @@ class ConformitySums:
         return float((((result - self.product) / self.magnitude) ** 2).mean())
 
     def mean_magnitude_loss(self, result: Tensor) -> float:
-        """Returns by how much results are too small in magnitude: mean of sign(exact) (exact - result) /
-        sum(|products|).
+        """Returns by how much the results' magnitudes are too small on average, relative to sum(|products|): the mean of
+        sign(exact) (exact - result) / sum(|products|).
         """
         return -float(((result - self.product) / self.magnitude * self.product.sign()).mean())
 
 
 def explain_product_difference(result: Tensor, sums: ConformitySums) -> DifferenceAndReason:
     """Explains why a product differs in bits from another product of the same operands."""
+    # 1. Treat NaN, infinity and results that are all 0 separately.
     float64_result = result.to(torch.float64)
     if not bool(sums.product.isfinite().all()) or not bool(float64_result.any()):
         return (
@@ -187,10 +184,12 @@ def explain_product_difference(result: Tensor, sums: ConformitySums) -> Differen
         if bool((overflowed_sums | ~are_elements_not_finite).all()):
             return Difference.OVERFLOW, "sums beyond the largest number"
         return Difference.UNEXPLAINED, f"{int(are_elements_not_finite.sum())} results are NaN or infinite"
+    # 2. Check for correct sums in another order, and for results that are truncated.
     if sums.is_within_bound(float64_result) and sums.is_unbiased(float64_result):
         return Difference.ORDER, f"within {sums.relative_bound(sums.bits):.1e} of the sum of the products' magnitudes"
     if sums.is_within_bound(float64_result, toward_zero=True):
         return Difference.ROUNDING, "the result is truncated toward 0, not rounded to nearest"
+    # 3. Check for a wrong layout or a wrong scale.
     for description, exact in _iterate_layouts(float64_result, sums):
         if exact.shape == float64_result.shape and sums.is_near_exact_values(
             float64_result, exact, sums.relative_bound(sums.bits) * sums.magnitude.max()
@@ -203,6 +202,7 @@ def explain_product_difference(result: Tensor, sums: ConformitySums) -> Differen
             (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude,
         ):
             return Difference.SCALE, fit.description
+    # 4. Check for sums in fewer bits, then for results that are rounded to the wrong neighbour.
     bits = estimate_accumulator_bits(float64_result, sums)
     if _MIN_SUM_BITS <= bits < sums.bits and sums.is_near_exact_values(
         float64_result, sums.product, sums.relative_bound(bits - 1) * sums.magnitude
@@ -215,9 +215,7 @@ def explain_product_difference(result: Tensor, sums: ConformitySums) -> Differen
 
 def matches_14_bit_sums(result: Tensor, sums: ConformitySums) -> bool:
     """Returns whether a result is as exact as sums of 14 bits: each error is within their bound, and the mean square
-    error is not much larger.
-
-    Hopper's units sum in 14 bits, and no unit is known to use fewer.
+    error is not much larger. Hopper's units sum in 14 bits, and no unit is known to use fewer.
     """
     float64_result = result.to(torch.float64)
     emulated_short_product = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
@@ -267,7 +265,7 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
 
 def iterate_permuted_values(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields the correct values with permuted rows, then with permuted columns, in the order that fits the result best.
-    Skips rows (or columns) that are already in order, and those of which two are nearest to the same correct one.
+    Skips rows (or columns) that are in order already. Skips them too if two of them fit the same correct one best.
     """
     for line_name, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
         fitted_line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
@@ -319,7 +317,7 @@ class _FittedProduct(NamedTuple):
 
 def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_FittedProduct]:
     """Fits scale factors to the result: one for the tensor, one for each row or column, or one for each block along the
-    contraction. Yields the scaled products whose factors are not 1.
+    contraction. Yields each scaled product, unless all its factors are near 1.
     """
     tolerance = max(_SCALE_RATIO_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     error_fits_per_scale = []
@@ -345,6 +343,7 @@ def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fitt
 def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     for size in _EXAMINED_BLOCK_SIZES:
         count = sums.a.shape[1] // size
+        # With too many factors for the results, a fit would explain any result.
         if sums.a.shape[1] % size or not 1 < count <= min(result.shape) // _MIN_RESULTS_PER_FACTOR:
             continue
         a, b = (tensor.reshape(len(tensor), count, size) for tensor in (sums.a, sums.b))
@@ -412,9 +411,9 @@ def explain_cast_difference(result: Tensor, correct: Tensor, source: Tensor, fmt
     bits = estimate_mantissa_bits(result)
     if bits < min(fmt.mantissa_bits, estimate_mantissa_bits(correct)):
         return Difference.UNEXPLAINED, f"values have {bits} mantissa bits, where {fmt.name} has {fmt.mantissa_bits}"
-    # 3. Check whether values were rounded to the wrong neighbour on the grid. Then the source value is between the
-    # result and the correct value, which differ by one grid step. Except for subnormals, that step is at least half of
-    # `steps`.
+    # 3. Check whether values were rounded to the wrong neighbour on the grid. Then the result and the correct value
+    # differ by one grid step, and the source value is between them. `steps` are the largest possible grid steps. Except
+    # for subnormals, a grid step is at least half as large.
     steps = find_largest_grid_steps(torch.maximum(values.abs(), expected_values.abs()), fmt, float(largest_value))
     distance_in_steps = (values - expected_values).abs() / steps
     min_distance = torch.where(steps > steps.min(), 0.5 - _RESCALED_VALUE_TOLERANCE, 0.0)
@@ -463,10 +462,8 @@ def estimate_mantissa_bits(values: Tensor) -> int:
 
 
 def find_largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Tensor:
-    """Returns for each value the largest possible distance between neighbouring numbers of a scaled format. The scale
-    is unknown.
-
-    `largest_value` is the format's largest value times the largest scale.
+    """Returns for each value the largest possible distance between neighbouring numbers of a format whose scale is
+    unknown. `largest_value` is the format's largest value times the largest scale.
     """
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * largest_value / fmt.largest)
 

@@ -34,6 +34,7 @@ def draw_gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 
 def draw_student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    # Student's t is a normal value, divided by the root of the mean square of independent normal values.
     normal, *normals = (draw_gaussian(shape, generator) for _ in range(1 + DEGREES_OF_FREEDOM))
     sum_of_squares = torch.stack(normals).square_().sum(0)
     return normal.div_(sum_of_squares.div_(DEGREES_OF_FREEDOM).sqrt_())

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from fp8bench.formats.grids import Format
 
-# For each operator, its arguments that are multiplied with each other. Operators of attention are found by their
-# prefix. While gradients are on, torch decomposes some operators (linear, matmul) before `__torch_dispatch__`.
+# For each operator, the positions of the arguments that it multiplies with each other. Attention operators are not
+# listed, but recognised by _ATTENTION_PREFIX. While gradients are on, torch decomposes some operators (linear, matmul)
+# before `__torch_dispatch__`.
 _FIRST_TWO_ARGUMENT_SLICE = slice(0, 2)
 _SECOND_AND_THIRD_ARGUMENTS = slice(1, 3)
 _ATTENTION_PREFIX = "_scaled_dot_product_"
@@ -59,7 +60,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called by torch. Returns True, so that compiled functions stay compiled and show the products that they
         leave to a library.
 
-        With False, torch 2.13 never compiles a function that is first called in this context.
+        With False, torch 2.13 never compiles a function that is first called while a watch is active.
         """
         return True
 
@@ -70,6 +71,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for kind in types if self.unwraps_subclasses else ():
+            # Let the subclass run the operator, so that the watch sees the operators inside it.
             if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
         return self.watch_operator(func, args, kwargs or {})
@@ -127,10 +129,10 @@ def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
             )
 
 
-# The maximum number of vectors that are examined along a dimension, their maximum length, and the lengths of runs that
-# may share a scale.
+# Along each dimension at most this many vectors of a tensor are examined, each up to the maximum length.
 _MAX_EXAMINED_LINES = 8
 _MAX_LINE_LENGTH = 1024
+# The numbers of consecutive elements that may share a scale.
 _EXAMINED_RUN_LENGTHS = (_MAX_LINE_LENGTH, 128, 32, 16)
 # If each distinct magnitude occurs at least this often on average, the grid is coarser than bfloat16's. In 128 bfloat16
 # values, a distinct magnitude occurs 1.2 times on average.
@@ -163,7 +165,7 @@ def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
         dimension_last_tensor = tensor.movedim(dimension, -1)
         last_dimension_vectors = dimension_last_tensor.numel() // dimension_last_tensor.shape[-1]
-        # Examine a few evenly spaced vectors along the dimension.
+        # Examine only a few evenly spaced vectors along this dimension, because there may be millions.
         examined_vectors = (
             dimension_last_tensor[..., :_MAX_LINE_LENGTH]
             .reshape(last_dimension_vectors, -1)[:: max(1, last_dimension_vectors // _MAX_EXAMINED_LINES)][
@@ -173,6 +175,7 @@ def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
         )
         if not bool(examined_vectors.isfinite().all()):
             return False
+        # Scaling by a power of two leaves the mantissa bits that the format lacks at zero.
         unused_mantissa_mask = (1 << (23 - fmt.mantissa_bits)) - 1
         if not bool((examined_vectors.contiguous().view(torch.int32) & unused_mantissa_mask).any()):
             return True
@@ -192,8 +195,9 @@ def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
 
 
 def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
-    """Returns whether values seem rounded to a scaled format: each run has at most as many distinct magnitudes as the
-    format, and on average each magnitude occurs many times. Zeros are not counted, because activations have many zeros.
+    """Returns whether the values of each run (a row of `runs`) seem rounded to a scaled format. Then a run has at most
+    as many distinct magnitudes as the format, and on average each magnitude occurs at least _MIN_VALUES_PER_MAGNITUDE
+    times. Zeros are not counted, because activations have many zeros.
     """
     sorted_magnitudes = runs.abs().sort(dim=1).values
     new_magnitude_mask = torch.ones_like(sorted_magnitudes, dtype=torch.bool)

@@ -4,7 +4,7 @@ All functions take b as (N, K), with the contraction last, like the weight of a 
 error of a product in low precision. They also show how much of this error the kernel adds to the errors of the casts.
 
 Short sums are the sums of Hopper's FP8 units, either plain or promoted to float32 periodically.
-`sum_like_hopper_units` equals an H200 to the bit, in all of 143,360 sums of 16 to 2,048 products. An instruction
+`sum_like_hopper_units` gives the same bits as an H200 in all of 143,360 sums of 16 to 2,048 products. An instruction
 contracts 32 elements. It truncates their products and the previous sum 13 bits below the largest exponent among them.
 The exponent of a product is the sum of its factors' exponents. The new sum is truncated in the same way.
 `short_product` emulates this at the cost of a matrix product: it adds the numbers of an instruction exactly and keeps
@@ -36,6 +36,7 @@ def choose_product_error_rows(m: int, n: int, k: int, flops_cap: float = FLOPS_C
         return ()
     affordable_row_count = int(flops_cap // max(2 * n * k, 1))
     row_count = min(max(affordable_row_count, 1), m)
+    # Divide the rows into equal parts, and choose the middle row of each part.
     return tuple((2 * i + 1) * m // (2 * row_count) for i in range(row_count))
 
 
@@ -118,6 +119,7 @@ def sum_like_hopper_units(a: Tensor, b: Tensor) -> Tensor:
     return running_sum
 
 
+# Below the exponent of every product, so that a zero never determines the largest exponent.
 _EXPONENT_OF_ZERO = -1000
 
 

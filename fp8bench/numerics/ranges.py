@@ -71,6 +71,7 @@ class TallyLedger:
     def statistics(self) -> tuple[TensorStatistics, ...]:
         statistics = []
         for (kind, role), tally in self.tally_by_kind_and_role.items():
+            # A tally of empty tensors has no values to divide by.
             count = max(tally.count, 1)
             format_outside_shares = tuple(
                 (fmt.name, tally.overflow_counts[fmt.name] / count, tally.vanishing_counts[fmt.name] / count)

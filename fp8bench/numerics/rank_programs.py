@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankExchange:
-    """The data that a rank sends in one exchange with other ranks."""
+    """What a rank sends (`payload`) in one exchange with other ranks. Each subclass defines what the ranks receive."""
 
     payload: Tensor
 
@@ -78,6 +78,7 @@ class MaximumOverRanks(RankExchange):
     """Every rank receives the maximum of the payloads over all ranks, element by element."""
 
     def count_sent_bytes(self, size: int) -> float:
+        # In a ring the parts go around twice: first to compute the maxima, then to distribute them.
         return 2 * super().count_sent_bytes(size)
 
 
@@ -131,6 +132,7 @@ def _answer_exchange_requests(requests: Sequence[RankExchange]) -> list[Any]:
         case AllGather():
             return [rank_payloads for _ in ranks]
         case AllToAll():
+            # Transpose the payloads: row n of each payload goes to rank n.
             return list(torch.stack(rank_payloads).unbind(1))
         case AllToAllRows():
             # All requests have this type. `isinstance` is for the type checker.
@@ -187,8 +189,8 @@ def run_on_this_rank(
     """Runs the program of this process's rank and returns its result. It communicates with the ranks of `group`, by
     default with all ranks.
 
-    Each exchange runs inside `marker`. If the program was already started, `answer` is what this rank received in its
-    last exchange.
+    Each exchange runs inside `marker`, and its bytes are added to `counted`. If the program was already started,
+    `answer` is what this rank received in its last exchange.
     """
     marker = marker or nullcontext()
     while True:

@@ -54,13 +54,13 @@ class BlockFactors:
         row_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
         first_block_index = tile[1].start // self.columns if self.columns else 0
         tile_column_peaks = peaks[:, first_block_index : first_block_index + row_peaks.shape[1]]
-        # 2. Reduce the rows of the same block.
+        # 2. Combine the rows of each block by their largest magnitude.
         row_block_indices = self._find_block_indices(tile[0], self.rows).unsqueeze(1).expand(row_peaks.shape)
         tile_column_peaks.scatter_reduce_(0, row_block_indices, row_peaks, "amax")
 
     def _find_block_indices(self, indices: slice, size: int) -> Tensor:
-        """Returns for each row (or column) of a tile the index of its block. If there is one block, returns a single
-        0.
+        """Returns for each row (or column) of a tile the index of its block. If one block covers the whole side,
+        returns only the index 0.
         """
         if not size:
             return torch.zeros(1, dtype=torch.int64, device=self.factor_by_block.device)
@@ -75,7 +75,7 @@ def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tens
     """
     if scaling is None:
         return BlockFactors(torch.ones(1, 1, device=x.device))
-    # `steps` has for each block the factor that decodes its elements.
+    # `steps` has the factor of each block: a value is an element times this factor.
     factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
     row_block_count = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
     return BlockFactors(factors.reshape(row_block_count, -1), scaling.rows, scaling.columns)
@@ -206,8 +206,8 @@ class TensorError:
 def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: BlockFactors | None = None) -> TensorError:
     """Returns the figures of x and its rounded copy y, tensors of equal shape and any dtypes.
 
-    `fmt` is the format of the elements, and `factors` their scaling factors, if any. `max_ulp` is the largest |e| in
-    units of the format's spacing at x. Saturated values are left out, so it is at most 0.5 for rounding to nearest,
+    `fmt` is the format of the elements, and `factors` their scaling factors, if any. `max_ulp` is the largest |y - x|
+    in units of the format's spacing at x. Saturated values are left out, so it is at most 0.5 for rounding to nearest,
     and below 1 for stochastic rounding. `utilisation` is the largest magnitude divided by the largest value that the
     format can represent with the factor. With several factors, it is that of the median non-zero block.
     """
@@ -249,8 +249,8 @@ class _ValueSums:
     def add(
         self, exact_values: Tensor, rounded_values: Tensor, finite: Tensor, both_finite: Tensor, tile: Tile
     ) -> None:
-        """Adds one tile of x and y. Values of x that are not `finite` were replaced by 0. `both_finite` marks the
-        values that are finite in both tensors.
+        """Adds one tile of x (`exact_values`) and y (`rounded_values`). `finite` is True where x is finite; elsewhere
+        `exact_values` has 0. `both_finite` is True where x and y are finite.
         """
         is_nonzero = exact_values != 0
         self._counts[0] += is_nonzero.sum()
@@ -272,6 +272,7 @@ class _ValueSums:
             sums[tile[0], first_block_index : first_block_index + block_square_sums.shape[1]] += block_square_sums
 
     def to_tensor_error(self, count: int, grid: _FormatGridFigures | None) -> TensorError:
+        # Only here does the host wait for the device.
         nonzero_count, lost_count, vanished_count = self._counts.tolist()
         saturated_count, subnormal_count, max_ulp, utilisation = (
             grid.collect_figures() if grid is not None else (None,) * 4
