@@ -163,8 +163,8 @@ class ConformitySums:
         return float((((result - self.product) / self.magnitude) ** 2).mean())
 
     def mean_magnitude_loss(self, result: Tensor) -> float:
-        """Returns by how much the results' magnitudes are too small on average, relative to sum(|products|): the mean of
-        sign(exact) (exact - result) / sum(|products|).
+        """Returns by how much the results' magnitudes are too small on average, relative to sum(|products|): the mean
+        of sign(exact) (exact - result) / sum(|products|).
         """
         return -float(((result - self.product) / self.magnitude * self.product.sign()).mean())
 

@@ -38,6 +38,7 @@ class DDPModel(RankModelPart):
         self.group = job.group
         self.batch_group = job.group
         self._phase: Phases = SilentPhases()
+        # DistributedDataParallel takes no device list for a model on a CPU.
         devices = [job.facts.index] if job.facts.accelerated else None
         self._ddp = DistributedDataParallel(model, devices, process_group=job.group, gradient_as_bucket_view=True)
         self._wire = job.options["wire"]
@@ -58,6 +59,7 @@ class DDPModel(RankModelPart):
     def _send_bucket(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
         if self._witness is None:
             return hook(bucket)
+        # Copy the gradients first, because the hook overwrites the bucket.
         gradients = bucket.buffer().clone()
         future = hook(bucket)
         self._witness.verify_exchange_result(gradients, future.wait(), self._fp8.average_over_ranks)
@@ -68,6 +70,7 @@ class DDPModel(RankModelPart):
         return self._ddp(tokens, targets, phase)
 
     def _choose_communication_hook(self, wire: str) -> Hook | None:
+        # A silent group reduces nothing. FP8 still needs its hook, which also casts.
         if is_silent(self.group) and not wire.startswith("fp8"):
             return lambda bucket: _make_done_future(bucket.buffer())
         if wire == "bf16":
@@ -92,6 +95,7 @@ class DDPModel(RankModelPart):
 
 
 def _make_done_future(values: Tensor) -> Future[Tensor]:
+    # torch requires a future from a hook, even if the values are already there.
     future: Future[Tensor] = Future()
     future.set_result(values)
     return future
@@ -127,6 +131,7 @@ class ZeroModel(RankModelPart):
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
         mean_gradients = iter(self._owned.average_gradients(gradients, phase))
         for parameter, owner_rank in zip(self.parameters, self._owned.owners, strict=True):
+            # This rank updates only the weights that it owns.
             parameter.grad = next(mean_gradients) if owner_rank == self.group.rank() else None
         return loss
 
@@ -191,6 +196,7 @@ def use_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
 
     recipe_config = Float8LinearConfig.from_recipe_name("tensorwise")
     config = replace(recipe_config, emulate=emulated, enable_fsdp_float8_all_gather=in_codes)
+    # Iterate over a list, because the loop replaces modules.
     for path, layer in list(model.blocks.named_modules()):
         if isinstance(layer, Linear):
             outputs, inputs = layer.weight.shape
@@ -200,6 +206,7 @@ def use_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
             float8_layer = Float8Linear.from_float(unconverted_layer, config)
             multiply = float8_layer.forward
             carrier = layer.arithmetic.carrier
+            # Default arguments hold the values of this iteration of the loop.
             float8_layer.forward = lambda x, phase, multiply=multiply, carrier=carrier: region(
                 phase.gemm, multiply, x.to(carrier)
             )
@@ -211,6 +218,7 @@ def shard_model(model: GPT, mesh: DeviceMesh, wire: str) -> None:
     precision_policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if wire == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    # Shard the blocks first. The last call then groups only the remaining weights.
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision_policy)
     fully_shard(model, mesh=mesh, mp_policy=precision_policy)

@@ -52,6 +52,7 @@ class RankModelPart:
             shared_group.phase = phase
         with phase.elementwise:
             loss = self.forward(self.take_batch_share(tokens), self.take_batch_share(targets), phase)
+            # The gradients of common parameters are summed over ranks, so divide by the number of ranks for a mean.
             ranks = shared_group.size if shared_group is not None and self.common_parameters else 1
             (loss * (self.loss_scale / ranks)).backward()  # type: ignore[no-untyped-call]
             if shared_group is not None and self.common_parameters:

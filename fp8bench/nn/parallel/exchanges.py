@@ -57,6 +57,7 @@ class RankGroup:
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
+            # Copy x, because all_reduce overwrites its argument.
             sum_over_ranks = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(sum_over_ranks, group=self.handle)
             return sum_over_ranks
@@ -101,6 +102,7 @@ class RankGroup:
         `received_counts[r]` of them from rank r.
         """
         with self.phase.communication:
+            # Zeros, because a silent group receives nothing.
             rows = x.new_zeros(sum(received_counts), *x.shape[1:])
             if not self.is_silent:
                 dist.all_to_all_single(
@@ -180,6 +182,7 @@ def gather_rank_answers(answer: Any, group: dist.ProcessGroup | None = None) -> 
     """
     encoded_answer = json.dumps(answer).encode()
     rank_count = dist.get_world_size(group)
+    # Exchange the lengths first, because all_gather needs equal lengths. JSON ignores the spaces that pad an answer.
     lengths = list(torch.zeros(rank_count, 1, dtype=torch.int64))
     dist.all_gather(lengths, torch.tensor([len(encoded_answer)]), group)
     longest_length = max(map(int, lengths))
@@ -216,6 +219,7 @@ class FP8Wire:
         return self._witness
 
     def average_over_ranks(self, values: Tensor, rank: int) -> ExchangeProgram[Tensor]:
+        # The length must be a multiple of the number of ranks.
         padded_values = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
         mean = yield from compute_fp8_mean(self.algorithm, padded_values, POST_SCALING, rank, self._size, AutoScale())
         return mean.values[: values.numel()]
@@ -252,6 +256,7 @@ class FP8Group(RankGroup):
         self.wire = FP8Wire(self.handle)
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
+        # The exchange returns the mean over ranks, not the sum.
         return (self._send_in_fp8(self.wire.average_over_ranks, x) * self.size).view(x.shape).to(x.dtype)
 
     def gather_stack(self, x: Tensor) -> Tensor:

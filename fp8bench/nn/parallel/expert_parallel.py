@@ -31,6 +31,7 @@ class RankLocalExperts(Experts):
     """
 
     def __init__(self, experts: Experts, group: RankGroup, wire: str) -> None:
+        # Skip Experts.__init__, which would make new experts.
         nn.Module.__init__(self)
         self.router = experts.router
         self.expert_count = experts.expert_count
@@ -77,7 +78,7 @@ class RankLocalExperts(Experts):
         rows_by_expert = torch.split_with_sizes(received_rows[expert_row_order], sizes)
         outputs = torch.cat(self._run_experts_on_parts(rows_by_expert, torch.tensor(sizes, device=rows.device), phase))
 
-        # 3. Send the results back.
+        # 3. Restore the order of arrival, and send the results back.
         return self._exchange(
             outputs[expert_row_order.argsort()], received_counts, sent_rows, _choose_return_format(self.wire)
         )

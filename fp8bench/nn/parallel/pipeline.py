@@ -52,7 +52,9 @@ class PipelineStageModel(nn.Module):
         for name, parameter in self.model.named_parameters():
             path_parts = name.split(".")
             if path_parts[0] == "blocks":
+                # Number the blocks as in the whole model.
                 path_parts[1] = str(int(path_parts[1]) + self.first_block)
+            # The whole model lists a tied weight as its embedding.
             is_tied_weight = self.has_tied_weight and name == "head.weight"
             stage_parameters["embedding" if is_tied_weight else ".".join(path_parts)] = parameter
         return stage_parameters
@@ -82,6 +84,7 @@ class PhaseMarkedStage(PipelineStage):
         return self.group is not None and is_silent(self.group)
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        # Ranks of a silent group cannot vote.
         if self._is_silent():
             return torch.ones(1, dtype=torch.int32)
         return super()._warmup_forward_vote(has_backward, received_acc)
@@ -117,6 +120,7 @@ class GPipe(RankModelPart):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self.module.phase = phase
         losses: list[Tensor] = []
+        # Other stages receive their inputs from the previous stage.
         inputs = (tokens,) if self.module.is_first else ()
         with phase.communication:
             self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
@@ -143,6 +147,7 @@ class GPipe(RankModelPart):
 
     def average_loss(self, loss: Tensor) -> Tensor:
         mean = loss.clone()
+        # Only the last stage knows the loss.
         dist.broadcast(mean, group=self.group, group_src=self.group.size() - 1)
         return mean
 
@@ -167,6 +172,7 @@ class GPipe(RankModelPart):
 
     def _make_examples(self, job: ModelPartSetup) -> tuple[Tensor, Tensor]:
         model = self.module.model
+        # The stage needs only the shapes and dtypes of examples, so these are on the meta device.
         token_shape = job.batch // self._microbatches, job.config.sequence
         residual = model.around["residual"]
         dtype = model.carrier if residual is None else residual.carrier

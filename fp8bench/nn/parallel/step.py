@@ -151,6 +151,7 @@ def find_difference_limits(precisions: Iterable[Precision], wire: str, load: str
     """Returns the differences from training on one rank that rounding can explain in a case. They depend on the
     precisions of the products, the format `wire` of exchanges ('' without that option), and the `load` of the experts.
     """
+    # `max` compares limits by their first field, `update`.
     products = max(map(_find_rank_difference_limits, precisions))
     if wire == "fp8":
         limits = products.combine_limits(_LIMITS_FP8_TOKENS)
@@ -206,6 +207,7 @@ class ParallelState:
 def make_parallel_state(
     model: RankModelPart, loader: TokenLoader, facts: DeviceFacts, plain: bool = False
 ) -> ParallelState:
+    # These parameters share memory with the model's weights, so the optimizer updates the model.
     parameters = [torch.nn.Parameter(weight) for weight in model.weights]
     optimizer = (
         skip_compiler_wrappers(torch.optim.SGD)(parameters, lr=_SGD_LEARNING_RATE)
@@ -222,6 +224,7 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
     """
     # 1. Train on several ranks and on one rank, and record scales and exchanges.
     witnesses = parallel.model.witnesses()
+    # Copy the weights, because steps update them in place.
     initial_weights = {name: weight.clone() for name, weight in single.model.gather_weights().items()}
     phase = SilentPhases()
     loss_differences = []

@@ -61,6 +61,7 @@ def split_blocks_over_ranks(
             layer.weight = nn.Parameter(cut.share(layer.weight.detach(), group.rank, group.size).contiguous())
             if amax == OF_GROUP:
                 layer.arithmetic = use_group_scales(layer.arithmetic, list_divided_roles(cut), group.max_over_ranks)
+        # Each rank computes only its share of the heads.
         queries, keys, values = (size // group.size for size in block.attn.sizes)
         block.attn.sizes = (queries, keys, values)
         for part in (block.attn, block.mlp):
@@ -145,7 +146,9 @@ class TensorFSDP(TensorCut):
         self.batch_group = device_pair_mesh.get_group("data")
         super().__init__(replace(job, group=self._pair))
         shard_model(self.module, device_pair_mesh["data"], "fp32")
+        # Read the parameters again, because fully_shard has replaced them by shards.
         RankModelPart.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
+        # Losses and faults concern all ranks, not only those of the pair.
         self.group = job.group
 
     def witnesses(self) -> list[ScaleOrWireWitness]:

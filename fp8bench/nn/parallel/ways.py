@@ -190,6 +190,7 @@ def refuse_uneven_rows(case: ParallelCase) -> str:
 
 
 def refuse_weight_owners(case: ParallelCase) -> str:
+    # Each block has at least two norms and four linear layers.
     weight_count = 6 * case.config.layers
     if case.ranks > weight_count:
         return f"{case.ranks} ranks cannot each own a weight: the blocks of this model have only {weight_count}"
@@ -248,6 +249,7 @@ def count_scale_traffic(blocks: int, ranks: int) -> ScaleTraffic:
     layers, and ranks divide two operands of each. Before each cast of such an operand, the ranks exchange its largest
     magnitude.
     """
+    # A magnitude has 4 bytes. In a ring of n ranks, a rank sends it 2 (n - 1) / n times.
     divided_operand_cast_count = 2 * 4 * blocks
     return ScaleTraffic(divided_operand_cast_count, 4 * divided_operand_cast_count * 2 * (ranks - 1) / ranks)
 

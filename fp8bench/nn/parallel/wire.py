@@ -100,15 +100,18 @@ class StepTrafficWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         pending_transfers = []
         for func, args in self._recorded_calls:
             result_leaves = tree_leaves(func(*args))
+            # c10d returns handles. Functional operations return tensors, for which `wait_tensor` waits.
             operations: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
             operations = operations or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
             if func.name().partition(".")[0] in _POINT_TO_POINT_OPERATIONS:
+                # Waiting for a send here could deadlock, because the other rank may receive it later.
                 pending_transfers += operations
             else:
                 _wait_for_operations(operations)
         _wait_for_operations(pending_transfers)
 
     def _count_sent_bytes(self, name: str, args: Sequence[Any]) -> None:
+        # The sender counts the bytes of a transfer.
         if name in _OPERATIONS_WITHOUT_DATA or name == _RECEIVE_PREFIX:
             return
         if name not in _OPERATIONS:
@@ -126,6 +129,7 @@ class StepTrafficWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def _count_ranks(args: Sequence[Any]) -> int:
+    # c10d operators get the group as an object. Functional operators get its name as their last argument.
     process_groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
     if process_groups:
         return int(dist.ProcessGroup.unbox(process_groups[0]).size())
