@@ -98,6 +98,7 @@ def apply_dropout(x: Tensor, fraction: float) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
+    # GPT-2 uses the approximation by tanh.
     return F.gelu(x, approximate="tanh")
 
 

@@ -70,6 +70,7 @@ class RlhfModels:
         batches = self.loader.read(phase)
         for name, model in self.frozen_models.items():
             with phase.elementwise, torch.no_grad():
+                # A generator, so that the logits of only one batch are in memory at a time.
                 logits = (model.forward(tokens, 0, phase, every=True) for tokens, _ in batches)
                 self.scores[name] = [
                     -cross_entropy(tensor, targets, "none")
@@ -115,6 +116,7 @@ def make_frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format:
     )
 
     def store(name: str, weight: Tensor) -> StoredWeight:
+        # As in served models, the format applies only to blocks, so the head keeps the carrier dtype.
         if weight_format in DTYPES or name == "head":
             return PrecastWeight(weight, PlainArithmetic(carrier))
         return store_weight(weight, weight_format, False)

@@ -29,6 +29,7 @@ _MATRIX_DIMENSIONS = 2
 # The sizes of the example tensors with which a kernel is compiled. Its calls may have other sizes.
 _EXAMPLE_ROWS = 640
 _EXAMPLE_RUN_COUNT = 48
+# Far more operations than a sum of sixteen products has.
 _MAX_UNSPLIT_OPERATIONS = 1 << 10
 # How many runs of 16 elements a CPU rotates at a time, so that their float64 copy stays in its cache.
 _ROTATED_RUNS_PER_PIECE = 1 << 12
@@ -154,6 +155,7 @@ operators.define_operator("rotated_and_looked_at", f"({_ROTATION_SCHEMA}) -> ()"
 def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
     runs = x.reshape(x.numel() // ROTATED_RUN_LENGTH, ROTATED_RUN_LENGTH)
     result = torch.empty(runs.shape, dtype=torch.float32, device=x.device)
+    # torch.split needs a positive size, even if there are no runs.
     runs_per_piece = _ROTATED_RUNS_PER_PIECE if x.device.type == "cpu" else max(len(runs), 1)
     for source, target in zip(torch.split(runs, runs_per_piece), torch.split(result, runs_per_piece), strict=True):
         target.copy_(source.to(torch.float64) @ matrix)

@@ -46,6 +46,7 @@ class StorageFormat:
             else 0
         )
         scales = {"all": 1, "head": heads, "row": rows}.get(str(self.scale_sharing), rows * blocks)
+        # The codes of each row fill whole bytes.
         return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.tensor_scale_bytes
 
 
@@ -138,6 +139,7 @@ def check_served_support(params: Scalars, precision: Precision, facts: DeviceFac
 
 def check_stored_weight_support(precision: Precision, outputs: int, inputs: int, facts: DeviceFacts) -> Support:
     arm = replace(choose_served_arm({"kv": OWN, "weights": OWN}, precision), kv="")
+    # Only the weight's own sizes matter for its support, so the model consists of this weight.
     shape = ServedShape(0, 0, 1, 1, 1, 1, (("blocks.0.weight", (outputs, inputs)),))
     try:
         check_weight_groups(shape, arm)
@@ -292,6 +294,7 @@ def find_served_shape(size: str) -> ServedShape:
 
 
 def make_served_shape(config: GPTConfig) -> ServedShape:
+    # List a tied head too, because each step multiplies by it.
     shapes = tuple((name, shape) for name, (shape, _) in list_weight_shapes(replace(config, tied=False)).items())
     heads = (config.heads, config.key_heads, config.head_width)
     top_k = config.top_k if config.experts else 0
@@ -330,6 +333,7 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
         if first_weight_path_part == "embedding":
             weight_bytes += batch * shape[-1] * carrier_bytes
         elif first_weight_path_part == "positions":
+            # All sequences of a batch are at the same position, so they read the same row.
             weight_bytes += shape[-1] * carrier_bytes
         elif first_weight_path_part == "blocks" and len(shape) == 2 and not name.endswith(ROUTER_PATH):
             has_int4_weights = arm.weight_format == "int4"
@@ -361,5 +365,6 @@ def count_forward_flops(model: ServedShape, batch: int, new: int, context: int) 
     counts for one token of each sequence.
     """
     weight_flops = 2.0 * batch * (new * model.active_weight_count + model.weights("head"))
+    # Each new token attends to all earlier positions, to earlier new tokens and to itself.
     attended_position_pairs = new * (context - new) + new * (new + 1) / 2
     return weight_flops + 4.0 * batch * model.layers * model.heads * model.head_width * attended_position_pairs

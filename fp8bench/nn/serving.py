@@ -77,6 +77,7 @@ def make_served_state(
         # 2. Fill the cache up to the new tokens, with values that depend only on the seed.
         generator = torch.Generator(device).manual_seed(setup.seed)
         model.fill_cache(context - new, generator)
+        # If the cache is empty, its scales must come from the prompt.
         model.calibrates = new == context
         # If the cache is not static, each step concatenates its tokens to new tensors.
         if params.get("static") == "no" and isinstance(model, Decoder):
@@ -95,6 +96,7 @@ def make_served_state(
 def _make_decoder(
     setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], config: GPTConfig, sizes: tuple[int, int]
 ) -> Decoder:
+    # Without rotary positions the model has a table of positions, which needs a row for each position of the context.
     if not config.is_llama_like:
         config = replace(config, sequence=sizes[1])
     layers_by_name = {layer.name: layer for layer in layers}
@@ -131,6 +133,7 @@ def measure_logits_error(
     for state in states:
         state.step(SilentPhases())
     logits, exact_logits = (state.logits for state in states)
+    # Leave out logits that are -inf in both models, because their difference would be NaN.
     is_comparable = exact_logits.isfinite() | (logits != exact_logits)
     errors = {"logits_error": relative_frobenius(logits[is_comparable], exact_logits[is_comparable])}
     model = states[0].model

@@ -42,6 +42,7 @@ def _parse_accumulator(text: str) -> str:
     the number of bits that Hopper has.
     """
     if text.isascii() and text.isdigit() and int(text) in SHORT_SUM_BITS:
+        # One accumulator must have only one name, so remove leading zeros.
         return Accumulator.SHORT.value if int(text) == HOPPER_SUM_BITS else str(int(text))
     try:
         return one_of(*Accumulator)(text)

@@ -46,6 +46,7 @@ def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -
     size_multiple = precision.compiled_multiple
     sizes = {tokens}
     for name, sides in list_features(config).items():
+        # The head stays in high precision, so it may have any size.
         if name != "head":
             sizes.update(sides)
     misfit_sizes = sorted(size for size in sizes if size % size_multiple)

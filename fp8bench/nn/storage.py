@@ -203,6 +203,7 @@ class IntegerWeight:
         self.group = inputs if name == "int8" else int(make_int4_storage_format(inputs).scale_sharing)
         largest = 127 if name == "int8" else 7
         groups = weight.float().view(outputs, -1, self.group)
+        # A group of zeros gets a small scale, because its values are divided by the scale.
         self.scales = (groups.abs().amax(-1, keepdim=True) / largest).clamp(min=2.0**-100).to(torch.bfloat16)
         rounded_codes = (groups / self.scales.float()).round().clamp(-largest - 1, largest).view(outputs, inputs)
         if name == "int8":
@@ -307,6 +308,7 @@ def draw_cached_values(
     """
     *leading_sides, positions, width = shape
     positions_per_draw = min(positions, 4096)
+    # range needs a positive step, even without positions.
     for begin_position in range(0, positions, positions_per_draw or 1):
         values = torch.randn(*leading_sides, positions_per_draw, width, generator=generator, device=generator.device)
         if are_keys:
@@ -325,6 +327,7 @@ def draw_weights(shapes: WeightShapes, seed: int, device: str) -> Callable[[str]
         shape, deviation = shapes[name]
         if not deviation:
             return torch.ones(shape, device=device)
+        # The factor is larger than the number of weights, so no two seeds share a generator.
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + index_by_weight_name[name])
         return torch.randn(shape, generator=generator, device=device).mul_(deviation)
 

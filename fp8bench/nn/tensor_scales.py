@@ -86,6 +86,7 @@ class DelayedScale:
         return cast
 
     def _get_scale_state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        # Only the first cast shows on which device the tensors are.
         if self.scale is None or self.history is None or self._casts is None:
             self.scale = torch.ones((), dtype=torch.float32, device=device)
             self.history = torch.zeros(self._delayed.history, dtype=torch.float32, device=device)
@@ -233,6 +234,7 @@ class StaticScale:
 
     def _renew_scale(self, amax: Tensor, is_due: Tensor) -> None:
         assert self._amax is not None and self._scale is not None and self._renewals is not None
+        # Keep the old scale if the magnitude is 0, infinity or NaN.
         is_scale_renewed = is_due & amax.isfinite() & (amax > 0)
         self._amax = torch.where(is_scale_renewed, amax, self._amax)
         self._scale = _make_scale_pair(

@@ -39,6 +39,7 @@ class WindowMLP(LanguageModel):
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         x = self.look_up_embedding(tokens)
+        # The first tokens have fewer predecessors, so fill their windows with zeros.
         windows = F.pad(x, (0, 0, CONTEXT_TOKENS - 1, 0)).unfold(1, CONTEXT_TOKENS, 1).transpose(2, 3).flatten(2)
         residual_arithmetic = self.around["residual"]
         x = cast_to(self.apply_dropout(self.window(windows, phase).to(x.dtype)), residual_arithmetic)
@@ -75,6 +76,7 @@ def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Ten
     earlier positions.
     """
     shifted_images = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
+    # The shift has added a line and a position, so drop the last ones.
     return convolution(shifted_images, phase)[:, :-1, :-1]
 
 

@@ -60,6 +60,7 @@ def skip_compiler_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[.
     subclass keeps the name of the optimizer, because traces show it.
     """
     unwrapped_methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED_METHODS)}
+    # Unwrapping `step` also removed the wrapper that turns gradients off.
     return type(
         optimizer.__name__, (optimizer,), {**unwrapped_methods, "step": torch.no_grad()(unwrapped_methods["step"])}
     )
@@ -104,6 +105,7 @@ class TrainingState:
             for parameter, buffer in zip(self.parameters, self.gradient_buffers, strict=True):
                 parameter.grad = buffer
             self.optimizer.step()
+            # Otherwise the next backward pass would add its gradients to the buffers.
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -141,6 +143,7 @@ class TrainingState:
             # Add the gradients in a separate phase. Otherwise autograd would add those of later micro-batches inside
             # whatever phase is open.
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            # Undo the loss scale, and average over the micro-batches.
             gradient_factor = 1.0 / (self.loss_scale * self.micro_batches)
             if first:
                 torch._foreach_zero_(self.gradient_buffers)

@@ -73,6 +73,7 @@ class LossGradient:
     factor: float = 1.0
 
     def set_token_count(self, tokens: int) -> None:
+        # A vocabulary of one token must not cause a division by 0.
         self.factor = tokens * self.vocabulary / math.sqrt(max(1, self.vocabulary - 1))
 
 
@@ -221,6 +222,7 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
     if type(model) is FeedForward:
         # A feed-forward part alone is assumed to have inputs and output gradients with a standard deviation of 1.
         deviation = GATED_DEVIATION if model.gated else GELU_DEVIATION
+        # Without a loss, the factor of LossGradient stays 1, whatever its vocabulary is.
         feed_forward_factor = scale_feed_forward(model, 1.0, 1 / deviation, LossGradient(2))
         assert isinstance(model.unit_scaling, UnitScaledFeedForward)
         model.unit_scaling.input_factors = (1.0, 1 / feed_forward_factor)
@@ -274,6 +276,8 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
                     loss,
                 )
             norm.unit_scaling = UnitScaledNormWeight(branch_gradient_factor, loss)
+            # The norm's input is divided by this deviation. Divide epsilon by its square, so that the result is
+            # unchanged.
             norm.epsilon = _NORM_EPSILON / residual_stream_deviation**2
             sums.append(ResidualSumFactors(skip, branch_output_factor, gradient_factor / branch_gradient_factor))
             residual_stream_deviation = next_residual_stream_deviation

@@ -38,8 +38,11 @@ from fp8bench.nn.storage import (
 )
 from fp8bench.protocols import Phases, SilentPhases
 
+# The number of positions of a model whose configuration does not give one.
 _DEFAULT_POSITION_COUNT = 1 << 20
+# The length of the prompt that checks a model's cache.
 _CHECKED_TOKEN_COUNT = 8
+# The largest relative difference of fp32 logits that counts as rounding.
 _LOGITS_TOLERANCE = 1e-3
 
 
@@ -90,6 +93,7 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
     try:
         with seed_generators(seed, facts):
             answer = maker()
+    # An error of fp8bench already has a message for the user.
     except Fp8benchError:
         raise
     except Exception as error:
@@ -128,6 +132,7 @@ class UserDecoder:
                 "causal models do."
             )
         self.product_weights = find_linear_weights(name, model)
+        # A model from transformers has imported the package already, so do not import it for other models.
         transformers: Any = sys.modules.get("transformers")
         is_transformers_model = transformers is not None and isinstance(model, transformers.PreTrainedModel)
         # Hugging Face's models require their own cache class.
@@ -207,6 +212,7 @@ class UserDecoder:
                 vars(module)["forward"] = self._make_product(module.forward)
                 continue
             weight = product_weight.weight.float()
+            # Hugging Face's Conv1D stores the transpose of a linear layer's weight.
             stored_weight = store_weight(
                 weight.t() if product_weight.kind == CONV1D_KIND else weight, format_name, arm.low_inputs
             )
@@ -255,6 +261,7 @@ class UserDecoder:
                 for heads, new in zip(pair, (keys, values), strict=True):
                     if self.calibrates:
                         heads.calibrate(new)
+                    # `heads` only rounds the values, so their position in it does not matter.
                     heads.write(new, 0)
                 # Attention must read the rounded values that the cache returns.
                 rounded = [heads.read(keys.shape[2]) for heads in pair]
@@ -267,6 +274,7 @@ class UserDecoder:
             for heads, tensor in zip(pair, (layer.keys, layer.values), strict=True):
                 shape = (*tensor.shape[:2], end, tensor.shape[3])
                 for begin_position, drawn in draw_cached_values(shape, generator, tensor is layer.keys):
+                    # The first piece determines the scales of the whole cache.
                     if begin_position == 0:
                         heads.calibrate(drawn)
                     heads.write(drawn.to(self.carrier), 0)
@@ -362,6 +370,7 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
         )
     keys = user_decoder.cache.layers[0].keys
     layers = len(user_decoder.cache.layers)
+    # The cache shows only the number of key heads, and there may be more query heads.
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or query.heads or keys.shape[1]
     shapes = tuple(_list_weight_shapes(model, user_decoder))
     return ServedShape(
@@ -380,6 +389,7 @@ def _list_weight_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[st
         product_weight = holders.get(id(parameter))
         shape = tuple(parameter.shape)
         if id(parameter) in embedding_ids:
+            # The first embedding is that of the tokens. Any other counts as an embedding of positions.
             shapes.append((f"{'embedding' if id(parameter) == embedding_ids[0] else 'positions'}.{name}", shape))
         if product_weight is None and id(parameter) not in embedding_ids:
             shapes.append((f"other.{name}", shape))

@@ -156,6 +156,7 @@ def find_step_fault(state: TrainingState | InferenceState) -> str:
     if output_layout_watch.fault and all(layer.arithmetic.plain for layer in convolutions):
         return output_layout_watch.fault
     for name, (norm, mean) in norms.items():
+        # Training must update the running statistics, and inference must not.
         if torch.equal(norm.running_mean, mean) == training:  # type: ignore[arg-type]
             return f"batch norm {name} uses {'its running statistics' if training else 'the batch'} in this pass"
     return ""
@@ -172,6 +173,7 @@ class _MemoryLayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         self.fault = ""
 
     def check_layer(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # Layers take images with channels last, but torch defines layouts for images with channels first.
         self._check_layouts(type(layer).__name__, [image.permute(0, 3, 1, 2) for image in (inputs[0], output)])
 
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
