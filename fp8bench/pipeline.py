@@ -131,7 +131,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         refuse_changed_conditions(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
-        run = load_run(path)  # load_run drops the records of incomplete groups
+        run = load_run(path)  # drops the records of incomplete groups, which are measured again
         return True, _measure_groups(run, find_incomplete_groups(run), writer, resources)
 
 
@@ -198,8 +198,7 @@ def _measure_groups(
                 run, group, method.brisk, resources, is_last=group is groups[-1]
             )
             records = _measure_group(group, run, method, group_budget_seconds, resources, untimed_worker)
-            # Widen intervals by the differences between earlier runs of the same cases. `store_ratios` then adds this
-            # run.
+            # Widen intervals by the differences between earlier runs of the same cases. This run is added below.
             records_with_spread = add_rerun_spreads(records, run, resources.store)
             finished_records = [
                 replace(record, sessions=sessions.get(record.case.id, ())) for record in records_with_spread
@@ -215,7 +214,7 @@ def _measure_groups(
         with (
             ignore_interrupts(),
             contextlib.suppress(StoreError),
-        ):  # a run without this end mark counts as unfinished anyway
+        ):  # if the end cannot be written, the run counts as unfinished anyway
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(
@@ -231,7 +230,7 @@ def _get_rate_ceilings(run: Run, groups: Sequence[Group], resources: RunResource
     """Returns the ceilings (highest measured rates) by device, for this run's number of threads. They are read from the
     store or measured now. A device for which neither is possible is left out.
     """
-    if run.request.ranks is not None:  # a ceiling measured by one process would be shared by all ranks
+    if run.request.ranks is not None:  # all ranks together share the rate that one process would measure
         return {}
     first_case_by_device = {case.device: case for case in reversed(_list_running_cases(groups))}
 
@@ -250,7 +249,7 @@ def _get_rate_ceilings(run: Run, groups: Sequence[Group], resources: RunResource
                 device,
                 partial(measure, device) if resources.switches.ceilings else None,
             )
-        except WorkerError:  # continue without the ceilings of this device, in a fresh worker
+        except WorkerError:  # the run needs no ceilings, so continue without them in a fresh worker
             resources.timing.restart()
             continue
         if ceilings is not None:
@@ -268,8 +267,8 @@ class RunResources(NamedTuple):
     meters and the workers. `start` is the time at which the run began.
 
     `timing` is the worker that times steps, and `untimed_pass_worker` the worker that runs untimed passes.
-    `counting_worker_process` counts allocations, if this was requested. `second` is the worker `untimed_pass_worker` if
-    it may run while `timing` works; otherwise it is None.
+    `counting_worker_process` counts allocations, if this was requested. `second` is `untimed_pass_worker` if that
+    worker may run while `timing` works; otherwise it is None.
     """
 
     store: Path
@@ -290,7 +289,7 @@ class RunResources(NamedTuple):
     def wait_for_second_worker(self) -> None:
         """Waits until the second worker has imported torch, because the import would disturb the timing."""
         if self.second is not None:
-            with contextlib.suppress(WorkerError):  # the next request to the worker will report the error
+            with contextlib.suppress(WorkerError):  # if the worker has failed, its next request reports it
                 self.second.with_time_limit(START_SECONDS).versions(())
 
 
@@ -313,7 +312,7 @@ def _prepare_run(
                 )
             if request.trace not in (None, NVTX):
                 check_folder("--trace", Path(request.trace))
-            check_store(store)  # creates a new store, into which the corpus is written
+            check_store(store)  # also creates the store, because the corpus is written into it
         corpus = resolved_request.corpus(store, write)
         # Start the workers now: they import torch, which takes seconds, while this process continues.
         if not begun and write:
@@ -337,9 +336,7 @@ def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
 
 @contextmanager
 def open_worker(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
-    """Opens a context with the worker for a request, and closes the worker at the end. If `begun` is given, it is this
-    worker.
-    """
+    """Opens a context with the worker for a request (`begun`, if given), and closes the worker at the end."""
     settings = worker_settings(request, corpus)
     if begun is not None:
         worker: Worker = begun
@@ -367,7 +364,7 @@ def _list_user_code(request: Request) -> tuple[str, ...]:
 def _make_empty_run(
     request: Request, resources: RunResources, command: str, folder: Path | None, compares: bool = True
 ) -> Run:
-    """Returns a new run without records: plans it, and collects its environment and the overheads of measuring."""
+    """Returns a new run without records: its plan (`compares` as in make_plan), environment and timing overheads."""
     worker = resources.timing
     facts = worker.probe()
     plan = make_plan(request, facts, resources.text, compares)
@@ -428,7 +425,7 @@ def _choose_operator_count_worker(
     it is the untimed worker. For the last group it may be the timing worker, which has nothing to time afterwards.
     """
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
-        return None  # the earlier run has the operator counts, or several ranks cannot count them
+        return None  # the earlier run already has the counts, or there are several ranks, which cannot count
     is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     is_any_case_on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
     return (
@@ -477,6 +474,7 @@ def _measure_group(
     untimed: Worker | None,
 ) -> tuple[Record, ...]:
     """Measures one group within `budget` seconds. `untimed` is the worker that counts the operators of its steps."""
+    # 1. Adapt the method to this group: its budget, its suite, and the search for the largest batch.
     request, facts = run.request, {device.key: device for device in run.devices}
     method = replace(method, rule=make_stopping_rule(request.quick, request.rounds, budget, method.brisk))
     if not workloads.get(group.cases[0].case.workload).fused:
@@ -484,6 +482,7 @@ def _measure_group(
         method = replace(method, windows=None, quantisers=eager_quantisers)
     if request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan):
         method = replace(method, capacity=CapacitySearchRule(request.memory_limit or None, replace_batch_size))
+    # 2. Measure the group on its device. Only on a CPU may another worker run untimed passes meanwhile.
     device = next((facts[case.device] for case in _list_running_cases([group])), None)
     device_meter = resources.meters.of(device) if device is not None else None
     concurrent_worker = resources.second if device is not None and not device.accelerated else None

@@ -368,6 +368,7 @@ def parse_model_products(text: str) -> ModelProducts:
     """Parses a name of MODELS, or sizes such as hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384. Raises ValueError."""
     if text in MODELS:
         return ModelProducts(MODELS[text])
+    # 1. Read each size at most once.
     sizes: dict[str, int] = {}
     for word in text.split("/"):
         name, _, digits = word.partition(":")
@@ -378,6 +379,7 @@ def parse_model_products(text: str) -> ModelProducts:
         if not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _MAX_MODEL_SIZE_VALUE):
             raise ValueError(f"expected {name}: and a number from 1 to {_MAX_MODEL_SIZE_VALUE}, not {word!r}")
         sizes[name] = int(digits)
+    # 2. Check that the sizes are complete and divide each other.
     if missing := [name for name in _SIZE_KEYS[:3] if name not in sizes]:
         raise ValueError(f"a model's sizes need {missing[0]}:N, as in hidden:4096/ffn:14336/heads:32/kv:8")
     hidden, ffn, heads = (sizes[name] for name in _SIZE_KEYS[:3])
@@ -385,6 +387,7 @@ def parse_model_products(text: str) -> ModelProducts:
         raise ValueError(f"{heads} heads do not divide hidden:{hidden}; give the width of a head, as in head:128")
     if heads % sizes.get("kv", heads):
         raise ValueError(f"kv:{sizes['kv']} does not divide heads:{heads}")
+    # 3. Compute the features. The size 0 stands for the default.
     features = list_block_features(hidden, ffn, heads, sizes.get("kv", 0), sizes.get("head", 0))
     return ModelProducts(features, sizes.get("tokens"))
 

@@ -35,6 +35,7 @@ def user_errors_as_usage(workload: Workload) -> Iterator[None]:
     """
     try:
         yield
+    # An error of fp8bench already has a message for the user.
     except Fp8benchError:
         raise
     except Exception as error:
@@ -79,7 +80,7 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
     parameters. A quiet axis is left out of the parameters if it has its default, so that a new quiet axis does not
     change the ids of existing cases.
     """
-    # axis.of({}) returns the default of a quiet axis.
+    # `of` returns the default of a quiet axis that the parameters ({}) leave out.
     default_by_quiet_axis = {axis.name: axis.of({}) for axis in axes if axis.quiet}
     # Put chosen values first, because the order is part of a case's id. They also override the defaults.
     values = {**chosen_values, **default_by_quiet_axis, **chosen_values}
@@ -103,6 +104,7 @@ def expand_request(workload: Workload, request: Request, facts: DeviceFacts, cor
         )
     text_params = (("data", corpus),) if corpus and workload.uses_corpus else ()
     names = [axis.name for axis in axes]
+    # A dictionary drops cases that several combinations have in common.
     cases: dict[Params, None] = {}
     for combination in itertools.product(*values):
         for params in expand_cases(workload, axes, dict(zip(names, combination, strict=True))):

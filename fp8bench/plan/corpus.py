@@ -47,6 +47,7 @@ def read_standard_library() -> bytes:
     library_folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for pattern in ("*.py", "asyncio/*.py", "email/*.py"):
+        # Sort the files, because the order in a folder differs between machines.
         for path in sorted(library_folder.glob(pattern)):
             if len(text) < MAX_BYTES:
                 text += path.read_bytes()
@@ -119,6 +120,7 @@ def make_byte_tokens(text: bytes) -> bytes:
 def write_tokens(path: Path, make_tokens: Callable[[], bytes]) -> None:
     """Writes a token file and its digest, unless an undamaged token file exists."""
     digest_file = path.with_suffix(".sha256")
+    # Without a readable file, write it below.
     with contextlib.suppress(OSError):
         if read_file(digest_file).decode() == hashlib.sha256(read_file(path)).hexdigest():
             return

@@ -89,6 +89,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
                 group, note = _plan_case_group(suite_plan, params, device, request.reference is not None)
                 groups.append(group)
                 notes += [note] if note else []
+    # Many groups have the same note.
     notes = list(dict.fromkeys(notes))
 
     # 2. Note options that have no effect in this plan.
@@ -180,7 +181,7 @@ def replace_batch_size(planned: PlannedCase, batch: int, facts: DeviceFacts) -> 
         try:
             value = axis.parse(str(batch))
             (params,) = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
-        except (ValueError, UsageError):  # the axis refuses the batch size, or several cases result from it
+        except (ValueError, UsageError):  # the axis cannot have this batch size, or several cases would have it
             return None
         planned_batch_case = _plan_case(workload, params, facts, case.precision, case.precision_map)
     return replace(planned_batch_case, case=replace(planned_batch_case.case, static=case.static))
@@ -231,12 +232,14 @@ def _check_memory(request: Request, suites: Sequence[Workload], devices_of_reque
 
 def _describe_large_cases(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
     """Yields a note for each suite whose largest case takes much of a device's memory."""
+    # 1. Collect the cases on this device by suite, unless their memory is unknown (0).
     cases_by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
     for planned in chain.from_iterable(group.cases for group in groups):
         case = planned.case
         required_bytes = workloads.get(case.workload).memory(dict(case.params), precisions.get(case.precision))
         if required_bytes and case.device == facts.key:
             cases_by_suite.setdefault(case.workload, []).append((required_bytes, planned))
+    # 2. In each suite find the largest case that runs, and count the skipped cases that would need too much memory.
     for suite, cases in cases_by_suite.items():
         largest_case_bytes = 0.0
         largest_case_text = "does not fit"
@@ -247,6 +250,7 @@ def _describe_large_cases(groups: Sequence[Group], facts: DeviceFacts) -> Iterat
                 largest_case_text = f"({planned.case.mode}) takes about {size(required_bytes)}"
             elif not planned.runs and required_bytes > facts.memory_bytes > 0:
                 too_large_case_count += 1
+        # 3. Describe the suite only if a case is skipped or takes much memory.
         if too_large_case_count or largest_case_bytes > _LARGE_MEMORY_SHARE * facts.memory_bytes > 0:
             skipped_cases_text = (
                 f"; {too_large_case_count} of {len(cases)} cases take more and are skipped"
@@ -288,13 +292,14 @@ def _find_layers(request: Request, workload: Workload, facts: Sequence[DeviceFac
 
 def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], compares: bool) -> _SuitePlan:
     """Chooses the precisions of one suite, with the reference first. They are those of the request, or the defaults of
-    the suite if the request has none.
+    the suite if the request has none. With `compares`, a reference may be added.
     """
     default_dtypes = workload.history.dtypes if request.grid and workload.history else workload.dtypes
     names = [find_mode_with_backend(word, request.backend) for word in (request.dtypes or default_dtypes)]
     if request.reference is not None:
         reference = find_mode_with_backend(request.reference, request.backend)
     else:
+        # The highest precision has the lowest rank.
         reference = min(names, key=lambda name: precisions.get(name).rank)
     modes = (reference, *(name for name in dict.fromkeys(names) if name != reference))
     has_precision_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
@@ -322,8 +327,8 @@ def find_device(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 def _plan_case_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
-    """Plans the cases of one setting, and returns a note if a reference was added (otherwise ''). A reference that the
-    user named (`is_named`) stays the reference even if it is emulated.
+    """Plans the cases with the parameters `params`, one for each precision. Also returns a note if a reference was
+    added (otherwise ''). A reference that the user named (`is_named`) stays the reference even if it is emulated.
     """
     cases_without_map = [_plan_case(suite_plan.workload, params, facts, name, ()) for name in suite_plan.modes]
     reference = _choose_reference(cases_without_map, is_named)
@@ -338,8 +343,7 @@ def _plan_case_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts,
             name = suite_plan.modes[reference]
             reason = f"on {facts.key} {name} would have had nothing native to compare with"
             note = f"{ADDED_REFERENCE} was added as the reference: {reason} (--reference {name} leaves it out)"
-    # Apply the precision map to all cases except the reference. If a reference was added, the native case that it is
-    # compared with has no precision map either.
+    # The reference has no precision map. If a reference was added, the only native case has none either.
     cases = [
         planned if index == reference else _apply_precision_map(suite_plan, planned, facts)
         for index, planned in enumerate(cases_without_map)
@@ -364,7 +368,7 @@ def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
     values = dict(params)
     precision = precisions.get(name)
-    # 1. A case has the lowest support level of all its layers.
+    # 1. Find the lowest support level among the case's precision and its layers.
     case_and_layer_supports = [
         get_checked_support(workload, values, precision, facts),
         *iterate_layer_supports(workload, values, facts, layers, name),

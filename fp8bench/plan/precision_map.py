@@ -26,8 +26,8 @@ def find_mode_with_backend(dtype: str, backend: str) -> str:
 
 
 def describe_backend(mode: str, level: Level, facts: DeviceFacts) -> str:
-    """Returns the backend of a mode with its version, like 'torchao 0.18.0'. Returns '' if the device refuses the
-    mode.
+    """Returns the backend of a mode with its version, like 'torchao 0.18.0'. Without a chosen backend it follows from
+    the support `level`. Returns '' if the device refuses the mode.
     """
     if level is Level.REFUSED:
         return ""
@@ -168,7 +168,7 @@ def _check_scales_source(rule: StaticScales, cases: Iterable[Case]) -> None:
     """Raises UsageError if no layer of these cases has the name of a layer in the run that static scales are taken
     from.
     """
-    # `known` has the largest magnitudes of tensors that the run stored.
+    # `rule.known` lists the tensors whose largest magnitudes the earlier run stored.
     available_names = {layer for _mode, layer, _role, _amax in rule.known}
     required_names: set[str] = set()
     for case in cases:
@@ -185,9 +185,10 @@ def _list_examples(names: set[str]) -> str:
 
 
 def _with_static_scales(planned: PlannedCase, rule: StaticScales) -> PlannedCase:
-    """Returns a case with static scales. If the workload refuses these scales, the case is skipped."""
+    """Returns a case with the static scales of `rule`. If the workload refuses these scales, the case is skipped."""
     case = replace(planned.case, static=rule)
     reason = workloads.get(case.workload).scales_refused(dict(case.params), rule)
+    # A case that is skipped already keeps its first reason.
     if planned.skip or not reason:
         return replace(planned, case=case)
     return replace(planned, case=case, support=Support(Level.REFUSED, reason), skip=reason)

@@ -60,11 +60,12 @@ class ResolvedRequest:
 
 def resolve_request(request: Request, environ: Mapping[str, str]) -> ResolvedRequest:
     """Checks a request. Raises UsageError for impossible values, and UnknownName for unknown names."""
+    # Import these modules first, because they may register suites that the request names.
     import_user_modules(request.imports)
     suites = check_request(request)
     is_brisk_or_budgeted = request.brisk or request.budget is not None
     switches = read_switches(environ, request.quick, is_brisk_or_budgeted, request.tape)
-    if request.brisk:  # measuring ceilings would take longer than a group of a brisk run
+    if request.brisk:  # each group gets only seconds, and measuring ceilings would take longer
         switches = replace(switches, ceilings=False)
     return ResolvedRequest(request, suites, switches)
 

@@ -75,8 +75,10 @@ def _is_owned_by_others(file: Path) -> bool:
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
     for parent in (path, *path.parents):
         status = parent.lstat()
+        # A folder with the sticky bit, such as /tmp: here every user may create files.
         if status.st_mode & stat.S_ISVTX:
             return has_foreign_file_owner
+        # User 0 is root, who can replace any file anyway.
         has_foreign_file_owner = has_foreign_file_owner or status.st_uid not in (0, os.geteuid())
     return False
 

@@ -118,7 +118,7 @@ class Untouched(PlainPrecision):
     name = "untouched"
     summary = "An unchanged model, in its own dtypes."
     rank = -1
-    dtype = "float32"  # needed to make an Arithmetic, which an unchanged model ignores
+    dtype = "float32"  # every case gets an Arithmetic, but an unchanged model does not use it
     listed = False
 
     def support(self, facts: DeviceFacts) -> Support:

@@ -82,8 +82,8 @@ class Fp8Block(RecipePrecision):
     )
 
     def make_recipe(self) -> Recipe:
-        # As in DeepSeek-V3, inputs and gradients have a scale for each part of a row, and weights a scale for each
-        # square.
+        # As in DeepSeek-V3, inputs and gradients have a scale for each 1x128 block, and weights a scale for each
+        # 128x128 block.
         row_block_treatment = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
         square_block_treatment = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
         inputs, weights, gradients = row_block_treatment, square_block_treatment, row_block_treatment
@@ -337,10 +337,11 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "mx": (1, 32, E8M0, ScaleRounding.RCEIL),
     "nvfp4": (1, 16, E4M3, ScaleRounding.NEAREST),
 }
-# Option values that stand for no scaling, for the default rounding of the scaling, and for the format that the option
-# `format` names.
+# The value of option `scaling` for no scaling.
 _NO_SCALING = "none"
+# The value of option `scale` for the default rounding of the scaling.
 _DEFAULT_ROUNDING = "auto"
+# The value of a role's option for the format that option `format` names.
 _SAME_FORMAT_WORD = "same"
 # All formats except E8M0, which has only powers of two and serves only for scales.
 _ELEMENT_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)

@@ -41,7 +41,7 @@ class AccelerateFp8(PlainPrecision):
     rank = 49
     listed = False
     dtype = "bfloat16"
-    carried_by = "bf16"  # the precision of values between products
+    carried_by = "bf16"  # values between products are in bf16
     options = (
         Option("recipe", "ao: torchao's, te: Transformer Engine's, msamp: MS-AMP's", "ao", one_of(*_RECIPE_PACKAGES)),
         Option("level", "optimization level of msamp", "O2", one_of("O1", "O2")),
