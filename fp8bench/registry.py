@@ -36,6 +36,7 @@ class Registry(Generic[T]):
         self._aliases: dict[str, str] = {}
         self._makers: list[Callable[[str], T | None]] = []
         self._are_imported = False
+        # Reentrant, because modules that are imported under the lock may ask for names.
         self._import_lock = threading.RLock()
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
@@ -134,9 +135,10 @@ class Registry(Generic[T]):
                 )
 
     def _import_all_leaf_modules(self) -> None:
-        with self._import_lock:  # another thread waits here until all modules are imported
+        with self._import_lock:  # a second thread waits here until the first one has imported all modules
             if self._are_imported:
                 return
+            # Set this first, because a module may use this registry while it is imported.
             self._are_imported = True
             package = importlib.import_module(self.package)
             modules = [f"{self.package}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]

@@ -21,6 +21,7 @@ def silence_kineto() -> Iterator[None]:
     profile of a process.
     """
     level = os.environ.get(_KINETO_LOG_LEVEL_VARIABLE)
+    # Keep the log level that a user has set.
     os.environ[_KINETO_LOG_LEVEL_VARIABLE] = level or "6"
     try:
         yield

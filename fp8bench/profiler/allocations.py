@@ -57,8 +57,8 @@ class LiveAllocationAddresses:
     addresses: frozenset[int]
 
 
-# A DeviceNote describes the memory of hardware with the emulated formats, which would hold a tensor between the notes
-# Laid and Lifted. Emulating and EmulationEnd surround an emulation.
+# A DeviceNote describes the memory of hardware with the emulated formats. Such hardware would hold a tensor between the
+# notes Laid and Lifted. EmulationStart and EmulationEnd surround an emulation.
 MemoryTraceNote = PhaseStart | MemoryRoleNote | LiveAllocationAddresses | DeviceNote
 Event = MemoryChange | MemoryTraceNote
 
@@ -209,7 +209,7 @@ class _DevicePeakMemoryFinder:
                 self.has_notes = True
             case EmulationEnd():
                 self._end_emulation(event.replaced)
-            # From here on the hardware would hold a tensor, in new memory or in an existing block, until the Lifted
+            # From Laid on the hardware would hold a tensor, in new memory or in an existing block, until the Lifted
             # note with the same key.
             case Laid() if not event.address:
                 self._layouts[event.key] = _DeviceBlock(event.size)
@@ -236,8 +236,8 @@ class _DevicePeakMemoryFinder:
             self._emulation_blocks[change.address] = block
 
     def _end_emulation(self, replaced: Sequence[int]) -> None:
-        """Ends an emulation, and counts its blocks of memory that still exist. Blocks at the `replaced` addresses are
-        not counted, because a device stores their values in its low-precision formats.
+        """Ends an emulation. Its blocks that still exist now count as memory of the device, except those at the
+        `replaced` addresses: a device would store their values in its low-precision formats instead.
         """
         for address, block in (self._emulation_blocks or {}).items():
             if self._held.get(address) is block and address not in replaced:
@@ -253,6 +253,7 @@ class _DevicePeakMemoryFinder:
 
 def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     """Returns the peak of memory since the first phase, and what is held at the peak. Returns None without a phase."""
+    # 1. Follow the memory that torch allocates, and the memory that hardware with the emulated formats would need.
     memory_peak_finder = _PeakMemoryFinder()
     device_peak_finder = _DevicePeakMemoryFinder()
     for number, event in enumerate(events):
@@ -264,6 +265,7 @@ def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     backward_start_index = next(
         (number for number in memory_peak_finder.backward_starts if number > first_phase_event), None
     )
+    # 2. List what is held at the peak, and what forward keeps until the first backward pass of the step.
     phases = tuple(PhaseMemory(phase, peak) for phase, peak in memory_peak_finder.phases.items())
     blocks_at_peak = memory_peak_finder.list_blocks_held_after_event(memory_peak_finder.peak_event)
     blocks_before_backward = (
@@ -323,6 +325,7 @@ class AllocationStream:
         with silence_kineto():
             profiler.__enter__()  # type: ignore[no-untyped-call]
         self._profile = profiler
+        # torch keeps a GPU's memory events only within another event, so open one.
         self._contexts.enter_context(record_function("fp8bench: whole"))
         if alone:
             self.keep_backward_in_thread()
@@ -338,8 +341,8 @@ class AllocationStream:
         self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def note(self, note: MemoryTraceNote) -> None:
-        """Adds a note, such as the start of a phase, at this point of the stream of events. Does nothing unless it is
-        recorded.
+        """Adds a note, such as the start of a phase, at this point of the stream of events. Does nothing before `start`
+        and after `stop`.
         """
         from torch.autograd.profiler import record_function
 
@@ -357,6 +360,7 @@ class AllocationStream:
         self._profile = None
         if profiler is None:
             return None
+        # Close the event that `start` has opened, so that the profiler records its end.
         self._contexts.close()
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if profiler.kineto_results is None:
@@ -411,9 +415,9 @@ def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, 
             backward_node_count += 1
             backward_node_number = backward_node_count
         elif backward_node_number:
-            # A forward operation that checkpointing runs again during backward counts as forward (node 0). It has the
-            # scope FUNCTION and a sequence number. The function of a backward node has a sequence number too, but
-            # another scope.
+            # Checkpointing runs forward operations again during backward. They count as forward (node 0). torch gives
+            # them the scope FUNCTION and a sequence number. The function of a backward node also has a sequence number,
+            # but a different scope.
             fields = event.extra_fields
             record_scope_name = getattr(getattr(fields, "scope", None), "name", "")
             if record_scope_name == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:

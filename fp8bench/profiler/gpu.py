@@ -72,6 +72,7 @@ class DeviceEventStamper(Stamper):
         return stamp
 
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
+        # When the last event has happened, so have all events before it.
         if stamps:
             stamps[-1].synchronize()
         # Subtract each event from the next, not all from the first: elapsed_time returns milliseconds as a float32.
@@ -147,7 +148,7 @@ class AllocatorMeter(StreamMeter):
     def start(self, blocks: bool = True) -> None:
         gc.collect()  # a later garbage collection would lower the number of allocated bytes
         self._backend.synchronize(self._index)
-        if blocks:  # also record each allocation
+        if blocks:  # `enter` will run this pass again, so allocate its memory before counting starts
             self._backward.run()
         # cuBLAS keeps the workspace of its first product, which has tens of MiB. Free the workspace, so that it
         # counts for every case and not only for the first case of a process.
@@ -207,7 +208,8 @@ class AllocatorMeter(StreamMeter):
         """Stores the peak since the last change of phase as a peak of the phase that ends now."""
         if not self._phase:
             return
-        # If a phase occurs several times in a step, keep its highest peak.
+        # If a phase occurs several times in a step, keep its highest peak. The peak is at least 0, although memory from
+        # before `start` may have been released.
         allocated_bytes = max(0, self._backend.max_memory_allocated(self._index) - self._bytes_at_start)
         reserved_bytes = self._backend.max_memory_reserved(self._index)
         previous_phase_memory = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
@@ -244,7 +246,7 @@ def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
 
 @contextmanager
 def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
-    """Limits torch's allocator during the body. The allocator can then reserve `limit` more bytes than now."""
+    """Limits torch's allocator inside the context: it can then reserve `limit` more bytes than now."""
     previous_memory_fraction = backend.get_per_process_memory_fraction(index)
     max_reserved_bytes = backend.memory_reserved(index) + limit
     device_total_bytes = backend.get_device_properties(index).total_memory

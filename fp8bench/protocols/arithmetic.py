@@ -50,8 +50,8 @@ class ScaleBook:
             self.watching = self._steps % self.rule.refresh == 0
 
     def keep(self, layer: str, role: str, state: Callable[[], ScaleState | None]) -> None:
-        """Registers a function that reads the scale of a layer and role, for which it waits for the device. The
-        function returns None if nothing was cast with the scale.
+        """Registers `state`, a function that reads the scale of a layer and role, for which it waits for the device. It
+        returns None if nothing was cast with the scale.
 
         If a model is built again with the same book, the new functions replace the old ones.
         """
@@ -77,7 +77,7 @@ class Operand:
 
     `data` has codes or rounded values. `scale` turns codes into values; it is None if `data` has values. `gradient` is
     True for a cast gradient, because hardware may sum the products of gradients more precisely. `columns` is the number
-    of values in a row, which is needed if the codes of a row have room for one more value.
+    of values in a row. It is needed if codes are packed in pairs, because an odd row has room for one more value.
     """
 
     data: Tensor
@@ -196,7 +196,7 @@ class Arithmetic(ABC):
         transposed matrix i of b, which gives (M, N).
 
         If a is (N, M) and b is (K, M), the columns of a and b are divided. Part i of the columns of a is multiplied by
-        the transposed part i of the columns of b, which gives (groups, N, K). Each row of each part has a scale.
+        the transposed part i of the columns of b, which gives (groups, N, K). Then each row has a scale in each part.
         """
         raise NotImplementedError
 
@@ -210,7 +210,7 @@ class Arithmetic(ABC):
         return self.cast(source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        """Returns the operand transposed, for a product that sums over the other dimension.
+        """Returns the transposed operand, for a product that sums over the first dimension of `operand`.
 
         If `keeps_source` is True, the source is cast again. Otherwise `source` is not needed, and the operand must have
         no scale or a single number as its scale.
@@ -221,8 +221,8 @@ class Arithmetic(ABC):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         """Returns the cast tensor, and the cast transposed tensor if one pass over the tensor gives both. Otherwise the
-        second result is None, and `turn` returns the transposed operand. Both results have the same bits as those of
-        `cast` and `turn`.
+        second result is None, and the caller transposes with `turn`. Both results have the same bits as those of `cast`
+        and `turn`.
 
         `amax` is the largest magnitude of the tensor, in float32 on its device, if the caller has computed it. Only an
         arithmetic with `takes_amax` uses `amax`.
@@ -270,7 +270,7 @@ class WatchedArithmetic(Arithmetic):
     """Wraps an arithmetic, and the arithmetics of its layers. It calls `watch` after each cast."""
 
     def __init__(self, inner: Arithmetic, watch: Watch, turned: bool = True) -> None:
-        """Wraps `inner`. If `turned` is False, `watch` is not called for transposed operands."""
+        """Wraps `inner`. `watch` is called for transposed operands only if `turned` is True."""
         self.inner, self.watch, self.reports_transposed = inner, watch, turned
         vars(self).update({name: getattr(inner, name) for name in DELEGATED_ATTRIBUTES})
 
@@ -317,7 +317,7 @@ class WatchedArithmetic(Arithmetic):
         return operand
 
 
-# The memory role of a tensor before it is cast, by its role in a product.
+# The purpose of a tensor's memory before the tensor is cast, by its role in a product.
 MEMORY_ROLES: Mapping[Role, MemoryRole] = {
     Role.INPUT: MemoryRole.ACTIVATIONS,
     Role.WEIGHT: MemoryRole.WEIGHTS,

@@ -30,7 +30,9 @@ class Axis:
 
     @staticmethod
     def count(name: str, description: str, *default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:
-        """Makes an axis whose values are whole numbers. If the default is 'auto', the axis also accepts this word."""
+        """Makes an axis whose values are whole numbers within `bounds`. If `default` is 'auto', the axis also accepts
+        this word.
+        """
         parse_number = whole_number(**bounds)
         return Axis(
             name,
@@ -42,12 +44,12 @@ class Axis:
 
     @staticmethod
     def choice(name: str, description: str, *choices: str, default: str = "", quiet: bool = False) -> Axis:
-        """Makes an axis whose values are words. By default it has one value: `default`, or the first word."""
+        """Makes an axis that accepts `choices`. Its default value is `default`, or the first choice."""
         return Axis(name, description, (default or choices[0],), one_of(*choices), quiet)
 
     @staticmethod
     def each(name: str, description: str, *choices: str, quick: tuple[str, ...] = ()) -> Axis:
-        """Makes an axis whose values are words. By default it has all of these values."""
+        """Makes an axis that accepts `choices`. By default all of them are measured."""
         return Axis(name, description, choices, one_of(*choices), quick=quick)
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
@@ -64,8 +66,8 @@ class Axis:
         return list(parsed_values)
 
     def of(self, params: Mapping[str, Scalar]) -> Scalar:
-        """Returns the value of this axis in the parameters of a case. Returns the default if the axis is quiet and the
-        parameters leave it out.
+        """Returns the value of this axis in the parameters of a case. If a quiet axis is missing there, it has its
+        default value.
         """
         return self.parse(self.default[0]) if self.quiet and self.name not in params else params[self.name]
 
@@ -126,8 +128,8 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-# An axis of every suite that draws random operands. On a GPU at its power limit, the clock, and so the time, depend on
-# the values of operands.
+# Every suite that draws random operands has this axis. On a GPU at its power limit, the clock, and so the time, depend
+# on the values of operands.
 VALUES = Axis.choice(
     "values",
     "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
@@ -139,9 +141,9 @@ VALUES = Axis.choice(
     quiet=True,
 )
 CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = MATRIX_LAYOUTS = ("contiguous", "transposed", "padded", "strided")
-# A matrix with this layout takes this many times the bytes of its elements in memory.
+# The bytes that a matrix with this layout spans in memory, divided by the bytes of its elements.
 SPAN_FACTORS = {STRIDED: 2}
-# An axis of every suite whose operands are single matrices.
+# Every suite whose operands are single matrices has this axis.
 LAYOUT = Axis(
     "layout",
     "how matrices lie in memory: contiguous, row by row; transposed, column by column; padded: row by row with gaps "

@@ -209,7 +209,7 @@ class Markers:
             setattr(self, name, make(str(name)))
 
 
-Phases = Markers  # the name under which workloads import this class
+Phases = Markers  # workloads import the class under this name
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,7 @@ class Precision(ABC):
     # The setting of torch's float32 matmul precision while this precision runs. The whole process has one setting, so a
     # case cannot mix two.
     float32_products: ClassVar[str] = "highest"
-    # Native products require K as a multiple of the first number, and N as a multiple of the second.
+    # In native products, K must be a multiple of the first number, and N a multiple of the second.
     multiples: ClassVar[tuple[int, int]] = (1, 1)
     # In a graph compiled by torch, K and N of each product must be multiples of this number.
     compiled_multiple: ClassVar[int] = 1

@@ -51,8 +51,8 @@ def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:
     # Use a dictionary, because it keeps the order of the layers, in which messages list the keys.
     keys: dict[str, None] = {}
     for layer in layers:
-        # The beginning of a name is a key for all layers below it that have a product. The only key for a layer without
-        # a product, besides its kind, is its full name.
+        # A layer with a product can be named by any prefix of its name, such as 'blocks.0'. A layer without a product
+        # can be named only by its full name or its kind.
         dotted_name_prefixes = accumulate(layer.name.split("."), "{}.{}".format)
         layer_name_keys = dotted_name_prefixes if layer.product else (layer.name,)
         keys.update(dict.fromkeys((*list_layer_kind_keys(layer), *layer_name_keys)))
@@ -171,8 +171,8 @@ class Grid:
 
 class Covered(NamedTuple):
     """The data from which FLOP coverage is computed: the unchanged model, a step, and the weights of the model's
-    products as the conversion stores them (`held`). The sides of native products must be multiples of `multiple`. After
-    the step, `loss` describes the tensor from which the backward pass started.
+    products as the conversion stores them (`held`). Native products require sizes that are multiples of `multiple`.
+    After the step, `loss` describes the tensor from which the backward pass started.
     """
 
     model: Any
@@ -206,7 +206,7 @@ class Workload(ABC):
     `history` has the cases whose figures are stored for each commit. If `fused` is True, quantisers are compiled before
     they are timed. `batch_axis` is the axis that --max-batch varies, or ''.
 
-    If `may_diverge` is True, a case with infinite or NaN numbers in its state gets a label and does not fail. If
+    If `may_diverge` is True, a case whose state has infinite or NaN numbers gets a label and does not fail. If
     `linear_layers` is True, all low-precision products are those of linear layers, which a backend may replace. If
     `single_products` is True, the step calls casts and products separately. If `unit_scales` is True, the model can be
     unit-scaled. `loads` describes what `load` copies, or is ''.
@@ -217,8 +217,8 @@ class Workload(ABC):
     layers, and calls `examine` before measuring.
 
     If `own_paths` is True, values decide which operations a step runs, so that precisions may do different work.
-    `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why it is
-    unknown how much memory emulated cases need on hardware with their formats, or is ''.
+    `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why fp8bench cannot tell how
+    much memory an emulated case would need on hardware with its formats. It is '' if fp8bench can tell.
     """
 
     name: ClassVar[str]

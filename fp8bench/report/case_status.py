@@ -135,12 +135,13 @@ def describe_intervals(results: Iterable[Result]) -> str:
         speed = speed_up(result)
         if speed is None:
             continue
-        # If earlier runs have widened the interval, it also covers the spread between runs.
+        # An interval that earlier runs have widened also covers the differences between runs.
         if speed.level and result.record.reruns is not None:
             reruns.append(result.record.reruns)
         elif speed.level:
             has_interval_of_rounds = True
         if result.record.sessions:
+            # The current session and the earlier ones.
             session_counts.append(1 + len(result.record.sessions))
     interval_sources = join_parts(
         f"of any run, from {_describe_earlier_runs(reruns)}" if reruns else "",
@@ -154,8 +155,8 @@ def describe_intervals(results: Iterable[Result]) -> str:
 
 
 def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
-    """Describes how many earlier runs widened the intervals, as '3 earlier runs of the same case and commit, and of
-    other cases'.
+    """Describes the earlier runs whose differences widened the intervals, as '3 earlier runs of the same case and
+    commit, and of other cases'.
     """
     same_case_run_counts = [rerun.own_runs for rerun in reruns if rerun.own_runs is not None]
     # Files of older fp8bench versions do not distinguish runs of the same case from other runs.

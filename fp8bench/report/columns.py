@@ -78,8 +78,8 @@ def table(
 ) -> Table:
     """Makes a table with one row for each item.
 
-    A column without texts (or only dashes) is left out if it is shared, or if `required_headings` is given and lacks
-    its heading.
+    A column without texts (or only dashes) is left out if it is `shared` (`Column` explains this), or if
+    `required_headings` is given and lacks its heading.
     """
     items = list(items)
     columns = []
@@ -143,11 +143,11 @@ def make_case_figure_column(spec: MetricSpec, tone: Callable[[Any], Tone] | None
 
 
 def make_metric_tables(panel: Panel) -> Tables:
-    """Yields a table of cases for each table name that metrics declare and no section builds. A table is left out if no
-    case of the panel has one of its metrics.
+    """Yields a table of cases for each table that metrics name and no module in `topics` builds. A table is left out if
+    no case of the panel has one of its metrics.
     """
     names = dict.fromkeys(spec.table for spec in METRICS.values())
-    # Each table that is made here has the metrics of a single feature.
+    # Metrics of one feature name the same table.
     for name in names:
         if name in ("", *TABLES_WITH_OWN_COLUMNS):
             continue
