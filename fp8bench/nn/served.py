@@ -252,6 +252,7 @@ class ServedShape:
         return self.weights("blocks") - (expert_weights * (1 - self.top_k / self.experts) if self.experts else 0)
 
     def weights(self, *parts: str) -> int:
+        # Vectors, such as the weights of norms, do not count.
         return sum(prod(shape) for name, shape in self.shapes if name.split(".")[0] in parts and len(shape) > 1)
 
     @property

@@ -23,9 +23,10 @@ class MoeSizes(NamedTuple):
     top_k: int
 
 
-# The channels of a latent, the side of a DiT's patches, and the number of sines and cosines that encode a time step.
 LATENT_CHANNELS = 4
+# A DiT divides a latent into squares with this side.
 PATCH_SIDE = 2
+# The number of sines and cosines that encode a time step.
 TIME_EMBEDDING_FREQUENCIES = 256
 # The width of an attention head, if the model's width is a multiple of it.
 HEAD_WIDTH = 64

@@ -54,7 +54,7 @@ class ImageLoader:
             value_count, (IMAGE_POOL_BATCHES, batch, *length), generator=generator, dtype=torch.int64, device="cpu"
         )
 
-        # 2. Pin their memory, so that copies to the device are fast.
+        # 2. Pin the memory of the batches, so that copies to the device are fast.
         if self._pin:
             images = images.pin_memory()
             labels = labels.pin_memory()

@@ -80,7 +80,7 @@ _ROW_SCALE_EXPONENTS = (-1.5, 1.5)
 class GradientSource:
     """Draws sets of gradients: Gaussian matrices with a scale per matrix and per row. All sets have the same scales.
 
-    `scales` has the standard deviations of each matrix's rows as a column.
+    `scales` has one column for each matrix: the standard deviations of its rows.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], generator: torch.Generator) -> None:

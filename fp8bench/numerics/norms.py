@@ -52,8 +52,8 @@ def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tens
 
 
 def relative_error(value: float, reference: float) -> float:
-    """Returns |value - reference| / |reference| of two numbers. If the reference is 0, returns 0 for a value of 0, and
-    infinity for other values.
+    """Returns |value - reference| / |reference| of two numbers. If the reference is 0, returns 0 for a value of 0, NaN
+    for NaN, and infinity for other values.
     """
     return _divide_or_infinite(abs(value - reference), abs(reference))
 

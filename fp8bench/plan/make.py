@@ -54,6 +54,7 @@ _REFUSAL_BY_DEVICE_NAME = {
     "rocm": _AMD_REASON,
     "hip": _AMD_REASON,
 }
+# From best to worst: a case has the worst level of its layers.
 _SUPPORT_LEVEL_ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 
 

@@ -46,6 +46,7 @@ class Fp16(PlainPrecision):
     summary = "IEEE float16 for every tensor and product, no scaling of tensors, loss scaled by 1024."
     rank = 20
     dtype = "float16"
+    # Without a scaled loss, small gradients would underflow.
     loss_scale = 1024.0
 
     def support(self, facts: DeviceFacts) -> Support:

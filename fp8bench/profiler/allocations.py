@@ -292,10 +292,11 @@ def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
     return bytes_at_phase_starts
 
 
-# The names of events in torch's profiler: an allocation or release, a node of a backward pass, and the prefix of
-# fp8bench's notes.
+# The name of an allocation or release in torch's profiler.
 _MEMORY_EVENT = "[memory]"
+# The name of a node of a backward pass begins with this text.
 _BACKWARD_EVENT = "autograd::engine::evaluate_function"
+# The name of a note of fp8bench, before the number of the note.
 _NOTE_EVENT_PREFIX = "fp8bench: note "
 
 

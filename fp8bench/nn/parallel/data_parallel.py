@@ -1,7 +1,7 @@
 """Data parallelism, in which each rank trains on its share of a batch: DDP, ZeRO-1 and FSDP.
 
-In DDP each rank has the whole model. In ZeRO-1 each weight has one rank that owns it. In FSDP each rank holds equal
-rows of each weight, and a block gathers its whole weights when it needs them.
+In DDP each rank has the whole model. In ZeRO-1 each weight has one rank that owns it. In FSDP each rank holds an equal
+share of the rows of each weight, and a block gathers its whole weights when it needs them.
 """
 
 from __future__ import annotations

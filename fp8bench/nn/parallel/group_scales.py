@@ -34,6 +34,7 @@ class GroupCurrentScale:
     last_pair: ScaleAndInverse | None = None
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScaleAndInverse:
+        # A recomputed block must cast with the same scale again. Returning it here also avoids an exchange.
         if repeat and self.last_pair is not None:
             return self.last_pair
         scaling = self.treatment.scaling

@@ -121,6 +121,7 @@ class StepTrafficWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         operation, position = _OPERATIONS[name]
         sent_byte_ratio = _RING_BYTE_FACTORS[operation](_count_ranks(args))
         if name == "c10d::alltoall_base_" and args[4]:  # rows that a rank keeps are not sent
+            # A step without rows must not cause a division by 0.
             sent_byte_ratio = 1 - args[4][self._rank] / max(1, sum(args[4]))
         for tensor in tree_leaves(args[position]):
             key = operation, str(tensor.dtype).removeprefix("torch.")
