@@ -482,7 +482,7 @@ def _measure_group(
         method = replace(method, windows=None, quantisers=eager_quantisers)
     if request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan):
         method = replace(method, capacity=CapacitySearchRule(request.memory_limit or None, replace_batch_size))
-    # 2. Measure the group on its device. Only on a CPU may another worker run untimed passes meanwhile.
+    # 2. Measure the group on its device. Only on a CPU may a second worker run untimed passes at the same time.
     device = next((facts[case.device] for case in _list_running_cases([group])), None)
     device_meter = resources.meters.of(device) if device is not None else None
     concurrent_worker = resources.second if device is not None and not device.accelerated else None

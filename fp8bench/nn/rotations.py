@@ -155,7 +155,7 @@ operators.define_operator("rotated_and_looked_at", f"({_ROTATION_SCHEMA}) -> ()"
 def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
     runs = x.reshape(x.numel() // ROTATED_RUN_LENGTH, ROTATED_RUN_LENGTH)
     result = torch.empty(runs.shape, dtype=torch.float32, device=x.device)
-    # torch.split needs a positive size, even if there are no runs.
+    # torch.split needs a positive size, also without runs.
     runs_per_piece = _ROTATED_RUNS_PER_PIECE if x.device.type == "cpu" else max(len(runs), 1)
     for source, target in zip(torch.split(runs, runs_per_piece), torch.split(result, runs_per_piece), strict=True):
         target.copy_(source.to(torch.float64) @ matrix)

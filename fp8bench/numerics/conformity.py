@@ -184,7 +184,7 @@ def explain_product_difference(result: Tensor, sums: ConformitySums) -> Differen
         if bool((overflowed_sums | ~are_elements_not_finite).all()):
             return Difference.OVERFLOW, "sums beyond the largest number"
         return Difference.UNEXPLAINED, f"{int(are_elements_not_finite.sum())} results are NaN or infinite"
-    # 2. Check for correct sums in another order, and for results that are truncated.
+    # 2. Check for correct sums that are only ordered differently, and for truncated results.
     if sums.is_within_bound(float64_result) and sums.is_unbiased(float64_result):
         return Difference.ORDER, f"within {sums.relative_bound(sums.bits):.1e} of the sum of the products' magnitudes"
     if sums.is_within_bound(float64_result, toward_zero=True):

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankExchange:
-    """What a rank sends (`payload`) in one exchange with other ranks. Each subclass defines what the ranks receive."""
+    """The data (`payload`) that a rank sends in an exchange. Each subclass defines what the ranks receive."""
 
     payload: Tensor
 

@@ -217,8 +217,8 @@ class Workload(ABC):
     layers, and calls `examine` before measuring.
 
     If `own_paths` is True, values decide which operations a step runs, so that precisions may do different work.
-    `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why fp8bench cannot tell how
-    much memory an emulated case would need on hardware with its formats. It is '' if fp8bench can tell.
+    `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why it is unknown how much
+    memory an emulated case would need on hardware with its formats. It is '' if this is known.
     """
 
     name: ClassVar[str]
