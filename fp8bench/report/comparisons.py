@@ -153,6 +153,7 @@ def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_
         parts += make_list_part(title.replace(" ", "-"), title, lines)
     # 3. Explain how to read the page.
     legend: list[str] = []
+    # These lines explain intervals between runs that were measured at different times.
     if any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons):
         legend += (_CHANGE_LEGEND, _TIME_LEGEND, _VERDICT_LEGEND)
     legend += explain_labels(comparisons)
@@ -187,6 +188,7 @@ def describe_comparison_side(side: ComparisonSide) -> str:
     """
     commits = []
     for run in side.runs:
+        # If it is unknown whether files differed from the commit, assume that they did.
         commit, is_clean = run.environment.get("commit"), run.environment.get("dirty") is False
         name = f"commit {commit[:8]}" if isinstance(commit, str) else ""
         commits.append(f"{name}{'' if is_clean else ' with other changes'}" if name else "of no commit")
@@ -235,6 +237,7 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
         return Tone.BAD if comparison.failed else DIRECTION_TONES.get(comparison.direction, Tone.PLAIN)
 
     def explain_no_direction(comparison: Comparison) -> str:
+        # The page lists the reasons for "cannot tell" below the table, unless `with_reasons` puts them into the rows.
         always_shows_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
         return comparison.why if always_shows_reason or with_reasons else ""
 

@@ -210,11 +210,11 @@ class Stacks(Chart):
 
 @dataclass(frozen=True)
 class Lines(Chart):
-    """A line chart of several series over the same places, such as runs or commits. A series has None where it has no
-    mark.
+    """A line chart of several series over the same x positions, such as runs or commits (`places`). A series has None
+    at a place without a mark.
 
-    The value axis includes the marks from the place with the index `settled` on. Earlier marks may exceed the axis.
-    `levels` are labelled horizontal lines, which are drawn if the axis includes their values.
+    The value axis fits the marks from `places[settled]` on. Earlier marks may lie outside it. `levels` are labelled
+    horizontal lines, which are drawn if the axis includes their values.
     """
 
     places: tuple[str, ...]

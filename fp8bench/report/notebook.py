@@ -82,7 +82,7 @@ def _element_html(element: Element) -> str:
             for row in element.rows:
                 rows += _row_html("td", [field.text for field in row])
             return f"{title}<table>{header_row}{rows}</table>"
-    return ""  # only the report shows charts
+    return ""  # a notebook shows no charts, only the report does
 
 
 def _row_html(tag: str, texts: Sequence[str]) -> str:

@@ -58,7 +58,7 @@ def join_parts(*parts: str, separator: str = ", ") -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """The record of a case, and the finding from its samples. Without samples, the finding has no figures."""
+    """The record of a case, and its finding (verdict and figures). Without samples, the finding has no figures."""
 
     record: Record
     finding: Finding
@@ -175,7 +175,9 @@ FindingsById = Mapping[str, Finding]
 
 @dataclass(frozen=True)
 class Panel:
-    """Neighbouring groups with the same workload, device and reference mode. They share the columns of a table."""
+    """Neighbouring groups of a run with the same workload, device and reference mode. They share the columns of a
+    table.
+    """
 
     groups: tuple[ResultGroup, ...]
 
@@ -273,6 +275,7 @@ class StepFigures(dict[str, Metric]):
         is doubtful.
         """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
+        # The empty name gives a metric without a value.
         rate = self[next(rates, "") if self._sound else ""]
         return rate if rate.best is None else replace(rate, value=rate.best)
 
@@ -298,7 +301,7 @@ def _name_group_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ..
 
     If only some groups have an optional parameter such as cache=cold, the other groups name its default: 'cache hot'.
     """
-    # Leave parameters that all groups of the panel share out of the setting names, because the heading has them.
+    # The panel's heading has the parameters that all groups share, so setting names leave them out.
     panel_of_groups = Panel(tuple(groups))
     error_metrics = [metric for metric in panel_of_groups.metrics if metric.endswith(_ERROR_METRIC_SUFFIX)]
     main_error_metric = next(
@@ -313,6 +316,7 @@ def _name_group_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ..
         default_params = [
             pair for pair in HIDDEN_AXIS_DEFAULTS.items() if pair[0] in varying_param_names and pair[0] not in params
         ]
+        # A group with only usual values still needs a name, next to the other groups.
         setting_name = describe_params([*differing_params, *default_params]) or ("as usual" if len(groups) > 1 else "")
         groups_with_setting_names.append(replace(group, setting_name=setting_name, error_metric=main_error_metric))
     return tuple(groups_with_setting_names)
@@ -333,6 +337,7 @@ def describe_params(params: Iterable[tuple[str, Scalar]], left_out: Collection[t
     text_by_param = {}
     for name, value in params:
         if name in _PARAMS_WITHOUT_NAME or (name, value) not in left_out:
+            # The path of a callable, as 'net.py:make', keeps its underscores.
             is_path = ":" in str(value)
             text_by_param[name] = str(value) if is_path else str(value).replace("_", " ")
     param_phrases = [text_by_param.pop(name) for name in list(text_by_param) if name in _PARAMS_WITHOUT_NAME]
@@ -388,8 +393,8 @@ def show_measurement(measurement: Measurement) -> str:
 
 
 def error_name(measurement: Measurement) -> str:
-    """Returns the metric of an error in words, followed by its phase, as 'gradient error (gemm)'. If a loss is from a
-    single batch, 'one draw' follows.
+    """Returns the metric of an error in words, followed by its phase, as 'gradient error (gemm)', or by 'one draw' if
+    it is the error of a loss from a single batch.
     """
     # The loss of a single batch may have a small error by chance.
     is_single_batch_loss = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1

@@ -25,6 +25,7 @@ from fp8bench.model.specs import STEP, TIME, Rank
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
 DEFAULT_DESTINATIONS = {TENSORBOARD: "tensorboard", WANDB: "fp8bench"}
+# The version that TensorBoard expects in the first event of a file.
 _EVENT_FORMAT = "brain.Event:2"
 _UNIT_SUFFIXES = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
 _LOGGED_FACTS = ("machine", "fp8bench", "torch", "python", "commit", "dirty")
@@ -80,6 +81,7 @@ class TensorBoardSink:
         self._writers: dict[str, Any] = {}
 
     def log(self, name: str, step: int, value: float) -> None:
+        # TensorBoard is an optional package, so import it only if it is used.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -124,10 +126,12 @@ class WandbSink:
             resume="allow",
             config=dict(source.config),
         )
+        # Draw all curves over our step. wandb's own step counts the calls of its log().
         self._run.define_metric("*", step_metric="step")
         self._row: dict[str, float] = {}
 
     def log(self, name: str, step: int, value: float) -> None:
+        # Each call of wandb's log() begins a new row, so collect the values of a step and send them together.
         if self._row.get("step", step) != step:
             self._send_pending_row()
         self._row["step"] = step
@@ -182,6 +186,7 @@ class ScalarLogger:
     def _drop_failing_sink(self, target: LogTarget) -> Iterator[None]:
         try:
             yield
+        # A sink may raise any exception, and none of them may end the measurement or the training.
         except Exception as error:
             self._sinks.pop(target, None)
             self._say(f"not logged to {target} ({type(error).__name__}: {error}); {self._consequence}")
@@ -202,6 +207,7 @@ def check_option_package(name: str, requirement: str, *modules: str, option: str
     try:
         for module in modules:
             import_module(name + module)
+    # A broken package may raise any exception when it is imported.
     except Exception as error:
         raise UsageError(
             f"{option} needs the package {name}, which does not import ({type(error).__name__}: {error}). "
@@ -241,6 +247,7 @@ def _scalar_name(record: Record, figure: str) -> str:
     The parameters come last, because boards cut off the end of a name. Boards show the text after the last slash.
     """
     case = record.case
+    # Times of different versions are not comparable, so a new version begins a new curve.
     version_suffix = "" if case.version == "1" else f" v{case.version}"
     params = ",".join(f"{name}={value}" for name, value in case.params)
     return f"{make_safe_file_name(case.mode)}/{case.workload}{version_suffix}/{figure} {params}@{case.device}"
@@ -271,6 +278,7 @@ def curve_position(run: Run) -> int:
 
     The position is the date of the commit, or the start of the run if files had uncommitted changes.
     """
+    # The date is in ms since 1970. A damaged file may have a value of any type, and Python counts bool as int.
     commit_date = run.environment.get("commit_date")
     has_uncommitted_changes = run.environment.get("dirty")
     if (

@@ -38,6 +38,7 @@ def results_frame(rows: PlainRows) -> pd.DataFrame:
     """Returns the rows as a pandas frame, equal to the frame that pandas would read from their CSV."""
     import pandas as pd
 
+    # With low_memory, pandas could choose different dtypes for parts of a column.
     return pd.read_csv(io.StringIO(csv_text(*rows)), low_memory=False)
 
 
@@ -45,9 +46,10 @@ def _spreadsheet_safe_cells(values: Iterable[Any]) -> list[Any]:
     return [_escape_formula(value) if isinstance(value, str) else value for value in values]
 
 
-@lru_cache  # a training may have millions of rows with the same few texts
+@lru_cache  # cached, because a training may have millions of rows with the same few texts
 def _escape_formula(text: str) -> str:
     line = printable(text)
+    # A sign alone, such as the dash for a missing value, is not a formula.
     if line[1:] and line.lstrip()[:1] in _FORMULA_START_SIGNS:
         return f"'{line}"
     return line

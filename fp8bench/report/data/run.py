@@ -63,7 +63,7 @@ _FIGURE_COLUMNS = (
 
 
 def csv_columns(*runs: Run) -> tuple[str, ...]:
-    """Returns the CSV columns for these runs, including one for each parameter of their cases."""
+    """Returns the CSV columns for some runs: the fixed columns, and one for each parameter of the runs' cases."""
     records = chain.from_iterable(run.records for run in runs)
     params = chain.from_iterable(record.case.params for record in records)
     return (*_CASE_COLUMNS, *dict.fromkeys(f"param_{name}" for name, _ in params), *_FIGURE_COLUMNS)
@@ -72,6 +72,7 @@ def csv_columns(*runs: Run) -> tuple[str, ...]:
 def tidy_rows(run: Run, findings: FindingsById) -> list[TidyCsvRow]:
     """Returns the CSV rows of a run in the order of its plan. Every row has every column. A missing value is None."""
     empty_csv_row: TidyCsvRow = dict.fromkeys(csv_columns(run))
+    # A run that was not stored has no file name, so its id identifies it.
     empty_csv_row |= {"run": Path(run.path).stem or run.id, "started_utc": run.started}
     device_names = {facts.key: facts.name for facts in run.devices}
     rows = []
@@ -79,8 +80,8 @@ def tidy_rows(run: Run, findings: FindingsById) -> list[TidyCsvRow]:
         for case in panel.named_cases:
             case_row_fields = empty_csv_row | _case_fields(case.record, panel.reference)
             case_row_fields["device_name"] = device_names.get(panel.device)
-            # Leave out metrics whose figure is repeated from a different row. Readers who sum rows would count such a
-            # figure twice.
+            # Leave out restated metrics: another row already shows their figure, and readers who sum rows would count
+            # it twice.
             metrics = [metric for metric in list_metrics(case) if metric.rank is not Rank.RESTATED]
             # The first row of a case has the time of its step, and the status of the case.
             rows.append(case_row_fields | _make_metric_fields(metrics[0]) | _finding_fields(case))
@@ -119,7 +120,7 @@ def _break_even_fields(row: BreakEvenRow) -> TidyCsvRow:
     }
 
 
-@lru_cache(maxsize=4096)  # most texts are repeated in every row of a case
+@lru_cache(maxsize=4096)  # cached, because all rows of a case repeat most texts
 def _clean_line(text: str) -> str:
     return printable(text).strip()
 
@@ -172,6 +173,7 @@ def _make_metric_fields(metric: Metric) -> TidyCsvRow:
         return row
     row["ratio_to_reference"] = ratio.point
     if ratio.level < 1:  # with a confidence of 1 the ratio is exact and has no bounds
+        # A level of 0 marks the range of a few rounds, which has no confidence.
         row |= {"ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_confidence": ratio.level or None}
     if metric.name == TIME and 0 < ratio.point < math.inf:
         speed = ratio.inverse

@@ -93,6 +93,7 @@ def numbers_table(chart: AnyChart) -> Table:
     if isinstance(chart, Stacks):
         number_columns: list[Col[Any]] = [Col("case", itemgetter(0))]
         for part in chart.nonzero_part_indices:
+            # Bind `part` now. Otherwise all columns would use the last part of the loop.
             get_part_value = partial(lambda part, row: row[1][part], part)
             number_columns.append(Col(chart.parts[part], get_part_value, number=True, unit=chart.axis.unit))
         return table(name, caption, number_columns, chart.rows)

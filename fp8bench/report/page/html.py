@@ -62,7 +62,7 @@ class _PageBlock(NamedTuple):
 
 
 def render(page: Page) -> str:
-    # The policy allows the script by its hash, so that no other script runs.
+    # The content security policy allows only a script with this hash, so that no other script runs.
     script = _read_asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = load_template().render(
@@ -74,6 +74,7 @@ def render(page: Page) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
         "base-uri 'none'; form-action 'none'",
     )
+    # Jinja escapes markup, but keeps characters that HTML forbids.
     return FORBIDDEN_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text).lstrip()
 
 
@@ -171,6 +172,7 @@ def _field_sort_key(field: Field) -> str:
     if math.isinf(field.value):
         return "Infinity" if field.value > 0 else "-Infinity"
     exact_number_text = repr(float(field.value)).removesuffix(".0")
+    # Without a key, the script sorts by the text, which is the same number here.
     return "" if exact_number_text == field.text else exact_number_text
 
 
@@ -234,6 +236,7 @@ def _make_card_answers(element: Element) -> tuple[CardVerdictLine, ...]:
             card_column_indices = [
                 index for index, column in enumerate(element.columns) if column.title in answer_column_titles
             ]
+            # A table of answers has a verdict and the name of a case or an arm.
             if len(card_column_indices) < 2:
                 return ()
             question_answer_pairs = [
@@ -245,6 +248,7 @@ def _make_card_answers(element: Element) -> tuple[CardVerdictLine, ...]:
         case Text():
             return (CardVerdictLine("", shorten_line(element.text, _MAX_CARD_ANSWER_LENGTH)),)
         case TextList():
+            # The costs and the reason follow the first semicolon. A list of reports has no room for them.
             first_item_clauses = [item.text.partition(";")[0] for item in element.items]
             return tuple(
                 CardVerdictLine("", shorten_line(clause, _MAX_CARD_ANSWER_LENGTH)) for clause in first_item_clauses
@@ -259,6 +263,7 @@ def read_page_card(page_start: str) -> ReportCard | None:
         if match:
             return decode(ReportCard, json.loads(html.unescape(match[1])))
         return None
+    # The page may be damaged or come from another program. JSON that is nested too deeply raises RecursionError.
     except (ValueError, RecursionError, MalformedValueError):
         return None
 
@@ -284,6 +289,7 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
         Col("report", make_title_field),
         Col("of", "card.kind"),
         Col("answer", join_answers),
+        # The subtitle begins with the start of the run, which the first column already shows.
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]
     required_headings = {"date (UTC)", "report"}

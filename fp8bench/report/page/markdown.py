@@ -77,6 +77,7 @@ def _split_blocks_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequenc
         num_visible_blocks += 1
     part_heading_indices = [index for index, block in enumerate(blocks[:num_visible_blocks]) if block.startswith("## ")]
     if len(part_heading_indices) > 1 and not blocks[num_visible_blocks].startswith("## "):
+        # Only part of the last section fits, so fold this section from its heading on.
         num_visible_blocks = part_heading_indices[-1]
     # 2. Split a list or table that does not fit, and repeat the table's header. Fold any other block together with its
     # headings.

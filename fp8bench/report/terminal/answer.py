@@ -126,6 +126,7 @@ def _make_panels_answer(panels: Sequence[Panel], entry: LabelledRun) -> Part:
     """Returns one answer for all these panels: a verdict with its reason for each precision, what to do next, and
     tables of times.
     """
+    # 1. Collect tables. A single group has room for the phases of its steps; several groups only show their speeds.
     cases = list_cases(panels)
     is_timed = any(case.best_seconds for case in cases)
     coverage_pairs = chain.from_iterable(map(list_distinct_coverages, panels))
@@ -135,10 +136,12 @@ def _make_panels_answer(panels: Sequence[Panel], entry: LabelledRun) -> Part:
         table_elements += phases_table(panels[0], native_only=True)
     else:
         table_elements += _speed_table(panels, is_timed)
+    # 2. Collect warnings. A plain device state is normal, so leave it out.
     answer_warnings: list[Text] = []
     for panel in panels:
         answer_warnings += describe_sustained_speed(panel)
         answer_warnings += [state for state in describe_device_state(panel, entry.run) if state.tone is not Tone.PLAIN]
+    # 3. Answer the question for each precision.
     question = QUESTION_OF_CALLABLES if panels[0].suite == BENCH else LOW_PRECISION_QUESTION_TEXT
     comparison = describe_comparison(panels)
     return short_answer(
@@ -188,6 +191,7 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
     """Yields a line with the power cap of a GPU, its clocks, and why it lowered its clocks. A line with a lowered cap
     is red.
     """
+    # 1. Collect the clocks that were measured, and why the device lowered them.
     measured_clock_rates: list[float] = []
     throttle_reasons: list[str] = []
     for case in panel.named_cases:
@@ -195,12 +199,14 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
             measured_clock_rates += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
             throttle_reasons += list_throttle_reasons(watch.throttle or 0)
 
+    # 2. Compare with the settings of the device.
     def setting(name: str) -> float | None:
         value = run.environment.get(f"{panel.device} {name}")
         return value if isinstance(value, int | float) else None
 
     power_cap, default_power_cap, max_clock = map(setting, ("power_cap", "power_cap_default", "sm_clock_max"))
     is_power_cap_lowered = power_cap is not None and default_power_cap is not None and power_cap < default_power_cap
+    # 3. Describe only what is known.
     facts = []
     if power_cap is not None:
         default_share_text = (

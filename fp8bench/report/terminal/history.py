@@ -254,6 +254,7 @@ def _compute_ratio_to_previous(figure: Figure, previous: Figure | None) -> float
     """
     if previous is None or figure.value is None or previous.value is None or not _is_same_work(figure, previous):
         return None
+    # Equal values are unchanged, even if both are 0 or infinite and have no ratio.
     if figure.value == previous.value:
         return 1.0
     is_ratio = 0 < figure.value < math.inf and 0 < previous.value < math.inf
@@ -302,6 +303,7 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
         median = _format_trend_figure(trend, figure, _SIGNIFICANT_MEDIAN_DIGITS)
         reason = f"{median}: {figure.reason}" if figure.value is None and figure.reason else ""
         yield _FigureRow(figure, conditions, median, interval, figure_change_text, reason)
+        # Skip failures: the next figure is compared with the last one that has a value.
         if figure.value is not None:
             previous_figure = figure
 

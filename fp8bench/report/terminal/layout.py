@@ -68,6 +68,7 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
     """
     # Names and error texts are untrusted, and must not control the terminal.
     printable_text = printable(text)
+    # Breaking on hyphens would split options such as --dry-run.
     text_wrapper = _TextWrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
     return text_wrapper.wrap(printable_text) or [indent.rstrip()]
 
@@ -114,7 +115,7 @@ def _render_part_blocks(part: Part, width: int, paint: PaintText) -> Iterator[li
         block += wrap(part.lead, width, indent, INDENT)
     for index, element in enumerate(part.elements):
         if isinstance(element, Table):
-            # a table without a caption follows its heading directly
+            # A blank line precedes a table, unless the table has no caption and directly follows the heading.
             if not part.tight and (index or part.lead or element.caption):
                 yield block
                 block = []
@@ -170,6 +171,7 @@ def _table_lines(element: Table, width: int, paint: PaintText) -> list[str]:
         ]
         rows.append(fields)
     num_grid_columns = len(columns)
+    # Print columns below the rows, the last one first, until the first column is wide enough.
     while num_grid_columns > 1 and _name_column_width(column_widths[:num_grid_columns], width) < min(
         column_widths[0], _MIN_NAME_WIDTH
     ):

@@ -339,12 +339,13 @@ def _render_planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts])
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """Returns a table of how the device supports each precision. A skipped case is left out if another group measures
-    its precision, because the list of groups names skipped cases.
+    """Returns a table with the support for each precision on the device (native or emulated), and the reason. If some
+    group measures a precision, its skipped cases are only in the list of groups.
     """
     cases = _planned_cases(groups)
     measured_modes = {case.case.mode for case in cases if case.runs}
     support_table_cases = [case for case in cases if case.runs or case.case.mode not in measured_modes]
+    # Keep the first case of each precision and support: in reversed order, it overwrites later ones.
     case_by_support = {(case.case.mode, case.support): case for case in reversed(support_table_cases)}
     cols: ColumnList[PlannedCase] = [
         Col("case", "case.mode"),

@@ -45,7 +45,8 @@ _EQUAL_ERROR_RATIO = 1.05
 MAX_REASON_LENGTH = 300
 # A run is not proposed if it would take longer than this.
 _MAX_PROPOSED_SECONDS = 900
-# A command with one of these options measures a stored plan, so changing its precisions or rounds is not proposed.
+# A command with one of these options measures a stored plan. Its precisions and rounds are fixed, so no change of them
+# is proposed.
 _OPTIONS_OF_A_STORED_PLAN = ("--plan", "--cell", "--resume")
 _OPTIONS_WITH_VALUE = ("--budget", "--dtypes", "--rounds", "--seeds")
 # A run without --budget spends about this many seconds on each group.
@@ -251,8 +252,8 @@ def explain_speed(case: NamedCase) -> str:
     """Returns why a case is faster or slower, as 'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x slower):
     they nearly cancel'.
 
-    Returns '' for an emulated case, and if a label prevented the verdict, unless it is launch-bound, which is a reason
-    itself.
+    Returns '' for an emulated case. Also returns '' if a label prevented the verdict, unless it was only the label
+    launch-bound, which explains the speed itself.
     """
     if case.is_emulated:
         return ""
@@ -318,6 +319,7 @@ def _describe_gains(gains: Sequence[PhaseGain], work_outside_phases: str) -> str
 def _describe_seconds(gain: PhaseGain) -> str:
     seconds = units.seconds(abs(gain.saved_seconds))
     shorter_seconds, longer_seconds = sorted((gain.seconds, gain.reference_seconds))
+    # A phase that only one of the two steps has gives no ratio.
     if shorter_seconds <= 0:
         return seconds
     return (
@@ -388,8 +390,10 @@ def _estimate_seconds_to_verdict(speed: Interval, budget: float) -> int:
     The width of the interval falls with the square root of the number of rounds.
     """
     log_speed = abs(math.log(speed.point))
+    # With this half-width the interval fits into the band of "as fast", or stays outside the band around 1x.
     target_interval_width = max(SAME_BAND - log_speed, log_speed - VERDICT_BAND, VERDICT_BAND)
     budget_growth_factor = max(2.0, (speed.half_width / target_interval_width) ** 2)
+    # An infinite half-width would overflow. The caller drops a proposal that reaches this limit.
     return 10 * math.ceil(min(budget * budget_growth_factor, 10 * _MAX_PROPOSED_SECONDS) / 10)
 
 
@@ -412,6 +416,7 @@ def _precision_keeps_state(case: NamedCase) -> bool:
     try:
         return precisions.get(case.record.case.precision).remembers
     except UsageError:
+        # This version does not know the precision, so do not propose to compile it.
         return True
 
 
@@ -420,6 +425,7 @@ def remove_option(command: str, *options: str) -> str:
     command_words = iter(command.split(" "))
     remaining_command_words = []
     for word in command_words:
+        # An option and its value are one word if they are joined by '=', otherwise two words.
         if word.partition("=")[0] not in options:
             remaining_command_words.append(word)
         elif word in _OPTIONS_WITH_VALUE:

@@ -41,6 +41,7 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
         return
 
     def describe_sweep(row: _SweptRow) -> str:
+        # The panel's heading has the parameters that all its groups share.
         constant_params = describe_params(pair for pair in row.sweep.fixed_params if pair not in panel.common_params)
         return f"over {row.sweep.axis}{' at ' * bool(constant_params)}{constant_params}"
 
@@ -66,6 +67,7 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
 
 def describe_crossings(axis: str, break_even: BreakEven) -> str:
     """Returns where a precision is faster, as 'from m = 900 (700 to 1100) on', 'at every size' or 'nowhere'."""
+    # 1. Without a crossing, all known verdicts are equal.
     if not break_even.crossings:
         verdicts = [stretch.is_faster for stretch in break_even.stretches if stretch.is_faster is not None]
         if not verdicts:
@@ -73,6 +75,7 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
         if len(break_even.stretches) == 1:
             return "at every size" if verdicts[0] else "nowhere"
         return "wherever it can be told" if verdicts[0] else "nowhere that can be told"
+    # 2. Combine each size where the precision becomes faster with the next size where it stops being faster.
     faster_size_ranges = []
     range_start_text = ""
     for crossing in break_even.crossings:
@@ -165,10 +168,12 @@ def iterate_break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakE
                 )
                 break_even = mode.break_even
                 crossings_text = describe_crossings(sweep.axis, break_even) if break_even else ""
+                # A level of 0 marks the range of a few rounds, which has no confidence.
                 level = break_even.level or None if break_even else None
                 trailing_row_fields = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))
                 for crossing in break_even.crossings if break_even else ():
                     yield BreakEvenRow(*leading_row_fields, crossings_text, *crossing, *trailing_row_fields)
+                # A sweep without a crossing has one row, with the verdict for all its sizes.
                 if not break_even or not break_even.crossings:
                     yield BreakEvenRow(
                         *leading_row_fields, crossings_text, None, None, None, None, *trailing_row_fields

@@ -115,7 +115,7 @@ def _describe_missing(result: Result) -> Sentences:
     figures = energy_figures(result.record)
     label_reason = result.reason(Label.ENERGY_UNRESOLVED)
     energy_use = result.record.energy
-    # Prefer the label's reason, because it has more details than `why_no_energy`.
+    # Prefer the reason in the label ENERGY_UNRESOLVED, because it has more details than `why_no_energy`.
     if label_reason:
         yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {label_reason}"
     elif figures is None and energy_use is not None and energy_use.source != NO_SOURCE:
@@ -136,7 +136,8 @@ def _describe_window_pace(result: Result) -> Sentences:
     slots.
     """
     figures = energy_figures(result.record)
-    # A table of sustained speeds already compares the long energy windows with the short timing slots.
+    # A table of sustained speeds already compares the long energy windows with the short timing slots, so do not repeat
+    # it here.
     if figures is None or result.is_emulated or compute_sustained_figures(result.record, result.finding) is not None:
         return
     pace_ratio = compare_window_step_time(figures, result.finding)
@@ -237,6 +238,7 @@ def _phase_energy_field(row: _CasePhaseJoules, name: str) -> Field | None:
     phase = row.value.get(name)
     if phase is None:
         return None
+    # Only a phase that was measured alone has a range. Other joules are estimates.
     if phase.range is None:
         return Field(f"({units.joules(phase.joules)})", tone=Tone.DOUBT)
     return Field(f"{units.joules(phase.joules)} +-{units.percent(phase.range.width / 2 / phase.joules)}")
@@ -260,6 +262,7 @@ def energy_section(material: Material) -> Elements:
         yield from _panel_energy(title, panel)
     lines = chain.from_iterable(explain_missing_energy(entry.run) for entry in material.entries)
     for line in dict.fromkeys(lines):
+        # The section's title already says that the sentence is about energy.
         yield Text(f"{line.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
 
 

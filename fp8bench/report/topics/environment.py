@@ -165,8 +165,10 @@ def _describe_time_stamp_cost(run: Run, key: str) -> str:
         timing = record.timing
         call_nanoseconds = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
         if timing is not None and record.case.device == key and call_nanoseconds:
+            # A step that enters n phases has n - 1 time stamps between them.
             num_time_stamps = sum(count for _, count in timing.entries) - 1
             time_stamp_cost_share = (
+                # The shortest call has the largest share. max() prevents a division by 0.
                 1e9 * device_stamp_overheads.stamp_cost * num_time_stamps / max(1, min(call_nanoseconds))
             )
             time_stamp_cost_shares.append((time_stamp_cost_share, record.case.mode, record.case.ranks))

@@ -197,6 +197,7 @@ def capacity_tables(panel: Panel) -> Elements:
 
     def describe_setting(row: _CaseCapacity) -> str:
         shared = dict(panel.common_params)
+        # The search changes the batch, so it is not part of the setting.
         return describe_params(
             (name, value) for name, value in row.case.group.case.params if name not in shared and name != row.value.axis
         )
@@ -214,6 +215,7 @@ def capacity_tables(panel: Panel) -> Elements:
         device_batch_column = Col(
             DEVICE_MAX_BATCH.heading, _show_device_batch, number=True, hint=DEVICE_MAX_BATCH.description
         )
+        # Show the estimate next to the measured batch and its ratio.
         cols.insert(4, device_batch_column)
     capacity_table = table("capacity", batch_title(case_capacities[0].value), cols, case_capacities)
     yield add_figure_columns(capacity_table, [search.case for search in case_capacities])
@@ -258,7 +260,9 @@ def memory_section(material: Material) -> Elements:
 
 
 def _find_peak_bytes_by_use(case: NamedCase) -> dict[str, float]:
-    """Returns the bytes of each use of memory at the peak. If the uses are unknown, all bytes count as 'other'."""
+    """Returns the bytes of each use of memory, such as weights, at the peak. If the uses are unknown, all bytes count
+    as 'other'.
+    """
     sizes = {role.value: float(size) for role, size in bytes_by_role(case).items()}
     return sizes or {MemoryRole.OTHER.value: peak_bytes(case) or 0.0}
 

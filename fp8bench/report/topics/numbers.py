@@ -188,7 +188,7 @@ def _errors_table(title: str, panel: Panel, errors_by_mode: dict[str, _ErrorsByN
     for errors in errors_by_mode.values():
         for metric, measurements in errors.items():
             descriptions = (measurement.description for measurement in measurements if measurement.description)
-            # Often only the first measurement of a metric has the metric's description.
+            # Often only the first measurement of a metric has the metric's description, so look for it in all of them.
             hint_by_metric[metric] = hint_by_metric.get(metric) or next(descriptions, "")
     cols: ColumnList[tuple[str, _ErrorsByName]] = [
         Col("precision", itemgetter(0)),
@@ -263,6 +263,7 @@ def sampler_step_seconds(timing: Timing) -> tuple[float, ...]:
     step_end_blocks = [
         block for block, phase in zip(blocks, timing.segments.phases, strict=True) if phase == Phase.ACCUMULATE
     ]
+    # If calls differed in their phases, only sums were stored, which cannot be divided into steps.
     if not calls or not step_end_blocks or timing.varying:
         return ()
     # Time after the last ACCUMULATE counts towards the sampler's last step.
@@ -284,7 +285,7 @@ def _sampler_steps(case: NamedCase) -> list[SamplerStepErrors]:
         if match and value is not None:
             errors_by_step.setdefault(int(match[2]), {})[match[1]] = value
     seconds = sampler_step_seconds(case.record.timing) if errors_by_step and case.record.timing else ()
-    # Unless there is exactly one time for each step of the sampler, the times cannot be assigned to steps.
+    # The times can be assigned to steps only if there is exactly one time for each step of the sampler.
     seconds_by_step = seconds if len(seconds) == len(errors_by_step) else (None,) * len(errors_by_step)
     return [
         SamplerStepErrors(case, number, time, errors_by_step[number])

@@ -49,8 +49,10 @@ class LargestBatch:
         """Returns the tokens per second of a step that accumulates the gradients of several micro-batches, `tokens`
         tokens in all. Returns None if unknown.
         """
+        # `update` comes from a different measurement, so noise may make it longer than this step.
         if self.update is None or self.update >= self.seconds:
             return None
+        # Every micro-batch takes a step without the update. A single update follows.
         return tokens / (tokens / self.search.tokens * (self.seconds - self.update) + self.update)
 
 

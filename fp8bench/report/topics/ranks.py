@@ -64,8 +64,8 @@ def _median_range_field(
 def _explain_missing_rank_figures(
     subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]
 ) -> Texts:
-    """Explains why figures in a table are unknown. Yields a sentence for each reason that the table shows as a dash,
-    and one sentence for all reasons that it shows as a word.
+    """Explains why figures in a table are unknown. Each reason for a dash gets a sentence. One sentence explains all
+    words that the table shows instead of figures.
     """
     modes_by_reason: dict[MissingFigure, list[str]] = {}
     for case, figures in rows:
@@ -100,7 +100,7 @@ def make_rank_elements(panel: Panel) -> Iterator[Table | Text]:
     yield from filter_nonempty_tables(_sent_bytes_table(panel), _make_overlap_table(overlap_of_cases))
     yield from _explain_missing_rank_figures("overlap", overlap_of_cases)
     yield from _describe_bubbles(panel)
-    # Warn on a CPU, because readers could take its numbers for those of a cluster.
+    # Warn on a CPU, because readers could take its times and rates for those of a cluster.
     if panel.device == "cpu":
         yield Text(CPU_REMARK)
 
@@ -156,7 +156,7 @@ def _sent_bytes_table(panel: Panel) -> Table:
         rows += [CaseValue(case, messages) for messages in messages_by_operation_and_dtype.values()]
 
     def min_bytes(row: _CaseMessages) -> float:
-        # A rank that sends nothing has no message.
+        # Only ranks that send have a message. If one has none, the least is 0 bytes.
         all_ranks_send = len(row.value) == panel.case.ranks
         return min(message.bytes for message in row.value) if all_ranks_send else 0.0
 
@@ -185,6 +185,7 @@ def _times_table(panel: Panel) -> Table:
     ]
 
     def longest_wait(row: _RankTimesOfCase) -> float | None:
+        # Ranks wait for each other only while they communicate.
         has_communication = row.case.figures[specs.COMMUNICATION].value is not None
         return max(rank.waiting_seconds for rank in row.value) if has_communication else None
 
@@ -222,8 +223,8 @@ def make_transfer_table(panel: Panel) -> Table:
 
 
 def _name_wire_format(case: NamedCase, is_counted: bool) -> str:
-    """Returns how ranks encode the values that they send, as 'bf16'. If the sent bytes were counted (`is_counted`), FP8
-    collectives of fp8bench have the algorithm and the scaling instead, as 'two-shot rowwise'.
+    """Returns how the values that ranks send are encoded, as 'bf16'. If the sent bytes were counted (`is_counted`), the
+    parameters of FP8 collectives follow. They replace the name 'fp8', as 'two-shot rowwise'.
     """
     params = dict(case.group.case.params)
     name_parts = [str(params[name]).replace("_", "-") for name in _FP8_PARAMS if is_counted and name in params]
@@ -254,7 +255,7 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
         cost_by_text: dict[str, tuple[float, float]] = {}
         for case, transfer in rows:
             sqnr = case.figures[_SQNR_METRIC].value
-            # Leave out smaller messages, because their time depends on latency and not on the format.
+            # Compare only the largest messages: the time of smaller ones depends on latency and not on the format.
             if sqnr is not None and transfer.logical == max(sizes):
                 name = _name_wire_format(case, transfer.counted)
                 cost_by_text[f"{name} ({_describe_transfer(case, transfer.wire, sqnr)})"] = (transfer.wire, sqnr)

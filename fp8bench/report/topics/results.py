@@ -49,11 +49,12 @@ from fp8bench.report.words.naming import make_figure_heading, shorten_line
 _MAX_UNFILTERED_ROWS = 8
 # At most this many cases get a sentence that compares them with earlier runs.
 _MAX_COMPARED_CASES = 6
-# A case with a row title that is unique in the page's table.
+# A row of the page's table: a case with its title, which is unique in the table.
 _CaseWithTitle = CaseValue[str]
 
 
 def cases_table(panel: Panel) -> Table:
+    # The noise floor of a panel with one group is in the line of the reference above the table.
     noise_floor_prefix = "  noise floor (A/A): " if len(panel.groups) > 1 else ""
     cols: ColumnList[NamedCase] = [
         Col(
@@ -193,6 +194,7 @@ def _explain_case(case: NamedCase) -> str:
     reason_phrases = [case.finding.why]
     if not case.is_reference or not case.is_ok:
         answer = make_precision_answer([case])
+        # Without a speed, the answer's figure is the reason why the case is emulated.
         emulation_reason = "" if speed_up(case) is not None else answer.figure
         reason_phrases = [answer.reason, emulation_reason, *reason_phrases, *answer.costs]
     reason_phrases += [_format_labels(case), case.record.detail if case.is_ok else ""]

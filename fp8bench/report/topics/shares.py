@@ -173,7 +173,8 @@ _LAYER_KINDS = {
     "head": "the head",
 }
 _OUTSIDE_OF_LAYERS = "outside of layers"
-# Why products are not in a lower precision, the names of their weights (or of the products), and their FLOPs.
+# Products that share a reason for not being converted: this reason, the names of the products or of their weights, and
+# the sum of their FLOPs.
 UnconvertedProducts = tuple[str, list[str], int]
 
 

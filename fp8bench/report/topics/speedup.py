@@ -69,6 +69,7 @@ def sustained_table(panel: Panel) -> Tables:
         Col("power", "value.watts", show=_show_watts),
     ]
     caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature were steady before"
+    # The case also ran in timing slots, so show their speed and clock next to those of the energy windows.
     if all(row.value.is_from_energy_windows for row in rows):
         cols.append(Col("in slots", lambda row: show_speed(speed_up(row.case))))
         cols.append(Col("clock in slots", lambda row: _slot_clock_rate(row.case), show=_show_hertz))
@@ -95,6 +96,7 @@ def describe_sustained_speed(panel: Panel) -> Texts:
 
     The sentence lists each precision as 'fp8 1.33x to 1.63x at 1.44 GHz and 690 W'.
     """
+    # 1. Describe each precision, sustained and in timing slots.
     rows = panel.find_case_values(lambda result: compute_sustained_figures(result.record, result.finding))
     rows_by_mode = together((row.case.mode, row) for row in rows if row.value.is_from_energy_windows)
     sustained_speed_phrases = []
@@ -112,6 +114,7 @@ def describe_sustained_speed(panel: Panel) -> Texts:
             f"{mode} "
             f"{join_parts(_show_speed_range(map(speed_up, cases)), clock_range and f'at {clock_range}', separator=' ')}"
         )
+    # 2. Compare. Without a reference and another precision there is nothing to compare.
     has_reference = any(row.case.is_reference for row in chain.from_iterable(rows_by_mode.values()))
     if has_reference and len(sustained_speed_phrases) > 1:
         yield Text(
@@ -200,11 +203,13 @@ def _make_case_speed_mark(case: NamedCase) -> ChartMark:
     """Returns the bar of a case. Its value is the case's speed. Its samples are the reference's median time divided
     by the case's time in each round.
     """
-    # 1. Take a sample from each round. For the case that was chosen as the fastest, only use rounds after the choice.
+    # 1. Take a sample from each round. If the case was chosen as the fastest of several, only use the rounds after the
+    # choice (`fresh`).
     fresh_rounds_timing = case.record.fresh
     timing = fresh_rounds_timing.timing if fresh_rounds_timing is not None else case.record.timing
     reference_timing = fresh_rounds_timing.reference if fresh_rounds_timing is not None else case.record.paired_with
-    # If a case did not fit into memory with its group, it was timed with a separate copy of the reference.
+    # A case that was timed later than its group, for example because it did not fit into memory, has separate samples
+    # of the reference (`paired_with`). All other cases use the samples in the reference's record.
     if reference_timing is None and case.reference_result is not None:
         reference_timing = case.reference_result.record.timing
     seconds = list_step_samples(timing) if timing is not None else ()
@@ -237,6 +242,7 @@ def _error_charts(cases: Iterable[_CaseWithTitle]) -> Iterator[Scatter]:
         case = row.case
         # An emulated case has an error but no speed, so it is drawn in the margin.
         is_drawable = _find_speedup_interval(case) is not None or find_case_status(case) is CaseStatus.EMULATED
+        # The axis of errors is logarithmic, so it cannot show an error of 0.
         if is_drawable and case.error_value is not None and 0 < case.error_value < math.inf:
             rows_by_axes.setdefault((case.group.error_metric, row.run, _name_reference(case)), []).append(row)
     rows_by_chart = [

@@ -72,6 +72,7 @@ def _make_tape_elements(taped: Sequence[CaseTape]) -> Elements:
     remarks = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
     if cases_with_step_counts:
         columns: ColumnList[_StepCountsRow] = [Col("tape", "case.mode"), *_count_columns()]
+        # Show the declared FLOPs next to the counted ones.
         columns.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
         for bits in _FACTOR_ELEMENT_BITS:
             get_flops_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)

@@ -97,8 +97,8 @@ _TERMINAL_COLUMNS = (
 
 
 class NamedFormat(NamedTuple):
-    """The format of a precision, as 'e4m3fn', and the name of the precision in tables, as 'e4m3fn row'. If a recipe has
-    several formats, `fmt` and `name` are its full name.
+    """The format of a precision, as 'e4m3fn', and the name of the precision in tables, as 'e4m3fn row'. For a precision
+    with several formats, both are its full name.
     """
 
     fmt: str
@@ -115,8 +115,8 @@ def name_precision(result: Result) -> NamedFormat:
 
 @cache
 def _split_precision(mode: str) -> NamedFormat:
-    """Splits a mode (a precision with options) into its format and its short name. Both are the mode itself if its
-    options do not give a single format and scaling, or if this version does not know the mode.
+    """Splits a mode (a precision with options) into its format and its short name. If the options do not give a single
+    format and scaling, or if this version does not know the mode, both are the mode itself.
     """
     whole_mode_format = NamedFormat(mode, mode)
     try:
@@ -194,7 +194,7 @@ def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
         match = _FORMAT_BITS_PATTERN.match(named_format.fmt)
         # Leave out a recipe with several formats, because it has no single width.
         if match and value is not None:
-            bits = 1 + int(match[1]) + int(match[2])
+            bits = 1 + int(match[1]) + int(match[2])  # the sign, the exponent and the mantissa
             sqnr_by_bits.setdefault(bits, {})[named_format.name] = value
     return sqnr_by_bits
 
@@ -261,6 +261,7 @@ def _group_columns_into_tables(widths: Sequence[int], max_width: int) -> Sequenc
     number of columns each.
     """
     columns = range(len(widths))
+    # The last attempt has one column per table, and is used even if it is too wide.
     for num_tables in range(1, len(widths) + 1):
         size = -(-len(widths) // num_tables)
         column_groups = [columns[start : start + size] for start in columns[::size]]

@@ -63,6 +63,7 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: CaseStatus
         settings_text = f" ({settings})" if len(failed_cases) < num_cases else ""
         lines.append(f"{status_word}: {join_words(modes)} {count_text} {join_words(suites)}{settings_text}: {reason}")
     num_hidden_lines = len(lines) - _MAX_SENTENCES + 1
+    # A sentence about hidden lines takes the place of a line, so it is useful only for at least two.
     if num_hidden_lines > 1:
         lines[_MAX_SENTENCES - 1 :] = [f"and {num_hidden_lines} more like these: the table has every case"]
     return lines
@@ -70,7 +71,7 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: CaseStatus
 
 def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
     emulated_cases = [case for case in cases if case.is_emulated]
-    # If errors of an emulation are infinite or NaN, even its numbers are not right.
+    # Errors of an emulation count as real only if all of them are finite.
     non_finite_modes = {case.mode for case in emulated_cases if not math.isfinite(case.error_value or 0.0)}
     lines = []
     for has_non_finite_errors, cases_of_kind in together(
@@ -301,8 +302,8 @@ def _compare_precision(cases: Sequence[NamedCase], place: str) -> Text:
 
 
 def _describe_labels(results: Sequence[Result]) -> str:
-    """Returns the labels that cast doubt, as ' (noisy, drift in 2 of them)'. The power cap is included, because it
-    explains a speed.
+    """Returns the labels that cast doubt on some results, as ' (noisy, drift in 2 of them)'. The power cap is included,
+    because it explains a speed.
     """
     label_counts = Counter(chain.from_iterable(map(_list_doubtful_labels, results)))
 

@@ -22,7 +22,7 @@ from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find
 COMMIT_LETTERS = 8
 # These values mean that a parameter is off, or that torch chooses its value.
 _OFF_OR_AUTO_PARAM_VALUES = frozenset({"no", "auto", "none"})
-# The name of the parameter that holds text data.
+# The parameter that identifies the data that a case reads.
 _DATA_PARAM_NAME = "data"
 # Shortens 'Intel(R) Xeon(R) CPU @ 2.20GHz' to 'Intel Xeon'.
 _TRADEMARKS_PATTERN = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
@@ -86,8 +86,8 @@ def describe_cache(record: Record, devices: Sequence[DeviceFacts]) -> str:
 
 
 def describe_graph_replays(record: Record) -> str:
-    """Returns why steps were not replayed as a CUDA graph. If they were, returns what the replays leave out, and the
-    share of each phase. Returns '' if there is nothing to report.
+    """Returns why steps were not replayed as a CUDA graph. If they were, returns what the replays leave out, and each
+    phase's share of a replay. Returns '' if there is nothing to report.
     """
     replays = record.replays
     if replays is None:
@@ -167,8 +167,8 @@ def describe_missing_records(run: Run) -> str:
 
 
 def name_setting(group: ResultGroup) -> str:
-    """Returns the parameters that distinguish a group, as '256 x 256 x 256'. If the panel has no other group, returns
-    the sizes of the group.
+    """Names the setting of a group by the parameters that distinguish it, as '256 x 256 x 256'. Without other groups in
+    the panel, names it by the sizes of the group.
     """
     return group.setting_name or describe_sizes(group.case)
 
@@ -176,9 +176,9 @@ def name_setting(group: ResultGroup) -> str:
 def find_usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
     """Returns the parameters of a case that descriptions leave out, such as those with the suite's default."""
     facts = find_device(devices, case.device)
-    # An axis with several default values has no usual value: their joined text equals none of them.
+    # If an axis has several default values, none of them counts as usual: their joined text equals no single value.
     usual_values_by_param: dict[str, tuple[str, ...]] = {}
-    with suppress(UsageError):  # this process may not have imported the module of the suite
+    with suppress(UsageError):  # the suite is unknown if its module is not imported
         for axis in workloads.get(case.workload).axes(facts) if facts is not None else ():
             usual_values_by_param[axis.name] = tuple(",".join(values) for values in (axis.default, axis.quick))
     return {
@@ -195,6 +195,7 @@ def describe_devices(devices: Iterable[DeviceFacts]) -> str:
 
 def describe_sizes(case: Case) -> str:
     """Returns the numeric parameters of a case in words, as '2 x 96 tokens'."""
+    # isinstance would also accept bool, which is a subclass of int.
     return describe_params((name, value) for name, value in case.params if type(value) in (int, float))
 
 
@@ -232,10 +233,11 @@ def phase_words(phase: str) -> str:
 
 
 def name_work_outside_phases(case: NamedCase) -> str:
-    """Returns the name of the time outside of phases, as 'forward and backward', if the reference is a model of the
-    user. Otherwise returns ''.
+    """Names the time outside of phases in the steps of a user's model: 'forward and backward', or 'forward'. Returns ''
+    for all other cases.
     """
-    # In a user's model, only data loading, casts and the optimizer are phases. All other time is that of the passes.
+    # In a user's model, only data loading, casts and the optimizer are phases. All other time is the forward and the
+    # backward pass.
     if case.group.reference != UNTOUCHED:
         return ""
     return "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"

@@ -25,6 +25,7 @@ def draw_chart_on_sheet(sheet: ChartSheet, chart: AnyChart) -> float:
     height = _DRAW_FUNCTIONS[type(chart)](sheet, chart)
     if not height:
         sheet.add_text(0, 14, "Nothing to draw: the axis can show none of the values.", "quiet")
+    # 28 pixels are the height of the sentence.
     return height or 28.0
 
 

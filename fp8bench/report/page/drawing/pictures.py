@@ -104,6 +104,7 @@ class _PictureSheet(ChartSheet):
             "fontsize": self.font_size,
             "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
         }
+        # Lower the baseline, so that lowercase letters are centred on `y`, as in `ChartSheet.add_text`.
         self._texts.append((x, y + 0.36 * self.font_size, text, options))
 
     def to_matplotlib_figure(self, height: float, title: str) -> Figure:
@@ -121,7 +122,8 @@ class _PictureSheet(ChartSheet):
             figsize=(figure_width / _PIXELS_PER_INCH, figure_height / _PIXELS_PER_INCH),
             facecolor=css_properties("path", "")["--raised"],
         )
-        # From pixels, with y pointing down from the top of the chart, to fractions of the figure, with y pointing up.
+        # Convert pixels, with y pointing down from the top of the chart, into fractions of the figure, with y pointing
+        # up.
         axes_transform = (
             Affine2D().translate(_PICTURE_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
             + figure.transFigure
@@ -163,7 +165,9 @@ class _PictureSheet(ChartSheet):
 
 
 def _make_path_patch(steps: SvgPathCommands, look: CssProperties) -> PathPatch | None:
-    """Returns a matplotlib patch for a path, or None if neither the area nor the line of the path is visible."""
+    """Returns a matplotlib patch for a path with the CSS properties `look`. Returns None if neither the area nor the
+    line of the path is visible.
+    """
     fill_color_and_opacity = _color_and_opacity(look, "fill")
     stroke_color_and_opacity = _color_and_opacity(look, "stroke")
     if not (fill_color_and_opacity[1] or stroke_color_and_opacity[1]):
@@ -179,6 +183,7 @@ def _make_path_patch(steps: SvgPathCommands, look: CssProperties) -> PathPatch |
         points += coordinate_pairs or [points[0]]
         matplotlib_path_codes += _MATPLOTLIB_PATH_CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
+    # matplotlib calls CSS's square line ends 'projecting'.
     line_cap_style = {"square": "projecting"}.get(
         look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt")
     )

@@ -37,12 +37,12 @@ from fp8bench.report.page.drawing.sheet import ChartSheet, choose_series_styles
 
 # The gap between the end of a line and its value, in pixels.
 _LINE_END_VALUE_GAP = 8.0
-# The axis of places has at most this many labels.
+# The x axis of a line chart has at most this many labels.
 _MAX_POSITION_LABELS = 7
-# If there are more places than this, marks are visible only on hovering.
+# If the x axis has more places than this, marks are visible only on hovering.
 _MAX_VISIBLE_MARKS = 60
 
-# the marks of a series, each with its index on the axis
+# The marks of a series, each with the index of its place on the x axis.
 IndexedMarks = list[tuple[int, ChartMark]]
 Series = Sequence[tuple[str, IndexedMarks]]
 Point = tuple[float, float]
@@ -80,6 +80,7 @@ def draw_lines(sheet: ChartSheet, chart: Lines) -> float:
     num_marks = sum(len(marks) - marks.count(None) for _, marks in chart.series)
     sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in drawn_series))
     # 2. Fit the value axis to the marks from the index `chart.settled` on, or to all marks if none are there.
+    # `chart.settled` counts all places, including those that were cut off.
     first_settled_index = chart.settled - len(chart.places[:-MAX_PLACES])
     values = _list_values_and_intervals(drawn_series, first_settled_index) or _list_values_and_intervals(
         drawn_series, 0
@@ -144,6 +145,7 @@ def _place_axis_scale(sheet: ChartSheet, series: Series, y: AxisScale, num_place
     tick_width = max(sheet.measure_text_width(text) for _, text in y.ticks(6)) + 14
     last_value_texts = [show_number(marks[-1][1].value, y.unit) for _, marks in series if marks]
     max_value_text_width = max(sheet.measure_text_width(text, bold=True) for text in last_value_texts)
+    # A single place is in the middle of the axis.
     low = -0.5 if num_places == 1 else 0.0
     return AxisScale(
         low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - max_value_text_width - _LINE_END_VALUE_GAP - 4
@@ -181,6 +183,7 @@ def _draw_line(plot: _LinePlot, name: str, marks: IndexedMarks) -> None:
         sheet.add_lines(f"line {style}", line_segments)
     plain_tone_mark_style = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
     marks_on_axis = [(place, mark) for place, mark in marks if plot.is_on_value_axis(mark)]
+    # Together, all series may have MAX_HOVERABLE_MARKS marks.
     for place, mark in _thin_out_marks(marks_on_axis, MAX_HOVERABLE_MARKS // min(MAX_SERIES, len(plot.chart.series))):
         tone = plain_tone_mark_style if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
         hint = make_hover_text(mark, plot.chart.axis, name, plot.places[place])
@@ -218,6 +221,7 @@ def _clip_line(points: Sequence[Point], y: AxisScale) -> list[list[Point]]:
     line_segments: list[list[Point]] = []
     for (left_x, left_y), (right_x, right_y) in pairwise(points):
         # The part of the line inside the range of the y axis: its start and end as fractions of the line's length.
+        # A horizontal piece is on the axis as a whole or not at all.
         entry_fraction, exit_fraction = 0.0, float(y.low <= left_y <= y.high)
         if left_y != right_y:
             entry_fraction, exit_fraction = sorted((end - left_y) / (right_y - left_y) for end in (y.low, y.high))
@@ -287,6 +291,7 @@ def draw_scatter(sheet: ChartSheet, chart: Scatter) -> float:
     ]
     points = drawable_points[:: max(1, -(-len(drawable_points) // MAX_CHART_POINTS))]
     sheet.note_missing_values(len(chart.points) - len(points))
+    # If all points were in the margin, the x axis would be empty.
     if all(point.x is None for point in points):
         return 0.0
     # 2. Write the legend, and the titles of the y axis and the margin.
@@ -351,7 +356,7 @@ def _draw_axes_of_scatter(sheet: ChartSheet, chart: Scatter, frame: _PlotFrame) 
             plot_area_box.top,
             margin_box.right - margin_box.left,
             plot_area_box.bottom - plot_area_box.top,
-            layer=-1,
+            layer=-1,  # behind the grid
         )
     sheet.add_lines("axis", [[(plot_area_box.left, plot_area_box.bottom), (plot_area_box.right, plot_area_box.bottom)]])
     return draw_bottom_axis(sheet, frame.x, chart.x.title, plot_area_box.top, plot_area_box.bottom)

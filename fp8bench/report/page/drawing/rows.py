@@ -92,6 +92,7 @@ def write_along_axis(sheet: ChartSheet, texts: Sequence[tuple[float, str]], y: f
     for x, text in sorted(texts):
         half_width = sheet.measure_text_width(text) / 2
         if x - half_width >= previous_text_end_x + _MIN_AXIS_TEXT_GAP:
+            # Keep the first and the last text within the sheet.
             sheet.add_text(min(max(x, half_width), sheet.width - half_width), y, text, "tick", anchor="middle")
             previous_text_end_x = x + half_width
 
@@ -197,6 +198,7 @@ def _draw_bar(sheet: ChartSheet, chart: Bars, mark: ChartMark, top: float, heigh
         _BAR_HEIGHT,
     )
     bar_and_whisker_x = [bar_start_x, bar_end_x, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
+    # Without an interval, the list has only the two ends of the bar.
     if len(bar_and_whisker_x) == 4:
         low, high = bar_and_whisker_x[2:]
         whisker_end_lines = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
@@ -218,7 +220,7 @@ def _draw_bar(sheet: ChartSheet, chart: Bars, mark: ChartMark, top: float, heigh
 _STACK_HEIGHT = 18.0
 # A part of a bar with a smaller share than this is drawn without text.
 _MIN_SHARE_WITH_TEXT = 0.03
-# Parts with these names are what remains of a total, and are drawn in grey.
+# Parts with these names hold the rest of a bar's total, and are drawn in grey.
 _REMAINDER_PART_NAMES = ("other", "the rest")
 
 
@@ -324,6 +326,7 @@ def _draw_stacked_bar(
         piece_outlines = [[(x, bar_top), (end, bar_top), (end, bar_bottom), (x, bar_bottom)] for x, end in piece_edges]
         part_style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
         sheet.add_lines(part_style, piece_outlines, hint=make_hint(f"{row.label}, {name}", value_text), closed=True)
+        # A part of a timeline may have several pieces, so no single piece gets the text of its share.
         if chart.pieces:
             continue
         x, end = piece_edges[0]

@@ -1,6 +1,6 @@
 """Maps values to pixels: scales with readable ticks, limits on the number of shapes, and texts with their widths.
 
-If something is not drawn, the table below the chart has it. A reader's browser chooses the font, so text widths are
+Values that are not drawn are in the table below the chart. A reader's browser chooses the font, so text widths are
 those of DejaVu Sans, a wide font.
 """
 
@@ -25,7 +25,7 @@ _TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _TICK_STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
 # An axis of ratios covers at least this range, so that small differences do not look large.
 _MIN_RATIO_AXIS_RANGE = 1.1
-# A number without a unit below this is an error. It reads better with an exponent, as 8.0e-04.
+# A smaller number without a unit is an error metric. It reads better with an exponent, as 8.0e-04.
 _MIN_NUMBER_WITHOUT_EXPONENT = 0.01
 
 
@@ -70,6 +70,7 @@ def fit_axis_scale(
         high = _exp_without_overflow(log_axis_middle + half_log_axis_range)
     elif high - low > max(_RELATIVE_EQUALITY_TOLERANCE * magnitude, 1e-290):
         low, high = low - margin_share * (high - low), high + margin_share * (high - low)
+    # If all values are nearly equal, widen the range, because ticks need a range above 0.
     elif magnitude > 1e-289:
         low, high = low - magnitude / 10, high + magnitude / 10
     else:
@@ -78,6 +79,7 @@ def fit_axis_scale(
 
 
 def _exp_without_overflow(logarithm: float) -> float:
+    # math.exp overflows above 709.
     return math.exp(min(max(logarithm, -700.0), 700.0))
 
 
@@ -109,6 +111,7 @@ def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[fl
             for factor in _TICK_STEPS
             if factor * power_of_ten >= min_tick_step * (1 - _RELATIVE_EQUALITY_TOLERANCE)
         )
+    # The tolerance keeps a tick at either end in spite of rounding errors.
     first_tick_number = math.ceil(low / tick_step - 1e-6)
     last_tick_number = math.floor(high / tick_step + 1e-6)
     return [multiple * tick_step for multiple in range(first_tick_number, last_tick_number + 1)]
@@ -272,7 +275,7 @@ def cut_to_width(text: str, max_width: float, font_size: float, bold: bool = Fal
         return text
     max_width = max(0.0, max_width - text_width(ELLIPSIS, font_size, bold))
     end_letter_count = _count_letters_within_width(text[::-1], max_width / 2, font_size, bold)
-    # A name often begins with the suite and ends with the size.
+    # Names often begin with the suite and end with the size, so keep both ends.
     visible_end_text = text[len(text) - end_letter_count :]
     num_kept_first_letters = _count_letters_within_width(
         text, max_width - text_width(visible_end_text, font_size, bold), font_size, bold

@@ -50,7 +50,7 @@ class ChartSheet:
         self._chart = chart
         self._name = f"chart-{chart.name}"
         self._elements: list[tuple[int, str]] = []  # (layer, SVG element)
-        # Maps the path of each marker's outline to its SVG id.
+        # The SVG id of each marker, by the path data of its outline.
         self._markers: dict[str, str] = {}
         self._role = "img"
         self._omitted = ""
