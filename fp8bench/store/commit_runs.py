@@ -138,6 +138,7 @@ def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
     except (StoreError, OSError):
         return None, UNREADABLE_FILE, frozenset()
     tracked_run, reason = extract_tracked_run(run, path)
+    # The lost lines may have contained the missing cases.
     if file_lines.has_lost_line and (tracked_run is not None or reason == NO_TRACKED_CASE):
         reason = DAMAGED_LINES
     return tracked_run, reason, frozenset(record.case.workload for record in run.records)
@@ -158,6 +159,7 @@ def extract_tracked_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
         return None, DIRTY_FILES
     if explain_outside_history(run):
         return None, INVALID_COMMIT_OR_START
+    # Runs of a commit are found by their file names, so later commands would not find this run.
     if find_commit_prefix(path) != commit[:8]:
         return None, MISNAMED_RUN_FILES_REASON
     try:
@@ -218,8 +220,8 @@ def collect_series(tracked: Sequence[TrackedRun]) -> list[Series]:
 
 
 def merge_commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
-    """Returns the merged points of runs by series and cell. The runs must come from one machine and interpreter, and
-    are sorted oldest first.
+    """Returns the merged points of runs by series and cell. The runs must come from one machine and interpreter, and be
+    sorted oldest first.
     """
     points = chain.from_iterable(run.content.points for run in tracked)
     return merge_points(list(points), collect_series(tracked))
@@ -233,6 +235,7 @@ def parse_time(text: str) -> datetime:
 
 def find_commit(word: str, folder: Path) -> str | None:
     """Returns the commit that git finds for a word in the repository around a folder, or None."""
+    # The word comes from the user. With --end-of-options, git does not read it as an option.
     command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{word}^{{commit}}"]
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
@@ -242,7 +245,7 @@ def find_commit(word: str, folder: Path) -> str | None:
 
 
 _COMMIT_PREFIX_PATTERN = re.compile(r"[0-9a-f]{4,40}")
-# A word that only git can resolve, such as HEAD~1.
+# An argument of the user that only git can resolve, such as HEAD~1.
 _REVISION_PATTERN = re.compile(r"HEAD|.+[~^]")
 
 
@@ -265,6 +268,7 @@ def find_runs(words: str, store: Path) -> ChosenRuns:
     notes: list[str] = []
     for word in words.split(","):
         chosen_runs = _find_runs_by_word(word.strip(), store)
+        # Several words may select the same file.
         files |= {path.resolve(): path for path in chosen_runs.files}
         notes += chosen_runs.notes
     distinct_runs = list_distinct_runs(files.values()).raise_for_refused_files()
@@ -311,12 +315,14 @@ def _find_runs_of_commit(commit: str, runs: RunFileListing) -> ChosenRuns:
     """Returns the run files of a commit, oldest first. A run is left out if its source files differed from the
     commit, or if it is unknown whether they did.
     """
+    # 1. Find the runs by their headers. File names have only the first 8 digits of the commit.
     candidate_files = [path for path in reversed(runs.all_files) if find_commit_prefix(path).startswith(commit[:8])]
     header_by_path = {}
     for path in candidate_files:
         header = _load_run_header_or_none(path) if runs.is_counted(path) else None
         if header is not None and str(header.environment.get("commit")).startswith(commit):
             header_by_path[path] = header
+    # 2. Refuse the first digits of several commits, and a commit whose runs all had changed files.
     matching_commits = sorted({str(header.environment.get("commit")) for header in header_by_path.values()})
     if len(matching_commits) > 1:
         raise RunNotFound(
@@ -329,6 +335,7 @@ def _find_runs_of_commit(commit: str, runs: RunFileListing) -> ChosenRuns:
             f"all runs of {commit[:12]} had files that differed from it, so they are not its runs. "
             "Name them by their ids to compare them anyway."
         )
+    # 3. If no run is left, the notes on copies and refused files explain why.
     notes = runs.notes(candidate_files)
     if candidate_files and not clean_run_files and notes:
         raise StoreError(f"no run of {commit[:12]} counts: {'; '.join(notes)}.")

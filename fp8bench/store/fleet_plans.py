@@ -51,12 +51,14 @@ def write_plan(plan: FleetPlan, path: Path) -> None:
 
 def read_fleet_plan(path: Path) -> FleetPlan:
     """Reads a plan. Raises UsageError if the file is not a plan."""
+    # 1. Read the file.
     try:
         content = parse_json(read_file(path))
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
     except ValueError as error:
         raise _make_invalid_plan_error(path, f"it is not JSON ({error})") from None
+    # 2. Check the version first, because other versions may have different fields.
     if not isinstance(content, dict) or not {"schema", "fleet"} <= content.keys():
         raise _make_invalid_plan_error(path, "it has no fields 'schema' and 'fleet'")
     if content["schema"] != _PLAN_SCHEMA:
@@ -64,6 +66,7 @@ def read_fleet_plan(path: Path) -> FleetPlan:
             f"{path} is a plan of schema {content['schema']!r:.40}; this fp8bench reads {_PLAN_SCHEMA}. Write it again "
             "with this version."
         )
+    # 3. Decode the plan. A person may have edited it, so check its checksum and its values.
     try:
         fleet_plan = decode(FleetPlan, remove_checksum(content)["fleet"])
     except DamagedFileError as error:
@@ -133,6 +136,7 @@ def _iterate_plan_run_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int,
         run_header_or_reason: Run | str
         try:
             run_header_or_reason = load_header(path)
+            # The header is lost, and with it the name of the cell.
             if not run_header_or_reason.started:
                 raise StoreError(f"{path}: {run_header_or_reason.troubles[0]}")
             plan_cell_number = find_cell_number(plan, run_header_or_reason.cell)
@@ -274,7 +278,7 @@ def _open_cell_attempt_log(folder: Path) -> Log[CellAttempt]:
 def _read_last_message(folder: Path) -> str:
     """Returns the last message of fp8bench in the output of a cell's process, or the last line of the output."""
     try:
-        with open_file(folder / OUTPUT_FILE, most=None) as file:
+        with open_file(folder / OUTPUT_FILE, most=None) as file:  # any size, because only the end is read
             file.seek(max(0, file.seek(0, os.SEEK_END) - _OUTPUT_TAIL_BYTES))
             text = file.read(_OUTPUT_TAIL_BYTES).decode("utf-8", errors="replace")
     except OSError:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 LineContent = dict[str, Any]
 # Errors that content from other programs may cause when it is decoded. Malformed is a ValueError.
 _DECODING_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
-# The numbers of characters that are shown of an error and of a broken line.
+# How many characters of an error, and of a broken line, are shown.
 _MAX_ERROR_CHARACTERS, _LINE_START_CHARACTERS = 120, 20
 _SCHEMA_NUMBER_PATTERN = re.compile(r'{"schema": ?(\d+)\b')
 # Files with checksums, except for runs and acknowledgements, which are verified separately.
@@ -248,6 +248,7 @@ def _describe_missing_lines(lines: Sequence[_ChecksummedLine], broken_lines: Seq
             line.stored_line_number
             - previous_written_number
             - 1
+            # A broken line between the two explains one missing number.
             - sum(line_number < broken_line.number < line.number for broken_line in broken_lines)
         )
         if missing_line_count > 0:

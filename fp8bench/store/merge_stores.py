@@ -40,8 +40,9 @@ from fp8bench.store.runs.run_file import load_run, lock_run
 
 @dataclass
 class MergeResult:
-    """The result of merging another store into ours: our files of the runs that were `copied_files` or
-    `extended_paths`, the number of runs that both stores had (`same`), and the number of new acknowledgements.
+    """The result of merging another store into ours. `copied_files` and `extended_paths` are our files of the runs that
+    were new, or longer in the other store. `same` is the number of runs that both stores had, and `acks` the number of
+    new acknowledgements.
 
     `failed` are sentences about runs that could not be merged. `notes` are sentences about things that the user should
     check.
@@ -140,6 +141,7 @@ def copy_run(path: Path, content: bytes, target: Path) -> RunCopyOutcome:
         if content.startswith(read_file(target)):
             with open_file(target, "ab") as file:  # if the process is killed here, the next merge appends the rest
                 lock_run(file, target)
+                # Before we had the lock, another process may have appended lines.
                 target_content = read_file(target)
                 if content.startswith(target_content):
                     append(file, content[len(target_content) :])
@@ -237,7 +239,9 @@ def _find_newest_series(store: Path, series: Iterable[Series]) -> list[Series]:
 
 
 def merge_store(store: Path, their_store: Path) -> tuple[MergeResult, RebuildResult]:
-    """Merges the store `theirs` into our store, and updates asv's files for its runs. `theirs` stays unchanged."""
+    """Merges the store `their_store` into `store`, and updates asv's files for the merged runs. `their_store` stays
+    unchanged.
+    """
     with lock_folder(store / "asv"):
         merge_result = merge_runs(store, their_store)
         try:

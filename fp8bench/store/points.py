@@ -56,8 +56,8 @@ _FACTS_IRRELEVANT_TO_COUNTS = frozenset(
         *DEVICE_SETTINGS,
     }
 )
-# Measuring conditions exclude the variable that turns compiled quantisers (software casts) on or off, because records
-# of cases with quantisers show how these ran.
+# This environment variable turns compiled quantisers (software casts) on or off. It is not a measuring condition,
+# because each record shows how its quantisers ran.
 _QUANTISERS_FACT_NAME = f"env_{QUANTISERS_VARIABLE}"
 
 
@@ -124,7 +124,7 @@ def _merge_points_of_cell(points: Sequence[Point]) -> Point:
     preferred_points = [point for point in points_with_samples if not point.hasty] or points_with_samples
     newest_point = preferred_points[-1]
     same_condition_points = [point for point in preferred_points if point.under == newest_point.under]
-    if metric_of_point(newest_point) in COUNTS:  # the median of two counts need not be an integer
+    if metric_of_point(newest_point) in COUNTS:  # keep the newest count: the median of several may be a fraction
         return replace(newest_point, runs=len(same_condition_points))
     samples = chain.from_iterable(point.samples for point in same_condition_points)
     return replace(newest_point, samples=tuple(samples), runs=len(same_condition_points))
@@ -143,6 +143,7 @@ def _explain_untracked_run(run: Run) -> str:
 
 
 def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> RunHistoryPoints:
+    # 1. Leave out suites without a history.
     if name == BENCH:
         reason = "the history does not follow bench; write a suite of your function (docs/user-suites.md)"
         return RunHistoryPoints(untracked_cases=len(records), why=reason)
@@ -152,6 +153,8 @@ def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> 
     if workload.history is None:
         return RunHistoryPoints(untracked_cases=len(records), why=f"the suite {name} declares no grid")
     try:
+        # 2. Leave out a run with a number of ranks that the grid does not track. Without ranks, a grid tracks one
+        # process.
         _check_workload_grid(type(workload))
         main_device, tracked_ranks = _find_main_device(run), workload.history.ranks or (1,)
         if main_device is not None and main_device.ranks not in tracked_ranks:
@@ -244,6 +247,7 @@ def _collect_conditions(workload: Workload, run: Run) -> Conditions:
 
 
 def _find_main_device(run: Run) -> DeviceFacts | None:
+    # If the run used a GPU, the history tracks only its cases on the GPU.
     return next((device for device in run.devices if device.accelerated), next(iter(run.devices), None))
 
 
@@ -290,6 +294,7 @@ def _find_grid_cell(workload: Workload, case: Case, run: Run) -> Cell | None:
     is_untracked = case.precision_map or case.static or case.precision not in workload.history.dtypes
     if is_untracked or main_device is None or (case.device, case.ranks) != (main_device.key, main_device.ranks):
         return None
+    # The history tracks only the default corpus, and not a text that the user chose.
     if run.request.data is not None and workload.uses_corpus:
         return None
     axis_values = _list_cached_cells(type(workload), main_device, _find_data_identity(workload, case)).get(case.params)
@@ -304,8 +309,8 @@ def _list_cached_cells(
 
 
 def _find_data_identity(workload: Workload, case: Case) -> str | None:
-    """Returns the parameter 'data', which identifies the text that a case reads. Returns None if the workload reads no
-    text, because its 'data' has a different meaning.
+    """Returns the parameter 'data' of a case, which identifies the text that the case reads. Returns None if the
+    workload reads no corpus: then 'data' has a different meaning.
     """
     return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 

@@ -31,10 +31,12 @@ MIN_RERUN_COMPARISONS = 4
 # of runs. The weight is small because cases differ in variance, and because in one of ten runs the process is in a
 # different mode than in earlier runs.
 _OTHER_CASES_WEIGHT = 2
-# The typical variance is this quantile of the variances of all other cases, each weighted by its comparisons of runs.
+# The typical variance is this quantile of the variances of all other cases, each weighted by its number of runs minus
+# one.
 _VARIANCE_QUANTILE = 2 / 3
-# An interval reaches from its estimate at most this multiple of the largest difference between two runs of one case. In
-# the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the long run.
+# Neither end of an interval is farther from the estimate than this multiple of the largest difference between two runs
+# of one case. In the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the long
+# run.
 _MAX_INTERVAL_REACH_RATIO = 2.0
 # The machine counts as busy if other programs disturbed more than this share of the timing slots.
 _BUSY_SLOTS_SHARE = 0.2
@@ -63,6 +65,7 @@ class CaseRuns:
         return max(0, self.runs - 1)
 
     def add(self, log_ratio: float) -> CaseRuns:
+        # Welford's algorithm updates the mean and the sum of squares without the earlier ratios.
         difference, runs = log_ratio - self.mean, self.runs + 1
         mean = self.mean + difference / runs
         sum_of_squares = self.squares + difference * (log_ratio - mean)
@@ -89,7 +92,8 @@ def learn_run_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns 
     typical_variance_weight = min(_OTHER_CASES_WEIGHT, other_case_degrees_of_freedom)
     weight = case_runs.freedom + typical_variance_weight
     count = case_runs.runs + sum(summary.runs for summary in other_case_summaries)
-    # Average the variance of this case with the typical variance, which counts as `prior_weight` comparisons.
+    # Average the variance of this case with the typical variance, which counts as `typical_variance_weight`
+    # comparisons.
     weighted_square_sum = case_runs.squares + typical_variance_weight * _find_typical_variance(other_case_summaries)
     spread = math.sqrt(weighted_square_sum / weight)
     # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
@@ -100,11 +104,11 @@ def learn_run_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns 
 
 
 def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
-    """Returns the 2/3 quantile of the variances between runs of the same case. A case counts once for each run after
-    the first.
+    """Returns the 2/3 quantile of the variances between runs of the same case. The weight of a case is its number of
+    runs minus one.
     """
     # The mean would be dominated by the noisiest case, and no other case would get a verdict. On a shared machine, the
-    # intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
+    # intervals contained the ratios of 94.5% of 73 long runs with this quantile, and of 89% with the median.
     quantile_freedom = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
     summed_degrees_of_freedom = 0
     for variance, case_freedom in sorted((runs.squares / runs.freedom, runs.freedom) for runs in cases):
@@ -131,7 +135,8 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
             case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_KEY_SUFFIX) == is_aa
         }
         if record.case.workload != BENCH:
-            # A user's callable may be anything, so its spread does not apply to the cases of fp8bench's suites.
+            # A user's callable may be anything, so the spread between its runs does not apply to the cases of
+            # fp8bench's suites.
             runs_of_comparison_kind = {
                 case: runs for case, runs in runs_of_comparison_kind.items() if not case.startswith(f"{BENCH}[")
             }
@@ -169,6 +174,7 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
     if not log_ratio_by_key:
         return
     path = _get_reruns_path(records, run, store)
+    # A run is valid even if its ratios cannot be stored.
     with contextlib.suppress(OSError, StoreError), lock_folder(path.parent):
         runs_by_case = _read_case_runs(path)
         for name, log_ratio in log_ratio_by_key.items():
@@ -185,14 +191,15 @@ def _compute_log_ratio(record: Record, records: Sequence[Record]) -> float | Non
     reference = _find_reference(records)
     if reference is None or not record.paired or Level.EMULATED in (record.support.level, reference.support.level):
         return None
-    # The verdict on the case that was chosen as the fastest is computed only from new rounds (`fresh`).
+    # If the case was chosen as the fastest of several, its verdict is computed only from rounds after the choice
+    # (`fresh`).
     if record.fresh is not None:
         return log_of_best_ratio(record.fresh.timing, record.fresh.reference, record.fresh.control)
     timing, reference_timing, control = record.timing, reference.timing, reference.control
     if record is reference:
         timing, control = reference.control, None
     elif record.paired_with is not None:
-        # The case was timed in a later session, in which the reference was timed again.
+        # The case was timed later, in rounds with other samples of the reference, so use these samples.
         reference_timing, control = record.paired_with, record.control
     return (
         log_of_best_ratio(timing, reference_timing, control)
@@ -214,6 +221,7 @@ def _make_rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
     """
     reference = _find_reference(records) or record
     timings = [timing for timing in (record.timing, reference.timing) if timing is not None]
+    # Busy means that other programs took the CPU, so only cases on a CPU can be busy.
     machine_load_suffix = "busy" if record.case.device.startswith("cpu") and was_machine_busy(*timings) else "quiet"
     machine_load_suffix += _AA_KEY_SUFFIX * record.is_reference
     code_versions = (str(run.environment.get(key) or "") for key in _CODE_VERSION_KEYS)

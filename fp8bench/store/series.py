@@ -63,6 +63,7 @@ def list_parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     values_by_name: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
         values = dict.fromkeys(_parse_axis_value(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
+        # An axis with a single value does not distinguish cells.
         if len(values) > 1:
             values_by_name[name] = tuple(values)
     if grid.ranks:
@@ -90,8 +91,8 @@ def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 
 def list_grid_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    """Maps the parameters of each case that the history tracks on a device to its cell (its coordinates in graphs). The
-    cells have no dtype. Returns {} if the history does not track this number of ranks.
+    """Maps the parameters of each tracked case on a device to its cell: its coordinates in graphs, without the dtype.
+    Returns {} if the history does not track the device's number of ranks.
     """
     ranks = _require_history_grid(workload).ranks
     if facts.ranks not in (ranks or (1,)):
@@ -108,6 +109,7 @@ def list_grid_cells(workload: Workload, facts: DeviceFacts, data: str | None) ->
 
 def reference_precision(workload: Workload) -> str:
     """Returns the precision that the history's relative times refer to: the highest precision of the suite's grid."""
+    # The highest precision has the lowest rank.
     return min(_require_history_grid(workload).dtypes, key=lambda name: precisions.get(name).rank)
 
 

@@ -23,7 +23,8 @@ from fp8bench.store.runs.run_file import find_incomplete_groups, load_run_with_l
 
 _FOREIGN_FILE_REMEDY = "Check whether it is useful, and delete it"
 _MAX_SHOWN_TROUBLES = 3
-# After the file's name is removed, an error text that begins with one of these gets "it" as its subject.
+# Error texts begin with the path of the file. If the text after the path begins with one of these, it gets the subject
+# 'it'.
 _SUBJECTLESS_ERROR_STARTS = ("is ", "was ", "cannot ")
 
 
@@ -68,8 +69,8 @@ def _check_run_copies(path: Path, runs: RunFileListing) -> Iterator[Fault]:
 
 
 def _check_run_file(path: Path) -> tuple[bool, list[Fault]]:
-    """Returns whether the lines of a run file have checksums, and the faults of the file. An unreadable file counts as
-    a file with checksums.
+    """Returns whether the lines of a run file have checksums, and the faults of the file. Returns True for an
+    unreadable file, so that it does not count as a file of an older version.
     """
     try:
         run, file_lines = load_run_with_lines(path)
@@ -79,6 +80,7 @@ def _check_run_file(path: Path) -> tuple[bool, list[Fault]]:
         return True, [_make_store_error_fault(path, error, remedy)]
     except OSError as error:
         return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
+    # The last line of a file that is being written may be incomplete.
     faults_and_remarks = (
         [_make_broken_line_fault(run, file_lines.has_lost_line)] if run.troubles and not is_being_written else []
     )
@@ -86,7 +88,8 @@ def _check_run_file(path: Path) -> tuple[bool, list[Fault]]:
     if run.environment.facts and path.name != make_run_file_name(run):
         remedy = f"Rename it to {make_run_file_name(run)}: the runs of a commit are found by their names"
         faults_and_remarks.append(Fault(str(path), "its name does not fit the run in it", remedy))
-    # Damage may hide checksums, so only an intact file without checksums counts as a file of an older version.
+    # Damage may have destroyed the checksums of a file, so a file with troubles does not count as a file of an older
+    # version.
     return file_lines.has_checksummed_lines or bool(run.troubles), faults_and_remarks
 
 
@@ -94,8 +97,8 @@ def _make_broken_line_fault(run: Run, lost: bool) -> Fault:
     """Returns the fault of a run with broken lines. `lost` is whether a completely written line is missing (not merely
     cut short).
 
-    The fault is only a remark (`broken=False`) if every planned case has a record, unless a line is lost and no resumed
-    run has measured the lost cases again.
+    The fault is only a remark (`broken=False`) if a finished run has a record of every planned case, and no line is
+    lost. If the run was resumed, lost lines do not matter, because resuming measured their cases again.
     """
     first_troubles_text = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
     unlisted_trouble_count = len(run.troubles) - _MAX_SHOWN_TROUBLES

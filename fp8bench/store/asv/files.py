@@ -46,6 +46,7 @@ def read_versioned_json_object(path: Path, version: int) -> dict[str, Any]:
     try:
         content = json.loads(raw_bytes.removeprefix(codecs.BOM_UTF8).decode())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        # asv may still be writing the file.
         raise AsvFileTorn(f"{path} is broken: {error}.") from None
     except (ValueError, RecursionError):
         raise AsvFileBroken(
@@ -98,7 +99,8 @@ def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _M
         try:
             return load(path)
         except AsvFileTorn:
-            with contextlib.suppress(OSError):  # the file was just deleted, which the next attempt reports
+            with contextlib.suppress(OSError):  # if the file was just deleted, the next call of load() reports it
+                # abs(): a time of change far in the future, from a wrong clock, also counts as long ago.
                 if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _SETTLED_FILE_SECONDS:
                     raise
         time.sleep(_RETRY_PAUSE_SECONDS)
@@ -298,7 +300,8 @@ def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
         try:
             rows[name] = read_row(columns, cells)
         except MalformedValueError as error:
-            # Drop extra cells. Otherwise they would move into columns that are added when the file is written again.
+            # Drop the cells beyond the last column. Writing the file again may add columns, which would get these
+            # cells.
             unreadable_rows[name] = cells[: len(columns)] if isinstance(cells, list) else cells
             troubles.append(f"the row {name!r:.120} was left out ({error})")
     return ResultsFile(

@@ -20,9 +20,9 @@ from fp8bench.model import Scalar
 
 IdentityEntry = Mapping[str, Scalar | None]
 
-_MACHINE_FILE_VERSION = 1  # the version of the format of asv's machine.json
-_ASV_FACT_PREFIX = "asv_"  # the facts of a run that begin with this are parameters of asv
-_INTERPRETER_FACT = "interpreter"  # this fact of a run is the same for all paths of an interpreter
+_MACHINE_FILE_VERSION = 1  # the version of the format of ~/.asv-machine.json
+_ASV_FACT_PREFIX = "asv_"  # prefix of the facts of a run that are parameters of asv
+_INTERPRETER_FACT = "interpreter"  # name of the fact of a run that is the same for all paths of an interpreter
 _FORBIDDEN_CHARACTERS = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
 _MAX_NAME_LENGTH = 127  # asv replaces a longer name of an environment by a hash
 
@@ -143,7 +143,7 @@ def _select_machine_facts(entry: object) -> dict[str, Scalar | None] | None:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.sep in name:
         return None
     facts = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
-    facts.pop("python", None)  # asv's `python` is the interpreter, which is added later
+    facts.pop("python", None)  # `AsvIdentity.params` adds the interpreter under this name
     return facts
 
 
@@ -151,7 +151,8 @@ def _read_user_machine_entry(host: str) -> object:
     """Returns the entry of this host in ~/.asv-machine.json. If the file has only one entry, returns that entry."""
     try:
         entries = parse_json(read_file(Path("~/.asv-machine.json").expanduser()))
-    except (OSError, ValueError, RuntimeError):  # missing file, invalid JSON, no home or JSON nested too deeply
+    except (OSError, ValueError, RuntimeError):
+        # The file is missing, is not JSON or is nested too deeply, or the user has no home folder.
         return None
     if not isinstance(entries, dict) or entries.pop("version", None) != _MACHINE_FILE_VERSION:
         return None

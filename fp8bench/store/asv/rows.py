@@ -139,8 +139,10 @@ def summarize_samples(samples: Sequence[float]) -> tuple[float | None, AsvStats 
     """
     if not samples:
         return None, None
+    # A single sample has no interval.
     if len(samples) == 1:
         return samples[0], AsvStats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
+    # asv's computation is slow. If both ends of its interval are samples, compute the same figures without asv.
     sorted_samples = sorted(samples)
     count = len(sorted_samples)
     low, high = _confidence_interval_indices(count)
@@ -151,6 +153,7 @@ def summarize_samples(samples: Sequence[float]) -> tuple[float | None, AsvStats 
         return median, AsvStats(
             sorted_samples[int(low)], sorted_samples[int(high)], first_quartile, third_quartile, 1, count
         )
+    # There are too few samples for such an interval, so asv estimates one.
     asv = import_asv_statistics()
     try:
         value, stats = asv.compute_stats(list(samples), 1)
@@ -277,6 +280,7 @@ def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
         value_by_column[f"stats_{field.name}"] = [
             _round_to_5_digits(getattr(stat, field.name, None)) for stat in row.stats
         ]
+    # asv writes a column with only nulls as a single null.
     for key, column in value_by_column.items():
         if isinstance(column, list) and all(value is None for value in column):
             value_by_column[key] = None

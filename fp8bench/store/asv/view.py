@@ -97,6 +97,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
             "rebuilds the view."
         )
     # 3. Count the cases, and name the files that were renamed.
+    # A case has a series for each metric. The names of these series begin with the suite.
     num_cases = len({(point.series.split(".")[0], point.cell) for point in tracked.content.points})
     sentences = [
         f"history: {num_cases} {'case' if num_cases == 1 else 'cases'} of commit {tracked.commit[:8]} in the history"
@@ -150,6 +151,7 @@ def write_interpreter_results(results: Path, tracked: Sequence[TrackedRun], rena
         file = ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} has the results of a different commit, {file.commit_hash}. Move it away.")
+    # The newest run that has the date of the commit determines it, unless the file already has a date.
     commit_dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
     date = file.date or next((number for number in commit_dates if type(number) is int), 0)
     save_results(path, fill_asv_rows(replace(file, params=identity.params, date=date), tracked))
@@ -190,7 +192,7 @@ def _update_stored_identity(results: Path, identity: AsvIdentity, renamed_files:
 
 def _find_stored_python(folder: Path, identity: AsvIdentity) -> str:
     """Returns the path of the interpreter as the newest results of the machine have it, so that asv continues the same
-    line.
+    line in its graph.
     """
     newest_files = sorted(folder.glob("*-existing-py*.json"), key=_file_modification_time, reverse=True)
     # Read one file of each environment: all files of an environment name the interpreter by the same path.
@@ -205,7 +207,7 @@ def _find_stored_python(folder: Path, identity: AsvIdentity) -> str:
 def _file_modification_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except OSError:  # the file was just deleted
+    except OSError:  # the file was deleted after it was listed
         return 0.0
 
 

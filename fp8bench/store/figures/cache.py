@@ -79,12 +79,15 @@ def write_values(store: Path, values: Mapping[Key, bytes]) -> str:
 
 
 def _delete_damaged_cache(store: Path, error: Exception) -> None:
+    # An error that does not come from sqlite has no code, and means that the cache is useless.
     sqlite_error_code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    # The low byte of an extended error code is the primary code.
     if sqlite_error_code & 0xFF in _DAMAGED_FILE_ERROR_CODES:
         delete_cache(store)
 
 
 def delete_cache(store: Path) -> None:
+    # Otherwise sqlite would apply the journal of the deleted file to the next one.
     for suffix in ("", "-journal"):
         with contextlib.suppress(OSError):
             get_figure_cache_path(store).with_name(f"{get_figure_cache_path(store).name}{suffix}").unlink()
@@ -95,10 +98,12 @@ def _open_cache(path: Path) -> Iterator[tuple[sqlite3.Connection, bool]]:
     """Yields a connection to the cache, and whether the cache is new and has no table yet. Raises sqlite3.Error and
     _UnusableCache.
     """
+    # isolation_level=None: transactions begin and end only by explicit statements.
     with contextlib.closing(sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None)) as connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, _FILE_VERSION):
             raise _UnusableCache("it has a different version")
+        # sqlite gives a new file the version 0.
         yield connection, version == 0
 
 

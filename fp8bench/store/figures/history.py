@@ -125,7 +125,7 @@ def read_and_cache_runs(store: Path, commit: str, paths: Sequence[Path]) -> Comm
 def _list_file_stamps(paths: Sequence[Path]) -> list[list[Any]]:
     file_stamps: list[list[Any]] = []
     for path in paths:
-        with contextlib.suppress(OSError):  # the file was just deleted
+        with contextlib.suppress(OSError):  # the file was deleted after it was listed
             stat_result = path.stat()
             file_stamps.append([f"{path.parent.name}/{path.name}", stat_result.st_size, stat_result.st_mtime_ns])
     return file_stamps
@@ -135,6 +135,7 @@ def _make_commit_figures(commit_runs: CommitRuns, files: list[list[Any]]) -> Com
     tables = [make_table(members) for members in group_by_interpreter(commit_runs.runs)]
     return CommitFigures(
         files,
+        # `_write_to_cache` computes the digests.
         dict.fromkeys(commit_runs.suites, UNKNOWN_DIGEST),
         len(commit_runs.runs),
         list(commit_runs.skipped_run_reasons),
@@ -156,6 +157,7 @@ def _digest_text(text: str) -> str:
 
 def _write_to_cache(store: Path, commits: Mapping[str, CommitFigures], digest_of: Callable[[str], str]) -> str:
     """Caches the figures of commits. Returns why they could not be written, or '' if they were."""
+    # Most commits share their layouts, so store each layout once.
     table_layouts = {table.layout for table in chain.from_iterable(figures.tables for figures in commits.values())}
     digest_by_layout = {layout: _digest_text(layout) for layout in table_layouts}
     values = {(_LAYOUT_KIND, digest): layout.encode() for layout, digest in digest_by_layout.items()}

@@ -35,8 +35,8 @@ BoolArray = NDArray[np.bool_]
 
 
 def find_or_add_machine_home(new_home: MachineInterpreter, homes: list[MachineInterpreter]) -> MachineInterpreter:
-    """Returns the first home in the list that is the same machine and interpreter as the new home. If the list has no
-    such home, adds the new home to the list and returns it.
+    """Returns the first entry of `homes` with the same machine and interpreter as the new home. If there is no such
+    entry, adds the new home and returns it.
     """
     for home in homes:
         if new_home.is_same_interpreter(home):
@@ -47,6 +47,7 @@ def find_or_add_machine_home(new_home: MachineInterpreter, homes: list[MachineIn
 
 @lru_cache
 def _map_values_to_indices(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
+    # If values are equal, the first one determines the index.
     return {value: index for index, value in reversed(tuple(enumerate(values)))}
 
 
@@ -78,8 +79,8 @@ class HistoryFacts:
 
 
 class ComparableFigures(NamedTuple):
-    """Figures of a trend that can be compared with each other: the numbers of their rows in the `Line`, and their
-    values.
+    """Figures of a trend that can be compared with each other: the indices of their rows in the `Line` (`places`), and
+    their values.
     """
 
     places: IntegerArray
@@ -106,6 +107,7 @@ class Line:
 
     @property
     def ending(self) -> Ending:
+        # The last figure may be a failure. It is compared with the last earlier figure that has a value.
         rows_with_value = np.flatnonzero(self.facts.has_value[self.rows["facts"]])
         last_index = len(self.rows) - 1
         *earlier_figures, newest = self._make_figures(
@@ -115,7 +117,7 @@ class Line:
 
     @property
     def comparable(self) -> list[ComparableFigures]:
-        """The figures of complete measurements. Each entry has the figures that can be compared with each other. Values
+        """The figures of complete measurements, in groups. Figures of one group can be compared with each other. Values
         may be infinite or NaN.
         """
         facts = self.rows["facts"]
@@ -153,8 +155,8 @@ class Line:
 class Block:
     """The tables of one machine and interpreter that have the same layout, stacked in the order of commits.
 
-    `place_indices` has the index of each table's commit in the list of places of the history. `newest_place` is the
-    commit with the newest run.
+    `place_indices` has the index of each table's commit in `History.places`. `newest_place` is the commit with the
+    newest run.
     """
 
     home: MachineInterpreter
@@ -210,7 +212,8 @@ class History:
         return tuple(line.make_trend() for line in self.select_lines(is_wanted))
 
     def list_trend_endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
-        """Returns the last two figures of each trend that `is_wanted` accepts by name, without decoding the others."""
+        """Returns the last two figures of each trend whose name `is_wanted` accepts, without decoding earlier figures.
+        """
         return [line.ending for line in self.select_lines(is_wanted)]
 
     def select_lines(self, is_wanted: Callable[[str], bool]) -> list[Line]:
@@ -238,13 +241,13 @@ class History:
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def _make_history_line(self, columns: Sequence[Column]) -> Line:
-        """Joins the columns that one or several blocks have for a cell to a line. The block with the newest run
+        """Joins the columns of a cell, from one or several blocks, into a line. The block with the newest run
         determines the series and the machine of the line.
         """
         block, index = max(columns, key=lambda column: column[0].newest_place.newest)
         series_index, values = block.layout.cells[index]
         trend = Trend(block.layout.series[series_index], values, block.newest_place.machine, block.home.python, ())
-        # Join columns from several blocks in the order of commits.
+        # If the cell has columns in several blocks, join them in the order of commits.
         place_indices, rows = block.place_indices, block.rows[:, index]
         if len(columns) > 1:
             place_indices = np.concatenate([part.place_indices for part, _ in columns])
@@ -257,8 +260,8 @@ class History:
 
 
 def make_figure_history(tables: Sequence[FigureTable], *counts: Any) -> History:
-    """Builds the history from tables, which must be in the order of their commits' first runs. `counts` are the values
-    of the last fields of `History`.
+    """Builds the history from tables, which must be in the order of their commits' first runs. `counts` become the last
+    fields of `History`, from `runs` to `troubles`.
     """
     # 1. Collect machines and interpreters in the order of their first runs.
     homes: list[MachineInterpreter] = []
@@ -292,11 +295,12 @@ def _make_table_block(
 
 
 def _renumber_table_facts(table: FigureTable, fact_numbers: dict[str, int]) -> FigureRows:
-    """Returns the rows of a table, with facts numbered among the facts of all tables instead of this table.
-    `fact_numbers` maps the text of facts to this number. New facts are added to it.
+    """Returns the rows of a table with new numbers of facts: numbers among the facts of all tables, not of this table.
+    `fact_numbers` maps the text of facts to the new number. New facts are added to it.
     """
     rows = np.frombuffer(table.rows, ROW)
     facts = [fact_numbers.setdefault(text, len(fact_numbers)) for text in table.facts]
+    # np.frombuffer returns a read-only array, so copy it if numbers change.
     if facts != list(range(len(facts))):
         rows = rows.copy()
         rows["facts"] = np.array(facts, np.uint32)[rows["facts"]]

@@ -23,7 +23,7 @@ from fp8bench.store.commit_runs import TrackedRun, collect_series, merge_commit_
 
 # The numbers of one figure. `facts` is an index into the table's list of FigureFacts.
 ROW = np.dtype([("value", "<f8"), ("low", "<f8"), ("high", "<f8"), ("facts", "<u4")])
-_MAX_CACHED_LAYOUTS = 50  # neighbouring commits mostly have the same layout
+_MAX_CACHED_LAYOUTS = 50  # few are enough, because neighbouring commits mostly have the same layout
 
 FigureRows = NDArray[np.void]
 
@@ -78,7 +78,7 @@ class FigureTable(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The series of a table, and which figure each row of the table has: the index of its series, and its cell."""
+    """The series of a table, and the content of each row: `cells` has the index of its series and its cell."""
 
     series: tuple[Series, ...]
     cells: tuple[tuple[int, Cell], ...]
@@ -127,6 +127,7 @@ def _make_row(
     figure_facts_index = index_by_key.setdefault((*properties, conditions_index), len(facts))
     if figure_facts_index == len(facts):
         facts.append(FigureFacts(*properties, point.under))
+    # `has_value` and `has_interval` show which zeros stand for missing numbers.
     return value or 0.0, low or 0.0, high or 0.0, figure_facts_index
 
 
@@ -150,7 +151,7 @@ def commit_date(tracked: TrackedRun) -> int | None:
     return date if isinstance(date, int) else None
 
 
-@lru_cache(maxsize=_MAX_CACHED_LAYOUTS)  # equal arguments have equal JSON: cells have only strings and integers
+@lru_cache(maxsize=_MAX_CACHED_LAYOUTS)  # cells have only strings and integers: 1 == 1.0, but their JSON differs
 def _encode_layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> str:
     index_by_name = {metric.name: series_index for series_index, metric in enumerate(series)}
     series_values = [list(vars(metric).values()) for metric in series]

@@ -65,8 +65,8 @@ class RunFileListing:
 
     @property
     def newest(self) -> Path | None:
-        """The file whose name has the latest start, or None if no file exists. The file may be a refused one, but not a
-        copy.
+        """The file of the run that started last, by the files' names, or None if no file exists. The file may be a
+        refused one, but not a copy.
         """
         return next((path for path in self.all_files if path not in self.copies), None)
 
@@ -106,7 +106,7 @@ def describe_refusal(group: Sequence[Path]) -> str:
 
 def list_distinct_runs(paths: Iterable[Path]) -> RunFileListing:
     """Returns a listing with one file per run. Other files are listed as copies, or as refused if files with the same
-    id differ. Unreadable files count as runs.
+    id differ. Each unreadable file counts as a separate run.
     """
     # 1. Group the files by the ids of their runs.
     files = list(dict.fromkeys(paths))
@@ -153,6 +153,7 @@ def find_run_id(path: Path) -> str:
     """
     try:
         with open_file(path) as file:
+            # Most headers begin with the id, so do not parse the whole header.
             if start_match := _HEADER_START_PATTERN.match(file.read(_HEADER_START_BYTES)):
                 return str(json.loads(start_match[1]))
         run = load_header(path)
@@ -300,7 +301,7 @@ def list_running_file_stems(path: Path) -> list[str]:
     if store is None:
         return []
     oldest_modification_time = time.time() - _MAX_FILE_AGE_SECONDS
-    # Check the locks of recently modified files only.
+    # Check only the newest files, because checking all files of a large store takes long.
     running_file_stems = []
     for recent_path in islice(iterate_newest_files(store), _MAX_CHECKED_FILES):
         with contextlib.suppress(OSError):

@@ -223,6 +223,7 @@ def _build_run_from_reading(reading: _RunFileParser, path: Path) -> Run:
     # 2. If a case was measured again, use its newest record.
     plan_order_by_id = {case: index for index, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
     record_by_case_id = {record.case.id: record for record in reading.records}
+    # Cases outside of the plan come last.
     records_in_plan_order = sorted(
         record_by_case_id.values(), key=lambda record: plan_order_by_id.get(record.case.id, len(plan_order_by_id))
     )
@@ -281,6 +282,7 @@ def to_folder_name(machine: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", machine).strip(".") or "unknown"
 
 
+# Later lines of the file have these fields, or reading the file determines them.
 _FIELDS_NOT_IN_HEADER = {"records", "path", "finished", "troubles", "notes", "resumptions"}
 # A run refuses to start with fewer free bytes than this. A short run writes more.
 MIN_FREE_BYTES = 4 << 20
