@@ -237,7 +237,7 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
         return Tone.BAD if comparison.failed else DIRECTION_TONES.get(comparison.direction, Tone.PLAIN)
 
     def explain_no_direction(comparison: Comparison) -> str:
-        # The page lists the reasons for "cannot tell" below the table, unless `with_reasons` puts them into the rows.
+        # The page lists reasons for uncertain figures below the table, unless `with_reasons` puts them into the rows.
         always_shows_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
         return comparison.why if always_shows_reason or with_reasons else ""
 

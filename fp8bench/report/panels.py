@@ -175,9 +175,7 @@ FindingsById = Mapping[str, Finding]
 
 @dataclass(frozen=True)
 class Panel:
-    """Neighbouring groups of a run with the same workload, device and reference mode. They share the columns of a
-    table.
-    """
+    """Neighbouring groups with the same workload, device and reference mode. They share the columns of a table."""
 
     groups: tuple[ResultGroup, ...]
 

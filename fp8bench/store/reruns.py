@@ -92,8 +92,7 @@ def learn_run_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns 
     typical_variance_weight = min(_OTHER_CASES_WEIGHT, other_case_degrees_of_freedom)
     weight = case_runs.freedom + typical_variance_weight
     count = case_runs.runs + sum(summary.runs for summary in other_case_summaries)
-    # Average the variance of this case with the typical variance, which counts as `typical_variance_weight`
-    # comparisons.
+    # Average this case's variance with the typical variance, which counts as `typical_variance_weight` comparisons.
     weighted_square_sum = case_runs.squares + typical_variance_weight * _find_typical_variance(other_case_summaries)
     spread = math.sqrt(weighted_square_sum / weight)
     # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
@@ -135,8 +134,7 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
             case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_KEY_SUFFIX) == is_aa
         }
         if record.case.workload != BENCH:
-            # A user's callable may be anything, so the spread between its runs does not apply to the cases of
-            # fp8bench's suites.
+            # A user's callable may be anything, so the spread of its runs does not apply to fp8bench's suites.
             runs_of_comparison_kind = {
                 case: runs for case, runs in runs_of_comparison_kind.items() if not case.startswith(f"{BENCH}[")
             }
@@ -191,8 +189,7 @@ def _compute_log_ratio(record: Record, records: Sequence[Record]) -> float | Non
     reference = _find_reference(records)
     if reference is None or not record.paired or Level.EMULATED in (record.support.level, reference.support.level):
         return None
-    # If the case was chosen as the fastest of several, its verdict is computed only from rounds after the choice
-    # (`fresh`).
+    # The verdict on a case that was chosen as the fastest comes only from rounds after the choice (`fresh`).
     if record.fresh is not None:
         return log_of_best_ratio(record.fresh.timing, record.fresh.reference, record.fresh.control)
     timing, reference_timing, control = record.timing, reference.timing, reference.control

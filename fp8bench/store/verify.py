@@ -23,8 +23,7 @@ from fp8bench.store.runs.run_file import find_incomplete_groups, load_run_with_l
 
 _FOREIGN_FILE_REMEDY = "Check whether it is useful, and delete it"
 _MAX_SHOWN_TROUBLES = 3
-# Error texts begin with the path of the file. If the text after the path begins with one of these, it gets the subject
-# 'it'.
+# Error texts begin with the file's path. If the rest begins with one of these, it gets the subject 'it'.
 _SUBJECTLESS_ERROR_STARTS = ("is ", "was ", "cannot ")
 
 
@@ -88,8 +87,7 @@ def _check_run_file(path: Path) -> tuple[bool, list[Fault]]:
     if run.environment.facts and path.name != make_run_file_name(run):
         remedy = f"Rename it to {make_run_file_name(run)}: the runs of a commit are found by their names"
         faults_and_remarks.append(Fault(str(path), "its name does not fit the run in it", remedy))
-    # Damage may have destroyed the checksums of a file, so a file with troubles does not count as a file of an older
-    # version.
+    # Damage may have destroyed the checksums, so a file with troubles does not count as one of an older version.
     return file_lines.has_checksummed_lines or bool(run.troubles), faults_and_remarks
 
 

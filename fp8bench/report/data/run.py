@@ -80,8 +80,7 @@ def tidy_rows(run: Run, findings: FindingsById) -> list[TidyCsvRow]:
         for case in panel.named_cases:
             case_row_fields = empty_csv_row | _case_fields(case.record, panel.reference)
             case_row_fields["device_name"] = device_names.get(panel.device)
-            # Leave out restated metrics: another row already shows their figure, and readers who sum rows would count
-            # it twice.
+            # Leave out restated metrics: another row has their figure, and readers who sum rows would count it twice.
             metrics = [metric for metric in list_metrics(case) if metric.rank is not Rank.RESTATED]
             # The first row of a case has the time of its step, and the status of the case.
             rows.append(case_row_fields | _make_metric_fields(metrics[0]) | _finding_fields(case))

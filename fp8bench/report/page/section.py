@@ -251,7 +251,6 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
     """
     if len(runs) < 2:
         return [""] * len(runs)
-    # Label the runs by the first property that all of them have and that differs between them.
     for describe_run in _LABEL_SOURCES:
         labels = [shorten_line(describe_run(run), MAX_LABEL_LENGTH) for run in runs]
         if all(labels) and len({*labels}) == len(runs):

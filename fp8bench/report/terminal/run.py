@@ -339,8 +339,8 @@ def _render_planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts])
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """Returns a table with the support for each precision on the device (native or emulated), and the reason. If some
-    group measures a precision, its skipped cases are only in the list of groups.
+    """Returns a table of how the device supports each precision (natively or emulated), and why. If some group measures
+    a precision, its skipped cases are only in the list of groups.
     """
     cases = _planned_cases(groups)
     measured_modes = {case.case.mode for case in cases if case.runs}

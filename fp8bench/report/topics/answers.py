@@ -45,8 +45,7 @@ _EQUAL_ERROR_RATIO = 1.05
 MAX_REASON_LENGTH = 300
 # A run is not proposed if it would take longer than this.
 _MAX_PROPOSED_SECONDS = 900
-# A command with one of these options measures a stored plan. Its precisions and rounds are fixed, so no change of them
-# is proposed.
+# A command with one of these options measures a stored plan, whose precisions and rounds cannot be changed.
 _OPTIONS_OF_A_STORED_PLAN = ("--plan", "--cell", "--resume")
 _OPTIONS_WITH_VALUE = ("--budget", "--dtypes", "--rounds", "--seeds")
 # A run without --budget spends about this many seconds on each group.

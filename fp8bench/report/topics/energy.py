@@ -262,7 +262,7 @@ def energy_section(material: Material) -> Elements:
         yield from _panel_energy(title, panel)
     lines = chain.from_iterable(explain_missing_energy(entry.run) for entry in material.entries)
     for line in dict.fromkeys(lines):
-        # The section's title already says that the sentence is about energy.
+        # The section's title already names the subject, energy.
         yield Text(f"{line.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
 
 

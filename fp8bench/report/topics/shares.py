@@ -173,8 +173,7 @@ _LAYER_KINDS = {
     "head": "the head",
 }
 _OUTSIDE_OF_LAYERS = "outside of layers"
-# Products that share a reason for not being converted: this reason, the names of the products or of their weights, and
-# the sum of their FLOPs.
+# Products that are not converted for the same reason: the reason, their names (or their weights'), and their FLOPs.
 UnconvertedProducts = tuple[str, list[str], int]
 
 

@@ -203,13 +203,12 @@ def _make_case_speed_mark(case: NamedCase) -> ChartMark:
     """Returns the bar of a case. Its value is the case's speed. Its samples are the reference's median time divided
     by the case's time in each round.
     """
-    # 1. Take a sample from each round. If the case was chosen as the fastest of several, only use the rounds after the
-    # choice (`fresh`).
+    # 1. Take a sample from each round, but for a case that was chosen as the fastest only from rounds after the choice.
     fresh_rounds_timing = case.record.fresh
     timing = fresh_rounds_timing.timing if fresh_rounds_timing is not None else case.record.timing
     reference_timing = fresh_rounds_timing.reference if fresh_rounds_timing is not None else case.record.paired_with
-    # A case that was timed later than its group, for example because it did not fit into memory, has separate samples
-    # of the reference (`paired_with`). All other cases use the samples in the reference's record.
+    # A case that was timed later than its group has separate samples of the reference (`paired_with`). All other cases
+    # use those in the reference's record.
     if reference_timing is None and case.reference_result is not None:
         reference_timing = case.reference_result.record.timing
     seconds = list_step_samples(timing) if timing is not None else ()

@@ -70,7 +70,6 @@ _SCALING_OPTION = "scaling"
 _EXACT_ROUNDING_VALUE = "exact"
 _SAME_FORMAT_VALUE = "same"
 _ROLE_OPTIONS = ("input", "weight", "gradient")
-# The parameter that names a tensor.
 _TENSOR_PARAM = "tensor"
 _FORMAT_BITS_PATTERN = re.compile(r"e(\d+)m(\d+)")
 _MAX_SHOWN_RUNNERS_UP = 3

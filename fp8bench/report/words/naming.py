@@ -236,8 +236,7 @@ def name_work_outside_phases(case: NamedCase) -> str:
     """Names the time outside of phases in the steps of a user's model: 'forward and backward', or 'forward'. Returns ''
     for all other cases.
     """
-    # In a user's model, only data loading, casts and the optimizer are phases. All other time is the forward and the
-    # backward pass.
+    # In a user's model, only data loading, casts and the optimizer are phases. All other time is forward and backward.
     if case.group.reference != UNTOUCHED:
         return ""
     return "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"

@@ -300,8 +300,7 @@ def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
         try:
             rows[name] = read_row(columns, cells)
         except MalformedValueError as error:
-            # Drop the cells beyond the last column. Writing the file again may add columns, which would get these
-            # cells.
+            # Drop cells beyond the last column: writing the file again may add columns, which would get them.
             unreadable_rows[name] = cells[: len(columns)] if isinstance(cells, list) else cells
             troubles.append(f"the row {name!r:.120} was left out ({error})")
     return ResultsFile(

@@ -191,8 +191,8 @@ def _update_stored_identity(results: Path, identity: AsvIdentity, renamed_files:
 
 
 def _find_stored_python(folder: Path, identity: AsvIdentity) -> str:
-    """Returns the path of the interpreter as the newest results of the machine have it, so that asv continues the same
-    line in its graph.
+    """Returns the path of the interpreter in the newest results of the machine, so that asv continues the same line in
+    its graph.
     """
     newest_files = sorted(folder.glob("*-existing-py*.json"), key=_file_modification_time, reverse=True)
     # Read one file of each environment: all files of an environment name the interpreter by the same path.

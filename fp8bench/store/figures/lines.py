@@ -35,8 +35,8 @@ BoolArray = NDArray[np.bool_]
 
 
 def find_or_add_machine_home(new_home: MachineInterpreter, homes: list[MachineInterpreter]) -> MachineInterpreter:
-    """Returns the first entry of `homes` with the same machine and interpreter as the new home. If there is no such
-    entry, adds the new home and returns it.
+    """Returns the first entry of `homes` with the same machine and interpreter as the new home. Without such an entry,
+    adds the new home and returns it.
     """
     for home in homes:
         if new_home.is_same_interpreter(home):
@@ -212,8 +212,7 @@ class History:
         return tuple(line.make_trend() for line in self.select_lines(is_wanted))
 
     def list_trend_endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
-        """Returns the last two figures of each trend whose name `is_wanted` accepts, without decoding earlier figures.
-        """
+        """Returns the last two figures of each trend whose name `is_wanted` accepts. Earlier ones are not decoded."""
         return [line.ending for line in self.select_lines(is_wanted)]
 
     def select_lines(self, is_wanted: Callable[[str], bool]) -> list[Line]:
@@ -295,8 +294,8 @@ def _make_table_block(
 
 
 def _renumber_table_facts(table: FigureTable, fact_numbers: dict[str, int]) -> FigureRows:
-    """Returns the rows of a table with new numbers of facts: numbers among the facts of all tables, not of this table.
-    `fact_numbers` maps the text of facts to the new number. New facts are added to it.
+    """Returns the rows of a table with facts numbered among the facts of all tables. `fact_numbers` maps the text of
+    facts to this number. New facts are added to it.
     """
     rows = np.frombuffer(table.rows, ROW)
     facts = [fact_numbers.setdefault(text, len(fact_numbers)) for text in table.facts]

@@ -122,8 +122,7 @@ class _PictureSheet(ChartSheet):
             figsize=(figure_width / _PIXELS_PER_INCH, figure_height / _PIXELS_PER_INCH),
             facecolor=css_properties("path", "")["--raised"],
         )
-        # Convert pixels, with y pointing down from the top of the chart, into fractions of the figure, with y pointing
-        # up.
+        # Convert pixels (y points down from the top of the chart) into fractions of the figure (y points up).
         axes_transform = (
             Affine2D().translate(_PICTURE_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
             + figure.transFigure
@@ -165,9 +164,7 @@ class _PictureSheet(ChartSheet):
 
 
 def _make_path_patch(steps: SvgPathCommands, look: CssProperties) -> PathPatch | None:
-    """Returns a matplotlib patch for a path with the CSS properties `look`. Returns None if neither the area nor the
-    line of the path is visible.
-    """
+    """Returns a matplotlib patch for a path with the CSS properties `look`, or None if the path is invisible."""
     fill_color_and_opacity = _color_and_opacity(look, "fill")
     stroke_color_and_opacity = _color_and_opacity(look, "stroke")
     if not (fill_color_and_opacity[1] or stroke_color_and_opacity[1]):

@@ -104,7 +104,6 @@ def draw_legend(sheet: ChartSheet, entries: Sequence[tuple[str, str, str]], y: f
     for shape, style, label in entries:
         text = sheet.cut_to_width(label, max_legend_text_width)
         legend_entry_width = 18 + sheet.measure_text_width(text)
-        # Continue on the next line if the entry does not fit.
         if x and x + legend_entry_width > sheet.width:
             x = 0.0
             y = y + 20
