@@ -82,7 +82,7 @@ class Bench(UntimedPasses):
         self._make_clock: Callable[[Stamper], PhaseStampClock] = PhaseStampClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
         self._meet_ranks: Callable[[], None] = skip_rank_barrier
-        self._any_rank: Callable[[bool], bool] = bool  # without ranks, only this process has an answer
+        self._any_rank: Callable[[bool], bool] = bool  # the answer of the only process
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
         self._original_threads = torch.get_num_threads()

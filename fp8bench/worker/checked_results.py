@@ -59,7 +59,7 @@ def _copy_tensor_statistics(returned: object) -> TensorStatistics:
     out_of_range_rows = []
     subject_and_expectation = ("outside of TensorStatistics holds", "a tuple")
     for row in _require_iterable(returned.outside, *subject_and_expectation):
-        # Accept any sequence of a format name and two numbers as a row of `outside`.
+        # Accept any iterable of a format's name and two numbers, not only a tuple.
         match tuple(_require_iterable(row, *subject_and_expectation)):
             case (name, over, under):
                 share_subject = f"a share in TensorStatistics.outside of {returned.kind!r}"

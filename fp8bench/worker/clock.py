@@ -114,7 +114,7 @@ class PhaseStampClock(Markers):
             )
 
     def begin(self) -> None:
-        """Starts a step. Drops the marks of a previous step that was aborted."""
+        """Starts a step. Drops the marks (beginnings and ends of phases) of a previous step that was aborted."""
         self._noted_codes.clear()
         self._stamps.clear()
         self._open[:] = [UNATTRIBUTED_CODE]

@@ -21,8 +21,8 @@ from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import OPERAND_ROLES, TRANSPOSED_ROLES
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role
 
-# M, N, K of two products: a square shape, in which a transposed result is recognised, and a long sum. All sizes are
-# multiples of every block size.
+# M, N and K of two products. In the square one, a transposed operand or result has a valid shape, so only the numbers
+# can show it. The other one has a long sum. All sizes are multiples of every block size.
 PRODUCT_SHAPES = ((128, 128, 128), (128, 256, 2048))
 # Scales are stored for a layer's name, so native kernels and emulation must use the same name.
 _PLACEHOLDER_LAYER_NAME = "conform"
@@ -190,7 +190,7 @@ class _ComparedPrecision:
             return
         for index, (dtype, native_result, emulated_result) in enumerate(results):
             if index and torch.equal(native_result, native_result.to(native_arithmetic.carrier).to(dtype)):
-                continue  # rounded to the carrier's dtype, so it only repeats the first output
+                continue  # this float32 result is rounded to the carrier, so it repeats the first result
             conformity = self._compare_results(
                 f"{subject}, {str(dtype).removeprefix('torch.')} out",
                 shape,
@@ -236,7 +236,7 @@ class _ComparedPrecision:
         return replace(conformity, difference=Difference.SHORT_SUMS, why=reason)
 
     def _explain_by_hopper_units(self, result: Tensor, operands: list[Operand]) -> str:
-        """Returns a sentence if a model of Hopper's FP8 units gives bitwise the same result, else ''."""
+        """Returns a sentence if a model of Hopper's FP8 units computes the same bits as `result`, else ''."""
         from fp8bench.numerics.conformity import matches_hopper_units
 
         native_arithmetic = self._native()

@@ -326,7 +326,7 @@ class LayoutRecordingArithmetic(Arithmetic):
     ) -> _CallMemoryLayout:
         import torch
 
-        # 1. Run the hardware's arithmetic on meta tensors, which have sizes but no memory.
+        # 1. Make the hardware's cast on meta tensors, which have sizes but no memory.
         with torch.device("meta"), torch.no_grad():
             meta_source_tensor = None
             if source is not None:

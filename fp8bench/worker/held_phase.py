@@ -13,8 +13,8 @@ from fp8bench.protocols import Device, Markers, ReportingMarker, Workload
 if TYPE_CHECKING:
     from fp8bench.tape.replay import PhaseReplay
 
-# Before its window a phase is repeated for this many seconds, in several pieces. In this time clocks and power
-# settle, and the duration of the phase is measured.
+# Before a phase is measured, it is repeated for this many seconds, in several loops. In this time clocks and power
+# settle, and the loops show how long one repetition takes.
 WARM_SECONDS = 0.3
 _WARM_UP_LOOP_SECONDS = 0.05
 _NO_LOAD_REASON = "its suite loads data within its step, and has no `load` that only loads data"

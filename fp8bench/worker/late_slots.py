@@ -41,8 +41,8 @@ class LateStepInspection:
 
     The caller enters the context manager `slot` for each slot while `is_due` is true. It calls `begin_late_call` before
     each step, passes the step's answer to `keep`, and after the slot passes the steps' seconds to `add_slot`. In the
-    first slot, operators are recorded while the state has the timed steps' numbers, because a step may do less work
-    with these. Later slots have different numbers, and are compared with each other.
+    first slot, operators are recorded while the state still has the numbers of the timed steps, because a step may do
+    less work with those. Later slots start from different numbers, and are compared with each other.
     """
 
     def __init__(self, state: Any, inputs: set[int], device: Device, tf32: bool) -> None:

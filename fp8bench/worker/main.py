@@ -187,7 +187,7 @@ def run(
         if early_module:
             # While torch is imported, each garbage collection would take 0.1 s and find nothing.
             gc.disable()
-            with contextlib.suppress(Exception):  # the first request that needs the early module reports the error
+            with contextlib.suppress(Exception):  # the first request that needs this module reports the error
                 importlib.import_module(early_module)
             gc.freeze()
             gc.enable()

@@ -47,8 +47,8 @@ class PreparedMemory(NamedTuple):
     step: Callable[[Phases], None]
 
 
-# Makes a function that prepares a state. The casts of this state report their memory to the callback. In the ledger
-# they record the memory that hardware would hold.
+# Takes a callback and a ledger, either of which may be None, and returns a function that prepares a state. The state's
+# casts report their memory to the callback, and record in the ledger the memory that hardware would hold.
 MakeMemoryPreparation = Callable[[ReportMemoryRole | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
@@ -113,7 +113,7 @@ def measure_step_memory(
             state_tensors(measured_step.prepared_memory.state),
             measured_step.resident,
         )
-        # Without emulation, the hardware's peak is the measured peak.
+        # Without emulation, the peak of the hardware's memory is the measured peak.
         hardware_peak_bytes = (
             (device_memory_course or measured_step.memory_course).on_device if device_ledger else memory_use.peak
         )
@@ -138,7 +138,7 @@ def _measure_second_step(
     try:
         prepared_memory = prepare()
         prepared_memory.step(SilentPhases())
-        gc.collect(0)  # only the youngest generation: it has all objects that were made since the start
+        gc.collect(0)  # generation 0 has all objects made since the collection above
         state_tensors_before_step = state_tensors(prepared_memory.state)
         resident_memory_reading = reset_peak_resident_memory()
         meter.mark()
@@ -198,8 +198,8 @@ def report_casts(setup: Setup, report: ReportMemoryRole) -> Setup:
 
 
 def make_cast_watch(report: ReportMemoryRole) -> Watch:
-    """Returns a function that reports the memory of each cast: the source tensor's, and the result's as a copy. Memory
-    of the result is not a copy if the source or the cast in the other orientation already has it.
+    """Returns a function that reports the memory of each cast: the source tensor's, and the result's as a copy. If
+    the result uses memory of the source, or of the cast in the other orientation, it is not reported as a copy.
     """
     import torch
 
@@ -248,8 +248,8 @@ def sum_by_role(
 
 
 def find_memory_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
-    """Returns the purpose of an allocation: the purpose of the state's tensor there before or after the step, else the
-    one that casts have reported, else one derived from the lifetime of the memory.
+    """Returns the purpose of an allocation. It is the purpose of the state's tensor at this address after or before the
+    step, else the purpose that casts have reported, else one derived from when and how long the memory was held.
     """
     existed_before_step = not block.phase
     if block.lasting and (role := state_after.get(block.address)):

@@ -48,8 +48,8 @@ _ALLOWED_CALL_SECONDS, _ALLOWED_MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
 # The allowed difference between the time of a slot and the time between its stamps, in seconds or relative to the slot.
 # On an accelerator it is uncertain when the queue begins and ends.
 _ALLOWED_SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
-# A step is reported for changing the clock's stamps if the median over this many slots shows it. If these slots take
-# longer than _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
+# The median of this many slots decides whether a step has changed the clock's time stamps. If these slots take longer
+# than _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
 _ACCUSING_SLOTS, _MIN_ACCUSING_SLOTS, _ACCUSING_SECONDS = 31, 5, 0.5
 # This many replays of a captured step are timed by phase, and the fastest replay is used.
 _MARKED_REPLAY_COUNT = 10
@@ -138,8 +138,8 @@ class PreparedCase:
     held: HeldPhase | None = None
     wait_for_ranks: Callable[[], object] = skip_rank_barrier
     is_true_on_any_rank: Callable[[bool], bool] = bool
-    # For each slot, the seconds that neither the time stamps nor the clock's work explain. On a CPU only the call with
-    # the fewest such seconds counts, on an accelerator the whole slot.
+    # For each slot, the seconds by which its time stamps and its measured duration differ, beyond a tolerance. On a CPU
+    # only the call with the smallest difference counts, on an accelerator the whole slot.
     _unexplained_slot_seconds: list[float] = field(default_factory=list)
     # The switches' values before the first slot. Only a slot can change them, because nothing runs between slots.
     _initial_switch_values: Sequence[Any] | None = None
@@ -404,8 +404,8 @@ class PreparedCase:
     def check(self) -> StateCheck:
         """Checks the time stamps and the workload's states, and counts numbers that are not finite."""
         if self.is_true_on_any_rank(self._has_wrong_stamps()):
-            # Take more slots first, because load may lengthen most slots of a short run. All ranks take as many slots
-            # as the slowest rank needs.
+            # Before the verdict take more slots, because load may lengthen most slots of a short run. All ranks take as
+            # many slots as the slowest rank needs.
             deadline = time.perf_counter() + _ACCUSING_SECONDS
             while self.is_true_on_any_rank(self._needs_more_slots(deadline)):
                 self.slot(4, 0)
@@ -418,7 +418,7 @@ class PreparedCase:
         )
 
     def _has_wrong_stamps(self) -> bool:
-        # An interruption before a call's first time stamp lengthens a few slots only. So the median decides.
+        # An interruption before a call's first time stamp lengthens only a few slots, so judge by the median slot.
         return bool(self._unexplained_slot_seconds) and median(self._unexplained_slot_seconds) > 0
 
     def _needs_more_slots(self, deadline: float) -> bool:
@@ -463,7 +463,7 @@ class PreparedCase:
             return self.held.loop(times)
 
     def drop_held_phase(self) -> str:
-        """Frees the stored inputs of the phase. Returns which of its numbers are no longer finite, or ''."""
+        """Frees the phase's stored inputs. Returns a sentence if memory that it wrote is no longer finite, or ''."""
         held_phase = self.held
         self.held = None
         return held_phase.replay.find_lost_values() if held_phase is not None else ""

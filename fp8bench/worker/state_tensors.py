@@ -64,7 +64,7 @@ def state_tensors(state: object) -> StateTensors:
             role_declaring_objects.append(part)
     for optimizer in optimizers:
         _set_tensor_roles(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
-    # `holders` begins with the outermost object. Set its roles last, so that they replace the roles of inner objects.
+    # Outer objects come first in this list. Set their roles last, so that they replace roles of inner objects.
     for holder in reversed(role_declaring_objects):
         declared_roles = holder.memory_roles()
         if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):

@@ -102,8 +102,8 @@ class _StateSteps:
         return clock() - start
 
     def is_step_failing(self) -> bool:
-        """Takes a step with replaced numbers, and returns whether it raises an error. A matrix factorisation may fail
-        for such numbers.
+        """Takes a step after tensors were filled with other numbers. Returns whether it raises an error. A matrix
+        factorisation may fail for such numbers.
         """
         try:
             self.take_step_and_wait()
@@ -152,8 +152,8 @@ def _check_deadline(deadline: float) -> None:
 
 
 def check_step_effect(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
-    """Checks whether steps of a separate state do work. Its prepared contents are not compared, because the first step
-    may create lasting objects.
+    """Checks whether steps of a separate state do work. Contents are compared only after the first step, because
+    it may create lasting objects.
     """
     try:
         return _find_step_effect(_StateSteps(workload, setup, device, index))
@@ -209,7 +209,7 @@ class _StepHistory:
     one-element tensors.
 
     Such tensors may count steps. `changed_number_addresses` has the addresses of those that differ. `has_new_counters`
-    is true if also one-element tensors differ that each step allocates again.
+    is true if one-element tensors that each step allocates again differ too.
     """
 
     history: list[list[_MemoryDigest]]
@@ -245,8 +245,8 @@ def _step_until_repeat(steps: _StateSteps) -> _StepHistory | None:
 
 def _find_changed_scalars(old: Sequence[_MemoryDigest], new: Sequence[_MemoryDigest]) -> tuple[set[int], bool] | None:
     """Compares the memory after two steps. Returns None if a tensor of several elements differs. Otherwise returns the
-    addresses of one-element tensors that differ although both steps have them, and whether one-element tensors differ
-    that each step allocates again.
+    addresses of one-element tensors that differ and exist after both steps, and whether one-element tensors that each
+    step allocates again differ too.
     """
     old_contents = {tensor.address: tensor for tensor in old}
     lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_contents}
@@ -265,8 +265,8 @@ def _find_changed_scalars(old: Sequence[_MemoryDigest], new: Sequence[_MemoryDig
 def _count_content_digests(
     memories: Sequence[_MemoryDigest], lasting_memories: Mapping[int, object]
 ) -> tuple[Counter[int], Counter[int]]:
-    """Counts equal contents of memory that each step allocates again, by digest. Returns the counts for tensors with
-    several elements, and for one-element tensors.
+    """Counts how many tensors have the same contents (the same digest), among tensors that each step allocates again.
+    Returns the counts for tensors with several elements, and for one-element tensors.
     """
     tensor_count_by_digest = Counter[int]()
     number_count_by_digest = Counter[int]()
@@ -281,13 +281,13 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
     tensors that change in every step are not compared.
 
     Memory at a chosen address that still holds the new numbers after the step is compared only with `with_results`,
-    because the step may work in place. It may itself be a result: it may have held an earlier state's results at this
-    address before the first step, and torch may not have counted that a step wrote it.
+    because the step may work in place. Such memory may also be a result: before the first step, it may have held an
+    earlier state's results at the same address, and torch may not have counted that a step wrote it.
     """
     contents_before_step = steps.read_memory()
     fill_digest_by_address = dict[int, int]()
     with ExitStack() as stack:
-        # Fill each memory from a different seed. Otherwise a result that equals an input could equal it again.
+        # Use a different seed for each tensor. Otherwise a result and an input that were equal could be equal again.
         for seed, (address, (first_tensor, *_)) in enumerate(steps.memories().items()):
             if address in chosen_addresses:
                 stack.enter_context(replace_numbers(first_tensor, seed))
@@ -310,9 +310,9 @@ def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _St
 
 
 def _rewrites_memory(steps: _StateSteps, written_once: set[_MemoryDigest]) -> bool:
-    """Returns whether a step changes memory in place without torch noticing. `written_once` is memory that only the
-    first step changed: rounding, for example, changes nothing when it is repeated. The numbers there are replaced, and
-    a step that works in place changes them again.
+    """Returns whether a step changes memory in place without torch noticing. Only the first step changed the memory
+    `written_once`: rounding, for example, changes nothing when it is repeated. So this function fills the memory with
+    other numbers, which a step that works in place changes again.
     """
     addresses = {tensor.address for tensor in written_once}
     for address, (first_tensor, *_) in steps.memories().items():
@@ -353,7 +353,7 @@ _ROUNDING_SHARE, _LEAST_CHANGE_SHARE = 0.05, 1e-3
 # Counting an operator may cost _OPERATOR_COUNTING_SECONDS.
 _MAX_STEP_SLOWDOWN = 1.5
 _OPERATOR_COUNTING_SECONDS = 30e-6
-# The largest state in bytes whose numbers are replaced. For a larger state this takes too long.
+# The largest state, in bytes, that is filled with other numbers. Filling a larger state takes too long.
 MAX_BYTES = 1 << 26
 
 # For each tensor, in the order of `find_tensors_by_address`: a few sums that describe how a step changed the tensor

@@ -26,7 +26,7 @@ _GRACE_WAIT_COUNT = 20
 # Seconds to wait until a process ends. The process may have to wait for a core.
 _EXIT_WAIT_SECONDS = 2.0
 _POLL_SECONDS = 0.005
-# Helper processes that live as long as the process that started them, and do nothing without a request.
+# Helper processes that may keep running: they end with the process that started them, and do nothing without a request.
 _HELPER_PROCESS_COMMANDS = (
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
@@ -211,9 +211,9 @@ def _has_no_child() -> bool:
 
 
 def _iterate_descendants(pid: int, thread: int | str | None = None) -> Iterator[int]:
-    """Yields the descendants of a process, or of one of its threads. Yields none without /proc. Some of them may have
-    ended. It does not use pathlib, which takes five times as long, because it runs around every slot of a workload
-    with children.
+    """Yields the descendants of a process, or of one of its threads. Some descendants may have ended. Yields none
+    without /proc. This function runs around every slot of a workload with children, so it avoids pathlib, which takes
+    five times as long.
     """
     try:
         thread_ids = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208

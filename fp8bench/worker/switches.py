@@ -95,7 +95,7 @@ _MEASURING_MODULES = tuple(
 
 def watch_measuring_functions() -> Callable[[], tuple[str, ...]]:
     """Remembers the functions of fp8bench that measure steps. Returns a function that names those that were replaced
-    since then. A step that replaces such a function could falsify its measured time, or what is observed of the step.
+    since then. A step that replaces such a function could falsify its measured time or the inspection of the step.
     """
     function_bindings: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
@@ -155,7 +155,7 @@ def refuse_distorted_reference() -> None:
     values = {switch: switch.read() for switch in switches()}
     with contextlib.ExitStack() as scope:
         if "mixed" not in values.values():
-            scope.enter_context(float32_products("highest"))  # the scope of the reference sets float32 products as well
+            scope.enter_context(float32_products("highest"))  # each step of the reference sets this as well
             values = {switch: switch.read() for switch in switches()}
     distorting_switch_values = [
         (switch, value)

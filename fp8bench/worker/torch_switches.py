@@ -28,10 +28,9 @@ _OLD_AUTOCAST_SETTERS = {
 
 
 def list_torch_switches() -> Iterator[Switch]:
-    """Yields the switches in the order in which they must be restored: first a lock that blocks other switches, last
-    settings that others overwrite.
+    """Yields the switches in the order in which they must be restored. The lock on torch's flags comes first, because
+    no flag can be restored while it is locked. Settings that other settings overwrite come last.
     """
-    # Restore the lock on torch's flags first, because no flag can be restored while they are locked.
     yield from _list_mode_switches()
     yield from _list_numerics_switches()
     yield from _list_library_switches()
@@ -206,7 +205,7 @@ def _list_attention_switches() -> Iterator[Switch]:
         yield _make_function_switch(
             switch_name, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True
         )
-    # Reading the order would initialise the GPU.
+    # Reading the order of attention kernels would initialise the GPU.
     read_attention_order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
         read_attention_order = partial(state.read_if_gpu_active, state.get_attention_order, UnusedLibraryValue)
@@ -381,7 +380,7 @@ def _list_product_switches() -> Iterator[Switch]:
         attribute_names = [reduction_flag_name]
         if hasattr(matmul, f"{reduction_flag_name}_split_k"):
             attribute_names.append(f"{reduction_flag_name}_split_k")
-        # The split-K attribute reads this setting's second value. Assigning the first attribute sets both values.
+        # The setting is a pair. The split-K attribute reads its second value. Assigning the first attribute sets both.
         yield Switch(
             f"{dtype}'s reduced-precision sums",
             partial(_read_attributes, matmul, attribute_names),
@@ -431,8 +430,8 @@ def _make_function_switch(
 ) -> Switch:
     """Makes a switch that is set by a function of torch.
 
-    If `usual` is given, any other value would distort the reference and is refused. If only `default` is given (the
-    value in a new process), other values are harmless.
+    The keyword arguments `usual` and `default` are the value in a new process. Pass `usual` if any other value would
+    distort the reference and must be refused, and `default` if other values are harmless.
     """
     setter_function: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first_arguments, usual)))

@@ -57,8 +57,8 @@ def explain_missing_backend(name: str) -> str:
 
 
 class ProductTrials:
-    """Checks once per precision and device whether products are right, separately for single products and for whole
-    layers of a library.
+    """Checks once per precision and device whether matrix products are correct. Single products and the whole layers of
+    a library are checked separately.
     """
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ class UntimedPasses:
             covered_model = workload.covered(setup())
             if covered_model is None:
                 return None
-            # `covered.held` has the weights of the model's products, as the conversion stores them.
+            # `covered_model.held` has the weights that the conversion lists before it changes a model.
             coverage = measure_coverage(
                 covered_model.model, covered_model.held, covered_model.step, multiple=covered_model.multiple
             )

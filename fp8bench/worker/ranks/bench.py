@@ -77,7 +77,7 @@ class RankBarrier:
         file = folder / _START_LINE_FILE
         file.touch()
         with file.open("r+b") as opened:
-            opened.truncate(ranks * _ARRIVAL_COUNT_BYTES)  # does not delete counts that other ranks have written
+            opened.truncate(ranks * _ARRIVAL_COUNT_BYTES)  # keeps counts that other ranks have written
             self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _ARRIVAL_COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
@@ -180,13 +180,13 @@ def _list_own_sockets() -> Iterator[str]:
 
 # Maps each part of a step to the seconds that it takes in each round.
 PartSeconds = dict[str, list[float]]
-# The least and the most rounds of timing the parts of a step. With fewer rounds, chance would decide too often. After
+# The least and the most rounds of timing the parts of a step. With fewer rounds, noise would decide too often. After
 # the least rounds, more rounds follow until the slowest rank has taken _MIN_ROUNDS_SECONDS.
 _MIN_ROUNDS, _MAX_ROUNDS, _MIN_ROUNDS_SECONDS = 6, 15, 0.15
 # The least seconds that a part of a step must take. Ranks leave a barrier at slightly different times, and these
 # differences must be short in comparison.
 _MIN_PART_SECONDS = 3e-3
-# Parts that run both `compute` and `communication`. The warm-up of those two parts is enough.
+# Parts that only combine `compute` and `communication`. They need no warm-up besides that of these two parts.
 _COMBINED_STEP_PARTS = {"both", "in_turn"}
 
 
@@ -294,8 +294,8 @@ def _find_largest_of_ranks(value: float) -> float:
     return float(largest_value)
 
 
-# The bytes that a rank sends in a step, and the seconds of each part of the step in each round. A text is the reason
-# why these are unknown. None means that the suite has no such parts.
+# The bytes that a rank sends in a step, and the seconds of each part of the step (such as communication) in each round.
+# If these are unknown, a text with the reason. None if the suite does not divide its step into parts.
 StepPartsAnswer = tuple[tuple[SentBytes, ...], PartSeconds] | str | None
 # Prefixes of environment variables that configure launchers and communication libraries.
 RECORDED_VARIABLE_PREFIXES = (
@@ -358,7 +358,7 @@ class RankBench(Bench):
         return tuple(replace(device, ranks=self._size) for device in super().probe())
 
     def software(self) -> dict[str, Scalar | None]:
-        """Adds this rank's environment settings, which a launcher may have changed."""
+        """Returns the facts of every bench, and this rank's environment settings, which a launcher may have changed."""
         settings = {
             f"env {name}": text
             for name, text in sorted(os.environ.items())

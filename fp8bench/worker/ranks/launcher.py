@@ -45,7 +45,7 @@ def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[in
         rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         rank_by_pid[subprocess.Popen(command, stdin=subprocess.DEVNULL, env=rank_environment).pid] = rank
     while rank_by_pid:
-        pid, status = os.wait()  # this also returns orphans of the ranks, which became children of this process
+        pid, status = os.wait()  # `wait` also returns orphans of the ranks, which this process has adopted
         if pid in rank_by_pid:
             rank = rank_by_pid.pop(pid)
             if status:

@@ -1,7 +1,7 @@
-"""The process of one rank. It answers the same requests as other ranks, over a socket to the measuring process.
+"""The process of one rank. It answers the requests of the measuring process over a socket. All ranks get the same.
 
 The launcher starts it as `python -m fp8bench.worker.ranks.main FOLDER SECONDS`. A feature that needs further requests
-names a different module, which answers these too. FOLDER has the socket, and receives this rank's heartbeat and
+names a different module, which also answers those. FOLDER has the socket, and receives this rank's heartbeat and
 stderr. SECONDS is how long a collective waits for other ranks. The rank ends when the launcher or the measuring
 process ends.
 """
