@@ -65,7 +65,7 @@ class ScaledBuffer:
             torch._foreach_add_(restored_sums, gradients)
         with phase.cast:
             self._store_cast_sums(restored_sums)
-            del restored_sums  # free the memory here, so that this time counts for the phase
+            del restored_sums  # the phase includes the time of freeing
 
     def values(self) -> list[Tensor]:
         import torch
@@ -121,7 +121,7 @@ class Accumulate(Workload):
         tensors, width, micro_batches = read_integers(params, "tensors", "width", "micro_batches")
         elements = tensors * width**2
         gradient_bytes = float(GRADIENT_BYTES_BY_DTYPE[str(params["gradients"])] * micro_batches * elements)
-        # Memory holds the gradients, and a buffer of at least half a byte for each element.
+        # The least memory: the gradients, and a buffer of half a byte for each element.
         return Work(bytes=gradient_bytes, least_memory=gradient_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:

@@ -100,7 +100,7 @@ class Cast(Workload):
         """
         elements = int(params["rows"]) * int(params["columns"])
         source_bytes = float(SOURCE_BYTES_BY_DTYPE[str(params["source"])] * elements)
-        # Memory holds the source, and codes of at least half a byte for each element.
+        # The least memory: the source, and codes of half a byte for each element.
         layout_span_factor = SPAN_FACTORS.get(str(LAYOUT.of(params)), 1)
         return Work(bytes=source_bytes, least_memory=layout_span_factor * source_bytes + elements / 2)
 
@@ -128,7 +128,7 @@ class Cast(Workload):
 
     def step(self, state: CastState, phase: Phases) -> None:
         with phase.cast:
-            state.operation()  # the result is freed at once, so this time counts too
+            state.operation()  # the result is freed at once, within the phase
 
     def error_refused(self, params: Scalars) -> str:
         return shared.explain_missing_errors(params)
@@ -167,7 +167,7 @@ def parse_shape(text: str) -> str:
 
 def _replace_by_copy(operation: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
     """Returns `operation`, or a function that copies the source if `operation` would return the source itself."""
-    # A cast to the same dtype would take no time, while other casts read and write memory.
+    # A cast to the source's own dtype returns the source at once. Time a copy, which moves memory like other casts.
     return source.clone if operation().data_ptr() == source.data_ptr() else operation
 
 

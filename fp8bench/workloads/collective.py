@@ -149,7 +149,7 @@ class Collective(Workload):
 
         from fp8bench.numerics.collectives import FP8Collective, compute_exact_result, draw_rank_values
 
-        # 1. Measure how many values the cast before sending saturates or loses.
+        # 1. Measure how many values saturate or become zero in the cast before sending.
         state = self.prepare(setup)
         count = state.input_values.numel()
         if isinstance(state.kind, FP8Collective):

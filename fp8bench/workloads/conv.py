@@ -74,7 +74,7 @@ class Conv(ConvolvedWorkload):
         batch, channels, image = read_integers(params, "batch", "channels", "image")
         positions = batch * image * image
         weight_count = 2 * WINDOW_WEIGHTS * channels * channels
-        # Weights in fp32, and input and output with at least two bytes for each value.
+        # The least memory: weights in fp32, and two bytes for each value of input and output.
         return Work(
             flops=2.0 * positions * weight_count * (3 if shared.is_training(params) else 1),
             least_memory=4.0 * weight_count + 4.0 * positions * channels,

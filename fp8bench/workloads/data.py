@@ -66,7 +66,7 @@ class Data(Workload):
     """
 
     name = "data"
-    version = "2"  # version 2: decoding has its own phase
+    version = "2"  # since version 2 of this suite, decoding has its own phase
     summary = "decode, batch, cast, pin and copy: dominated by reading, and dominated by the transfer"
     uses_corpus = True
     not_on_device = "batches are copied as values, but codes would have fewer bytes"
@@ -149,7 +149,7 @@ class Data(Workload):
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.copy_operand(batch)
-            del values, batch  # free the memory here, so that this time counts for the phase
+            del values, batch  # the phase includes the time of freeing
         if state.casts_on_device:
             with phase.cast:
                 state.last_cast_batch = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)

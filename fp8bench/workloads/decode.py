@@ -33,7 +33,7 @@ class Decode(ServedWorkload):
     """
 
     name = "decode"
-    version = "2"  # version 2: the head shares the embedding's weights
+    version = "2"  # since version 2 of this suite, the head shares the embedding's weights
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
     default_sizes = (("nano", "512"), ("llama-1b", "8192"))
     context_description = "positions to which the new token attends, including its own"

@@ -29,8 +29,8 @@ _MAX_EARLY_EXIT_PERCENT = 90
 
 
 def count_rows_by_block(params: Scalars) -> list[int]:
-    """Returns how many rows enter each block in the exact pass. The list ends with the first block that gets no rows,
-    or with the last block.
+    """Returns how many rows enter each block in the exact (fp64) pass. The list ends with the first block that gets no
+    rows, or with the last block.
     """
     rows = [int(params["tokens"])]
     staying_row_share = 1 - int(params["leaving"]) / 100
@@ -92,7 +92,7 @@ class EarlyExits(LayerWorkload):
 
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden, depth = read_integers(params, "tokens", "width", "hidden", "depth")
-        # Weights in fp32, and rows with at least two bytes for each value.
+        # The least memory: weights in fp32, and two bytes for each value of a row.
         least_memory_bytes = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
         flops = 2.0 * sum(count_rows_by_block(params)) * width * (2 * hidden + int(params["classes"]))
         return Work(flops, tokens, least_memory=least_memory_bytes)

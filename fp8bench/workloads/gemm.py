@@ -177,7 +177,7 @@ class Gemm(Workload):
     def work(self, params: Scalars) -> Work:
         m, n, k = read_integers(params, *"mnk")
         span_a, span_b = (SPAN_FACTORS.get(layout, 1) for layout in _read_operand_layouts(params))
-        # Operands and result take at least two bytes for each value.
+        # The least memory: two bytes for each value of operands and result.
         return Work(flops=2.0 * m * n * k, least_memory=2.0 * (span_a * m * k + span_b * n * k + m * n))
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -226,7 +226,7 @@ class Gemm(Workload):
             b = Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # free the memory here, so that this time counts for the phase
+            del a, b  # the phase includes the time of freeing
 
     def error_refused(self, params: Scalars) -> str:
         return explain_missing_errors(params)
@@ -367,7 +367,7 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     operands_with_layout = [name for name, layout in layout_by_operand.items() if layout != CONTIGUOUS]
     if precision.name == served.SERVED_PRECISION and "b" in operands_with_layout:
         return "weights are stored row by row, whatever their layout: choose contiguous for operand b"
-    # Codes of ready operands do not depend on the layout, so this case would repeat a different case's figures.
+    # Operands that are cast before timing have the same codes in every layout, so this case would repeat another case.
     if operands_with_layout and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "

@@ -43,7 +43,7 @@ class Mlp(LayerWorkload):
         gpu={"width": ("4096",), "gated": ("yes",)},
         phases=("cast", "gemm", "elementwise"),
         errors=("output_error", "gradient_error"),
-        per="flops",  # also stores the time of a fixed number of FLOPs
+        per="flops",  # the history also has the time of a fixed number of FLOPs
     )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -69,7 +69,7 @@ class Mlp(LayerWorkload):
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
         weight_count = width * hidden * (3 if params["gated"] == "yes" else 2)
-        # Weights in fp32, and input, output and intermediate values with at least two bytes each.
+        # The least memory: weights in fp32, and two bytes for each input, output and intermediate value.
         least_memory_bytes = 4.0 * weight_count + 2.0 * tokens * (2 * width + hidden)
         # The backward pass has two products for each product of the forward pass.
         passes = 3 if shared.is_training(params) else 1

@@ -74,7 +74,7 @@ class Model(Workload):
     name = "model"
     summary = "your own model, unchanged and converted (fp8bench profile)"
     listed = False
-    examined = True  # call `examine` in a worker before measuring
+    examined = True  # a worker calls `examine` before the measurement
     may_diverge = True
     dtypes = (UNTOUCHED, "bf16", "fp8")
 
@@ -117,7 +117,7 @@ class Model(Workload):
         # An unchanged model is never refused, whatever dtypes it computes in.
         if precision.name == UNTOUCHED:
             return native("the unchanged model")
-        # A library that converts whole models returns its support by `prepares`, which is None for other precisions.
+        # `prepares` returns the support of a library that converts whole models, and None for other precisions.
         support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
@@ -190,7 +190,7 @@ class Model(Workload):
 
         model_copy = _copy_user_model(setup)
         if setup.draw:
-            # Keep the batch of the first seed. Only the model comes from the other seed.
+            # Take the model of a second seed, but keep the batch of the first seed.
             model_copy_of_other_seed = _copy_user_model(replace(setup, seed=setup.seed + setup.draw))
             model_copy = model_copy._replace(model=model_copy_of_other_seed.model)
         state = ConvertedUserModel(
@@ -233,7 +233,7 @@ class Model(Workload):
             held=product_weights,
             step=lambda: state.step(SilentPhases()),
             multiple=multiple,
-            loss=lambda: state.loss_words,  # read it later, because the step sets this text
+            loss=lambda: state.loss_words,  # a function, because the text exists only after the step
         )
 
 
@@ -247,8 +247,8 @@ def _make_converted_model(setup: Setup, **options: bool) -> ConvertedUserModel:
 
 
 def _is_irreproducible(errors: Mapping[str, float], repeat_difference: Mapping[str, float]) -> bool:
-    """Returns whether errors cannot be trusted, because two runs of the unchanged model differ: by more than a tenth of
-    an error, and by more than a different order of sums explains.
+    """Returns whether errors cannot be trusted, because two runs of the unchanged model differ by more than a different
+    order of sums explains, and by more than a tenth of the error.
     """
     return any(
         difference > max(_MAX_REPRODUCIBLE_DIFFERENCE, _MAX_DIFFERENCE_ERROR_SHARE * errors.get(name, 0.0))
@@ -283,7 +283,7 @@ def load_target_model(name: str, seed: int, facts: DeviceFacts) -> MakeResult:
     """Returns the model, batch and loss that a user's function returns. The function is called once in each process."""
     from fp8bench.nn.own_model import parse_make_return_value, seed_generators
 
-    # Call the function once, because it may load files. So all cases start from the same numbers.
+    # Call the function once for all cases, because it may load files. So all cases have the same weights and batch.
     if (name, seed) not in LOADED_MODELS:
         with seed_generators(seed, facts):
             parts = parse_make_return_value(name, _call_target(name), seed)

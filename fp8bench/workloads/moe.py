@@ -155,7 +155,7 @@ class Moe(LayerWorkload):
         if router_precision_support.level is Level.REFUSED:
             return hardware.refused(f"router={router_precision.name}: {router_precision_support.reason}")
         fp8_axes = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
-        for axis in ("router", *fp8_axes):  # the step's time includes the casts and products of these axes
+        for axis in ("router", *fp8_axes):  # the step also runs these casts and products
             axis_support = precisions.get(str(params[axis])).support(facts)
             if axis_support.is_emulated and support.is_native:
                 return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")
@@ -186,7 +186,7 @@ class Moe(LayerWorkload):
             row_formats = experts.RowTransferFormats(
                 str(params["dispatch"]), str(params["combine"]), router, row_multiple
             )
-        # 2. Make the layers. Each expert's rows are padded to the multiple of native products.
+        # 2. Make the layers. Each expert's rows are padded to a multiple that native products accept.
         state = make_exercise(
             setup,
             lambda: experts.Mixture(sizes, plans, row_formats, choose),
@@ -216,8 +216,8 @@ class Moe(LayerWorkload):
             [chosen_experts for chosen_experts, _ in routing_by_layer],
             [chosen_experts for chosen_experts, _ in exact_routing_by_layer],
         )
-        # Find the first layer whose router chooses other experts. Later layers have other inputs than in the exact
-        # pass.
+        # Find the first layer whose router chooses other experts than in the exact pass. Layers after it also get other
+        # inputs than in that pass.
         first_differing_layer = next(
             (number for number, share in enumerate(differing_choice_shares) if share), len(differing_choice_shares)
         )

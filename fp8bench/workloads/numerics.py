@@ -135,7 +135,7 @@ class Numerics(Workload):
 
     def step(self, state: TensorState, phase: Phases) -> None:
         with phase.cast:
-            state.arithmetic.cast(state.source, state.role)  # the result is freed at once, so this time counts too
+            state.arithmetic.cast(state.source, state.role)  # the result is freed at once, within the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Returns all figures of the tensor's error. SQNR is at most 200 dB, which stands for no error."""

@@ -92,7 +92,7 @@ class Optimizer(Workload):
 
     def work(self, params: Scalars) -> Work:
         count = float(int(params["tensors"]) * int(params["width"]) ** 2)
-        # Weights and gradients in fp32, and two moments with at least half a byte for each element.
+        # The least memory: weights and gradients in fp32, and two moments with half a byte for each element.
         return Work(bytes=8 * count, least_memory=9 * count)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -115,7 +115,7 @@ class Optimizer(Workload):
                 bucket.update(first_moments, second_moments)
             with phase.cast:
                 bucket.store(first_moments, second_moments)
-                del first_moments, second_moments  # free the memory here, so that this time counts for the phase
+                del first_moments, second_moments  # the phase includes the time of freeing
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares 1000 steps of AdamW with the same steps of fused AdamW with fp32 moments. Gradients change from step

@@ -47,7 +47,7 @@ class Parallel(Workload):
     """
 
     name = "parallel"
-    version = "2"  # version 2: the head shares the embedding's weights
+    version = "2"  # since version 2 of this suite, the head shares the embedding's weights
     summary = "training steps of a GPT by several ranks (--ranks): data, sharded, tensor and pipeline parallel"
     listed = False
     least_ranks = 2

@@ -19,7 +19,7 @@ class Prefill(ServedWorkload):
     """
 
     name = "prefill"
-    version = "2"  # version 2: the head shares the embedding's weights
+    version = "2"  # since version 2 of this suite, the head shares the embedding's weights
     summary = "a whole prompt through a GPT into an empty cache of keys and values, at once"
     default_sizes = (("nano", "128"), ("llama-1b", "2048"))
     context_description = "tokens of each prompt"

@@ -150,7 +150,7 @@ class Transformer(shared.TrainingWorkload):
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
         config = _read_config(params)
-        # Weights, two moments, gradients, and the logits of one micro-batch, all in fp32.
+        # The least memory: weights, two moments, gradients, and the logits of one micro-batch, all in fp32.
         least_memory_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compile_seconds = COMPILE_SECONDS if _is_case_compiled(params) else 0.0
         flops = config.step_flops(sequences, length)
@@ -251,7 +251,7 @@ class Transformer(shared.TrainingWorkload):
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
                 "or a precision that casts from the tensor alone, like fp8"
             )
-        # 2. For a backend's own layers, check whether they cast weights again, and which models they support.
+        # 2. Check whether a backend's own layers cast weights in every micro-batch, and which models they support.
         backend = precision.backend if precision.whole_layers else None
         recasts_weights = (
             backend is not None and not backend.caches_weights and _read_choice_param(params, "weights") == "cached"

@@ -104,7 +104,7 @@ class Vision(shared.TrainingWorkload):
             )
         layouts = [params["layout"]]
         if layouts == ["auto"]:
-            # Time a resnet in both layouts. Other models cut patches from channels_last images.
+            # Time a resnet in both layouts. Other models get channels_last images, from which they cut patches.
             layouts = ["contiguous", "channels_last"] if model == "resnet" else ["channels_last"]
         return tuple(tuple({**model_params, "layout": layout}.items()) for layout in layouts)
 
@@ -151,7 +151,7 @@ class Vision(shared.TrainingWorkload):
         outputs = sizes.vocabulary if sizes.model == "two-input" else IMAGE_CLASS_COUNT
         common_product_side = (
             sizes.inner_width if is_resnet else sizes.width
-        )  # All other sizes are multiples of this one.
+        )  # The blocks' products have only multiples of this size as sides.
         stem_product_inputs = 3 * (7 if is_resnet else sizes.patch) ** 2
         sides = {
             "stem": (stem_product_inputs, common_product_side),
