@@ -34,7 +34,7 @@ from fp8bench.tape.timed_calls import RunningModules
 # each expert changes from step to step.
 _FLOPS_TOLERANCE = 0.05
 _MAX_LISTED_NAMES = 3
-# `Holder.rule` of a stack of expert weights that the step multiplies nothing by.
+# The value of `Holder.rule` for a stack of expert weights that no product of the step uses.
 _NO_PRODUCT_RULE = "no-product"
 _LATE_PARAMETERS_REMARK = (
     "the first step creates parameters after copies were converted and optimizers made: {}; call the model once in "
@@ -139,7 +139,7 @@ def measure_coverage(
 ) -> Coverage:
     """Returns the products of a step of the unchanged model, grouped by the weight that each multiplies by.
     `product_weights` are the weights that a Conversion lists before it changes the model. The sizes of native products
-    must be multiples of `multiple`.
+    must be multiples of the keyword argument `multiple`.
 
     Each product counts for exactly one weight, or as a product without a weight. A second step shows whether steps
     differ.
@@ -158,7 +158,7 @@ def measure_coverage(
     # List the weights first. Then list the products without a weight, those with the most FLOPs first.
     product_weight_holders = (_build_weight_holder(weight, coverage_sums, tape, multiple) for weight in product_weights)
     products_without_weight = sorted(coverage_sums.other_products.values(), key=lambda product: -(product.flops or 0))
-    # Leave out stacks that no product uses: they only look like weights.
+    # Leave out stacked parameters that no product uses: they only look like stacks of expert weights.
     multiplying_weight_holders = (
         weight_holder for weight_holder in product_weight_holders if weight_holder.rule != _NO_PRODUCT_RULE
     )
@@ -323,7 +323,7 @@ def _build_weight_holder(
         reason=reason,
         rule=rule,
         native=explain_misfit(product_weight, products, multiple),
-        also=product_weight.module_aliases,  # other paths at which this module occurs
+        also=product_weight.module_aliases,  # other paths of the same module in the model
     )
 
 

@@ -99,8 +99,8 @@ class PhaseOperatorWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """A dispatch mode that passes each operator of a step to `run_call`, and keeps the current phase in `_phase`. The
     step enters phases by the markers in `phases`.
 
-    Views and operators without work (such as profiler markers) are not passed on. With `watches_views`, views are, if
-    torch marks them as views.
+    Views and operators without work (such as profiler markers) are not passed on. If `watches_views` is set, operators
+    that torch marks as views are passed on.
     """
 
     watches_views: ClassVar[bool] = False

@@ -233,7 +233,7 @@ class OperatorTimes(PhaseOperatorWatch):  # type: ignore[no-untyped-call]
     `in_profiler_ranges`, each operator runs in a profiler range whose name has the operator's number.
     """
 
-    watches_views = True  # `run_call` gets views too
+    watches_views = True  # so that `run_call` times views too
 
     def __init__(
         self,
@@ -317,8 +317,8 @@ def _open_range(name: str) -> Any:
 
 
 def compute_step_shares(steps: Sequence[Sequence[TimedCall]], unwatched_seconds: Sequence[float]) -> Shares:
-    """Returns how steps whose operators were timed divide their time among operators, and the seconds of other steps.
-    The time of the shortest operator counts as the cost of timing and is subtracted from every call.
+    """Returns how steps whose operators were timed divide their time among operators, and the median time of steps that
+    were not observed. The time of the shortest operator counts as the cost of timing. It is subtracted from every call.
     """
     calls, nanoseconds = _select_typical_step(steps)
     watch_cost_ns = min(nanoseconds, default=0.0)
@@ -377,7 +377,7 @@ def _match_launches_to_operators(events: Iterable[Mapping[str, Any]]) -> dict[ob
             threads[event.get("tid")].append(event)
     operators: dict[object, int] = {}
     for thread in threads.values():
-        open_operator_ranges: list[tuple[float, int]] = []  # end time and operator number
+        open_operator_ranges: list[tuple[float, int]] = []  # the end time of each range, and its operator
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while open_operator_ranges and open_operator_ranges[-1][0] <= event["ts"]:
                 open_operator_ranges.pop()

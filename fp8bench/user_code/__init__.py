@@ -17,7 +17,7 @@ from fp8bench.files import check_file, read_file
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code.switches import Switch, list_process_switches, read_values, restore_values
 
-# stdout and the switches belong to the whole process, so only one thread may import at a time.
+# stdout and the global settings belong to the whole process, so only one thread may import at a time.
 _import_lock = threading.RLock()
 
 
@@ -135,7 +135,7 @@ def own_words(error: BaseException) -> str:
         text = f"{text[:_MAX_SHOWN_PART_LENGTH]} ... {text[-_MAX_SHOWN_PART_LENGTH:]}"
     error_class_name = "" if isinstance(error, Fp8benchError) else type(error).__name__
     description = ": ".join(part for part in (error_class_name, text) if part)
-    # Code of fp8bench, of the standard library, and without a file ('<string>').
+    # Paths of code that is not the user's: fp8bench, the standard library, and code without a file ('<string>').
     non_user_path_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
     user_frames = [
         frame

@@ -76,7 +76,7 @@ def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[st
     if current_switch_values == before:
         return []
     switches_with_values = zip(switches, before, current_switch_values, strict=True)
-    # Ignore switches that read as UnusedLibraryValue before: the first use of a library is not a change.
+    # Ignore switches whose old value is UnusedLibraryValue: the first use of a library is not a change.
     comparable_switches = [
         (switch, old, new) for switch, old, new in switches_with_values if old is not UnusedLibraryValue
     ]
