@@ -82,9 +82,10 @@ class Bench(UntimedPasses):
         self._make_clock: Callable[[Stamper], PhaseStampClock] = PhaseStampClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
         self._meet_ranks: Callable[[], None] = skip_rank_barrier
-        self._any_rank: Callable[[bool], bool] = bool  # the answer of the only process
+        self._any_rank: Callable[[bool], bool] = bool  # with a single process, "any rank" is this one
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
+        # Without isolation, this is the caller's process, which gets its number of threads back.
         self._original_threads = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         self._switches = read_recorded_switches()
@@ -181,11 +182,13 @@ class Bench(UntimedPasses):
             wait_for_ranks=self._meet_ranks,
             is_true_on_any_rank=self._any_rank,
         )
+        # Collect garbage now, because it is not collected in timed slots.
         gc.collect()
 
     def _make_state_after_step(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
         setup = self._make_case_setup(case, facts)
         prepared_workload_state = workload.prepare(setup)
+        # Create the checker before the step, because only numbers that were finite before can be lost.
         finiteness_checker = InitialFiniteElements(prepared_workload_state)
         step(workload, prepared_workload_state, setup.scales, self._make_unmarked_phases())
         finiteness_checker.begin(prepared_workload_state)

@@ -48,6 +48,7 @@ def sketch_tensor(tensor: Any, original: Any = None) -> Any:
     element_sign_table = _make_random_sign_table(tensor.device, computing_dtype)
     piece_sign_table = _make_random_sign_table(tensor.device, torch.float64)
     for piece_number, piece in enumerate(_view_storage(tensor, dtype).split(_SIGN_TABLE_ROWS)):
+        # Replace infinity and NaN, which would hide all other numbers of a sum.
         numbers = piece.to(computing_dtype).nan_to_num(0.0, 0.0, 0.0)
         # subtract element by element, because rounding errors of the sums would hide a small step
         if original is not None:
@@ -128,10 +129,12 @@ def _view_storage(tensor: Any, dtype: Any) -> Any:
 @functools.lru_cache(maxsize=1)
 def _make_position_weights(device: Any) -> Any:
     """Returns a weight for each position of an 8-byte word, so that the digest depends on the order of the words."""
+    # The weights are odd, because multiplying by an even number would lose the highest bit of a word.
     return torch.arange(1, 2 * _ELEMENTS_PER_PIECE, 2, dtype=torch.int64, device=device)
 
 
 @functools.lru_cache(maxsize=2)
 def _make_random_sign_table(device: Any, dtype: Any) -> Any:
+    # The seed is fixed, because only sketches with the same signs can be compared.
     generator = torch.Generator().manual_seed(2)
     return (torch.randint(2, (_SIGN_TABLE_ROWS, _SKETCH_SUMS), generator=generator) * 2 - 1).to(device, dtype)

@@ -141,13 +141,14 @@ class PhaseStampClock(Markers):
                 if self._noted_codes and self._noted_codes != self._expected_codes:
                     self._shared.clear()
             self._last_step = self._noted_codes.copy(), phase_codes
+        # Return copies, because later steps use the same lists again.
         return phase_codes.copy(), self._stamps.copy()
 
     def _report_phase(self, note: int) -> None:
         self._noted_codes.append(note)
         if note >= 0:
             self._open.append(note)
-        elif len(self._open) > 1:
+        elif len(self._open) > 1:  # UNATTRIBUTED always stays, even if a step closes too many phases
             self._open.pop()
         assert self._report is not None
         self._report(self._open[-1])
@@ -279,6 +280,7 @@ def measure_overheads(device: Device, index: int) -> Overheads:
         time_stamps = [read_stamp_clock() for _ in range(_QUEUED_STAMP_COUNT)]
         intervals_ns = sorted(stamper.intervals_ns(time_stamps))
         event_pair_seconds = intervals_ns[len(intervals_ns) // 2] * 1e-9
+    # Noise may make a small cost seem negative.
     return Overheads(
         max(phase_marker_seconds, 0.0),
         max(silent_phases_seconds, 0.0),
@@ -289,6 +291,7 @@ def measure_overheads(device: Device, index: int) -> Overheads:
 
 
 def _time_fastest_loop(prepare: Callable[[], None], body: Callable[[], None]) -> float:
+    # The fastest loop counts, because interruptions only lengthen a loop.
     best_seconds = float("inf")
     for _ in range(_TIMED_LOOP_COUNT):
         prepare()

@@ -95,7 +95,7 @@ class _ComparedPrecision:
         self._has_unknown_units = (is_nvidia(facts) or is_amd(facts)) and not self._hopper
         # if no format has the precision's name, the precision does not cast
         self._formats: dict[Role, Format] = dict.fromkeys(Role, FORMATS.get(precision.name, FORMATS["tf32"]))
-        self._bits = 24
+        self._bits = 24  # the significant bits of float32
         recipe = getattr(precision, "recipe", None)
         if isinstance(recipe, Recipe):
             self._formats = {role: treatment.fmt for role, treatment in zip(Role, recipe.treatments, strict=True)}
@@ -121,6 +121,7 @@ class _ComparedPrecision:
         """Draws normal numbers in the carrier (the high-precision dtype that is cast), with rows of different
         magnitude. The seed and the name determine them.
         """
+        # Use crc32, because Python's hash of a text differs from process to process.
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
         row_magnitudes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
         gaussian_numbers = torch.randn(rows, columns, generator=generator) * row_magnitudes
@@ -241,6 +242,7 @@ class _ComparedPrecision:
 
         native_arithmetic = self._native()
         first_operand, second_operand = (operand.data.to(torch.float32).cpu() for operand in operands)
+        # If all codes are 1, the restored values are the scales.
         ones_operands = [
             replace(operand, data=torch.ones_like(operand.data, dtype=torch.float32).to(operand.data.dtype))
             for operand in operands

@@ -297,6 +297,7 @@ class LayoutRecordingArithmetic(Arithmetic):
         if part >= 0:
             return new[part]
         if part == _SOURCE_MEMORY_OWNER:
+            # The size is 0, because the source tensor already counts for this memory.
             return _HardwareMemory(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
         assert hardware_tensor is not None
         return hardware_tensor.memories[_OPERAND_MEMORY_OWNERS.index(part)]
@@ -317,6 +318,7 @@ class LayoutRecordingArithmetic(Arithmetic):
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors
         ]
         key = name, role, *tensor_layouts
+        # Equal calls have equal layouts, so run the hardware's cast only once for each.
         if key not in self._call_layouts:
             self._call_layouts[key] = self._make_call_layout(name, source, role, hardware_tensor)
         return self._call_layouts[key]

@@ -58,6 +58,7 @@ def describe_fault(error: BaseException, asks_devices: bool = True) -> FaultDesc
         message = f"{message or 'no memory'}. Free some, or raise this process's limit (ulimit -v)"
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         message += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
+    # The step has entered a phase that does not exist, such as `with phase.matmul:`.
     if isinstance(error, AttributeError) and isinstance(error.obj, Markers):
         message = str(UnknownName("phase", str(error.name), map(str, PHASES)))
     if len(message) > _MAX_TEXT_LENGTH:

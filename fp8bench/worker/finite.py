@@ -106,6 +106,7 @@ class InitialFiniteElements:
             if time.thread_time() > deadline:
                 break
             dtype = tensor.dtype
+            # `aminmax` takes no complex numbers, and `view_as_real` no tensor whose conjugation is pending.
             if dtype.is_complex and not tensor.is_conj():
                 yield torch.view_as_real(tensor.detach())
             elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert_dtype(dtype)):

@@ -86,15 +86,19 @@ class LateStepInspection:
             self._call.enter_context(self._tapes[-1])
 
     def add_slot(self, seconds: Sequence[float], discarded: int) -> None:
+        # 1. Describe how the slot has changed the state, before the next slot restores the state.
         tensor_sketches = (
             [] if self._initial_contents is None else self._initial_contents.sketch_changes(list(self._answers))
         )
         self._answers.clear()
+        # 2. After the first slot, which had the inputs of timed steps, summarise its operators and replace the inputs.
         if self._initial_contents is None:
             self._late = self._summarise_step_tapes(self._tapes[discarded:])
             self._initial_contents = self._state_restoration.enter_context(self._replace_inputs())
             self._is_timed = next(self._slot_requests)
             return
+        # 3. Compare later slots. Steps that call compiled functions run uncompiled in counted slots, so None ends the
+        # comparison.
         step_seconds = [tape.seconds for tape in self._tapes] or seconds
         operator_count = len(self._tapes[-1].calls) if self._tapes else 0
         try:
@@ -115,8 +119,10 @@ class LateStepInspection:
         for tape in counted_step_tapes:
             flops_by_path.update(tape.by_path)
         is_complete = all(tape.complete for tape in counted_step_tapes)
+        # Only the first tape of a slot checks switches and samples numbers. It may be of a discarded step.
         first_step_tape = self._tapes[0]
         operator_seconds = _compute_mean_seconds(tapes)
+        # The times of operators are unknown on an accelerator, for which the host does not wait, and in a compiled step.
         has_operator_times = self._device.kind == "cpu" and not self._compiled
         return LateSteps(
             by_path=tuple((path, total / len(counted_step_tapes)) for path, total in sorted(flops_by_path.items()))
@@ -140,6 +146,7 @@ class LateStepInspection:
 
 def _count_thread_waits() -> int:
     """Returns how often this thread has given up its core, for example to sleep, or to wait for a lock or a file."""
+    # Not all systems can count for a single thread.
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 

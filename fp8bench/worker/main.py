@@ -50,7 +50,7 @@ def handshake() -> dict[str, Scalar | None]:
     for name in ("torch", "numpy"):
         try:
             module = importlib.import_module(name)
-        except BaseException as error:
+        except BaseException as error:  # a broken package may raise anything while it is imported
             error_text = " ".join(str(error).split())[:300]
             facts |= {name: None, f"{name}_missing": f"{type(error).__name__}: {error_text}"}
             continue
@@ -67,6 +67,7 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
     shows that a step has left no process running. On Linux the kernel also kills this process when the parent dies, in
     case the warden has died.
     """
+    # Fork twice: the first child ends at once, so that the warden is not a child of this process.
     if (intermediate_pid := os.fork()) == 0:
         if os.fork():
             os._exit(0)
@@ -175,7 +176,7 @@ def run(
 ) -> None:
     """Answers requests until the other end closes. Imports `early_module` while waiting for the first request."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
-    faulthandler.enable()
+    faulthandler.enable()  # prints the Python stack if C code crashes
     die_with_parent(lifeline, connection)
     close_connections_in_forks(lifeline, connection)
     # No other code runs in this process, so workloads have started the child processes of all its threads.

@@ -209,9 +209,7 @@ class PreparedCase:
 
     def replay_phases(self) -> RawStep | None:
         """Captures a step again, with events that mark its phases. Returns the fastest of a few replays, with the time
-        of each phase.
-
-        Returns None if the device cannot capture such events.
+        of each phase; None if the device cannot capture such events.
         """
         stamper = self.device.captured_stamper(self.index)
         if stamper is None:
@@ -219,6 +217,7 @@ class PreparedCase:
         clock = PhaseStampClock(stamper)
         marks: tuple[list[int], list[Any]] = [], []
 
+        # Only the capture calls this function. A replay sets the events of the captured step again.
         def take_marked_step() -> None:
             nonlocal marks
             clock.begin()
@@ -404,7 +403,7 @@ class PreparedCase:
     def check(self) -> StateCheck:
         """Checks the time stamps and the workload's states, and counts numbers that are not finite."""
         if self.is_true_on_any_rank(self._has_wrong_stamps()):
-            # Before the verdict take more slots, because load may lengthen most slots of a short run. All ranks take as
+            # Before the verdict, take more slots, because load may lengthen most slots of a short run. All ranks take as
             # many slots as the slowest rank needs.
             deadline = time.perf_counter() + _ACCUSING_SECONDS
             while self.is_true_on_any_rank(self._needs_more_slots(deadline)):

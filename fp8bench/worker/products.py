@@ -105,6 +105,7 @@ class _StateWeightFinder:
         """Notes the right operand of a forward product if it has a low-precision dtype. Skips the backward pass, whose
         products multiply gradients with the inputs of the forward pass.
         """
+        # torch reports -1 outside of any backward pass.
         for weight in operands[1:2] if torch._C._current_graph_task_id() == -1 else ():
             if any(has_format_dtype(weight, fmt) for fmt in self._formats):
                 self._read.add(get_address(weight))
@@ -291,6 +292,7 @@ class StepInputSums:
             sum_of_squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
             if tensor.dtype is not torch.float16:  # CPUs do not multiply in float16
                 subnormal_count += count_subnormals(piece)
+        # The comparison is false for NaN as well.
         return (total, sum_of_squares, subnormal_count) if sum_of_squares < float("inf") else None
 
 

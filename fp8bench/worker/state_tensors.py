@@ -188,6 +188,7 @@ def save_generators(state: object) -> list[Callable[[], object]]:
     import torch
 
     restore_generator_functions: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    # Do not import NumPy: if nobody has imported it, no state can have its generators.
     numpy_generator: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
     for part in _iterate_reachable_objects(state):
         if isinstance(part, torch.Generator):

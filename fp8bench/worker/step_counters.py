@@ -46,6 +46,7 @@ class AllocatorProbe:
     def __init__(self, library: Any) -> None:
         self._library = library
         self._numbers = (ctypes.c_uint64 * 4)()
+        # By default ctypes would read the result as a 32-bit integer.
         library.fp8bench_probe_cost.restype = ctypes.c_uint64
         clock_reading_costs = [library.fp8bench_probe_cost(_CALIBRATING_CALLS) / _CALIBRATING_CALLS for _ in range(5)]
         # The clock is read before and after a call. About one reading falls into the measured time, and is subtracted.
@@ -59,6 +60,7 @@ class AllocatorProbe:
         self._library.fp8bench_probe_read(self._numbers)
         allocations, releases, size, nanoseconds = self._numbers
         calls = allocations + releases
+        # The cost is an estimate, and may exceed the measured time.
         return float(calls), float(size), max(0.0, nanoseconds - calls * self._cost) * 1e-9
 
 

@@ -209,7 +209,7 @@ class _StepHistory:
     one-element tensors.
 
     Such tensors may count steps. `changed_number_addresses` has the addresses of those that differ. `has_new_counters`
-    is true if one-element tensors that each step allocates again differ too.
+    is true if any of those that each step allocates again differ.
     """
 
     history: list[list[_MemoryDigest]]
@@ -245,8 +245,8 @@ def _step_until_repeat(steps: _StateSteps) -> _StepHistory | None:
 
 def _find_changed_scalars(old: Sequence[_MemoryDigest], new: Sequence[_MemoryDigest]) -> tuple[set[int], bool] | None:
     """Compares the memory after two steps. Returns None if a tensor of several elements differs. Otherwise returns the
-    addresses of one-element tensors that differ and exist after both steps, and whether one-element tensors that each
-    step allocates again differ too.
+    addresses of one-element tensors that differ and exist after both steps, and whether any of the one-element tensors
+    differ that each step allocates again.
     """
     old_contents = {tensor.address: tensor for tensor in old}
     lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_contents}

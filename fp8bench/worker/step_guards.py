@@ -97,6 +97,7 @@ def _measure_stdout_bytes() -> int:
         status = os.fstat(1)
     except OSError:
         return 0
+    # Only a regular file has a size that grows with the output.
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
@@ -117,6 +118,7 @@ def _end_forked_children() -> Iterator[None]:
 
 
 def _end_child_after_step() -> None:
+    # A step ends with the clock's `end`, so a forked child ends there too.
     if _step_process_ids:
         PhaseStampClock.end = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
 
@@ -223,7 +225,7 @@ def _iterate_descendants(pid: int, thread: int | str | None = None) -> Iterator[
         try:
             with open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file:  # noqa: PTH123
                 child_pids = list(map(int, file.readall().split()))
-        except OSError:
+        except OSError:  # the thread has ended
             continue
         for child_pid in child_pids:
             yield child_pid
@@ -261,6 +263,7 @@ def _read_command_line(pid: int) -> str:
 def _is_alive(pid: int) -> bool:
     """Returns whether a process is alive. A zombie, which only waits for its parent to read its status, is not."""
     try:
+        # The state follows the program's name, which is in parentheses and may itself contain parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False

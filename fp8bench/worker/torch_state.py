@@ -167,7 +167,7 @@ def read_cublaslt_version() -> int | None:
         version = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, StopIteration, AttributeError):
         return None
-    version.restype = ctypes.c_size_t
+    version.restype = ctypes.c_size_t  # by default ctypes would read an int
     return int(version())
 
 

@@ -72,7 +72,7 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
             acc_events=True,  # avoids torch 2.11's warning that events of several cycles get lost
         ) as profiler,
     ):
-        for _ in range(1 + TRACED_STEPS):
+        for _ in range(1 + TRACED_STEPS):  # the first step warms up the profiler
             step(phases)
             profiler.step()
     if not chrome_traces:
@@ -101,6 +101,7 @@ def mark_slot(step: Callable[[Phases], None], device: Device, index: int, name: 
 
 def write_trace(trace: Mapping[str, Any], file: Path) -> None:
     trace_text = json.dumps({**trace, "traceName": file.name}, separators=(",", ":"))
+    # Without a time of modification, equal traces give equal files.
     write_whole(file, gzip.compress(trace_text.encode(), compresslevel=6, mtime=0), sync=False)
 
 

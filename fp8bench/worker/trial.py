@@ -250,4 +250,5 @@ def _find_largest_error(product: Tensor, exact: Tensor, magnitudes: Tensor) -> f
     """
     if not bool(magnitudes.max() > 0):
         return math.nan
+    # The clamp avoids 0 / 0 for elements whose terms are all zero.
     return float(((product.detach().to(exact.dtype) - exact.detach()).abs() / magnitudes.clamp(min=1e-300)).max())

@@ -233,6 +233,7 @@ class UntimedPasses:
             return check_gradient_error(workload.gradient_error(setup(), self._make_case_setup(reference, facts)))
 
     def _select_device(self, facts: DeviceFacts) -> Device:
+        # Free the exact results. `error` stores them again if they fit its case.
         self._exact = None
         device = devices.get(facts.kind)
         self._used = device, facts.index

@@ -50,7 +50,7 @@ class HeartbeatWriter:
         self._request = b"start"
 
     def request(self, name: str) -> None:
-        self._request = name.encode()[:40]
+        self._request = name.encode()[:40]  # HEARTBEAT_LAYOUT has space for 40 bytes
         self.phase(OUTSIDE_OF_STEPS)
 
     def phase(self, code: int) -> None:
@@ -77,7 +77,7 @@ class RankBarrier:
         file = folder / _START_LINE_FILE
         file.touch()
         with file.open("r+b") as opened:
-            opened.truncate(ranks * _ARRIVAL_COUNT_BYTES)  # keeps counts that other ranks have written
+            opened.truncate(ranks * _ARRIVAL_COUNT_BYTES)  # `truncate` keeps counts that other ranks have written
             self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _ARRIVAL_COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
@@ -102,6 +102,7 @@ class RankBarrier:
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# States of a TCP connection, as /proc/net/tcp writes them.
 _ESTABLISHED, _LISTENING = "01", "0A"
 
 
@@ -205,10 +206,12 @@ def time_step_parts(parts: StepParts, together: RankSyncFunctions, seed: int) ->
     """
     import torch.distributed as dist
 
+    # 1. Without a function that runs both parts at the same time, run products during a transfer.
     if parts.together is None:
         parts = _repeat_step_products(parts, together.synchronise)
     assert parts.together is not None
 
+    # 2. Run the parts one after the other, as if communication could not overlap with products.
     def run_in_turn() -> None:
         parts.compute()
         together.synchronise()
@@ -220,6 +223,8 @@ def time_step_parts(parts: StepParts, together: RankSyncFunctions, seed: int) ->
         "both": parts.together,
         "in_turn": run_in_turn,
     }
+    # 3. Run steps of rank 0 alone: with the whole batch, and with one rank's share of it. All ranks need functions with
+    # these names, because all ranks time the parts in the same order.
     if parts.alone is not None:
         rank_0_steps = dict(zip(("whole", "share"), parts.alone, strict=True))
         step_part_functions |= rank_0_steps if dist.get_rank() == 0 else dict.fromkeys(rank_0_steps, _do_nothing)
@@ -348,7 +353,7 @@ class RankBench(Bench):
             store=_wait_for_all_ranks(heartbeat_writer.folder, self._rank, self._size),
             rank=self._rank,
             world_size=self._size,
-            device_id=torch.device("cuda", 0) if has_gpu else None,
+            device_id=torch.device("cuda", 0) if has_gpu else None,  # a rank sees only one GPU
         )
         # Slots of all ranks begin at the same time, so that the delay of each rank can be measured.
         self._meet_ranks = RankBarrier(heartbeat_writer.folder, self._rank, self._size, wait_seconds).wait_for_ranks

@@ -39,6 +39,7 @@ def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[in
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
+    # With -P, a file in the working directory cannot replace a module.
     command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
     rank_by_pid: dict[int, int] = {}
     for rank in range(ranks):
@@ -66,6 +67,7 @@ def _terminate_ranks(running: dict[int, int]) -> dict[int, int]:
             for pid in list(running):
                 ended_pid, status = os.waitpid(pid, os.WNOHANG)
                 if ended_pid:
+                    # Report SIGTERM also for a rank that had to be killed.
                     is_our_signal = status == signal_number
                     failed_statuses[running.pop(pid)] = (
                         -signal.SIGTERM if is_our_signal else os.waitstatus_to_exitcode(status)

@@ -1,4 +1,4 @@
-"""The process of one rank. It answers the requests of the measuring process over a socket. All ranks get the same.
+"""The process of one rank. Over a socket it answers the measuring process, which sends all ranks the same requests.
 
 The launcher starts it as `python -m fp8bench.worker.ranks.main FOLDER SECONDS`. A feature that needs further requests
 names a different module, which also answers those. FOLDER has the socket, and receives this rank's heartbeat and
@@ -27,6 +27,7 @@ def _connect_to_parent(folder: Path, rank: int, purpose: str) -> int:
     """
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / PARENT_SOCKET))
+        # Keep a duplicate, because the `with` block closes the socket.
         socket_descriptor = os.dup(opened.fileno())
     connection = Connection(os.dup(socket_descriptor))
     connection.send((rank, os.getpid(), purpose))
@@ -38,6 +39,7 @@ def _expose_one_gpu(rank: int) -> None:
     """Makes only one GPU visible to this rank, or none if there are too few. It must run before torch initialises
     GPUs.
     """
+    # The driver of AMD's GPUs creates /dev/kfd. The index -1 hides all GPUs.
     name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
     visible_devices = os.environ.get(name)
     device_names = [word for word in visible_devices.split(",") if word] if visible_devices is not None else None
