@@ -65,7 +65,7 @@ class ScaledBuffer:
             torch._foreach_add_(restored_sums, gradients)
         with phase.cast:
             self._store_cast_sums(restored_sums)
-            del restored_sums  # the phase includes the time of freeing
+            del restored_sums  # the phase includes the time of freeing these tensors
 
     def values(self) -> list[Tensor]:
         import torch
@@ -155,6 +155,7 @@ class Accumulate(Workload):
         from fp8bench.numerics import norms
 
         state = self.prepare(setup)
+        # Delayed scales fit the sums only after a first step.
         if setup.arithmetic.settles:
             self.step(state, SilentPhases())
         self.step(state, SilentPhases())

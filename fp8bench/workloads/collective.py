@@ -98,7 +98,7 @@ class Collective(Workload):
 
     def work(self, params: Scalars) -> Work:
         input_bytes = float(_ELEMENT_BYTES * int(params["elements"]))
-        return Work(bytes=input_bytes, least_memory=input_bytes / 4)
+        return Work(bytes=input_bytes, least_memory=input_bytes / 4)  # FP8 takes a quarter of float32's bytes
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if facts.ranks < 2:
@@ -156,6 +156,7 @@ class Collective(Workload):
             saturated_share, lost_share = _measure_lost_shares(state.kind, state)
         else:
             saturated_share = 0.0
+            # Do not count values that were zero before the cast.
             lost_share = (
                 (state.input_values == 0).sum() - (_draw_values(setup, state.rank)[:count] == 0).sum()
             ) / count

@@ -149,7 +149,7 @@ class Data(Workload):
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.copy_operand(batch)
-            del values, batch  # the phase includes the time of freeing
+            del values, batch  # the phase includes the time of freeing these tensors
         if state.casts_on_device:
             with phase.cast:
                 state.last_cast_batch = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)
@@ -165,6 +165,7 @@ class Data(Workload):
         indices = _draw_indices(random_generator, int(setup.params["batch"]))
         device = setup.facts.key if _casts_batches_on_device(setup) else "cpu"
         values = _make_stored_records(setup, text).read_batch(indices).to(device)
+        # Delayed scales fit the values only after a first cast.
         if setup.arithmetic.settles:
             setup.arithmetic.cast(values, Role.INPUT)
         batch = setup.arithmetic.cast(values, Role.INPUT)

@@ -254,6 +254,7 @@ class Diffusion(ConvolvedWorkload):
         layer_kind_supports = (
             self.layer_support(layer_kind, params, precision, facts) for layer_kind in ("attn", "body")
         )
+        # The kind of layer with the worse support decides.
         return max(layer_kind_supports, key=lambda support: list(Level).index(support.level))
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:

@@ -35,6 +35,7 @@ def count_rows_by_block(params: Scalars) -> list[int]:
     rows = [int(params["tokens"])]
     staying_row_share = 1 - int(params["leaving"]) / 100
     while len(rows) < int(params["depth"]) and rows[-1]:
+        # At least one row leaves after each block.
         rows.append(math.ceil((rows[-1] - 1) * staying_row_share))
     return rows
 

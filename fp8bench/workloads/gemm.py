@@ -226,7 +226,7 @@ class Gemm(Workload):
             b = Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # the phase includes the time of freeing
+            del a, b  # the phase includes the time of freeing these tensors
 
     def error_refused(self, params: Scalars) -> str:
         return explain_missing_errors(params)

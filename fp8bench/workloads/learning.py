@@ -120,6 +120,7 @@ def _train_mean_loss(setup: Setup) -> float:
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
+# The losses of several precisions are divided by the loss of the same reference, so train it only once.
 @lru_cache(maxsize=4)
 def _train_reference_loss(name: str, params: Params, facts: DeviceFacts, seed: int, corpus: str | None) -> float:
     precision = precisions.get(name)

@@ -138,7 +138,7 @@ class Model(Workload):
         try:
             state.step(SilentPhases())
         except Fp8benchError:
-            raise
+            raise  # this error already explains itself to the user
         # Running out of memory is not a fault of the model. Other precisions may fit.
         except Exception as error:
             if not is_out_of_memory_error(error):

@@ -115,6 +115,7 @@ class Moe(LayerWorkload):
     def work(self, params: Scalars) -> Work:
         sizes = read_sizes(params)
         tokens, layers = read_integers(params, "tokens", "layers")
+        # An expert is a gated block with three matrices.
         expert_weights = 3 * sizes.width * sizes.hidden
         products = tokens * (sizes.top_k * expert_weights + sizes.experts * sizes.width)
         # Weights are in fp32. Each token has a row for each of its experts. The values of rows, and the values between

@@ -123,6 +123,7 @@ class Numerics(Workload):
 
     def work(self, params: Scalars) -> Work:
         source_bytes = 4.0 * int(params["rows"]) * int(params["columns"])
+        # The least memory: the source in fp32, and codes of half a byte for each element.
         return Work(bytes=source_bytes, least_memory=1.125 * source_bytes)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:

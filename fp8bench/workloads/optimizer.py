@@ -115,7 +115,7 @@ class Optimizer(Workload):
                 bucket.update(first_moments, second_moments)
             with phase.cast:
                 bucket.store(first_moments, second_moments)
-                del first_moments, second_moments  # the phase includes the time of freeing
+                del first_moments, second_moments  # the phase includes the time of freeing these tensors
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares 1000 steps of AdamW with the same steps of fused AdamW with fp32 moments. Gradients change from step
@@ -199,6 +199,7 @@ def _draw_initial_state(
     # keeps twice as much.
     moment_standard_deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
     first_moments = [tensor.mul_(moment_standard_deviations[0]) for tensor in source.draw()]
+    # A second moment cannot be negative.
     second_moments = [
         tensor.mul_(moment_standard_deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
         for tensor, scale in zip(source.draw_unscaled_gradients(), source.scales, strict=True)

@@ -186,14 +186,17 @@ class Parallel(Workload):
         def bind_step(state: ParallelState) -> Callable[[], object]:
             return partial(state.train_step, SilentPhases())
 
+        # 1. Record the messages of a step on all ranks.
         state_with_communication = self.prepare(setup)
         size = dist.get_world_size()
         for _ in range(_STEPS_BEFORE_COUNTING):
             state_with_communication.train_step(SilentPhases())
         with StepTrafficWatch(dist.get_rank()) as step_wire:
             state_with_communication.train_step(SilentPhases())
+        # 2. Make steps of a single rank: with the whole batch, and with one rank's part of it.
         full_batch_step = bind_step(self._make_single_rank_state(setup))
         part_batch_step = bind_step(self._make_single_rank_state(setup, parts=size))
+        # 3. A group that sends nothing gives the same step without communication.
         return StepParts(
             bind_step(self._make_parallel_state(setup, make_silent_process_group())),
             step_wire.repeat_exchanges,

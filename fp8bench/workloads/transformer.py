@@ -189,7 +189,7 @@ class Transformer(shared.TrainingWorkload):
             )
             score_bytes = score_matrix_count * 4.0 * batch * config.heads * length**2
         tokens = batch * length
-        state_bytes = 16.0 * config.weights
+        state_bytes = 16.0 * config.weights  # weights, gradients and two moments in fp32
         if _read_choice_param(params, "models") == "rlhf":
             state_bytes = 2 * state_bytes + _count_frozen_bytes(params)
         return (

@@ -122,6 +122,8 @@ class Vision(shared.TrainingWorkload):
             product_flops += 2.0 * rows * weights * products_per_weight
             weight_count += weights
         flops = (3 if is_training else 1) * sizes.attention_flops() + product_flops
+        # The least memory: weights in fp32, in training also gradients and two moments, and a byte for each of three
+        # colours of a pixel.
         least_memory_bytes = 4.0 * weight_count * (4 if is_training else 1) + 3.0 * batch * sizes.image**2
         tokens = 0 if sizes.model == "resnet" else batch * (sizes.patches + sizes.text)
         return Work(batch * flops, tokens, least_memory=least_memory_bytes)
