@@ -96,6 +96,7 @@ def guess_intended_name(kind: str, given: str, known: Collection[str]) -> str | 
     if kind == "key" or kind.startswith("argument of "):
         options = {f"--{name.replace('_', '-')}": name for name in known}
         return options.get(guess_intended_name("argument", f"--{given.replace('_', '-')}", options) or "")
+    # Users also type torch's names, such as torch.float16.
     normalised_name = given.lower().removeprefix("torch.")
     if kind == "argument":
         normalised_name = normalised_name.replace("_", "-")

@@ -87,6 +87,7 @@ def count_elements(tensor: RecordedTensor) -> int:
     sizes_and_strides = [
         (size, abs(stride)) for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride and size > 1
     ]
+    # Overlapping windows share elements, so the distance from the first to the last element limits the count.
     return min(
         math.prod(size for size, _ in sizes_and_strides),
         1 + sum((size - 1) * stride for size, stride in sizes_and_strides),
@@ -121,6 +122,8 @@ def _find_partly_used_argument(
     if "indices" in arguments:
         indices = [*arguments["indices"], *(None for _ in shape[len(arguments["indices"]) :])]
         index_tensors = [index for index in indices if index is not None]
+        # The contents of a mask are not recorded, so the number of values shows how many elements it selects. A single
+        # value shows nothing, because it may be broadcast to any number of elements.
         if any(index.dtype is torch.bool for index in index_tensors):
             return ("self", count) if count > 1 else ("", 0)
         elements_per_index = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
@@ -143,6 +146,7 @@ class CallTraffic:
         arguments = bind_arguments(call)
         # Maps the name of each written argument to whether it is an `out=` argument, which only receives the result.
         is_out_by_name = {argument.name: argument.kwarg_only for _, argument in list_written_arguments(call.operator)}
+        # Operators that add to a part of a tensor read this part too.
         accumulate_option = arguments.get("accumulate")
         overwrites_tensor = (
             self._name.startswith("fp8bench::")
@@ -161,6 +165,7 @@ class CallTraffic:
                 is_output_argument is None or not (overwrites_tensor or is_output_argument)
             ):
                 self.read += tensors
+            # Fused optimizers write gradients only to unscale them.
             if is_output_argument is not None and not (name == "grads" and arguments.get("grad_scale") is None):
                 self.written += tensors
         # 2. A result is written if it has its own memory. A view of an argument is not written.
@@ -186,6 +191,7 @@ class CallTraffic:
         """Returns the bytes moved for each dtype. A tensor counts twice if it is read and written."""
         sizes: dict[Any, int] = {}
         for tensors in (self.read, self.written):
+            # A tensor that occurs twice in a call, as in x * x, moves its bytes once.
             distinct_tensors = {(tensor.storage, tensor.offset, count_elements(tensor)): tensor for tensor in tensors}
             for tensor in distinct_tensors.values():
                 size = min(count_tensor_bytes(tensor), self._partial_bytes.get(id(tensor), count_tensor_bytes(tensor)))

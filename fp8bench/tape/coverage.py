@@ -229,6 +229,8 @@ class _CoverageSums:
         self.products: dict[int, list[HeldProduct]] = defaultdict(list)
         self.other_products: dict[tuple[str, str, str, bool], OtherProduct] = {}
         self.used_by_functions: set[str] = set()
+        # Identify weights by storage, because a product may read a view, such as the transposed weight. Leave out norms
+        # and biases, which have one dimension.
         self._names = {
             parameter.untyped_storage()._cdata: name
             for name, parameter in model.named_parameters()
@@ -248,14 +250,17 @@ class _CoverageSums:
         if count == 0:
             return
         self.flops += count or 0
+        # 1. Count the product for the weight of the module that runs.
         if site.product_weight is not None and count is not None:
             self.products[id(site.product_weight)] += list_products(call)
             self.flops_by_weight[id(site.product_weight)] += count
             return
+        # 2. Otherwise look for a weight in the call's arguments, or in those of another call of the same autograd node.
         node_weight_name = "" if node is None else self._weight_name_by_node.get(node, "")
         operator = get_operator_name(call)
         weight = next(self._find_weights(call), node_weight_name)
         self.used_by_functions.add(weight)
+        # 3. Add the call to the sum of its kind: the same operator, module and weight.
         key = operator, site.path, weight, count is None
         empty_product_sum = OtherProduct(
             operator,

@@ -118,6 +118,7 @@ def _count_query_key_pairs(named: ArgumentByName) -> float:
     keys = int(named["key"].shape[-2])
     if not named.get("is_causal"):
         return query_count * keys
+    # The mask hides half of a square. Queries after this square attend to all keys.
     masked_square_side = min(query_count, keys)
     return masked_square_side * masked_square_side / 2 + (query_count - masked_square_side) * keys
 
@@ -195,6 +196,7 @@ FORMULAS: dict[str, tuple[str, FlopsFormula]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION_FORWARD,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
     "mkldnn_rnn_layer": _make_lstm_formula(1, "weight0", "weight1"),
+    # The backward pass has two products for each product of the forward pass.
     "mkldnn_rnn_layer_backward": _make_lstm_formula(2, "weight1", "weight2"),
     "fp8bench::short_product": ("a", lambda named: 2 * math.prod(named["a"].shape) * int(named["b"].shape[0])),
     "fp8bench::rotated_and_looked_at": (
@@ -279,6 +281,7 @@ def is_tensor_multiplication(operator: Any) -> bool | None:
 
 
 def _find_flops_formula(name: str) -> tuple[str, FlopsFormula] | None:
+    # An operator that works in place, such as addmm_, has the formula of addmm.
     return FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
 
 

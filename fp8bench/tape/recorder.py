@@ -124,7 +124,7 @@ class PhaseOperatorWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         if (
             operator_route is OperatorRoute.DECOMPOSE
         ):  # without gradients torch does not decompose some composite operators itself
-            with self:
+            with self:  # record the operators that the decomposition calls
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result

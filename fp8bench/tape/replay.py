@@ -109,6 +109,7 @@ class PhaseReplay:
                 register_tensors: list[Tensor | None] = [None] * self.register_count
                 for call in self.calls:
                     call.execute(register_tensors)
+                    # Free results after their last use, so that a replay does not hold them all at once.
                     for register in call.freed_registers:
                         register_tensors[register] = None
 
@@ -182,6 +183,7 @@ def _compute_checksum(tensor: Tensor) -> int:
 
 
 def _is_memory_finite(memory: Tensor, dtype: torch.dtype) -> bool:
+    # Leave out bytes at the end that do not make a whole element.
     return bool(memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype).isfinite().all())
 
 
@@ -290,13 +292,16 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         return self._record_call(func, args, named)
 
     def _record_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # 1. Record where each argument comes from: the phase's inputs, or the result of an earlier call.
         written_tensors = _list_written_tensors(func, args, kwargs)
         recorded_args = tuple(map(self._record_argument_part, args))
         recorded_kwargs = {name: self._record_argument_part(value) for name, value in kwargs.items()}
+        # 2. Copy inputs before the call overwrites them, because a replay needs their initial contents.
         for tensor in written_tensors:
             recorded_memory = self._find_recorded_memory(tensor)
             self._count_bytes(recorded_memory.copy_input())
             recorded_memory.is_overwritten = True
+        # 3. Run the call. Store the states of its random generators before, so that a check can draw the same numbers.
         call_random_generators = self._find_random_generators(func, kwargs)
         generator_states = (
             tuple((generator, generator.get_state()) for generator in call_random_generators) if self._check else ()
@@ -305,6 +310,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         result_bits_check = (
             ResultBitsCheck(compute_checksums(func, result, written_tensors), generator_states) if self._check else None
         )
+        # 4. Number the new tensors of the result, so that later calls can refer to them.
         result_registers = tuple(self._number_result_tensors(list_tensors(result)))
         written_tensor_records = tuple(map(self._record_argument_part, written_tensors))
         self._calls.append(
@@ -326,6 +332,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         replay restores.
         """
         random_generators = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
+        # Without an explicit generator, these operators draw from torch's default generators.
         if not random_generators and torch.Tag.nondeterministic_seeded in func.tags:
             random_generators = [torch.default_generator]
             if torch.cuda.is_available():

@@ -88,6 +88,7 @@ class RunningModules(Generic[L]):
     def watch(self) -> Iterator[None]:
         with ExitStack() as hooks:
             hooks.callback(register_module_forward_pre_hook(self._handle_module_start).remove)
+            # Call the hook also after an exception, because the module has ended then too.
             hooks.callback(register_module_forward_hook(self._handle_module_end, always_call=True).remove)
             try:
                 yield
@@ -175,6 +176,7 @@ class RunningModules(Generic[L]):
             label = (
                 ended.label if node_number == _ACCUMULATE_GRAD_NODE_NUMBER else node_ranges.find_node_label(node_number)
             )
+            # Inner modules end first, so keep the label of a node that an inner module has labelled.
             node.metadata.setdefault(_NODE_LABEL_KEY, label)
             nodes_to_visit += [next_node for next_node, _ in node.next_functions]
 
@@ -357,7 +359,7 @@ def sum_kernel_seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, f
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in _KERNEL_CATEGORIES:
             operator = operators.get(_get_correlation_id(event))
-            seconds = float(event["dur"]) * 1e-6
+            seconds = float(event["dur"]) * 1e-6  # Chrome traces count microseconds
             if operator is None:
                 kernel_seconds[str(event.get("name"))] += seconds
             else:
@@ -378,6 +380,7 @@ def _match_launches_to_operators(events: Iterable[Mapping[str, Any]]) -> dict[ob
     operators: dict[object, int] = {}
     for thread in threads.values():
         open_operator_ranges: list[tuple[float, int]] = []  # the end time of each range, and its operator
+        # If two ranges begin at the same time, the longer one comes first, because it contains the shorter one.
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while open_operator_ranges and open_operator_ranges[-1][0] <= event["ts"]:
                 open_operator_ranges.pop()

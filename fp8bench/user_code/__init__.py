@@ -48,7 +48,7 @@ def _import_module(name: str, watched_switches: Sequence[Switch]) -> None:
                 if getattr(module, "__file__", None) is None:
                     raise IsADirectoryError(f"{name} is a directory without a module")
     except KeyboardInterrupt:
-        raise
+        raise  # an interruption is not an error of the user's module
     except BaseException as error:  # a user's code may raise anything
         error_text = own_words(error)
         raise ImportFailed(
@@ -74,7 +74,7 @@ def _stdout_to_stderr() -> Iterator[None]:
     """
     stdout = sys.stdout
     saved_stdout_descriptor = -1
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # sys.stdout may be closed, replaced or None
         if stdout.fileno() == 1:
             stdout.flush()
             saved_stdout_descriptor = os.dup(1)
@@ -174,7 +174,7 @@ def _import_file(path: Path) -> None:
         raise FileNotFoundError(f"no such file: {path}")
     check_file(path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module  # register the module before it runs, as Python's import does
     # While the file is imported, its folder comes first in sys.path, as for a script. Afterwards it comes last, so that
     # functions of the file can still import modules from it, without hiding other modules.
     folder = str(path.parent)
@@ -182,7 +182,7 @@ def _import_file(path: Path) -> None:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name]  # so that a second import runs the file again
         raise
     finally:
         sys.path.remove(folder)

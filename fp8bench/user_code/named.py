@@ -48,6 +48,7 @@ def make_signature(kind: str, precision: str, *promises: Any, **named_promises: 
     for name, valid_words in (("kind", AuditedCallableKind), ("takes", OperandForm), ("second", ("nk", "kn"))):
         if (word := getattr(unchecked_signature, name)) not in tuple(valid_words):
             raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(valid_words)}.")
+    # Compare the type, because isinstance would accept True as a whole number.
     if type(unchecked_signature.multiple) is not int or not 1 <= unchecked_signature.multiple <= 1024:
         raise UsageError(
             f"an audit's multiple is {unchecked_signature.multiple!r:.80}. Give a whole number from 1 to 1024."

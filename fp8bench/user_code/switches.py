@@ -219,7 +219,7 @@ def _list_c_library_switches() -> Iterator[Switch]:
             "the rounding of floats",
             library.fegetround,
             library.fesetround,
-            usual=0,
+            usual=0,  # FE_TONEAREST
             is_distorting=bool,
             restore_instruction="call fesetround(FE_TONEAREST)",
         )
