@@ -162,8 +162,8 @@ def _find_best_shape(
 ) -> tuple[Shape, float, int]:
     """Returns the shape with the highest rate, that rate, and the number of shapes that were tried.
 
-    All shapes get an equal share of the time. A shape is skipped if even its first call, at the best rate so far, would
-    take longer than this share. All larger shapes are skipped as well.
+    All shapes get an equal share of the time. A shape is skipped if even its first call would take longer than
+    this share at the best rate of the smaller shapes. All larger shapes are skipped as well.
     """
     best_rate = 0.0
     best_shape = next(iter(work_by_shape))

@@ -122,7 +122,7 @@ class LateStepInspection:
         # Only the first tape of a slot checks switches and samples numbers. It may be of a discarded step.
         first_step_tape = self._tapes[0]
         operator_seconds = _compute_mean_seconds(tapes)
-        # The times of operators are unknown on an accelerator, for which the host does not wait, and in a compiled step.
+        # Operators have no times on an accelerator, for which the host does not wait, and in a compiled step.
         has_operator_times = self._device.kind == "cpu" and not self._compiled
         return LateSteps(
             by_path=tuple((path, total / len(counted_step_tapes)) for path, total in sorted(flops_by_path.items()))

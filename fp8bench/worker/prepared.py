@@ -403,8 +403,8 @@ class PreparedCase:
     def check(self) -> StateCheck:
         """Checks the time stamps and the workload's states, and counts numbers that are not finite."""
         if self.is_true_on_any_rank(self._has_wrong_stamps()):
-            # Before the verdict, take more slots, because load may lengthen most slots of a short run. All ranks take as
-            # many slots as the slowest rank needs.
+            # Take more slots before the verdict, because load may lengthen most slots of a short run. All ranks take
+            # as many slots as the slowest rank needs.
             deadline = time.perf_counter() + _ACCUSING_SECONDS
             while self.is_true_on_any_rank(self._needs_more_slots(deadline)):
                 self.slot(4, 0)
