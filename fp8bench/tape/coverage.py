@@ -255,7 +255,7 @@ class _CoverageSums:
             self.products[id(site.product_weight)] += list_products(call)
             self.flops_by_weight[id(site.product_weight)] += count
             return
-        # 2. Otherwise look for a weight in the call's arguments, or in those of another call of the same autograd node.
+        # 2. Otherwise look for a weight in the call's arguments, or in those of any call of the same autograd node.
         node_weight_name = "" if node is None else self._weight_name_by_node.get(node, "")
         operator = get_operator_name(call)
         weight = next(self._find_weights(call), node_weight_name)

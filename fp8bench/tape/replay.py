@@ -101,8 +101,8 @@ class PhaseReplay:
     bytes: int
 
     def run(self, times: int = 1) -> None:
-        """Repeats the phase `times` times without a pause. Memory that the phase writes is not reset before a
-        repetition, just as it is not reset between steps.
+        """Repeats the phase `times` times without a pause. Memory that the phase writes is not reset between
+        repetitions, nor is it reset between steps.
         """
         with torch.no_grad():
             for _ in range(times):
