@@ -333,9 +333,9 @@ class Workload(ABC):
     def error(self, setup: Setup) -> Mapping[str, float]:
         """Returns the numerical errors of one case, as figures by name. An error that is not finite fails the case.
 
-        The suffix of a name determines the unit (`specs.spec_of`): '_db', '_percent', '_ulp' or '_octaves'. Any other
-        error is a plain ratio, and 'relative_loss' is a ratio near 1. A name that fp8bench uses for a figure or a phase
-        (`model.specs`) also fails the case.
+        The suffix of a name determines the unit (`specs.find_metric_spec`): '_db', '_percent', '_ulp' or '_octaves'.
+        Any other error is a plain ratio, and 'relative_loss' is a ratio near 1. A name that fp8bench uses for a figure
+        or a phase (`model.specs`) also fails the case.
         """
         return {}
 

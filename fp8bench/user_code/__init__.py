@@ -26,7 +26,7 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
 
     Their output goes to stderr. A module is refused if it changes one of the `watched` switches (global settings), by
     default those of the process: a changed switch would affect all later measurements, in this process and in processes
-    that it starts. Switches that imports of harmless packages also change (`set_by_imports`) are not watched.
+    that it starts. Switches that imports of harmless packages also change (`is_set_by_imports`) are not watched.
     """
     for registry in (workloads, precisions, devices):
         # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own

@@ -34,8 +34,9 @@ WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
 
 class ArmModel:
     """A model in an arm's precision, with its batches, losses and scoring. The subclass BuiltInModel has the
-    architectures of models.py, and OwnModel the model of a user's function. `tokens` is the number of tokens per step.
-    `has_user_learning_rates` means that the optimizer is a user's, whose rates the built-in schedules do not change.
+    architectures of models.py, and ConvertedUserModel the model of a user's function. `tokens` is the number of tokens
+    per step. `has_user_learning_rates` means that the optimizer is a user's, whose rates the built-in schedules do not
+    change.
     """
 
     parallelism = SingleRank()
