@@ -107,9 +107,8 @@ class TransformerEngine(Backend):
 
         def autocast() -> AbstractContextManager[None]:
             context: AbstractContextManager[None] = (
-                # Older versions of Transformer Engine have only fp8_autocast.
                 te.autocast(enabled=True, recipe=recipe)
-                if hasattr(te, "autocast")
+                if hasattr(te, "autocast")  # older versions have only fp8_autocast
                 else te.fp8_autocast(enabled=True, fp8_recipe=recipe)
             )
             return context

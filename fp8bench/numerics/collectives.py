@@ -468,8 +468,9 @@ def check_collective_mean(kind: PlainCollective | FP8Collective, count: int, ran
         expected_values = torch.ones_like(measured_values)
     else:
         simulated_results = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
-        # Run a copy, because the check must not change the factor mu of `kind`.
-        measured_collective = FP8Collective(kind.collective, kind.method, kind.scaling)
+        # Run a copy with the same factor mu, because the check must not change that of `kind`.
+        auto_scale = AutoScale(kind.auto_scale.mu)
+        measured_collective = FP8Collective(kind.collective, kind.method, kind.scaling, auto_scale)
         measured_values = measured_collective(ones, rank, size, nullcontext()).values.cpu()
         expected_values = simulated_results[rank].values
     if not torch.equal(measured_values, expected_values):

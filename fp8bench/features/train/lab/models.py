@@ -175,12 +175,11 @@ def check_rank_count(settings: TrainerSettings, ranks: int) -> None:
     parallelism = f"--parallel {settings.parallel}"
     config = make_config(settings, 1)
     has_elementwise_rounding = any(precisions.get(word).carried_by for word in _list_elementwise_precisions(settings))
-    # 1. Ranks that share a micro-batch read equal parts of it.
+    # Ranks that share a micro-batch read equal parts of it.
     if not divides_blocks and config.batch % ranks:
         raise UsageError(
             f"{ranks} ranks cannot share a micro-batch of {config.batch} equally. Give a multiple as --batch."
         )
-    # 2. Reject options that do not work with several ranks.
     refusal_rules = (
         (
             divides_blocks and settings.arch != "gpt",
@@ -250,7 +249,6 @@ def check_rank_count(settings: TrainerSettings, ranks: int) -> None:
     for is_refused, option, conflict, reason in refusal_rules:
         if is_refused:
             raise UsageError(f"{option} does not go with {conflict}: {reason}.")
-    # 3. Check that the sizes of the model can be divided among the ranks.
     reason = explain_uncuttable_model(config, ranks) if divides_blocks else ""
     if settings.parallel == "sp" and config.sequence % ranks:
         reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
