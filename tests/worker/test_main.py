@@ -413,11 +413,11 @@ from fp8bench.user_code import import_user_modules
 how, path = sys.argv[1:]
 worker = ProcessWorker(Settings(imports=(path,)))
 facts = worker.probe()[0]
-worker.within(60.0).prepare("one", Case("hazard", (("how", how),), "bf16", "cpu"), facts)
+worker.with_time_limit(60.0).prepare("one", Case("hazard", (("how", how),), "bf16", "cpu"), facts)
 print(worker.pid, flush=True)
 if how == "none":
     time.sleep(60)
-worker.within(60.0).slot("one", 5, 0)
+worker.with_time_limit(60.0).slot("one", 5, 0)
 """
 
 
