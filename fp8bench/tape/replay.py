@@ -101,8 +101,8 @@ class PhaseReplay:
     bytes: int
 
     def run(self, times: int = 1) -> None:
-        """Repeats the phase `times` times without a pause. Memory that the phase writes is not reset between
-        repetitions, nor is it reset between steps.
+        """Repeats the phase `times` times without a pause. Each repetition begins with the values that the previous one
+        has left in memory, as a step does.
         """
         with torch.no_grad():
             for _ in range(times):
@@ -125,15 +125,15 @@ class PhaseReplay:
         register_tensors: list[Tensor | None] = [None] * self.register_count
         with torch.no_grad(), self.keep_random_states():
             for number, call in enumerate(self.calls):
-                for generator, state in call.check.generators if call.check is not None else ():
-                    generator.set_state(state)
+                check = call.check
+                if check is not None:
+                    for generator, state in check.generators:
+                        generator.set_state(state)
                 result = call.execute(register_tensors)
                 written_tensors = [
                     _insert_register_tensors(argument, register_tensors) for argument in call.written_arguments
                 ]
-                if call.check is not None and call.check.bits != compute_checksums(
-                    call.operator, result, written_tensors
-                ):
+                if check is not None and check.bits != compute_checksums(call.operator, result, written_tensors):
                     return f"{call.operator} (operator {number + 1} of the phase) gives other numbers than in the step"
                 for register in call.freed_registers:
                     register_tensors[register] = None
@@ -165,14 +165,16 @@ class PhaseReplay:
 def compute_checksums(operator: Any, result: object, written: Sequence[object]) -> tuple[int, ...]:
     """Returns a checksum of each tensor that a call created or wrote. A view of existing memory gets no checksum."""
     schema = operator._schema
-    is_view = any(value.alias_info for value in schema.returns)
-    has_new_results = not is_view and not schema.name.split("::")[1].startswith(_ALLOCATION_PREFIXES)
-    return tuple(
-        map(_compute_checksum, (*(list_tensors(result) if has_new_results else ()), *list_tensors(list(written))))
-    )
+    # Views return existing memory. In-place and out= operators do too, but their results are among `written`.
+    returns_existing_memory = any(value.alias_info for value in schema.returns)
+    only_allocates = schema.name.split("::")[1].startswith(_ALLOCATION_PREFIXES)
+    has_new_results = not returns_existing_memory and not only_allocates
+    new_tensors = list_tensors(result) if has_new_results else []
+    return tuple(map(_compute_checksum, [*new_tensors, *list_tensors(list(written))]))
 
 
 def _compute_checksum(tensor: Tensor) -> int:
+    """Returns the CRC-32 of the values of a tensor on the CPU."""
     if not tensor.numel():
         return 0
     # A tensor of one element counts as contiguous with any stride. Cloning gives it a normal stride, so that it can
@@ -211,10 +213,11 @@ class _TensorView(NamedTuple):
 class _RecordedMemoryBlock:
     """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
-    `contents_before_phase` has the storage's contents before the phase, or None if a call of the phase allocated it. It
-    is the step's own storage until a call overwrites it, and a copy afterwards (`has_copied_input`). `weak_reference`
-    keeps the storage's address from being used again. `registers_by_view` maps each tensor that views the storage to
-    its number in the replay (register).
+    `contents_before_phase` is None if a call of the phase allocated the storage. Otherwise it has the contents that the
+    phase got as input: at first it is the storage itself. Before an operator overwrites the storage, `copy_input`
+    replaces it by a copy and sets `has_copied_input`. `weak_reference` keeps the storage's address from being used
+    again. `registers_by_view` maps each tensor that views the storage to its number in the replay (register). It is
+    used only for storages that the phase allocated.
     """
 
     weak_reference: StorageWeakRef
@@ -226,6 +229,7 @@ class _RecordedMemoryBlock:
     registers_by_view: dict[_TensorView, int] = field(default_factory=dict)
 
     def copy_input(self) -> int:
+        """Copies the contents if they are an input of the phase and not copied yet. Returns the bytes of the copy."""
         if self.contents_before_phase is None or self.has_copied_input:
             return 0
         self.contents_before_phase = self.contents_before_phase.clone()  # type: ignore[no-untyped-call]
@@ -243,7 +247,8 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     """Records the operators of the phase `phase` in its `with` block. The last item of `stack` is the phase in which
     the step is at the moment.
 
-    It keeps at most `max_bytes` of memory. With `check` it also records checksums of each call's results.
+    It keeps at most `max_bytes` of memory. With `check` it also records checksums of each call's results, which must be
+    on the CPU.
     """
 
     def __init__(self, phase: str, stack: Sequence[str], max_bytes: int, check: bool) -> None:
@@ -266,24 +271,22 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         if self._refusal_reason:
             raise CannotReplay(self._refusal_reason)
         overwritten_inputs = tuple(self._copy_overwritten_inputs())
-        calls = [_resolve_call_inputs(call) for call in self._calls]
-        return PhaseReplay(
-            tuple(_mark_freed_registers(calls)),
-            self._register_count,
-            overwritten_inputs,
-            tuple(self._generators),
-            self._bytes,
-        )
+        resolved_calls = [_resolve_call_inputs(call) for call in self._calls]
+        calls = tuple(_mark_freed_registers(resolved_calls))
+        return PhaseReplay(calls, self._register_count, overwritten_inputs, tuple(self._generators), self._bytes)
 
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._refusal_reason:
             return func(*args, **named)
         inputs = list_tensors((args, named))
         if self._stack[-1] != self._phase:
+            # Another phase writes this memory. Drop its record, because a later read is a new input. If the phase has
+            # read it before, copy its contents, because a replay needs them.
             for tensor in _list_written_tensors(func, args, named):
-                if tensor.layout is torch.strided:  # another phase writes this memory, so a later read is a new input
+                if tensor.layout is torch.strided:
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
-                    self._count_bytes(0 if memory is None else memory.copy_input())
+                    if memory is not None:
+                        self._count_bytes(memory.copy_input())
             return func(*args, **named)
         self._refusal_reason = _explain_refusal(func, inputs)
         if self._refusal_reason:
@@ -318,11 +321,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
                 func,
                 recorded_args,
                 recorded_kwargs,
-                False,
-                written_tensor_records,
-                result_registers,
-                (),
-                result_bits_check,
+                has_register_arguments=False,  # `_resolve_call_inputs` sets this later
+                written_arguments=written_tensor_records,
+                results=result_registers,
+                check=result_bits_check,
             )
         )
         return result
@@ -354,18 +356,18 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             recorded_memory.floating_dtypes.add(tensor.dtype)
         if recorded_memory.contents_before_phase is not None:
             return _InputTensor(recorded_memory, view_spec)
-        if view_spec not in recorded_memory.registers_by_view:  # autograd makes some views without calling an operator
+        if view_spec not in recorded_memory.registers_by_view:
+            # Autograd makes some views without calling an operator. Add a call that makes the view from the first
+            # tensor of the same storage, which is the result of an earlier call.
             source = ReplayRegister(next(iter(recorded_memory.registers_by_view.values())))
             recorded_memory.registers_by_view[view_spec] = self._register_count
-            results = ((0, self._register_count),)
             self._calls.append(
                 ReplayedCall(
-                    lambda tensor: _view_storage(view_spec, tensor.untyped_storage(), tensor.device),
-                    (source,),
-                    {},
-                    True,
-                    (),
-                    results,
+                    lambda base: _view_storage(view_spec, base.untyped_storage(), base.device),
+                    args=(source,),
+                    kwargs={},
+                    has_register_arguments=True,
+                    results=((0, self._register_count),),
                 )
             )
             self._register_count += 1
@@ -400,6 +402,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._bytes += size
         if self._bytes > self._max_bytes:
             self._refusal_reason = f"its inputs take more than the {self._max_bytes} bytes that may be kept"
+            # The call that is being recorded may add records again. `replay` raises CannotReplay before it uses them.
             self._discard_records()
 
     def _discard_records(self) -> None:
@@ -409,10 +412,12 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _copy_overwritten_inputs(self) -> Iterator[OverwrittenInput]:
         for memory in self._input_memories:
-            if memory.is_overwritten and memory.contents_before_phase is not None:
+            if memory.is_overwritten:
+                assert memory.contents_before_phase is not None
                 memory_byte_tensor = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(
                     memory.contents_before_phase
                 )
+                # The replay overwrites the copy that `copy_input` made, so a second copy keeps the initial contents.
                 self._bytes += memory.contents_before_phase.nbytes()
                 yield OverwrittenInput(memory_byte_tensor, memory_byte_tensor.clone(), tuple(memory.floating_dtypes))
 
@@ -432,13 +437,11 @@ def _explain_refusal(func: Any, inputs: Sequence[Tensor]) -> str:
 
 
 def _list_written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    written_arguments = list_written_arguments(func)
-    return list_tensors(
-        [
-            args[position] if position < len(args) else kwargs.get(argument.name)
-            for position, argument in written_arguments
-        ]
-    )
+    written_values = [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in list_written_arguments(func)
+    ]
+    return list_tensors(written_values)
 
 
 def _make_tensor_view_spec(tensor: Tensor) -> _TensorView:

@@ -30,7 +30,9 @@ from fp8bench.tape.recorder import PhaseOperatorWatch, operator_name
 _current_autograd_task = torch._C._current_graph_task_id
 _next_node_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
-_FORWARD_TASK_NUMBER = -1  # the task number that torch reports outside of any backward pass
+# An autograd task is one backward pass. torch reports this task number outside of backward passes, so here all the
+# work outside of them counts as one more task.
+_FORWARD_TASK_NUMBER = -1
 _NODE_LABEL_KEY = "fp8bench.module"
 # The sequence number of all autograd nodes that accumulate a parameter's gradient. No module creates such nodes.
 _ACCUMULATE_GRAD_NODE_NUMBER = 2**64 - 1
@@ -39,8 +41,8 @@ L = TypeVar("L")
 
 
 class _NodeRanges(Generic[L]):
-    """The autograd nodes that one autograd task created, as ranges of sequence numbers. Each range has the label of the
-    module that was running.
+    """The autograd nodes that were created during one autograd task, as ranges of sequence numbers. Each range has the
+    label of the module that was running.
     """
 
     def __init__(self, first_number: int, outside_label: L) -> None:
@@ -126,8 +128,8 @@ class RunningModules(Generic[L]):
         if _NODE_LABEL_KEY in node.metadata:
             return node.metadata[_NODE_LABEL_KEY]
         node_number = node._sequence_nr()
-        # Search the parent task first: it creates the nodes of a recomputed block, whose numbers are larger than those
-        # of the forward pass.
+        # A node was created in forward, or by the parent task while that recomputed a block. The parent's nodes have
+        # larger numbers than those of forward, so the node is the parent's if its number is not below their first.
         for creating_task in (self._parent_tasks[task], _FORWARD_TASK_NUMBER):
             node_ranges = self._ranges_by_task.get(creating_task)
             if node_ranges is not None and node_number >= node_ranges.first_number:
@@ -153,11 +155,11 @@ class RunningModules(Generic[L]):
         node_ranges = self._ranges_by_task.get(task)
         if node_ranges is None:
             node_ranges = self._ranges_by_task[task] = _NodeRanges(node_number, self._outside_label)
-        running_module = self._running[-1] if self._running else None
-        node_ranges.add_label_range(
-            node_number,
-            running_module.label if running_module is not None and running_module.task == task else self._outside_label,
-        )
+        label = self._outside_label
+        # A module that another task runs did not create these nodes.
+        if self._running and self._running[-1].task == task:
+            label = self._running[-1].label
+        node_ranges.add_label_range(node_number, label)
         return task, node_number
 
     def _label_autograd_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
@@ -233,6 +235,8 @@ class TimedCall(NamedTuple):
 class OperatorTimes(PhaseOperatorWatch):  # type: ignore[no-untyped-call]
     """Times every operator in a `with` block with `clock`. Backward passes run in the thread that starts them. With
     `in_profiler_ranges`, each operator runs in a profiler range whose name has the operator's number.
+
+    PhaseOperatorWatch passes the operators to `run_call`, and keeps the current phase in `_phase`.
     """
 
     watches_views = True  # so that `run_call` times views too
@@ -279,7 +283,8 @@ class OperatorTimes(PhaseOperatorWatch):  # type: ignore[no-untyped-call]
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.locate_running_call()
         # An optimizer's step may call the model again. Operators in a module's forward pass do not count as optimizing.
-        is_module_forward = bool(module) and not backward
+        # `module` is '' outside of modules.
+        is_module_forward = module != "" and not backward
         is_optimizing = (
             self._optimizer_task is not None
             and self._optimizer_task == _current_autograd_task()
@@ -303,9 +308,10 @@ _NULL_PROFILER_RANGE = nullcontext()
 
 def _find_source_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
     """Returns the dtype of the tensor that a copy operator reads, or None if the argument has no tensor."""
-    # The source is the first argument of _to_copy and _copy_from, but the second argument of copy_(target, source).
-    is_target_first_argument = len(args) > 1 and operator_name(func) not in ("_to_copy", "_copy_from")
-    return _find_dtype(args[1] if is_target_first_argument else args[:1])
+    if operator_name(func) in ("_to_copy", "_copy_from"):
+        return _find_dtype(args[:1])
+    # The other COPY_OPERATORS have the target first and then the source, as in copy_(target, source).
+    return _find_dtype(args[1:2] or args[:1])
 
 
 def _find_dtype(value: Any) -> torch.dtype | None:
