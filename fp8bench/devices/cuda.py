@@ -28,13 +28,23 @@ _ENOUGH_FREE_BYTES = 1 << 30
 _MAX_CYCLES_PER_SECOND = 3e9
 # The bytes of last-level caches behind the L2 cache, by architecture. torch does not report these caches.
 _CACHE_BYTES_BY_ARCHITECTURE = {"gfx942": 256 << 20, "gfx950": 256 << 20}
-# A GPU's queue is filled with square products. The numbers are the side of a matrix (the three matrices have 24 MiB in
-# bfloat16), how many products one launch has (half a millisecond on an H200), and the fewest seconds that a launch is
-# taken to last.
-_FILLING_SIDE, _FILLING_PRODUCTS, _MINIMUM_FILLING_SECONDS = 2048, 16, 20e-6
-# The number of steps that torch's documentation runs before it captures a graph.
+# A GPU's queue is filled with products of square matrices of this side. The three matrices of a product have 24 MiB in
+# bfloat16.
+_FILLING_SIDE = 2048
+# The number of products in one launch. They take half a millisecond on an H200.
+_FILLING_PRODUCTS = 16
+# If the measured time of a launch is shorter, this time is used instead. It limits how many launches fill the queue.
+_MINIMUM_FILLING_SECONDS = 20e-6
+# The number of steps that run before a graph is captured, as in torch's documentation.
 _WARM_UP_STEPS = 3
 _CACHING_OFF_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+
+
+def _find_caching_off_variable() -> str:
+    """Returns the environment variable that switches off the caching of torch's allocator, or ''. Without caching, the
+    allocator counts nothing.
+    """
+    return next((name for name in _CACHING_OFF_VARIABLES if name in os.environ), "")
 
 
 def format_pci_address(properties: object) -> str:
@@ -136,7 +146,7 @@ class Cuda(Gpu):
             cache_bytes=_CACHE_BYTES_BY_ARCHITECTURE.get(
                 architecture.partition(":")[0], getattr(device_properties, "L2_cache_size", 0)
             ),
-            cache_shared=1,
+            cache_shared=1,  # the number of processors that share the cache
         )
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -155,27 +165,26 @@ class Cuda(Gpu):
     def memory_meter(self, index: int) -> MemoryMeter | str:
         import torch
 
-        # If caching is switched off, torch's allocator counts nothing and would report 0.
-        if variables := [name for name in _CACHING_OFF_VARIABLES if name in os.environ]:
-            return f"torch's allocator counts nothing under {variables[0]}"
+        if caching_off_variable := _find_caching_off_variable():
+            return f"torch's allocator counts nothing under {caching_off_variable}"
         return AllocatorMeter(torch.cuda, f"cuda:{index}", index, torch._C._cuda_clearCublasWorkspaces)
 
     @contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
         import torch
 
-        if any(name in os.environ for name in _CACHING_OFF_VARIABLES):
+        if _find_caching_off_variable():
             raise CannotLimit("torch's allocator cannot limit memory while its caching is switched off")
         with limit_allocator(torch.cuda, index, limit):
             yield
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Fills the queue with products, so that the GPU does not idle before a step. An idle GPU raises its clock
-        within milliseconds. After a pause, a step would start faster than the same step in a long loop, by an amount
+        """Fills the queue with products, so that the GPU does not idle before a step. A GPU that has
+        idled for some milliseconds runs at a higher clock than in a long loop. The step would be faster by an amount
         that depends on the host and its other processes.
 
-        If `seconds` is shorter than one launch of products, the GPU spins instead. Clocks do not change in so short a
-        time, and caches stay untouched.
+        If `seconds` is shorter than one launch of products, the GPU spins instead, which leaves caches untouched. Its
+        clock does not change in so short a time.
         """
         import torch
 
@@ -189,8 +198,8 @@ class Cuda(Gpu):
             queue_filler.launch()
 
     def why_idle(self, index: int) -> str:
-        """Returns why `occupy` spins instead of launching captured products. Returns '' if products could be captured,
-        or were not needed yet.
+        """Returns why `occupy` only lets the GPU spin, which counts as idling: the reason why no products could be
+        captured. Returns '' if products were captured, or were not needed yet.
         """
         queue_filler = self._filler_by_index.get(index, "")
         return queue_filler if isinstance(queue_filler, str) else ""
@@ -274,7 +283,7 @@ class Cuda(Gpu):
     def allocations(self, index: int) -> Mapping[str, int] | None:
         import torch
 
-        return None if any(name in os.environ for name in _CACHING_OFF_VARIABLES) else torch.cuda.memory_stats(index)
+        return None if _find_caching_off_variable() else torch.cuda.memory_stats(index)
 
     def retried(self, index: int) -> int | None:
         import torch
