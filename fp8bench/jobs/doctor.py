@@ -43,8 +43,8 @@ def examine(calibrate: bool) -> Iterator[str]:
     with ThreadPoolExecutor() as threads, ProcessWorker(Settings()) as worker:
         facts = worker.probe()
         # Finding the energy sources of a device takes up to 3 s. This happens while the worker imports backends.
-        device_meters = threads.map(open_meter, facts)
-        environment = gather(worker.software(), __version__, 1)
+        device_meters = threads.map(open_meter, facts)  # in the order of `facts`
+        environment = gather(worker.software(), __version__, threads=1)
         yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
         yield f"machine   {environment.get('machine')}, {environment.get('system')}"
         yield from _describe_processor(environment.facts)
@@ -99,8 +99,9 @@ def _describe_device(facts: DeviceFacts) -> Iterator[str]:
             yield f"  {name:<{precision_name_width}} {support.level.value:<9} {support.reason}"
     for level in (Level.EMULATED, Level.REFUSED):
         reasons = {name: support.reason for name, support in support_by_precision.items() if support.level is level}
-        explanation = "values rounded, products in fp32"
-        if level is Level.REFUSED:
+        if level is Level.EMULATED:
+            explanation = "values rounded, products in fp32"
+        else:
             explanation = "; ".join(sorted(set(reasons.values())))
         if reasons:
             yield f"  {level.value:<{precision_name_width}} {', '.join(reasons)}: {explanation}"
@@ -210,9 +211,11 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
     yield f"axes, with their default values on {facts.key} (--set AXIS=A,B):"
     for axis in list_checked_axes(workload, facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
-    # A case's layers depend on its parameters, so list the layers of the default cases.
+    # A case's layers depend on its parameters, so list the layers of the default cases. The cases of a group have the
+    # same parameters.
     plan = make_plan(Request(workload.name, devices=(facts.key,)), (facts,))
-    layers = merge_layers(workload, [group.cases[0].case.params for group in plan])
+    first_cases = [group.cases[0].case for group in plan]
+    layers = merge_layers(workload, [case.params for case in first_cases])
     if layers:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
         products = [layer.name for layer in layers if layer.product]
@@ -227,17 +230,17 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
         yield str(error)
         return
     grid_axes = grid.gpu if facts.accelerated else grid.cpu
-    values = " ".join(f"{axis}={','.join(values)}" for axis, values in grid_axes.items())
-    yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures only these)"
+    axes_text = " ".join(f"{axis}={','.join(values)}" for axis, values in grid_axes.items())
+    yield f"the history keeps {axes_text} in {', '.join(grid.dtypes)} (--grid measures only these)"
 
 
 _MAX_LINE_LENGTH = 78
 
 
 def _list_precisions(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """Yields a line for each precision that shows how each device supports it. The lines fit into any terminal."""
+    """Yields for each precision a line that shows how each device supports it, and the wrapped lines of its summary."""
     for precision in list_precisions_by_rank():
-        support_levels_text = ", ".join(f"{precision.support(device).level} on {device.key}" for device in facts)
+        support_levels_text = ", ".join(f"{precision.support(device).level.value} on {device.key}" for device in facts)
         aliases = _format_precision_aliases(precision.name)
         yield f"{precision.name:<12} {support_levels_text}{f'  (also {aliases})' if aliases else ''}"
         yield from textwrap.wrap(precision.summary, _MAX_LINE_LENGTH, initial_indent="  ", subsequent_indent="  ")
