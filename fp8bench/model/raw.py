@@ -18,7 +18,7 @@ PRODUCT_CHECKS_VARIABLE = "FP8BENCH_PRODUCTS"
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings with which a worker starts."""
+    """The settings with which a worker starts. `corpus` is the path of the token file, if a suite reads text."""
 
     threads: int = 1
     seed: int = 0
@@ -79,6 +79,9 @@ class RawSlot:
     `fused_quantisers` counts calls of compiled quantisers. Both also count calls in discarded steps. `vector_bits` are
     the vector widths of compiled quantisers, if several exist. With several ranks, `steps` holds the slowest rank of
     each call, and `ranks` has every rank.
+
+    `thread_seconds` is the CPU time of the thread that runs the steps, and `waited_seconds` is how long this thread had
+    work but no core. Both are None if unknown.
     """
 
     steps: tuple[RawStep, ...]

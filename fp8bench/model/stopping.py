@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-# The number of rounds for emulated cases, whose times get no verdict. A best-case time is the mean of three rounds, so
-# four rounds are enough.
+# The number of rounds for emulated cases, whose times get no verdict. The best case of four rounds is computed from
+# the fastest three, so four are enough.
 EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 6.0
-# In a brisk run without --budget, the rounds of each group take about BRISK_SECONDS in total. With --budget, a run is
-# brisk if each group gets less than _BRISK_GROUP_BUDGET_SECONDS.
+# A brisk run has a shorter warm-up and shorter energy windows. A run is brisk with the option --brisk, or if --budget
+# leaves less than _BRISK_GROUP_BUDGET_SECONDS for each group. With --brisk and without --budget, the rounds of each
+# group take about BRISK_SECONDS in total.
 BRISK_SECONDS = 2.0
 _BRISK_GROUP_BUDGET_SECONDS = 20.0
 CEILING_SECONDS = 120.0
@@ -42,24 +43,25 @@ class StoppingRule:
 
     def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
         """Returns the stopping rule for the next session of a group that has already taken `seconds`: an equal part of
-        the remaining time for each of the remaining `sessions`. A session times those cases of a group that fit into
-        memory together.
+        the remaining time for each of the remaining `sessions`, because it is unknown which of them will need most. A
+        session times those cases of a group that fit into memory together.
         """
         if not self.whole:
             return self
-        # Give each remaining session an equal part, because it is unknown which of them will need most.
         budget, ceiling = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
         return replace(self, budget=budget, ceiling=ceiling)
 
     def looks(self, rounds: int) -> bool:
-        """Returns whether the results are judged after this number of rounds: every 8 rounds up to 128 rounds, and then
-        each time that the number of rounds has grown by about an eighth. There are few such judgements, because each
-        one adds to the chance of a wrong verdict.
+        """Returns whether the results are judged after this number of rounds: every 8 rounds up to 128 rounds, then
+        every 16 up to 256 rounds, every 32 up to 512 rounds, and so on. There are few such judgements, because each one
+        adds to the chance of a wrong verdict.
         """
         if self.fixed is not None or rounds < self.least:
             return False
-        rounds_between_looks = 8 if rounds <= 64 else 1 << (rounds.bit_length() - 4)
-        return rounds % rounds_between_looks == 0
+        if rounds < 128:
+            return rounds % 8 == 0
+        largest_power_of_two = 1 << (rounds.bit_length() - 1)  # at most `rounds`
+        return rounds % (largest_power_of_two // 8) == 0
 
     def reason_to_end(self, rounds: int, seconds: float, emulating: float = 0.0) -> str:
         """Returns why timing must end after this number of rounds and seconds, or '' if it may go on. `emulating` is
@@ -70,12 +72,9 @@ class StoppingRule:
         if self.fixed is None and rounds >= self.most:
             return f"{_format_round_count(rounds)}, the most a group gets"
         is_budget_spent = self.fixed is None and rounds >= self.least and seconds - emulating >= self.budget
-        # The ceiling ends the timing after a round only, even if preparing took all the time.
-        return (
-            (f"time was up after {_format_round_count(rounds)}")
-            if is_budget_spent or (rounds and seconds >= self.ceiling)
-            else ""
-        )
+        # At least one round is timed, even if the preparation took longer than the ceiling.
+        is_ceiling_reached = rounds > 0 and seconds >= self.ceiling
+        return f"time was up after {_format_round_count(rounds)}" if is_budget_spent or is_ceiling_reached else ""
 
 
 def _format_round_count(rounds: int) -> str:
@@ -83,8 +82,8 @@ def _format_round_count(rounds: int) -> str:
 
 
 def is_run_brisk(requested: bool, budget: float | None, groups: int) -> bool:
-    """Returns whether each group is measured in about 10 s, because the user asked for this or because the budget of
-    the run allows no more.
+    """Returns whether a run is brisk, because the user requested it or because the budget of the run leaves too little
+    time for each of its `groups`.
     """
     return requested or (budget is not None and budget < _BRISK_GROUP_BUDGET_SECONDS * groups)
 
@@ -136,11 +135,10 @@ class ClockSample:
 
 @dataclass(frozen=True)
 class DeviceSettling:
-    """Samples of a device's clock and temperature while a case warmed it up. The first sample is from before the case
-    ran.
+    """The clock and temperature of a device while a case warmed it up.
 
-    `settled` is whether clock and temperature were constant at the end. `limit` is the number of seconds that the
-    device was given to settle.
+    `looks` are samples of both. The first one is from before the case ran. `settled` is whether clock and temperature
+    were constant at the end. `limit` is the number of seconds that the device was given to settle.
     """
 
     looks: tuple[ClockSample, ...] = ()
@@ -169,21 +167,25 @@ class DeviceSlopes:
         return bool(are_slopes_small) and all(are_slopes_small)
 
 
-def is_clock_flat(looks: Sequence[ClockSample]) -> bool:
+def is_clock_flat(samples: Sequence[ClockSample]) -> bool:
     """Returns whether the clock was constant for about a second. The device may still get warmer."""
-    clock = fit_clock_slopes(looks, _BRISK_SLOPE_FIT_SECONDS).clock
+    clock = fit_clock_slopes(samples, _BRISK_SLOPE_FIT_SECONDS).clock
     return clock is not None and abs(clock) <= _MAX_BRISK_CLOCK_SLOPE
 
 
-def fit_clock_slopes(looks: Sequence[ClockSample], stretch: float = SLOPE_FIT_SECONDS) -> DeviceSlopes:
+def fit_clock_slopes(samples: Sequence[ClockSample], stretch: float = SLOPE_FIT_SECONDS) -> DeviceSlopes:
     """Returns the slopes of clock and temperature over the last `stretch` seconds. They are None if the samples cover
     fewer seconds than that.
     """
-    if not looks or looks[-1].at - looks[0].at < stretch:
+    if not samples or samples[-1].at - samples[0].at < stretch:
         return DeviceSlopes(None, None)
-    recent_samples = [look for look in looks if look.at >= looks[-1].at - stretch]
-    clocks = [(look.at, look.clock) for look in recent_samples if look.clock is not None and 0 < look.clock < math.inf]
-    temperatures = [(look.at, look.temperature) for look in recent_samples if look.temperature is not None]
+    recent_samples = [sample for sample in samples if sample.at >= samples[-1].at - stretch]
+    clocks = [
+        (sample.at, sample.clock)
+        for sample in recent_samples
+        if sample.clock is not None and 0 < sample.clock < math.inf
+    ]
+    temperatures = [(sample.at, sample.temperature) for sample in recent_samples if sample.temperature is not None]
     clock_slope = _fit_line_slope(clocks)
     return DeviceSlopes(
         None if clock_slope is None else clock_slope / fmean(hertz for _, hertz in clocks),
