@@ -65,7 +65,7 @@ class TorchProducts(Backend):
         return native_arithmetic(get_recipe(precision), facts)
 
 
-# For each mode: torchao's name of its recipe.
+# For each `plain_mode` (a precision with its options, but without its backend): torchao's name of its recipe.
 TORCHAO_RECIPES = {
     "fp8": "tensorwise",
     "fp8-rowwise": "rowwise",
@@ -137,6 +137,7 @@ class Torchao(Backend):
         )
 
     def why_inseparable(self, precision: Precision) -> str:
+        """Returns '', because `_make_torchao_products` calls the casts and products of torchao's layers separately."""
         return ""
 
 
@@ -162,7 +163,8 @@ def _make_torchao_products(config: Any) -> Arithmetic:
             for gemm_config in gemm_configs
         )
     )
-    # Two products read each operand. True is the cast for the product that reads it transposed.
+    # Two products read each operand: one unchanged, and one transposed. The key has whether the cast is for the product
+    # that reads it transposed.
     cast_configs = {
         (Role.INPUT, False): config.cast_config_input,
         (Role.WEIGHT, False): config.cast_config_weight,
@@ -201,6 +203,8 @@ def _make_torchao_products(config: Any) -> Arithmetic:
         return values
 
     def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, gradient: bool) -> Tensor:
+        # SeparateProductArithmetic expects a times b transposed. torchao does not need `gradient`, because its tensors
+        # have their roles.
         return torch.mm(a, b.t()).to(dtype)
 
     return SeparateProductArithmetic(torch.bfloat16, quantise, multiply, restore)
