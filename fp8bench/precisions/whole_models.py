@@ -59,30 +59,32 @@ class AccelerateFp8(PlainPrecision):
     def prepares(self, facts: DeviceFacts) -> Support:
         """Returns how Accelerate supports the chosen recipe on a device. A refusal has the reason."""
         recipe = str(self.chosen["recipe"])
-        has_nvidia_gpu = is_nvidia(facts) and facts.capability is not None
+        nvidia_capability = facts.capability if is_nvidia(facts) else None
+        lacks_nvidia_gpu = recipe != "ao" and nvidia_capability is None
         package, install_command = _RECIPE_PACKAGES[recipe]
-        # 1. Look for missing packages first, because everything else needs the packages.
-        for required_package, command in (("accelerate", "pip install accelerate"), (package, install_command)):
-            if recipe != "ao" and not has_nvidia_gpu:
-                break  # The device cannot run this recipe, so installing a package would not help.
-            if facts.version_of(required_package) is None:
-                return refused(f"{required_package} is not installed here: {command}")
+        required_packages = {"accelerate": "pip install accelerate", package: install_command}
+        # 1. Look for missing packages first, because everything else needs the packages. Without the GPU that the
+        # recipe needs, installing a package would not help.
+        if not lacks_nvidia_gpu:
+            for required_package, command in required_packages.items():
+                if facts.version_of(required_package) is None:
+                    return refused(f"{required_package} is not installed here: {command}")
         # 2. Refuse an option that only another recipe has.
         if self.chosen["level"] != "O2" and recipe != "msamp":
             return refused(f"level={self.chosen['level']} is MS-AMP's: choose recipe=msamp, or leave it out")
         # 3. Refuse devices that cannot run the recipe.
-        if recipe != "ao" and not has_nvidia_gpu:
+        if lacks_nvidia_gpu:
             library = {"te": "Transformer Engine", "msamp": "MS-AMP"}[recipe]
             return refused(
                 f"Accelerate's recipe {recipe} is {library}'s, which needs an NVIDIA GPU with FP8 units (compute "
                 "capability 8.9 or later): choose recipe=ao, or another device"
             )
-        if has_nvidia_gpu and facts.capability is not None and facts.capability < (8, 9):
+        if nvidia_capability is not None and nvidia_capability < (8, 9):
             return refused("Accelerate refuses FP8 on GPUs below compute capability 8.9: choose another device")
         if facts.accelerated and facts.index:
             return refused(f"Accelerate takes a process's first GPU, not {facts.key}: choose {facts.kind}:0")
         # 4. In all other cases the recipe runs, with native products or with torch's CPU kernels.
-        if has_nvidia_gpu:
+        if nvidia_capability is not None:
             return hardware.native(f"Accelerate's recipe {recipe}")
         if facts.accelerated:
             return refused(f"Accelerate's FP8 has not been tried on {facts.kind}: choose cpu or cuda")
