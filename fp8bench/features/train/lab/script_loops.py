@@ -27,7 +27,9 @@ PrintLine = Callable[[str], None]
 
 
 class ScriptLoopWatch:
-    """Watches each optimizer of a script from its second step on. Each optimizer has a separate stream."""
+    """Watches each optimizer of a script from its second step on. Each optimizer has a separate stream: a file of rows,
+    one for each step.
+    """
 
     def __init__(self, stream: Path, store: Path, options: Mapping[str, Any], print_line: PrintLine) -> None:
         """`stream` is the file of the first loop. Pages are written into the folder of reports in `store`."""
@@ -44,7 +46,8 @@ class ScriptLoopWatch:
         for loop in self._loops:
             if not parameter_ids <= loop.parameters:
                 continue
-            # An optimizer inside another one steps during its step, as in ZeroRedundancyOptimizer.
+            # An optimizer inside a watched one, as in ZeroRedundancyOptimizer, steps while the watched one is in its
+            # step. It is not watched itself.
             if loop.own_loop.is_updating_parameters:
                 return
             # A new optimizer of the same parameters replaces their old optimizer, as in a second phase of training.
@@ -95,13 +98,14 @@ class ScriptLoopWatch:
                 f"{live_page_path.stem}.{loop_number}{live_page_path.suffix}"
             )
         # 3. Begin to watch. The optimizer is in its first step now.
-        title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
+        unwrapped_module, _ = unwrap_module(module)
+        title = f"{type(unwrapped_module).__name__} by {kind}"
         watched_training_loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
         watch_context = watch(
             module,
             optimizer,
             path,
-            told=watched_training_loop.observe_lines,
+            told=watched_training_loop.observe_lines,  # called with new lines of the stream
             name=path.stem,
             scaler=find_scaler(optimizer),
             **{**self._options, "live": live_page_path},
@@ -146,9 +150,10 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     all_modules: list[nn.Module] = _list_live_instances(nn.Module)
     other_parameter_ids = set[int]()
     for other_optimizer in _list_live_instances(torch.optim.Optimizer):
-        # Wrappers of this optimizer have the same parameters, so they add nothing here.
+        # An optimizer whose `__init__` has not finished may have no `param_groups` yet.
         with suppress(AttributeError):
             parameter_ids = set(map(id, list_parameters(other_optimizer)))
+            # This optimizer is in the list too, and wrappers of it have the same parameters, so subtract these.
             other_parameter_ids |= parameter_ids - optimized_parameter_ids
     # 1. Find the smallest module that holds all parameters.
     parameter_ids_by_module = {module: set(map(id, module.parameters())) for module in all_modules}
@@ -158,12 +163,13 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     if not holders:
         return None
     trained_module = min(holders, key=lambda module: sum(1 for _ in module.modules()))
-    # 2. Move up to that module's parent, unless the parent holds parameters of other optimizers. Always move up from a
-    # list of layers, because lists are never called.
+    # 2. Move up from parent to parent. Stop below a parent that holds parameters of other optimizers, and below a
+    # LightningModule. But do not stop at a list of layers, because lists are never called.
     while parents := [module for module in holders if any(child is trained_module for child in module.children())]:
         parent = min(parents, key=lambda module: len(parameter_ids_by_module[module]))
         defines_forward = type(trained_module).forward is not nn.Module.forward
-        if defines_forward and (parameter_ids_by_module[parent] & other_parameter_ids or _is_lightning_module(parent)):
+        holds_other_parameters = bool(parameter_ids_by_module[parent] & other_parameter_ids)
+        if defines_forward and (holds_other_parameters or _is_lightning_module(parent)):
             break
         trained_module = parent
     return trained_module
