@@ -1,12 +1,9 @@
 """Computes a case's energy: joules per step (with and without idle power), joules per unit of work, and the ratio to
 the reference.
 
-An energy window is a few seconds of steps with a meter reading before and after. Joules from readings are measured
-figures. Figures computed from several of them are derived figures.
-
-A phase's energy comes from windows in which only this phase ran. Without such windows, it is estimated as the phase's
-share of the step's time. The joules and times of separately measured phases must fit those of the step. Otherwise no
-phase has a measured figure.
+An energy window is a few seconds of steps with a meter reading before and after. A phase's energy comes from windows in
+which only this phase ran. Without such windows, it is estimated from the phase's time. The joules and times of
+separately measured phases must fit those of the step. Otherwise no phase has a measured figure.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from fp8bench.model.words import UNATTRIBUTED
 # A case and its reference need this many energy windows each. Fewer do not show how much windows of the same code
 # differ.
 MIN_WINDOWS = 3
-# Labels that make a comparison of energy unreliable: a different step ran, or the clocks differed.
+# Labels of a case that make a comparison of its energy with the reference's unreliable.
 _UNRELIABLE_ENERGY_LABELS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
 
 
@@ -97,7 +94,11 @@ class EnergyRatio:
 
 def energy_samples(energy_use: EnergyUse | None) -> tuple[float, ...]:
     """Returns gross joules per step, one value per window."""
-    return tuple(window.joules / window.steps for window in _list_valid_energy_windows(energy_use))
+    return tuple(_list_joules_per_step(_list_valid_energy_windows(energy_use)))
+
+
+def _list_joules_per_step(windows: Iterable[EnergyWindow]) -> list[float]:
+    return [window.joules / window.steps for window in windows]
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
@@ -108,26 +109,25 @@ def energy_figures(record: Record) -> EnergyFigures | None:
     gross_joules = _summarize_range(energy_samples(energy_use))
     seconds = _summarize_range([window.seconds / window.steps for window in windows])
     uncertainty = _find_largest_uncertainty(windows)
-    idle_watts, net_joules, reason = _compute_net_energy(
-        energy_use, windows, (uncertainty or 0.0) * gross_joules.middle
-    )
+    uncertain_joules = (uncertainty or 0.0) * gross_joules.middle
+    idle_watts, net_joules, reason = _compute_net_energy(energy_use, windows, uncertain_joules)
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
     joules_per_work_unit = []
-    for count, (spec, unit_size) in ENERGY_SPEC_BY_WORK_KIND.items():
-        if work_amount := getattr(record.work, count):
+    for work_kind, (spec, unit_size) in ENERGY_SPEC_BY_WORK_KIND.items():
+        if work_amount := getattr(record.work, work_kind):
             joules_per_work_unit.append((spec, gross_joules.middle * unit_size / work_amount))
     return EnergyFigures(
-        energy_use.source,
-        windows,
-        gross_joules,
-        seconds,
-        statistics.median(window.joules / window.seconds for window in windows),
-        idle_watts,
-        net_joules,
-        reason,
-        uncertainty,
-        statistics.median(clocks) if clocks else None,
-        tuple(joules_per_work_unit),
+        source=energy_use.source,
+        windows=windows,
+        gross_energy=gross_joules,
+        seconds=seconds,
+        watts=statistics.median(window.joules / window.seconds for window in windows),
+        idle=idle_watts,
+        net_energy=net_joules,
+        net_why=reason,
+        uncertainty=uncertainty,
+        sm_clock=statistics.median(clocks) if clocks else None,
+        per=tuple(joules_per_work_unit),
     )
 
 
@@ -156,6 +156,7 @@ def compare_window_step_time(figures: EnergyFigures, finding: Finding) -> float 
     if slot_seconds is None or not slot_seconds > 0:
         return None
     pace_ratio = window_seconds.middle / slot_seconds
+    # Times of a step count as equal if they differ by at most SAME_BAND (2%), even if windows and rounds differ less.
     noise = max(SAME_BAND, finding.spread or 0.0, window_seconds.width / window_seconds.middle)
     return pace_ratio if abs(pace_ratio - 1) > noise else None
 
@@ -195,11 +196,8 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     )
     if not reason and joules_range_gap <= max(gross_joules_range.width, base_gross_range.width):
         reason = "their energy windows are too close together"
-    if reason:
-        return EnergyRatio(median_joules_ratio, low, high, EnergyDemand.UNCLEAR, reason)
-    return EnergyRatio(
-        median_joules_ratio, low, high, EnergyDemand.LESS if median_joules_ratio < 1 else EnergyDemand.MORE
-    )
+    demand = EnergyDemand.LESS if median_joules_ratio < 1 else EnergyDemand.MORE
+    return EnergyRatio(median_joules_ratio, low, high, EnergyDemand.UNCLEAR if reason else demand, reason)
 
 
 def _explain_unclear_energy_ratio(
@@ -282,8 +280,7 @@ def explain_unresolved_energy(energy: EnergyUse | None) -> str:
     """Returns why a case's energy is too uncertain to be compared. Returns '' if it is certain enough, if no energy
     was requested, or if the device has no meter.
 
-    Energy from a power sensor is always too uncertain, because the sensor's error is unknown. A missing idle power
-    does not affect the gross energy.
+    Energy from a power sensor is always too uncertain, because the sensor's error is unknown.
     """
     return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_list_energy_doubts(energy))
 
@@ -293,6 +290,7 @@ def _list_energy_doubts(energy: EnergyUse) -> Iterator[str]:
     if not windows:
         yield energy.why or "no window was measured"
         return
+    # Ignore the reason for a missing idle power, which does not affect the gross energy.
     if energy.why and energy.idle_before is not None and energy.idle_after is not None:
         yield energy.why
     if any(window.uncertainty is None for window in windows):
@@ -300,7 +298,7 @@ def _list_energy_doubts(energy: EnergyUse) -> Iterator[str]:
     largest_window_uncertainty = max(window.uncertainty or 0.0 for window in windows)
     if largest_window_uncertainty > MAX_UNCERTAINTY:
         yield f"a window's uncertainty is +-{units.percent(largest_window_uncertainty)}"
-    joules_per_step = [window.joules / window.steps for window in windows if window.steps > 0]
+    joules_per_step = _list_joules_per_step(window for window in windows if window.steps > 0)
     if len(joules_per_step) < len(windows) or not all(0 < joules < math.inf for joules in joules_per_step):
         yield "a window has no energy"
     elif (relative_window_distance := _compute_relative_range(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
@@ -332,8 +330,8 @@ class PhaseJoules:
 
     If they were measured, `range` covers all windows of the phase with their uncertainty, `seconds` is the time of the
     phase when it runs alone, and `seconds_width` is how much that time differs between windows. If they were estimated,
-    `range` is None and `why` is the reason. The estimate is the step's joules times the phase's share of the time. The
-    unattributed phase (time outside all phases) gets the remaining joules.
+    `range` is None and `why` is the reason, or '' if the phase was not to be measured. If other phases were measured,
+    the unattributed phase (time outside all phases) gets the remaining joules.
     """
 
     phase: str
@@ -391,6 +389,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
             unmeasured_reasons[energy.phase] = joules
         else:
             measured_phases[energy.phase] = joules
+    # These energies have no `phases` yet: they follow in the last line, after the check has decided which to use.
     checked_energies = (
         _check_phase_energies(figures, measured_phases, estimated_joules_by_phase, finding)
         if measured_phases
@@ -399,7 +398,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     if checked_energies.void_reason:
         measured_phases = {}
         unmeasured_reasons = {energy.phase: checked_energies.void_reason for energy in record.energy.phases}
-    # 2. Estimate the joules of phases without energy windows. Unattributed time gets the remaining joules.
+    # 2. Estimate the joules of phases without energy windows.
     phases = {
         phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, ""))
         for phase, joules in estimated_joules_by_phase.items()
@@ -432,40 +431,44 @@ def _measure_phase_joules(energy: PhaseEnergy) -> PhaseJoules | str:
     windows = drop_invalid_energy_windows(energy.windows)
     if not windows:
         return energy.why or "no window was measured, for an unknown reason"
-    joules_per_step = [window.joules / window.steps for window in windows]
+    joules_per_step = _list_joules_per_step(windows)
     median_joules = statistics.median(joules_per_step)
-    if max(joules_per_step) - min(joules_per_step) > MAX_PHASE_WINDOW_DIFFERENCE * median_joules:
-        return f"its windows are {units.percent(_compute_relative_range(joules_per_step))} apart"
+    relative_range = _compute_relative_range(joules_per_step)
+    if relative_range > MAX_PHASE_WINDOW_DIFFERENCE:
+        return f"its windows are {units.percent(relative_range)} apart"
     low = min(window.joules / window.steps * (1 - (window.uncertainty or 0.0)) for window in windows)
     high = max(window.joules / window.steps * (1 + (window.uncertainty or 0.0)) for window in windows)
     seconds = _summarize_range([window.seconds / window.steps for window in windows])
-    return PhaseJoules(
-        energy.phase, median_joules, WindowRange(median_joules, low, high), seconds.middle, seconds.width
-    )
+    joules_range = WindowRange(median_joules, low, high)
+    return PhaseJoules(energy.phase, median_joules, joules_range, seconds.middle, seconds.width)
 
 
 def _check_phase_energies(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimates: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
-    """Computes the energy that a step takes outside the measured phases. Checks whether the device can take this energy
-    in the step's time outside these phases.
+    """Computes the energy that a step takes outside the measured phases, and checks that it is possible. Returns it
+    without `phases`.
 
-    The power in that time must be between the idle power and the highest power of any phase. If the times are too noisy
-    to know it, the time of the unmeasured phases is used.
+    Outside the measured phases, the device must take at least the idle power and at most the highest power of a phase
+    or of the step. The time outside them is the step's time without the times of the phases, each run alone. If those
+    differ by more than MAX_PHASE_TIME_DIFFERENCE from the phases' time in the step, the latter is subtracted instead.
     """
     # 1. Compute the joules that the step takes outside the measured phases.
     phase_energy_ranges = [phase.range for phase in measured.values() if phase.range is not None]
     gross_energy_range = figures.gross_energy.widen(figures.uncertainty or 0.0)
+    measured_phase_joules = sum(phase_range.middle for phase_range in phase_energy_ranges)
     residual_range = WindowRange(
-        gross_energy_range.middle - sum(phase_range.middle for phase_range in phase_energy_ranges),
+        gross_energy_range.middle - measured_phase_joules,
         gross_energy_range.low - sum(phase_range.high for phase_range in phase_energy_ranges),
         gross_energy_range.high - sum(phase_range.low for phase_range in phase_energy_ranges),
     )
     # 2. Divide the total time of the phases, each run alone, by their time in the step.
     step_seconds = figures.seconds.middle
     separate_phase_seconds = sum(phase.seconds or 0.0 for phase in measured.values())
+    # The estimates split the step's joules in proportion to time, so a share of these joules is a share of the time.
     unmeasured_joules = sum(joules for phase, joules in estimates.items() if phase not in measured)
-    phase_seconds_in_step = step_seconds * (1 - unmeasured_joules / figures.gross_energy.middle)
+    unmeasured_time_share = unmeasured_joules / figures.gross_energy.middle
+    phase_seconds_in_step = step_seconds * (1 - unmeasured_time_share)
     pace_ratio = separate_phase_seconds / phase_seconds_in_step if phase_seconds_in_step > 0 else math.inf
     phase_seconds_width = sum(phase.seconds_width for phase in measured.values())
     relative_phase_noise = phase_seconds_width / separate_phase_seconds if separate_phase_seconds else 0.0
@@ -478,23 +481,18 @@ def _check_phase_energies(
         residual_seconds if abs(pace_ratio - 1) <= MAX_PHASE_TIME_DIFFERENCE else step_seconds - phase_seconds_in_step
     )
     # Sort the limits, because the remaining time may be negative.
-    joule_limits = sorted(
-        (
-            residual_or_unmeasured_seconds * max([*phase_watts, figures.watts]),
-            residual_or_unmeasured_seconds * (figures.idle or 0.0),
-        )
-    )
+    extreme_watts = (figures.idle or 0.0, max([*phase_watts, figures.watts]))
+    joule_limits = sorted(residual_or_unmeasured_seconds * watts for watts in extreme_watts)
     # 4. Explain why the energies cannot be used if the times or the joules of the phases do not fit the step.
     reason = ""
     if abs(pace_ratio - 1) > max(MAX_PHASE_TIME_DIFFERENCE, noise):
-        time_in_step_text = units.seconds(separate_phase_seconds / pace_ratio if pace_ratio else None)
         reason = (
             f"run separately, the phases take {units.seconds(separate_phase_seconds)}, while a step has "
-            f"{time_in_step_text} for them: they behave differently in the step"
+            f"{units.seconds(max(0.0, phase_seconds_in_step))} for them: they behave differently in the step"
         )
     elif residual_range.high < joule_limits[0] or residual_range.low > joule_limits[1]:
         reason = (
-            f"the phases sum to {units.joules(gross_energy_range.middle - residual_range.middle)} and the step takes "
+            f"the phases sum to {units.joules(measured_phase_joules)} and the step takes "
             f"{units.joules(gross_energy_range.middle)}: they differ by more than their errors"
         )
     return PhaseEnergies((), residual_range, reason, pace_ratio, noise)
