@@ -23,7 +23,8 @@ class Layer(NamedTuple):
 
     `name` is a dotted path ('blocks.0.attn.qkv'). Similar layers have the same `kind` ('attn'). A precision map can
     also name several layers by their `group`. Layers with `high` stay in high precision unless a precision map names
-    them. `product` is False for embeddings and norms: a map names these only by their full name or their kind.
+    them. `product` is False for layers without a matrix product: embeddings, norms and sums. A map names these only by
+    their full name, their group or their kind.
     """
 
     name: str
@@ -51,8 +52,7 @@ def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:
     # Use a dictionary, because it keeps the order of the layers, in which messages list the keys.
     keys: dict[str, None] = {}
     for layer in layers:
-        # A layer with a product can be named by any prefix of its name, such as 'blocks.0'. A layer without a product
-        # can be named only by its full name or its kind.
+        # Only a layer with a product can be named by a prefix of its name, such as 'blocks.0'.
         dotted_name_prefixes = accumulate(layer.name.split("."), "{}.{}".format)
         layer_name_keys = dotted_name_prefixes if layer.product else (layer.name,)
         keys.update(dict.fromkeys((*list_layer_kind_keys(layer), *layer_name_keys)))
@@ -73,9 +73,11 @@ def find_map_key(layer: Layer, keys: Collection[str]) -> str | None:
 
 
 def explain_missing_product(precision: Precision, key: str) -> str:
-    """Returns why a precision cannot be used for the layers without a product (embeddings, norms, sums) that `key`
-    names in a precision map. Returns '' if it can be used.
+    """Returns why a precision cannot be used for the layers without a product that `key` names in a precision map.
+    Returns '' if it can be used.
     """
+    # A layer without a product would only need the casts. Its backend must offer them, so a library of whole layers
+    # cannot be used. Neither can TF32 (whose `float32_products` is not "highest"), which only rounds inside a product.
     if precision.whole_layers:
         return f"{precision.mode} has a library's products only, and {key} multiplies nothing: choose backend=emulated"
     if precision.float32_products != "highest":
@@ -129,9 +131,7 @@ class Setup:
         return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
-        """Returns by layer name the arithmetics that the precision map sets for layers without a matrix product
-        (embeddings, norms).
-        """
+        """Returns by layer name the arithmetics that the precision map sets for layers without a product."""
         return {
             layer.name: self.layers[key] for layer in layers if (key := find_map_key(layer, self.layers)) is not None
         }
@@ -170,9 +170,11 @@ class Grid:
 
 
 class Covered(NamedTuple):
-    """The data from which FLOP coverage is computed: the unchanged model, a step, and the weights of the model's
-    products as the conversion stores them (`held`). Native products require sizes that are multiples of `multiple`.
-    After the step, `loss` describes the tensor from which the backward pass started.
+    """The data from which FLOP coverage is computed: the share of a step's FLOPs that a case converts to low precision.
+
+    `model` is the unchanged model, and `step` runs it. `held` describes the weights of its products, and which of them
+    the conversion replaces. Native products require sizes that are multiples of `multiple`. After the step, `loss`
+    returns a text for reports: from which tensor the backward pass started.
     """
 
     model: Any
@@ -185,11 +187,13 @@ class Covered(NamedTuple):
 class StepParts(NamedTuple):
     """The parts of a step on several ranks, which are timed separately.
 
-    `compute` runs the step without communication, `communicate` runs only the communication, and `together` runs both.
-    If `together` is None, fp8bench repeats `compute` during a transfer. Then `compute` must run products, and
-    `communicate` must only start the transfer and return a handle with a method `wait()`. `sent` is what this rank
-    sends in a step. `alone` has two functions that run the step on a single rank: with the whole batch, and with one
-    rank's share of the batch.
+    `compute` runs the step without communication, `communicate` runs only the communication, and `together` runs both
+    at the same time. `sent` is what this rank sends in a step. `alone` has two functions that run the step on a single
+    rank: with the whole batch, and with one rank's share of the batch.
+
+    `together` is None for a step that only communicates. Then `compute` runs any products, which fp8bench repeats until
+    they take long enough to be timed. `communicate` only starts the transfer and returns a handle with a method
+    `wait()`, so that the products run during the transfer.
     """
 
     compute: Callable[[], object]
@@ -208,13 +212,14 @@ class Workload(ABC):
 
     If `may_diverge` is True, a case whose state has infinite or NaN numbers gets a label and does not fail. If
     `linear_layers` is True, all low-precision products are those of linear layers, which a backend may replace. If
-    `single_products` is True, the step calls casts and products separately. If `unit_scales` is True, the model can be
+    `single_products` is True, the step calls casts and products separately, and so can use a library of whole layers
+    only if the library's casts and products can be called separately. If `unit_scales` is True, the model can be
     unit-scaled. `loads` describes what `load` copies, or is ''.
 
     A workload that is not `listed` has a separate command, or needs several processes. `least_ranks` is the smallest
-    number of processes. A step may consist of parts whose times a report shows, such as sampling steps: then
-    `part_ends` is the last phase of each part. If `examined` is True, only a worker knows the possible cases and
-    layers, and calls `examine` before measuring.
+    number of processes. A step may repeat a sequence of phases, such as one sampling step, whose times a report shows:
+    then `part_ends` is the last phase of the sequence. If `examined` is True, only a worker knows the possible cases
+    and layers.
 
     If `own_paths` is True, values decide which operations a step runs, so that precisions may do different work.
     `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why it is unknown how much
@@ -265,9 +270,8 @@ class Workload(ABC):
         """Runs one step, and each part of it within the marker of its phase."""
 
     def load(self, state: Any) -> None:
-        """Copies the input of the next step from the host to the device, always to the same addresses.
-
-        Called before each replay of a step that was captured as a graph. Needed only if `loads` is not ''.
+        """Copies the input of the next step (see `loads`) from the host to the device, always to the same addresses.
+        Called before each replay of a step that was captured as a graph.
         """
         raise NotImplementedError
 
@@ -303,7 +307,7 @@ class Workload(ABC):
         return tuple(Layer(kind, kind) for kind in self.layer_kinds)
 
     def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """Returns the layers without a matrix product (embeddings, norms). A precision map can name them."""
+        """Returns the layers without a product that a precision map can name: by default none."""
         return ()
 
     def examine(self, setup: Setup) -> Sequence[str]:
@@ -319,6 +323,7 @@ class Workload(ABC):
         return None
 
     def arithmetics(self, setup: Setup) -> Callable[[str], Arithmetic]:
+        """Returns a function from the name of a layer to the arithmetic of this layer."""
         layers_by_name = {layer.name: layer for layer in self.layers(setup.params)}
         return lambda name: setup.layer(layers_by_name[name])
 
@@ -334,8 +339,9 @@ class Workload(ABC):
         """Returns the numerical errors of one case, as figures by name. An error that is not finite fails the case.
 
         The suffix of a name determines the unit (`specs.find_metric_spec`): '_db', '_percent', '_ulp' or '_octaves'.
-        Any other error is a plain ratio, and 'relative_loss' is a ratio near 1. A name that fp8bench uses for a figure
-        or a phase (`model.specs`) also fails the case.
+        Any other error is a plain ratio. 'relative_loss', a ratio near 1, is shown with more decimals, because a
+        difference of a thousandth matters. A name that fp8bench uses for a figure or a phase (`model.specs`) also fails
+        the case.
         """
         return {}
 
@@ -364,9 +370,8 @@ class Workload(ABC):
         return None
 
     def step_parts(self, setup: Setup) -> StepParts | str | None:
-        """Returns the computing and the communication of a step on several ranks, to time them separately and find out
-        how much they overlap. Returns the reason if they cannot run separately, and None if the workload has no such
-        parts.
+        """Returns functions that run the parts of a step separately, to find out how much they overlap. Returns the
+        reason if the parts cannot run separately, and None if the workload has no such parts.
         """
         return None
 
