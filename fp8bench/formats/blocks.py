@@ -1,12 +1,13 @@
 """Scales and elements of blocks for each kind of scaling, as pure functions that torch can trace.
 
-A scale is computed from the largest magnitude of its block. Each step is one float32 operation that rounds to nearest.
+A scale is computed from the largest magnitude of its block, by float32 operations that each round to nearest.
 Powers of two are built from bits, because a logarithm would round. Multiplying by a scale decodes: value = element *
 scale. `amax` is always float32, and NaN if an element is NaN.
 
-Blocks are complete: incomplete blocks were filled with zeros before. Blocks have one of two layouts. A block that is a
-part of a row is (blocks, size). A block that is a rectangle is (down, rows, across, columns). The values of blocks are
-float32. They are in one tensor, or divided among several lanes, which are tensors of equal shape (see fused.py).
+Blocks are complete: incomplete blocks were filled with zeros before. Blocks have one of two layouts. Blocks that are
+parts of rows are (blocks, size). Blocks that are rectangles of rows x columns are (down, rows, across, columns), where
+`down` and `across` count blocks. The values of blocks are float32. They are in one tensor. If two of them share a
+32-bit word, they are in two tensors of equal shape, the lanes: the first values of the words and the second values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
+from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.quantise import (
     copy_signs,
     limit_magnitudes,
@@ -35,9 +36,12 @@ _MAGNITUDE_MASK = 0x7FFFFFFF
 _MANTISSA_BITS = 23
 _SIGN_BIT = 31
 _EXPONENT_BIAS = 127
+# Exponent bits of e mean 2^(e - 127). So the power of two with the exponent bits 254 - e is the reciprocal.
+_RECIPROCAL_EXPONENT_BITS = 2 * _EXPONENT_BIAS << _MANTISSA_BITS
 _SMALLEST_NORMAL = 2.0**-126
 # If a factor were larger than this, its inverse would be a subnormal number.
 _LARGEST_SCALE_FACTOR = 2.0**126
+_RECTANGLE_DIMENSIONS = 4
 
 
 def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
@@ -91,13 +95,13 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     # Treat NaN as infinity here, so that the carry cannot reach the sign bit.
     raised_exponent_bits = (bits.clamp(max=_EXPONENT_MASK) + carry_bits).bitwise_and(_EXPONENT_MASK)
     scale_exponent_bits = (raised_exponent_bits - mx_largest_exponent(fmt)).clamp(min=0)
-    scale_inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - scale_exponent_bits)
+    scale = _make_power_of_two(scale_exponent_bits)
+    scale_inverse = _make_power_of_two(_RECIPROCAL_EXPONENT_BITS - scale_exponent_bits)
     # `nan_mask` has all bits set where amax is NaN. It replaces torch.where, which for single blocks would take longer
     # than all other operations.
     nan_mask = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_BIT)
-    return _make_power_of_two(scale_exponent_bits).view(torch.int32).bitwise_or(nan_mask).view(
-        torch.float32
-    ), scale_inverse
+    scale_or_nan = scale.view(torch.int32).bitwise_or(nan_mask).view(torch.float32)
+    return scale_or_nan, scale_inverse
 
 
 def compute_mx_rounding_carry(fmt: Format, rounding: ScaleRounding) -> int:
@@ -149,9 +153,9 @@ def compute_block_maxima(blocks: Tensor, block_dimensions: tuple[int, ...] | Non
     return blocks.amax(block_dimensions or ((1, 3) if blocks.dim() == _RECTANGLE_DIMENSIONS else (1,)), keepdim=True)
 
 
-def compute_block_steps(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
-    """Returns the step of each block: the number by which its elements are multiplied to decode them. `amax` has the
-    largest magnitude of each block. With e8m0 and e4m3 scales, the step is NaN where amax is NaN.
+def compute_decoding_scales(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
+    """Returns for each block the number by which its elements are multiplied to decode them. `amax` has the largest
+    magnitude of each block. With e8m0 and e4m3 scales, the number is NaN where amax is NaN.
     """
     if scaling.scale is None:
         return reciprocal(float_factor(amax, fmt, scaling.rounding))
@@ -170,27 +174,27 @@ def _make_filled_tensor(amax: Tensor, number: float) -> Tensor:
 
 def _round_up_to_grid(values: Tensor, fmt: Format) -> Tensor:
     """Rounds magnitudes up to the format's grid, at most to the format's largest value."""
+    # The grid spacing at a magnitude is the power of two at or below it, divided by 2^mantissa_bits. Below the format's
+    # smallest normal number, the spacing is constant.
     smallest_exponent_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
     exponent_bits = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_exponent_bits)
     grid_spacing_bits = exponent_bits - (fmt.mantissa_bits << _MANTISSA_BITS)
-    grid_step_inverse_bits = (2 * _EXPONENT_BIAS << _MANTISSA_BITS) - grid_spacing_bits
-    return ((values * grid_step_inverse_bits.view(torch.float32)).ceil() * grid_spacing_bits.view(torch.float32)).clamp(
-        max=fmt.largest
-    )
+    grid_spacing_inverse_bits = _RECIPROCAL_EXPONENT_BITS - grid_spacing_bits
+    spacing_multiples = (values * grid_spacing_inverse_bits.view(torch.float32)).ceil()
+    return (spacing_multiples * grid_spacing_bits.view(torch.float32)).clamp(max=fmt.largest)
 
 
-def _make_power_of_two(exponent: Tensor) -> Tensor:
-    """Returns the float32 numbers whose exponent bits are `exponent` and whose mantissa is 0. Exponent bits of 0 give
-    2^-127, which is subnormal.
+def _make_power_of_two(exponent_bits: Tensor) -> Tensor:
+    """Returns the float32 powers of two with these exponent bits, which are already shifted to their position. Exponent
+    bits of 0 or less give 2^-127.
     """
-    return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
+    # 2^-127 is subnormal: it has the exponent bits 0, and only the highest mantissa bit is set.
+    return exponent_bits.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
 
-
-_RECTANGLE_DIMENSIONS = 4
 
 TensorLanes = Sequence[Tensor]
 
-# These modes round scales up, so that only an infinite element can saturate.
+# These modes round scales up, so that only an infinite element can saturate. It decodes to infinity in any case.
 _SATURATION_FREE_ROUNDINGS = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 
@@ -222,8 +226,9 @@ def block_magnitudes(
     it rounds an element, which makes fused CPU kernels faster.
     """
     scaled_blocks = _scale_blocks(magnitudes, fmt, scaling, tensor_scale, scales_first)
-    # With RCEIL and CEIL only an infinite element could saturate, and it decodes to infinity either way. Exception:
-    # with one mantissa bit, stochastic rounding would multiply infinity by an inverse step of 0.
+    # Stochastic rounding divides a number by the grid's spacing: it multiplies by a power of two with the exponent bits
+    # 254 + mantissa_bits - (those of the number). For infinity (255) and one mantissa bit, this power is 0, and the
+    # product is NaN. So such an infinity must saturate first.
     may_lose_infinity = random is not None and fmt.mantissa_bits == 1
     elements = _round_elements(
         scaled_blocks,
@@ -232,7 +237,7 @@ def block_magnitudes(
         random,
         saturate=may_lose_infinity or scaling.rounding not in _SATURATION_FREE_ROUNDINGS,
     )
-    return [element * scaled_blocks.decoding_multipliers for element in elements]
+    return [element * scaled_blocks.decoding_scales for element in elements]
 
 
 def block_elements(
@@ -267,14 +272,14 @@ def block_elements(
 
 
 class _ScaledBlocks(NamedTuple):
-    """Blocks that are scaled and not yet rounded. Multiply an element by `decoding_multipliers` to decode it.
-    `tensor_scale` is NVFP4's.
+    """Blocks that are scaled and not yet rounded. Multiply an element by `decoding_scales` to decode it. `tensor_scale`
+    is NVFP4's.
     """
 
     magnitudes: list[Tensor]
     scales: Tensor
     tensor_scale: Tensor | None
-    decoding_multipliers: Tensor
+    decoding_scales: Tensor
 
 
 def _scale_blocks(
@@ -285,7 +290,6 @@ def _scale_blocks(
     scales_first: bool,
     block_dimensions: tuple[int, ...] | None = None,
 ) -> _ScaledBlocks:
-    # The largest magnitude of each block.
     amax = compute_block_maxima(reduce(torch.maximum, magnitudes), block_dimensions)
     store_scales_function: Callable[[Tensor], Tensor] = _store_scales if scales_first else lambda scales: scales
     # For float32 scales, multiply by the inverse. Then a kernel divides once for a block instead of once for an
@@ -314,9 +318,10 @@ def _round_elements(
 ) -> list[Tensor]:
     random_lanes: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
     lane_pairs = list(zip(scaled.magnitudes, random_lanes, strict=True))
+    # A float32 scale is 1 if a block has an infinity or a NaN. So saturate, and keep NaN.
     if scaling.scale is None:
         return [round_magnitudes(tensor, fmt, random_lane) for tensor, random_lane in lane_pairs]
-    # If a block has a NaN, its scale is NaN already, so its elements may be numbers.
+    # If a block has a NaN, any other scale is NaN already, so the elements of the block may be numbers.
     if saturate:
         lane_pairs = [(limit_magnitudes(tensor, fmt), random_lane) for tensor, random_lane in lane_pairs]
     return [round_to_grid(tensor, fmt, random_lane) for tensor, random_lane in lane_pairs]

@@ -104,5 +104,3 @@ FORMATS: dict[str, Format] = {
 # The range of a run's data is compared with the ranges of these formats. They are sorted from the largest range to
 # the smallest.
 COMPARED_FORMATS = (BF16, FP16, E5M2, E4M3, E2M1)
-
-E8M0_LARGEST_CODE = 254

@@ -19,7 +19,7 @@ from fp8bench.formats.blocks import (
     block_elements,
     block_values,
     compute_block_maxima,
-    compute_block_steps,
+    compute_decoding_scales,
     float_factor,
     nvfp4_tensor_scale,
     reciprocal,
@@ -119,27 +119,29 @@ def quantise(
 
 class ScaleBlocks(NamedTuple):
     """The magnitudes of a tensor in blocks that share a scale. `peaks` are the largest magnitudes of the blocks.
-    `steps` has a number for each block, by which its elements are multiplied to decode them.
+    `decoding_scales` has a number for each block, by which its elements are multiplied to decode them.
     """
 
     magnitudes: Tensor
     peaks: Tensor
-    steps: Tensor
+    decoding_scales: Tensor
 
 
 def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> ScaleBlocks:
     """Splits the magnitudes of a tensor into blocks, in a layout of blocks.py, without rounding. The blocks have the
-    same decoding factors (steps) as in `values`.
+    same decoding scales as in `values`.
 
     `scale` is a factor that replaces the factor computed from a tensor or row. Incomplete blocks are filled with zeros.
     """
     if _has_no_blocks(scaling):
         largest_magnitudes = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
-        steps = compute_block_steps(largest_magnitudes, fmt, scaling) if scale is None else reciprocal(scale)
-        return ScaleBlocks(magnitudes, largest_magnitudes, steps)
+        decoding_scales = (
+            compute_decoding_scales(largest_magnitudes, fmt, scaling) if scale is None else reciprocal(scale)
+        )
+        return ScaleBlocks(magnitudes, largest_magnitudes, decoding_scales)
     blocks = _split_blocks(magnitudes, scaling)
     largest_magnitudes = compute_block_maxima(blocks)
-    return ScaleBlocks(blocks, largest_magnitudes, compute_block_steps(largest_magnitudes, fmt, scaling))
+    return ScaleBlocks(blocks, largest_magnitudes, compute_decoding_scales(largest_magnitudes, fmt, scaling))
 
 
 def _has_no_blocks(scaling: Scaling) -> bool:

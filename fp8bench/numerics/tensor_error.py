@@ -75,8 +75,7 @@ def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tens
     """
     if scaling is None:
         return BlockFactors(torch.ones(1, 1, device=x.device))
-    # `steps` has the factor of each block: a value is an element times this factor.
-    factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
+    factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).decoding_scales
     row_block_count = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
     return BlockFactors(factors.reshape(row_block_count, -1), scaling.rows, scaling.columns)
 

@@ -242,24 +242,24 @@ def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -
     values, and the scales. Leaves out blocks of zeros, and scales that round all values of their block to zero.
     """
     blocks = split_into_blocks(x.to(torch.float32).abs(), fmt, scaling)
-    steps = blocks.steps.to(torch.float64)
-    is_usable_scale = (steps > 0) & (steps < math.inf)
+    scales = blocks.decoding_scales.to(torch.float64)
+    is_usable_scale = (scales > 0) & (scales < math.inf)
     has_nonzero_values = is_usable_scale & (blocks.peaks > 0)
     largest_share = (
-        torch.where(is_usable_scale & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
+        torch.where(is_usable_scale & (blocks.peaks < math.inf), blocks.peaks / scales, 0.0).amax() / fmt.largest
     )
     saturated_count: FigureValue = 0
     if not is_on_cpu or float(largest_share) > _SATURATION_SLACK_FACTOR:
         saturated_count = _count_values_beyond_limits(
-            blocks.magnitudes, torch.where(is_usable_scale, steps * (fmt.largest * _SATURATION_SLACK_FACTOR), math.inf)
+            blocks.magnitudes, torch.where(is_usable_scale, scales * (fmt.largest * _SATURATION_SLACK_FACTOR), math.inf)
         )
     return {
         "fullest": largest_share,
         "saturated": saturated_count,
-        "octaves": torch.where(has_nonzero_values, -steps.log2(), 0.0).sum()
+        "octaves": torch.where(has_nonzero_values, -scales.log2(), 0.0).sum()
         / has_nonzero_values.sum(),  # mean log2 of the blocks' scales
-        "largest_step": torch.where(has_nonzero_values, steps, 0.0).amax(),
-        "least_step": torch.where(has_nonzero_values, steps, math.inf).amin(),
+        "largest_step": torch.where(has_nonzero_values, scales, 0.0).amax(),
+        "least_step": torch.where(has_nonzero_values, scales, math.inf).amin(),
     }
 
 
