@@ -18,16 +18,14 @@ from fp8bench.formats.grids import Format
 # For each operator, the positions of the arguments that it multiplies with each other. Attention operators are not
 # listed, but recognised by _ATTENTION_PREFIX. While gradients are on, torch decomposes some operators (linear, matmul)
 # before `__torch_dispatch__`.
-_FIRST_TWO_ARGUMENT_SLICE = slice(0, 2)
-_SECOND_AND_THIRD_ARGUMENTS = slice(1, 3)
 _ATTENTION_PREFIX = "_scaled_dot_product_"
 _OPERANDS_BY_OPERATOR: Mapping[str, slice] = {
     **dict.fromkeys(
         ("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "_int_mm", "_scaled_mm", "_scaled_mm_v2",
          "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "convolution", "_convolution", "conv1d",
          "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "mkldnn_convolution",
-         "cudnn_convolution", "mkldnn_linear", "short_product"), _FIRST_TWO_ARGUMENT_SLICE),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), _SECOND_AND_THIRD_ARGUMENTS),
+         "cudnn_convolution", "mkldnn_linear", "short_product"), slice(0, 2)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), slice(1, 3)),
     "convolution_backward": slice(0, 3),
     "scaled_dot_product_attention": slice(0, 3),
 }  # fmt: skip
@@ -46,12 +44,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     unwraps_subclasses: ClassVar[bool] = True
+    # Read by torch. With False, torch raises an error if a step calls a higher-order operator, such as flex_attention.
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Called by torch. Returns False, because skipping torch's compiler would import it, which takes a second and
-        60 MB.
+        """Called by torch. Returns False. With True, torch would import its compiler in order to exclude
+        `__torch_dispatch__` from compilation. The import takes a second and 60 MB.
         """
         return False
 
@@ -64,6 +63,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         return True
 
+    # torch's constructor has no types. With this one, a caller that makes a watch needs no `type: ignore`.
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -95,6 +95,8 @@ class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name = getattr(func, "overloadpacket", func).__name__
+        # The backward operators of attention multiply their first four arguments: gradient, query, key and value. In
+        # forward, the first three are query, key and value, and the fourth is a number, a mask or a bias.
         operand_argument_slice = slice(0, 4) if name.startswith(_ATTENTION_PREFIX) else _OPERANDS_BY_OPERATOR.get(name)
         self.operators += 1
         if kernel := _find_attention_kernel(name):
@@ -162,17 +164,15 @@ def has_format(tensor: Tensor, fmt: Format) -> bool:
 
 
 def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
+    # Values that share a scale are usually consecutive along a dimension over which a product sums. This is one of the
+    # last two dimensions or, in a convolution, dimension 1 (the channels).
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
         dimension_last_tensor = tensor.movedim(dimension, -1)
-        last_dimension_vectors = dimension_last_tensor.numel() // dimension_last_tensor.shape[-1]
+        vector_count = dimension_last_tensor.numel() // dimension_last_tensor.shape[-1]
+        vectors = dimension_last_tensor[..., :_MAX_LINE_LENGTH].reshape(vector_count, -1)
         # Examine only a few evenly spaced vectors along this dimension, because there may be millions.
-        examined_vectors = (
-            dimension_last_tensor[..., :_MAX_LINE_LENGTH]
-            .reshape(last_dimension_vectors, -1)[:: max(1, last_dimension_vectors // _MAX_EXAMINED_LINES)][
-                :_MAX_EXAMINED_LINES
-            ]
-            .to(torch.float32)
-        )
+        spacing = max(1, vector_count // _MAX_EXAMINED_LINES)
+        examined_vectors = vectors[::spacing][:_MAX_EXAMINED_LINES].to(torch.float32)
         if not bool(examined_vectors.isfinite().all()):
             return False
         # Scaling by a power of two leaves the mantissa bits that the format lacks at zero.
@@ -184,6 +184,7 @@ def _is_on_format_grid(tensor: Tensor, fmt: Format) -> bool:
         if _has_few_magnitudes(examined_vectors.reshape(1, -1), fmt):
             return True
         for length in _EXAMINED_RUN_LENGTHS:
+            # The longest run is a whole examined vector, which may have fewer than _MAX_LINE_LENGTH values.
             runs = (
                 examined_vectors[:, : examined_vectors.shape[1] // length * length].reshape(-1, length)
                 if length < _MAX_LINE_LENGTH
@@ -252,8 +253,8 @@ class _HostTransferWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 def describe_host_transfer(operator: str, arguments: Iterable[Any], results: Iterable[Any]) -> str:
     """Describes an operator that moves values between host and device. Returns '' for other operators.
 
-    Scalar arguments of a kernel do not count. A scalar result next to results on the device does not count either,
-    such as the seed of attention's dropout.
+    Scalar arguments of a kernel do not count, but those of a copy do, because the copy moves their value. A scalar
+    result next to results on the device does not count either, such as the seed of attention's dropout.
     """
     device_types = {tensor.device.type for tensor in arguments if tensor.dim() or "copy" in operator}
     device_types_of_results = {result.device.type for result in results}
