@@ -46,6 +46,9 @@ class LayerExercise:
         return [*self.inputs, *self.layer.parameters()]
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Runs the same pass as `step` without phases. Returns the output, and the gradients of `list_leaf_tensors` or
+        () if the pass is forward only.
+        """
         if self.output_gradient is None:
             with torch.no_grad():
                 return self.layer(*self.inputs, SilentPhases()), ()

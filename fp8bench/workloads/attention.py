@@ -1,6 +1,4 @@
-"""The suite attention: scaled dot-product attention, alone or as a layer. Scores are in high precision, or emulated
-in low precision.
-"""
+"""The suite attention: scaled dot-product attention, alone or as a layer."""
 
 from __future__ import annotations
 
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.linear import ChooseArithmetic
 
 LONGEST_SEQUENCE = 1 << 17
+# This axis is quiet: cases with its default value do not name it, so they have the names and the history that they had
+# before the suite had this axis.
 _KERNEL_AXIS = Axis.choice(
     "kernel",
     "torch's kernel for the core; auto: torch chooses; only math writes scores to memory",
@@ -59,6 +59,7 @@ class Attention(LayerWorkload):
         sequences = ("1024", "4096", "16384") if facts.accelerated else ("128", "512")
         batch, heads, head_width = ("4", "16", "128") if facts.accelerated else ("1", "4", "64")
         return (
+            # By default, all values of `each` are measured, but only the first value of `choice`.
             Axis.each("part", "core: attention alone; layer: with the products before and after it", "core", "layer"),
             Axis.count("sequence", "tokens in a sequence", *sequences, high=LONGEST_SEQUENCE),
             Axis.count("batch", "sequences", batch, high=4096),
@@ -68,7 +69,7 @@ class Attention(LayerWorkload):
             ),
             Axis.count("head_width", "features of a head", head_width, high=1024),
             Axis.choice("causal", "whether a token attends to earlier tokens only", "yes", "no"),
-            shared.PASS,
+            shared.PASS,  # forward only, or training
             Axis.choice(
                 "scores",
                 "high: in the carrier's precision; low: emulated in the case's precision, rounded before "
@@ -81,7 +82,7 @@ class Attention(LayerWorkload):
                 "spread", "standard deviation of the inputs, which determines how large scores get", "1", high=1024
             ),
             _KERNEL_AXIS,
-            VALUES,
+            VALUES,  # the distribution of the random inputs
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
@@ -97,16 +98,16 @@ class Attention(LayerWorkload):
         return (tuple({**params, "key_heads": key_heads}.items()),)
 
     def work(self, params: Scalars) -> Work:
-        rows, width, inner = _read_sizes(params)
+        rows, width, qkv_width = _read_sizes(params)
         is_training = shared.is_training(params)
         score_count = float(rows) * int(params["sequence"]) * int(params["heads"])
         # The forward pass has two products. Scores that a causal mask hides do not count.
         flops = 4.0 * score_count * int(params["head_width"]) * (0.5 if _is_causal(params) else 1.0)
         # Queries, keys, values and the output take at least two bytes for each value. In training, their gradients take
         # the same memory.
-        least_memory_bytes = 2.0 * rows * (inner + width) * (2 if is_training else 1)
+        least_memory_bytes = 2.0 * rows * (qkv_width + width) * (2 if is_training else 1)
         if params["part"] == "layer":
-            weight_count = width * inner + width * width
+            weight_count = _count_layer_weights(width, qkv_width)
             flops += 2.0 * rows * weight_count
             least_memory_bytes += 4.0 * weight_count * (2 if is_training else 1) + 2.0 * rows * width
         if _has_low_precision_scores(params):
@@ -119,12 +120,12 @@ class Attention(LayerWorkload):
         """Estimates the peak bytes: queries, keys, values, inputs, outputs and their gradients, and the attention
         scores if a kernel writes them to memory.
         """
-        rows, width, inner = _read_sizes(params)
+        rows, width, qkv_width = _read_sizes(params)
         is_training = shared.is_training(params)
         is_layer = params["part"] == "layer"
-        input_features = inner + width if is_layer else inner
+        input_features = qkv_width + width if is_layer else qkv_width
         features = (2 if is_training else 1) * input_features + (3 if is_training else 1) * width
-        weight_count = width * inner + width * width if is_layer else 0
+        weight_count = _count_layer_weights(width, qkv_width) if is_layer else 0
         weight_bytes = 4.0 * weight_count * (2 if is_training else 1)
         score_bytes = 0.0
         if _has_low_precision_scores(params) or _KERNEL_AXIS.of(params) == "math":
@@ -148,7 +149,7 @@ class Attention(LayerWorkload):
         has_grouped_heads = params["heads"] != params["key_heads"]
         if missing_kernel_reason := shared.explain_missing_kernel(kernel, has_grouped_heads, precision, facts):
             return refused(missing_kernel_reason)
-        # With scores=high, the attention core runs in `carried_by`, the precision of values between products. Its time
+        # A core without low-precision scores runs in `carried_by`, the precision of values between products. Its time
         # would not describe the case's precision.
         if params["part"] == "core" and not has_low_precision_scores and precision.carried_by:
             return refused(
@@ -157,10 +158,10 @@ class Attention(LayerWorkload):
             )
         # The sizes of native products must be multiples of certain numbers. Emulated products accept all sizes.
         if params["part"] == "layer" and support.is_native:
-            rows, width, inner = _read_sizes(params)
-            size_text = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
+            rows, width, qkv_width = _read_sizes(params)
+            size_text = f"{rows} tokens, {width} features, {qkv_width} of queries, keys and values"
             support = shared.refuse_unfit_sizes(
-                support, precision, rows, (width, inner), shared.is_training(params), size_text
+                support, precision, rows, (width, qkv_width), shared.is_training(params), size_text
             )
             if support.level is Level.REFUSED:
                 return support
@@ -193,11 +194,11 @@ class Attention(LayerWorkload):
         core = HeadwiseAttentionCore(FusedCore(_is_causal(setup.params)))
         exact = _build_attention_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
         state = self.prepare(setup)
-        # `settles` means that the first pass only fills the history of scales, so that a second pass measures errors.
         errors = state.measure_errors(exact, setup.settles)
-        with StoredScores() as score_counter:
+        # Run the layer again, to find out whether its kernel stores the scores.
+        with StoredScores() as stored_scores:
             state.outcome()
-        return {**errors, "scores_bytes": float(score_counter.largest_bytes)}
+        return {**errors, "scores_bytes": float(stored_scores.largest_bytes)}
 
 
 def _is_causal(params: Scalars) -> bool:
@@ -214,11 +215,16 @@ def _read_sizes(params: Scalars) -> tuple[int, int, int]:
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
 
 
+def _count_layer_weights(width: int, qkv_width: int) -> int:
+    """Returns the number of weights of the product before the core (qkv) and the product after it (out)."""
+    return width * qkv_width + width * width
+
+
 def _build_attention_exercise(
     setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype, core: AttentionCore
 ) -> LayerExercise:
-    """Builds the attention core with random queries, keys and values as inputs, or the attention layer with random
-    tokens.
+    """Makes an exercise: the attention core with random queries, keys and values as inputs, or the attention layer
+    with random tokens.
     """
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import make_exercise

@@ -339,9 +339,9 @@ class Transformer(shared.TrainingWorkload):
         reference_loss, reference_gradients = (
             compute_exact_gradients() if setup.shared is None else setup.shared(compute_exact_gradients)
         )
-        with attention.StoredScores() as score_counter:
+        with attention.StoredScores() as stored_scores:
             loss, gradients = self._compute_first_gradients(setup)
-        figures = {} if _is_case_compiled(setup.params) else {"scores_bytes": float(score_counter.largest_bytes)}
+        figures = {} if _is_case_compiled(setup.params) else {"scores_bytes": float(stored_scores.largest_bytes)}
         if _read_choice_param(setup.params, "models") == "rlhf":
             rlhf_models = self._make_four_models(setup)
             rlhf_models.step(SilentPhases())  # the first step creates the moments
