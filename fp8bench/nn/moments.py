@@ -30,6 +30,7 @@ WEIGHT_DECAY = 0.1
 class MomentStorageMethod:
     """How one of AdamW's moments is stored between steps. `casts` is False if the moment stays an fp32 tensor.
 
+    `store` returns the codes or rounded values of a moment, with the scale that decodes them if there is one.
     `make_tensor_storage(name)` returns a separate storage for one tensor; the field is None if storages have no state.
     If `settles` is true, scales come from earlier casts. So the first tensor must be stored twice, to get a scale that
     fits it.
@@ -48,8 +49,9 @@ class MomentStorageMethod:
 def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> MomentStorageMethod:
 
     def store(x: Tensor) -> Operand:
-        scale, inverse = compute_current_scale(largest_magnitude(x), fmt, rounding)
-        return Operand(codes(x, fmt, scale), inverse)
+        # An operand has the scale that decodes it, which is the inverse of the scale that encodes it.
+        encoding_scale, decoding_scale = compute_current_scale(largest_magnitude(x), fmt, rounding)
+        return Operand(codes(x, fmt, encoding_scale), decoding_scale)
 
     def restore(operand: Operand) -> Tensor:
         assert operand.scale is not None
@@ -72,8 +74,8 @@ def make_arithmetic_storage(arithmetic: Arithmetic) -> MomentStorageMethod:
 
 
 def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[MomentStorageMethod, MomentStorageMethod]:
-    """Returns the storages of the first and the second moment. fp32 and bf16 store both moments without a scale. fp16
-    needs a scale because of its short range.
+    """Returns the storages of the first and the second moment. fp32 and bf16, whose arithmetics are `plain`, store both
+    moments without a scale. fp16 is plain too, but needs a scale because of its short range.
 
     In lower precisions only the first moment is stored in the precision. The second is stored in scaled fp16, as in
     FP8-LM. A shorter range would round small second moments to zero, and the update would be divided by epsilon. With
@@ -82,7 +84,8 @@ def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[Momen
     if arithmetic.plain and arithmetic.carrier is torch.float16:
         return make_scaled_storage(FP16), make_scaled_storage(FP16)
     storage = make_arithmetic_storage(arithmetic)
-    return storage, storage if same_precision or arithmetic.plain else make_scaled_storage(FP16)
+    second_storage = storage if same_precision or arithmetic.plain else make_scaled_storage(FP16)
+    return storage, second_storage
 
 
 class MomentBucket:
@@ -113,9 +116,9 @@ class MomentBucket:
         # torch reads the step count on the host, or on the device if the step is fused.
         step_count_device = parameters[0].device if fused else torch.device("cpu")
         self._steps = [torch.tensor(float(steps), device=step_count_device) for _ in parameters]
-        # A delayed scale comes from earlier casts. So store the moments twice, to get a scale that fits them.
         if self.fp32_moments is None:
             self.store(first, second)
+        # Store the moments again if their scales come from earlier casts.
         if any(storage.settles for storage in storages):
             self.store(first, second)
 
@@ -138,8 +141,10 @@ class MomentBucket:
         self._stored = _store_moments(self._first_storages, first), _store_moments(self._second_storages, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        first_moments, second_moments = self.fp32_moments or map(_list_operand_tensors, self._stored)
-        return first_moments, second_moments, self._steps
+        if self.fp32_moments is not None:
+            return *self.fp32_moments, self._steps
+        first_moments, second_moments = self._stored
+        return _list_operand_tensors(first_moments), _list_operand_tensors(second_moments), self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor]) -> None:
         """Runs one step of torch's AdamW, which changes the weights and both moments in place.
