@@ -24,6 +24,10 @@ TRACED_STEPS = 3
 # Warm-up steps before the profiler starts. One more follows under the profiler, whose first calls are slow.
 WARM_UP_STEPS_BEFORE_TRACE = 2
 
+_RANGE_PREFIX = "fp8bench."
+_PHASE_RANGE_NAMES = frozenset(_RANGE_PREFIX + phase for phase in PHASES)
+_PROFILER_STEP_PREFIX = "ProfilerStep#"
+
 MakeProfilerRange = Callable[[str], AbstractContextManager[object]]
 
 
@@ -45,7 +49,7 @@ class RangeMarker:
 
 
 def make_range_markers(range_of: MakeProfilerRange) -> Markers:
-    return Markers(lambda name: RangeMarker(RANGE_PREFIX + name, range_of))
+    return Markers(lambda name: RangeMarker(_RANGE_PREFIX + name, range_of))
 
 
 def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
@@ -60,7 +64,6 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     chrome_traces: list[dict[str, Any]] = []
     for _ in range(WARM_UP_STEPS_BEFORE_TRACE):
         step(phases)
-    # The profiler names steps by their number, which includes its warm-up.
     profiler_schedule = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
     with (
         silence_kineto(),
@@ -79,19 +82,20 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         raise RuntimeError("torch's profiler recorded nothing")
     trace = chrome_traces[0]
     trace["traceEvents"] = cut_event_overlaps(trace["traceEvents"])
-    if not any(str(event.get("name", "")).startswith(PROFILER_STEP_PREFIX) for event in trace["traceEvents"]):
+    if not any(str(event.get("name", "")).startswith(_PROFILER_STEP_PREFIX) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
     return trace
 
 
 def mark_slot(step: Callable[[Phases], None], device: Device, index: int, name: str) -> None:
     """Runs a few steps for an external profiler that watches this process, in named ranges for case, steps and phases.
-    Warm-up steps come first, outside of the ranges.
+    Warm-up steps come first, outside of the ranges. `index` is the number of the device.
 
     Raises CannotMark if the device has no ranges.
     """
     for _ in range(WARM_UP_STEPS_BEFORE_TRACE):
         step(SilentPhases())
+    # The external profiler only records within `collecting`.
     with device.collecting(index) as range_of, range_of(name):
         phases = make_range_markers(range_of)
         for step_number in range(TRACED_STEPS):
@@ -107,9 +111,6 @@ def write_trace(trace: Mapping[str, Any], file: Path) -> None:
 
 Event = dict[str, Any]
 
-RANGE_PREFIX = "fp8bench."
-_PHASE_RANGE_NAMES = frozenset(RANGE_PREFIX + phase for phase in PHASES)
-PROFILER_STEP_PREFIX = "ProfilerStep#"
 _OPERATOR_CATEGORY = "cpu_op"
 _ANNOTATION_CATEGORY = "user_annotation"
 
@@ -122,7 +123,7 @@ class TracedInterval(NamedTuple):
 
 
 # Maps a time in nanoseconds to the intervals of a thread that are open at this time.
-OpenIntervalsByThread = dict[int, list[TracedInterval]]
+OpenIntervalsByTime = dict[int, list[TracedInterval]]
 
 
 def cut_event_overlaps(events: Iterable[Event]) -> list[Event]:
@@ -149,7 +150,7 @@ def cut_event_overlaps(events: Iterable[Event]) -> list[Event]:
     ]
 
 
-def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) -> OpenIntervalsByThread:
+def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) -> OpenIntervalsByTime:
     """Returns for each time the intervals that have begun before it and end after it."""
     upcoming_intervals = sorted(intervals, key=lambda interval: interval.start, reverse=True)
     unfinished_intervals: list[TracedInterval] = []
@@ -162,11 +163,14 @@ def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) 
     return open_intervals_by_time
 
 
-def _shorten_phase_event(event: Event, open_intervals: OpenIntervalsByThread) -> Event:
+def _shorten_phase_event(event: Event, open_intervals: OpenIntervalsByTime) -> Event:
     phase = _make_traced_interval(event)
+    # Begin the phase after every interval that begins before it and ends within it.
     start = max(
         (interval.end for interval in open_intervals[phase.start] if interval.end < phase.end), default=phase.start
     )
+    # End it before every interval that begins within it, after its new start, and ends after it. An interval that
+    # begins before the new start contains the phase.
     end = min((interval.start for interval in open_intervals[phase.end] if interval.start >= start), default=phase.end)
     if phase == TracedInterval(start, end):
         return event
