@@ -30,7 +30,7 @@ class Col(Generic[T]):
     'case.mode'.
 
     `tone` returns the tone of a field. A column with `unit` or `show` has numbers. If `when` is False, the table leaves
-    the column out.
+    the column out. `Column` explains `hint`, `shared` and `below`.
     """
 
     heading: str
@@ -76,10 +76,10 @@ def table(
     folded: bool = False,
     required_headings: Collection[str] | None = None,
 ) -> Table:
-    """Makes a table with one row for each item.
+    """Makes a table with one row for each item. `Table` explains `main` and `folded`.
 
-    A column without texts (or only dashes) is left out if it is `shared` (`Column` explains this), or if
-    `required_headings` is given and lacks its heading.
+    A column without texts (or only dashes) is left out if `required_headings` is given and lacks its heading. It is
+    always left out if it is `shared`, because it has no text to print above its rows.
     """
     items = list(items)
     columns = []
@@ -116,12 +116,13 @@ def add_figure_columns(table: Table, cases: Cases) -> Table:
     columns = list(table.columns)
     rows = [list(row) for row in table.rows]
     for spec in metric_specs:
-        metrics = [case.figures[spec] for case in cases]
-        if all(metric.value is None for metric in metrics):
+        figures = [case.figures[spec] for case in cases]
+        if all(figure.value is None for figure in figures):
             continue
-        columns.append(figure_column(spec, "").column)
-        for row, metric in zip(rows, metrics, strict=True):
-            row.append(Field(metric.shown, metric.value))
+        # The fields are made below, so the column needs no function that returns them.
+        columns.append(figure_column(spec, get_value="").column)
+        for row, figure in zip(rows, figures, strict=True):
+            row.append(Field(figure.shown, figure.value))
     return replace(table, columns=tuple(columns), rows=tuple(map(tuple, rows)))
 
 
@@ -146,11 +147,12 @@ def make_metric_tables(panel: Panel) -> Tables:
     """Yields a table of cases for each table that metrics name and no module in `topics` builds. A table is left out if
     no case of the panel has one of its metrics.
     """
+    # Drop repeated names, because several metrics may name the same table.
     names = dict.fromkeys(spec.table for spec in METRICS.values())
-    # Metrics of one feature name the same table.
     for name in names:
         if name in ("", *TABLES_WITH_OWN_COLUMNS):
             continue
+        # The caption is the name of the table in words. The function for headings of metrics also makes it.
         cases_table = table(name, make_figure_heading(name), case_columns(case_path=""), panel.named_cases)
         table_with_metrics = add_figure_columns(cases_table, panel.named_cases)
         if len(table_with_metrics.columns) > len(cases_table.columns):

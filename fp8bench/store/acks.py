@@ -42,9 +42,9 @@ def load_acks(store: Path) -> Acks:
     try:
         lines, troubles = _open_acks_log(store).lines()
     except StoreError as error:
-        # The error's text begins with the file's path, which reports already print before this sentence.
-        reason = str(error).removeprefix(str(get_acks_path(store))).rstrip(".")
-        return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
+        # The error's text is '<path> cannot be read (...).' Replace the path by 'it', because reports already print it.
+        unreadable_text = "it" + str(error).removeprefix(str(get_acks_path(store))).rstrip(".")
+        return Acks(troubles=(f"{unreadable_text}, so nothing counts as acknowledged",))
     ids_of_undone_acks = {line.id for line in lines if isinstance(line, AckWithdrawal)}
     # If two lines have the same id, the earlier line counts.
     acknowledgement_by_id = {

@@ -56,12 +56,14 @@ CACHE_LEGEND = (
     "cache: content of the last-level cache when a call begins; hot (the default): as the previous call left it; cold: "
     "overwritten between calls; rotating: each call takes the next of several states"
 )
+# The column of this figure has the heading 'replayed'.
 REPLAYED_LEGEND = f"replayed: {REPLAY.description}"
 VERDICT_LEGEND = (
     f"verdict: faster or slower if the whole interval is outside +-{units.percent(VERDICT_BAND)} (or outside the "
     f"proven difference between the reference and its control), same if inside +-{units.percent(SAME_BAND, 0)}, else "
     "cannot tell"
 )
+# Reports show such a range where they would otherwise show '[low, high]' or 'could be'.
 ROUNDS_RANGE_LEGEND = (
     f"(low to high), or 'seen', is the range of the rounds, not a confidence interval: there were fewer than "
     f"{LEAST_ROUNDS} rounds, or other programs disturbed them"
