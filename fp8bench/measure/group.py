@@ -48,15 +48,17 @@ class MeasurementMethod:
     """Defines how a group is measured: when rounds stop, how long a request may take, and which untimed passes run.
 
     `judge` decides whether a case needs no more rounds. `choose_fastest` finds the fastest case, which is then timed
-    again; None skips this. `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to
-    settle; 0 skips the warm-up. `lost_devices` maps each device that no longer answers to the reason, for all groups.
+    again. `quantisers` holds whether emulated casts are compiled. `windows` plans windows: runs of seconds after the
+    timing, which measure energy or sustained speed. Each of these three may be None, which skips it. `ceilings` are
+    keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the warm-up. `lost_devices`
+    maps each device that no longer answers to the reason, for all groups.
 
-    `tapes` records a step's operators, and `shares` measures the parts of its time, both in a worker that no longer
-    times anything. Without `tapes_apart`, tapes are recorded in the timing worker. `checks_late_steps` turns on two
+    `tapes` records a step's operators, and `shares` measures the parts of its time, both in the untimed worker (see
+    GroupMeasurement). Without `tapes_apart`, tapes are recorded in the timing worker. `checks_late_steps` turns on two
     checks after the timing: whether the timed steps did work, and whether their memory grows.
 
-    A `brisk` group takes about 10 s on a GPU. Its passes with a profiler run in the worker that times nothing, so that
-    no worker restarts. `known_errors` collects numerical errors, so that brisk groups measure equal errors only once.
+    A `brisk` group takes about 10 s on a GPU. There, the untimed worker also measures memory and the effects of steps,
+    so that the timing worker need not restart. `known_errors` has the numerical errors that brisk groups share.
     """
 
     rule: StoppingRule
@@ -83,9 +85,9 @@ class MeasurementMethod:
 class GroupMeasurement:
     """Measures one group by `run`.
 
-    `_worker` times steps. `_untimed_worker` records operators, which would disturb later timings in its process (in the
-    last group it may be `_worker`). `_second_worker` measures errors while `_worker` prepares cases, is idle during the
-    timing, and then measures memory.
+    `_worker` times steps. `_untimed_worker` records operators, which would disturb later timings in its process. It may
+    be `_second_worker`, and in the last group `_worker`. `_second_worker` measures errors while `_worker` prepares
+    cases, is idle during the timing, and then measures memory. `_counting_worker` counts memory allocations.
     """
 
     _measured_group: Group
@@ -109,29 +111,30 @@ class GroupMeasurement:
 
     def run(self) -> tuple[Record, ...]:
         """Times the group's cases, runs the untimed passes, and returns the records in the order of the plan."""
-        # 1. Time the sessions. After a fault, time all of them again, because the remaining states may be damaged.
+        # 1. Refuse cases with wrong products, and time the sessions. After a fault, discard the drafts (unfinished
+        # records) and time all sessions again, because the remaining states may be damaged.
         self._fail_cases_of_lost_devices()
         self._make_passes(self._worker).check_products(self._list_usable())
         while self._time_sessions() == "again":
             for outcome in self._outcomes:
                 outcome.reset_draft_record()
         timed_reference_outcome = self._find_reference()
-        # 2. Start the worker for untimed passes only now: an earlier start would have disturbed the timing.
+        # 2. Start the untimed worker only now: an earlier start would have disturbed the timing. Without tapes and
+        # shares, only a brisk group uses it.
         if self._untimed_worker is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # if the worker cannot start, its first request reports why
                 self._untimed_worker.begin()
         worker_passes = self._make_passes(self._worker)
         # 3. Run the untimed passes of each case. If there is a second worker, it measures memory.
         with self._measuring_memory_in_second_worker() as memory_outcomes:
-            self._run_untimed_passes(worker_passes, timed_reference_outcome, memory_outcomes is None)
+            self._run_untimed_passes(worker_passes, timed_reference_outcome, with_memory=memory_outcomes is None)
         if memory_outcomes is not None:
             self._store_memory_figures(worker_passes, memory_outcomes)
         # 4. Run passes that need an idle second worker: recording operators in it, or searching the largest batch.
         if self._untimed_worker is self._second_worker:
             self._record_operators(worker_passes)
-        if self._method.capacity is not None:  # the search may need all memory
-            limits, rule = self._method.limits, self._method.capacity
-            capacity_pass = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
+        if (rule := self._method.capacity) is not None:  # the search may need all memory
+            capacity_pass = CapacityPass(self._worker, self._facts, self._method.limits, self._observer, rule)
             capacity_pass.find_largest_batches([outcome for outcome in self._outcomes if outcome.may_fit_memory])
         # `_counting_worker.why` is the reason if that worker cannot count allocator calls.
         if self._counting_worker is not None:
@@ -140,7 +143,7 @@ class GroupMeasurement:
         for outcome in self._list_usable():
             ceilings = self._method.ceilings.get(outcome.planned.case.device)
             outcome.note(ceiling=derive_ceiling(outcome.planned, ceilings))
-        return tuple(outcome.make_record(outcome is reference, outcome.planned.skip) for outcome in self._outcomes)
+        return tuple(outcome.make_record(outcome is reference) for outcome in self._outcomes)
 
     def _run_untimed_passes(self, passes: Passes, timed_reference: CaseOutcome | None, with_memory: bool) -> None:
         """Runs the passes that follow the timing. The reference of the timing, `timed_reference`, may fail here."""
@@ -154,13 +157,13 @@ class GroupMeasurement:
         # Compute the statistics of the data once, because all precisions use the same data.
         if reference is not None:
             passes.ask("statistics", [reference])
-        # 2. Check which products a step computes and what it changes, and measure transfers and coverage. Measure
+        # 2. Observe the products of an untimed step and what it changes, and measure transfers and coverage. Measure
         # memory last of these passes, because torch's profiler could disturb the passes after it.
         passes.ask("products", self._list_usable())
         untimed_passes.check_step_effects(self._list_usable())
         passes.measure_transfers(self._list_usable())
         # Coverage is how much of a user's model is converted. Only a worker knows such a model's layers (`examined`).
-        examined = [case for case in self._list_usable() if workloads.get(case.planned.case.workload).examined]
+        examined = [outcome for outcome in self._list_usable() if workloads.get(outcome.planned.case.workload).examined]
         passes.ask("coverage", examined)
         if with_memory:
             untimed_passes.measure_memory(self._list_usable(), self._device_meter, self._method.checks_late_steps)
@@ -201,19 +204,17 @@ class GroupMeasurement:
     @contextmanager
     def _measuring_errors_in_second_worker(self) -> Iterator[None]:
         """While the `with` block runs, the second worker measures numerical errors of small cases."""
-        small_case_outcomes = [
-            CaseOutcome(outcome.planned) for outcome in self._list_usable() if self._is_small_case(outcome.planned)
-        ]
+        small_cases = [outcome.planned for outcome in self._list_usable() if self._is_small_case(outcome.planned)]
         # Skip this if numerical errors are known already, from an earlier session or from earlier groups.
-        if self._second_worker is None or self._errors or not small_case_outcomes:
+        if self._second_worker is None or self._errors or not small_cases:
             yield
             return
-        worker_passes = self._make_passes(self._second_worker, SilentObserver(), True)
-        with self._running_in_second_worker(worker_passes.measure_errors, small_case_outcomes, self._errors):
+        measure_errors = self._make_passes(self._second_worker, SilentObserver(), is_untimed=True).measure_errors
+        with self._running_in_second_worker(measure_errors, list(map(CaseOutcome, small_cases)), self._errors):
             yield
 
     def _is_small_case(self, planned: PlannedCase) -> bool:
-        """Returns whether a case needs little memory and no long preparation. False if its memory is unknown."""
+        """Returns whether a case needs little memory (False if unknown), and neither static scales nor compilation."""
         least_bytes, static_scales = planned.work.least_memory, planned.case.static
         needs_preparation = static_scales is not None or planned.work.setup_seconds > 0
         is_size_small = 0 < _SMALL_CASE_MEMORY_FACTOR * least_bytes < self._facts[planned.case.device].memory_bytes
@@ -245,11 +246,12 @@ class GroupMeasurement:
 
     def _measure_memory(self, worker: Worker, waiting: list[CaseOutcome], results: dict[str, CaseOutcome]) -> None:
         """Measures the memory of the waiting cases, with compiled quantisers if a case was timed with them."""
-        worker_passes = self._make_passes(worker, SilentObserver(), True)
+        worker_passes = self._make_passes(worker, SilentObserver(), is_untimed=True)
         while waiting:
             timed_outcome = waiting.pop(0)
             case, timing = timed_outcome.planned.case, timed_outcome.draft.timing
             try:
+                # Prepare an arm only to compile its quantisers, which stay compiled in the worker.
                 if timing is not None and timing.fused:
                     arm = MeasuredArm(case.id, timed_outcome.planned, self._facts[case.device], self._method.limits)
                     arm.prepare(worker, QuantiserCompilation())
@@ -260,7 +262,7 @@ class GroupMeasurement:
             results[case.id] = CaseOutcome(timed_outcome.planned)
             worker_passes.measure_memory([results[case.id]], self._device_meter, self._method.checks_late_steps)
 
-    def _make_passes(self, worker: Worker, observer: Observer | None = None, is_untimed: bool = False) -> Passes:
+    def _make_passes(self, worker: Worker, observer: Observer | None = None, *, is_untimed: bool = False) -> Passes:
         return Passes(worker, self._facts, self._method.limits, observer or self._observer, is_untimed)
 
     def _select_untimed_passes(self) -> Passes | None:
@@ -276,7 +278,7 @@ class GroupMeasurement:
         return self._untimed_worker if self._method.brisk and self._untimed_worker is not self._worker else None
 
     def _mark_unpaired_outcomes(self) -> None:
-        """Marks all outcomes as unpaired (timed without the reference), unless all were timed in the same rounds."""
+        """Marks all outcomes as unpaired, unless all were timed in the rounds of the reference (no `paired_with`)."""
         if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
         for outcome in self._outcomes:
@@ -291,6 +293,7 @@ class GroupMeasurement:
         if planned_reference_outcome in remaining:
             return planned_reference_outcome
         reference_candidates = [outcome for outcome in remaining if outcome.planned.support.is_native] or remaining
+        # The highest precision has the lowest `rank`.
         return min(reference_candidates, key=lambda one: precisions.get(one.planned.case.precision).rank, default=None)
 
     def _time_sessions(self) -> str:
@@ -310,7 +313,7 @@ class GroupMeasurement:
             except ArmFailed as arm_failure:
                 failure = arm_failure
             except CompilingFailed:
-                return "again"  # time all sessions again in a new worker, without compiling quantisers
+                return "again"  # the failure was stored in `_method.quantisers`, so the next try compiles none
             finally:
                 release_failure = self._release_session(session)
             failure = failure or release_failure
@@ -342,42 +345,40 @@ class GroupMeasurement:
 
     def _time_round_session(self, session: RoundSession, session_count: int) -> None:
         # 1. Build the states of all arms, and choose how many calls a slot has.
+        report = self._observer.working
         for arm in session.arms:
             activity_text = "finding scales" if arm.planned.case.static else "preparing"
-            self._observer.working(arm.planned.case, activity_text, 0.0)
+            report(arm.planned.case, activity_text, 0.0)
         method = self._method
         with self._measuring_errors_in_second_worker():
-            session.prepare(
-                self._worker, method.quantisers, lambda arm, text: self._observer.working(arm.planned.case, text, 0.0)
-            )
+            session.prepare(self._worker, method.quantisers, lambda arm, text: report(arm.planned.case, text, 0.0))
         # 2. Time rounds until the stopping rule ends them. Remaining sessions share the group's time, if it is limited.
         device_watch = self._start_session_watch(session)
-        read_slot_state = device_watch.read_state_after_slot if device_watch else None
-        rule = method.rule.after(time.monotonic() - self._start, session_count)
+        read_state = device_watch.read_state_after_slot if device_watch else None
+        round_rule = method.rule.after(time.monotonic() - self._start, session_count)
         report_progress = self._make_progress_callback("measuring")
-        end_reason = session.run(self._worker, rule, method.judge, self._seed, report_progress, after=read_slot_state)
+        end_reason = session.run(self._worker, round_rule, method.judge, self._seed, report_progress, after=read_state)
         # 3. Time the fastest candidate again, because the fastest of several noisy timings is biased.
         fastest = None
         if method.choose_fastest is not None:
             report_progress = self._make_progress_callback("timing the fastest again")
             fastest = session.time_fastest_again(
-                method.choose_fastest, self._worker, method.rule, self._seed + 1, report_progress, read_slot_state
+                method.choose_fastest, self._worker, method.rule, self._seed + 1, report_progress, read_state
             )
         if device_watch:
             device_watch.finish()
         # Examine late steps before any other call, which could reveal to the suite's code that the timing is over.
         self._check_late_step_work(session)
         session.check_states(self._worker)  # raises ArmFailed if the timed steps have damaged a state
-        paired_timing_fields = {}
         # 4. Store the timings.
+        paired_timing_fields = {}
         if (base_arm := session.reference) is not None:
             reference_timing = base_arm.timing()
-            control_timing = session.control.timing() if session.control else None
+            control = session.control.timing() if session.control else None
             if self._find_outcome(base_arm).draft.timing is None:
-                case_record_fields = base_arm.record_fields()
-                self._find_outcome(base_arm).note(**case_record_fields, control=control_timing, stopped=end_reason)
+                self._find_outcome(base_arm).note(**base_arm.record_fields(), control=control, stopped=end_reason)
             else:  # the reference has a timing already, so store this one only with the candidates
-                paired_timing_fields = {"paired_with": reference_timing, "control": control_timing}
+                paired_timing_fields = {"paired_with": reference_timing, "control": control}
         for arm in session.candidates:
             case_record_fields = {**arm.record_fields(), **paired_timing_fields}
             self._find_outcome(arm).note(**case_record_fields, stopped=end_reason, paired=base_arm is not None)
@@ -396,7 +397,8 @@ class GroupMeasurement:
                     self._find_outcome(arm).note(**arm.examine_late_steps(self._worker))
 
     def _measure_replays(self, session: RoundSession) -> None:
-        """Times replays of captured steps, without the host. Runs last, because a capture may damage an arm's state."""
+        """Times replays of captured steps (CUDA graphs). Runs last, because a capture may damage an arm's state."""
+        # Only steps that are queued on an accelerator, without emulation, can be captured.
         arms = [arm for arm in session.arms if arm is not session.control]
         pending_arms = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
         replay_pass = StepReplayPass(self._seed, self._make_progress_callback("replaying steps"))
@@ -414,14 +416,15 @@ class GroupMeasurement:
             return device_settler.warm_up_device(first, self._worker)
 
     def _start_session_watch(self, session: RoundSession) -> SessionWatch | None:
-        """Warms the device up. Returns the `SessionWatch` that reads its state between slots; None without sensors."""
+        """Warms the device up, and returns the watch that reads its state between slots. None if no watch is needed."""
         if self._device_meter is None or not session.arms:
             return None
         device = self._device_meter.device
+        # A GPU is watched even without sensors, so that its records state why the readings are missing.
         if device.has_no_sensors and not session.arms[0].facts.accelerated:
             return None
-        idle_worker, warm_up = self._brisk_untimed_worker, self._warm_up_device(session.arms[0], device)
-        has_idle_worker_process = idle_worker is not None and idle_worker.pid is not None
+        warm_up = self._warm_up_device(session.arms[0], device)
+        has_idle_worker_process = (worker := self._brisk_untimed_worker) is not None and worker.pid is not None
         return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=int(has_idle_worker_process))
 
     def _store_watch_and_energy(self, session: RoundSession, watch: SessionWatch | None) -> None:
@@ -440,9 +443,8 @@ class GroupMeasurement:
         window_pass = WindowPass(self._device_meter, rule, self._seed, self._make_progress_callback(activity_text))
         results = window_pass.measure([arm for _, arm in pending], self._worker)
         for outcome, arm in pending:
-            outcome.note(
-                energy=results[arm.key].energy_use if rule.energy else None, sustained=tuple(results[arm.key].turns)
-            )
+            result = results[arm.key]
+            outcome.note(energy=result.energy_use if rule.energy else None, sustained=tuple(result.turns))
         # Measure the energy of phases only for arms whose whole steps have windows.
         if rule.phases:
             pending = [(outcome, arm) for outcome, arm in pending if results[arm.key].windows]
@@ -457,14 +459,12 @@ class GroupMeasurement:
     def _split_session_plan(self, session_plan: _SessionPlan) -> list[_SessionPlan]:
         """Returns smaller sessions that replace a session that does not fit in memory, or [] if it cannot be split."""
         reference, with_control, candidates = session_plan
-        if reference is None:
+        if reference is None or not (candidates or with_control):
             return []
         if len(candidates) > 1:
             return [(reference, with_control, [candidate]) for candidate in candidates]
         if with_control:
             return [(reference, False, candidates)]
-        if not candidates:
-            return []
         # Time reference and candidate in two sessions. The reference may have a timing from an earlier session.
         reference_session_plans: list[_SessionPlan] = [(reference, False, [])] if reference.draft.timing is None else []
         return [*reference_session_plans, (None, False, candidates)]
@@ -480,7 +480,7 @@ class GroupMeasurement:
     def _check_device(self, arm: MeasuredArm) -> None:
         """Marks a device as lost if even a new worker cannot use it. All later cases on it would fail."""
         try:
-            self._worker.with_time_limit(HANG_SECONDS).answers(arm.facts)
+            self._worker.with_time_limit(HANG_SECONDS).answers(arm.facts)  # raises if the device does not work
         except WorkerError as cause:
             if not ran_out_of_memory(cause):
                 self._worker.restart()

@@ -75,7 +75,9 @@ class CaseOutcome:
     def may_fit_memory(self) -> bool:
         return self.planned.support.level is not Level.REFUSED and self.failure in ("", OUT_OF_MEMORY)
 
-    def make_record(self, is_reference: bool, skip_reason: str = "") -> Record:
+    def make_record(self, is_reference: bool, skip_reason: str | None = None) -> Record:
+        """Returns the finished record. `skip_reason` is by default the reason in the plan; '' for a measured case."""
+        skip_reason = self.planned.skip if skip_reason is None else skip_reason
         status = Status.SKIPPED if skip_reason else Status.FAILED if self.failure else Status.OK
         finished_record = replace(
             self.draft, status=status, is_reference=is_reference, reason=skip_reason or self.failure
@@ -197,7 +199,8 @@ def _has_products_to_check(outcome: CaseOutcome) -> bool:
 @dataclass(frozen=True)
 class Passes:
     """Runs the untimed passes of cases in a worker, such as that for numerical errors. Stores the answer of a pass in
-    the outcome of its case, or the reason for a missing answer.
+    the outcome of its case, or the reason for a missing answer. With `_is_untimed`, the worker never times steps, so it
+    is not restarted to free GPU memory.
     """
 
     _worker: Worker
