@@ -216,7 +216,7 @@ def _make_unavailable_meter(reason: str, clock: Clock = HOST_CLOCK) -> Meter:
 def open_rapl_meter(root: Path = rapl.RAPL_FOLDER, clock: Clock = HOST_CLOCK, energy: bool = True) -> Meter:
     reason = "a CPU has no NVML"
     host = HostDevice(reason)
-    device = host if host.has_sensors else AbsentDevice(reason)
+    device = host if host.has_sensor_files else AbsentDevice(reason)
     if not energy:
         return Meter((), device, _NO_ENERGY_REASON, clock)
     try:

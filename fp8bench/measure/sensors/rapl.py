@@ -56,7 +56,7 @@ def list_energy_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> t
         ]
     if not energy_domains:
         raise NoReading(f"{root} has no RAPL package: {_explain_rapl_absence(cpuinfo)}")
-    # Read each counter once, so that a counter without permission fails here and not in a window.
+    # Read each counter once, so that a counter without permission fails here and not during a measurement.
     for domain in energy_domains:
         _read_energy_uj(domain)
     return tuple(energy_domains)
@@ -86,10 +86,11 @@ class EnergyCounter:
 def _measure_energy_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -> int:
     if new >= old:
         return new - old
-    wrapped_growth_uj = new - old + (part.range_uj or 0)
-    if part.range_uj is None or not 0 <= wrapped_growth_uj * _JOULES_PER_MICROJOULE <= _MAX_COUNTER_WATTS * elapsed:
-        raise NoReading(f"the energy counter of {part.name} went back from {old} uJ to {new} uJ")
-    return wrapped_growth_uj
+    if part.range_uj is not None:
+        wrapped_growth_uj = new - old + part.range_uj
+        if 0 <= wrapped_growth_uj * _JOULES_PER_MICROJOULE <= _MAX_COUNTER_WATTS * elapsed:
+            return wrapped_growth_uj
+    raise NoReading(f"the energy counter of {part.name} went back from {old} uJ to {new} uJ")
 
 
 def _make_energy_domain(name: str, path: Path) -> EnergyDomain:
@@ -135,16 +136,16 @@ _PROCESSOR_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
 
 
 class HostDevice(AbsentDevice):
-    """Reads a processor's clock and temperature from files. Every other value is unavailable, with `reason`."""
+    """Reads a processor's clock and temperature from files. AbsentDevice answers every other query with `reason`."""
 
-    has_no_sensors = False
+    has_no_sensors = False  # meter.py uses a HostDevice only if it `has_sensor_files`
 
     def __init__(self, reason: str, root: Path = SYSTEM_FOLDER) -> None:
         super().__init__(reason)
         self._clocks, self._heats = sorted(root.glob(_CLOCK_FILES_PATTERN)), sorted(_list_temperature_sensors(root))
 
     @property
-    def has_sensors(self) -> bool:
+    def has_sensor_files(self) -> bool:
         return bool(self._clocks or self._heats)
 
     def read_changing_state(self) -> Readings:
@@ -155,7 +156,7 @@ class HostDevice(AbsentDevice):
         return {**super().read_changing_state(), **state}
 
     def read_in_this_thread(self) -> Readings:
-        return self.read_changing_state()
+        return self.read_changing_state()  # reads files, which needs no other thread
 
 
 def _list_temperature_sensors(root: Path) -> Iterator[Path]:

@@ -150,7 +150,7 @@ def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) 
     assert seen["cpu_clock"] == Reading(3.6e9, "Hz", "sysfs") and seen["temperature"] == Reading(61.25, "degC", "sysfs")
     assert (
         seen["sm_clock"] == UnavailableReading("a CPU has no driver")
-        and device.has_sensors
+        and device.has_sensor_files
         and not device.has_no_sensors
     )
     assert device.read_in_this_thread() == seen and device.facts()["driver"] == UnavailableReading(
@@ -161,9 +161,9 @@ def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) 
 @for_each("clocks", [{}, {0: "<unknown>"}, {0: "0"}])
 def test_unreadable_values_have_a_reason(tmp_path: Path, clocks: dict[int, str]) -> None:
     device = made(tmp_path, clocks)
-    assert isinstance(device.read_changing_state()["cpu_clock"], UnavailableReading) and device.has_sensors == bool(
-        clocks
-    )
+    assert isinstance(
+        device.read_changing_state()["cpu_clock"], UnavailableReading
+    ) and device.has_sensor_files == bool(clocks)
 
 
 def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
