@@ -16,6 +16,7 @@ from typing import Any
 from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Overheads
 from fp8bench.protocols import Device, Markers, Phases, ReportingMarker, SilentPhases, Stamper
 
+# CELL_PHASES are all PHASES and UNATTRIBUTED, the time outside of them. A phase's code is its index in CELL_PHASES.
 UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
 
 
@@ -24,43 +25,41 @@ class PhaseMarker:
     """The context manager that marks a phase. It is created once and entered many times, even while it is already
     entered.
 
-    A marker takes a time stamp and calls `_note_code` at the phase's beginning, with the phase's code (its index in
-    CELL_PHASES), and at its end, with the bitwise complement of the code.
+    A marker takes a time stamp and calls `_add_mark_code` with the code of the mark (see PhaseStampClock).
     """
 
     _phase_code: int
-    _note_code: Callable[[int], None]
+    _add_mark_code: Callable[[int], None]
     _append_time_stamp: Callable[[Any], None]
     _take_stamp: Callable[[], Any]
 
     def __enter__(self) -> None:
         self._append_time_stamp(self._take_stamp())
-        self._note_code(self._phase_code)
+        self._add_mark_code(self._phase_code)
 
     def __exit__(self, *exc: object) -> None:
         self._append_time_stamp(self._take_stamp())
-        self._note_code(~self._phase_code)
+        self._add_mark_code(~self._phase_code)
 
 
 @dataclass(slots=True, eq=False)
 class StampSharingMarker(PhaseMarker):
-    """A marker that takes fewer time stamps. If its phase begins right after another phase ends, without a kernel in
-    between, it reuses the time stamp of that end.
+    """A marker that takes fewer time stamps. At the beginnings of phases that are in `_shared`, it reuses the time
+    stamp of the mark before (see `PhaseStampClock.share`).
     """
 
-    _noted_codes: list[int]
+    _mark_codes: list[int]
     _shared: dict[int, int]
 
     def __enter__(self) -> None:
-        if self._shared.get(len(self._noted_codes)) != self._phase_code:
+        if self._shared.get(len(self._mark_codes)) != self._phase_code:
             self._append_time_stamp(self._take_stamp())
-        self._note_code(self._phase_code)
+        self._add_mark_code(self._phase_code)
 
 
 class PhaseStampClock(Markers):
     """Provides a marker for each phase, and records the beginnings and ends of phases in the current step as marks. A
-    mark has a time stamp and a code: the phase's index in CELL_PHASES at its beginning, and the bitwise complement of
-    this index at its end.
+    mark has a time stamp and a code: the phase's code at its beginning, and the bitwise complement of it at its end.
 
     `begin` starts a step in the phase UNATTRIBUTED. `end` ends the step and returns (codes, stamps): codes[i] is the
     phase between stamps[i] and stamps[i + 1]. `report` is called with the code of the current phase whenever the phase
@@ -69,8 +68,8 @@ class PhaseStampClock(Markers):
 
     __slots__ = (
         "_last_step",
-        "_note_code",
-        "_noted_codes",
+        "_add_mark_code",
+        "_mark_codes",
         "_open",
         "_expected_codes",
         "_shared",
@@ -80,7 +79,7 @@ class PhaseStampClock(Markers):
     )
 
     def __init__(self, stamper: Stamper, report: Callable[[int], None] | None = None) -> None:
-        self._noted_codes: list[int] = []
+        self._mark_codes: list[int] = []
         # the codes of the last step's marks, and the phase codes computed from them
         self._last_step: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]
         self._stamps: list[Any] = []
@@ -90,32 +89,34 @@ class PhaseStampClock(Markers):
         self._expected_codes: list[int] = []
         self._report = report
         self.now = stamper.source()
-        self._note_code = self._noted_codes.append if report is None else self._report_phase
+        self._add_mark_code = self._mark_codes.append if report is None else self._report_phase
+        # Markers stores each of these as the attribute with the phase's name.
         super().__init__(
-            lambda name: PhaseMarker(CELL_PHASES.index(name), self._note_code, self._stamps.append, self.now)
+            lambda name: PhaseMarker(CELL_PHASES.index(name), self._add_mark_code, self._stamps.append, self.now)
         )
 
-    def share(self, notes: list[int], indices: Iterable[int]) -> None:
-        """Leaves out the time stamps of the marks with these `indices`, in later steps whose marks have the codes
-        `notes`.
+    def share(self, mark_codes: list[int], indices: Iterable[int]) -> None:
+        """Leaves out the time stamps of the marks with these `indices`, in later steps whose marks have these codes.
 
         Each of these marks begins a phase right after another phase ends. No kernel is launched in between, so no time
         is assigned to the wrong phase.
         """
-        self._expected_codes = notes
-        self._shared = {index: notes[index] for index in indices}
+        self._expected_codes = mark_codes
+        self._shared = {index: mark_codes[index] for index in indices}
         for name in PHASES:
             code = CELL_PHASES.index(name)
             append_time_stamp = self._stamps.append
             setattr(
                 self,
                 name,
-                StampSharingMarker(code, self._note_code, append_time_stamp, self.now, self._noted_codes, self._shared),
+                StampSharingMarker(
+                    code, self._add_mark_code, append_time_stamp, self.now, self._mark_codes, self._shared
+                ),
             )
 
     def begin(self) -> None:
-        """Starts a step. Drops the marks (beginnings and ends of phases) of a previous step that was aborted."""
-        self._noted_codes.clear()
+        """Starts a step. Drops the marks of the previous step, which may have been aborted."""
+        self._mark_codes.clear()
         self._stamps.clear()
         self._open[:] = [UNATTRIBUTED_CODE]
         if self._report is not None:
@@ -125,29 +126,31 @@ class PhaseStampClock(Markers):
     def end(self) -> tuple[list[int], list[Any]]:
         """Ends the step. Returns its time stamps, and the code of the phase between each two stamps.
 
-        Raises RuntimeError if a marker is still open, or was closed out of order, which is a bug of the workload. The
+        Raises RuntimeError for a bug of the workload: a marker that is still open, or was closed out of order. The
         marker itself does not raise, because a thread or a dropped generator would hide the error.
         """
         self._stamps.append(self.now())
         last_mark_codes, phase_codes = self._last_step
-        if self._noted_codes != last_mark_codes:  # recompute only if the marks have changed, which is rare
-            phase_codes = _compute_phase_codes(self._noted_codes)
+        if self._mark_codes != last_mark_codes:  # recompute only if the marks have changed, which is rare
+            phase_codes = _compute_phase_codes(self._mark_codes)
             if self._shared:
+                # Interval i ends at mark i. If this mark has no time stamp, interval i is empty, so drop its code.
                 shared_mark_indices = {
-                    index for index, note in enumerate(self._noted_codes) if self._shared.get(index) == note
+                    index for index, mark_code in enumerate(self._mark_codes) if self._shared.get(index) == mark_code
                 }
                 phase_codes = [code for index, code in enumerate(phase_codes) if index not in shared_mark_indices]
-                # this step has different marks than the inspected step, so stop sharing stamps
-                if self._noted_codes and self._noted_codes != self._expected_codes:
+                # If this step has other marks than the inspected step, share no stamps in later steps. A step without
+                # marks does not count, because only some of the steps are marked.
+                if self._mark_codes and self._mark_codes != self._expected_codes:
                     self._shared.clear()
-            self._last_step = self._noted_codes.copy(), phase_codes
+            self._last_step = self._mark_codes.copy(), phase_codes
         # Return copies, because later steps use the same lists again.
         return phase_codes.copy(), self._stamps.copy()
 
-    def _report_phase(self, note: int) -> None:
-        self._noted_codes.append(note)
-        if note >= 0:
-            self._open.append(note)
+    def _report_phase(self, mark_code: int) -> None:
+        self._mark_codes.append(mark_code)
+        if mark_code >= 0:
+            self._open.append(mark_code)
         elif len(self._open) > 1:  # UNATTRIBUTED always stays, even if a step closes too many phases
             self._open.pop()
         assert self._report is not None
@@ -177,13 +180,14 @@ class BetweenCallsTimer:
         return sum(intervals_ns[::2]) * 1e-9
 
 
-def _compute_phase_codes(notes: Iterable[int]) -> list[int]:
+def _compute_phase_codes(mark_codes: Iterable[int]) -> list[int]:
+    """Returns the code of the innermost open phase before the first mark and after each mark."""
     open_phase_codes = [UNATTRIBUTED_CODE]
     phase_codes = open_phase_codes.copy()
-    for note in notes:
-        if note >= 0:
-            open_phase_codes.append(note)
-        elif open_phase_codes.pop() != ~note:
+    for mark_code in mark_codes:
+        if mark_code >= 0:
+            open_phase_codes.append(mark_code)
+        elif open_phase_codes.pop() != ~mark_code:
             raise RuntimeError(
                 "the step closed a phase that was not the innermost open one: phases must be nested, and those that "
                 "threads or generators open must be closed before the phase around them"
@@ -203,11 +207,11 @@ def make_reporting_phases(report: Callable[[str], None]) -> Markers:
 
 
 def find_shared_phase_marks(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
-    """Runs a step. Returns the codes of its marks (beginnings and ends of phases), and the indices of those marks that
-    can reuse the time stamp of the mark before them.
+    """Runs a step. Returns the arguments of `PhaseStampClock.share`: the codes of the step's marks, and the indices of
+    those marks that can reuse the time stamp of the mark before them.
 
-    Such a mark begins a phase right after another phase ends, without an operator of torch in between. Kernels that
-    torch does not launch are invisible here.
+    Between such a mark and the mark before it, torch runs no operator. Kernels that torch does not launch are invisible
+    here.
     """
     from fp8bench.tape.recorder import PhaseOperatorWatch
 
@@ -222,13 +226,13 @@ def find_shared_phase_marks(step: Callable[[Phases], object]) -> tuple[list[int]
     phase_mark_codes: list[int] = []
     stamp_sharing_indices: list[int] = []
 
-    def note(code: int) -> None:
+    def add_mark_code(code: int) -> None:
         if code >= 0 and phase_mark_codes and phase_mark_codes[-1] < 0 and not launch_watch.has_launched:
             stamp_sharing_indices.append(len(phase_mark_codes))
         phase_mark_codes.append(code)
         launch_watch.has_launched = False
 
-    phases = Markers(lambda name: PhaseMarker(CELL_PHASES.index(name), note, lambda stamp: None, lambda: None))
+    phases = Markers(lambda name: PhaseMarker(CELL_PHASES.index(name), add_mark_code, lambda stamp: None, lambda: None))
     with launch_watch:
         step(phases)
     return phase_mark_codes, stamp_sharing_indices
@@ -282,11 +286,11 @@ def measure_overheads(device: Device, index: int) -> Overheads:
         event_pair_seconds = intervals_ns[len(intervals_ns) // 2] * 1e-9
     # Noise may make a small cost seem negative.
     return Overheads(
-        max(phase_marker_seconds, 0.0),
-        max(silent_phases_seconds, 0.0),
-        max(clock_read_seconds, 0.0),
-        event_pair_seconds,
-        device.why_idle(index),
+        marker_on=max(phase_marker_seconds, 0.0),
+        marker_off=max(silent_phases_seconds, 0.0),
+        stamp=max(clock_read_seconds, 0.0),
+        event_pair=event_pair_seconds,
+        why_idle=device.why_idle(index),  # the reason if `occupy` above could not keep the device busy with products
     )
 
 
@@ -320,8 +324,9 @@ def _call_repeatedly(function: Callable[[], object]) -> None:
 def time_alternating_loops(
     bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Returns the CPU seconds per step of two loops: slots of fp8bench (`harness`), and a loop that measures nothing
-    (`bare`). Each round runs both loops, in alternating order.
+    """Returns the CPU seconds per step of two loops of `steps` steps: a slot of fp8bench (one call of `harness` runs
+    all steps), and a loop that measures nothing (each call of `bare` runs one step). Each round runs both loops, in
+    alternating order.
     """
     harness_loop_seconds = []
     unmeasured_loop_seconds = []
@@ -355,9 +360,9 @@ def require_agreeing_clocks(clocks: Mapping[str, Callable[[], float]]) -> Iterat
     """Raises ClocksDisagree if one of `clocks` measures a different duration of the `with` block than the hardware's
     clock.
 
-    `clocks` return nanoseconds. Replaced clocks are also found by identity (user_code/switches.py), unless they were
-    replaced before the first check. Each clock is read between two readings of the hardware's clock, so that an
-    interruption causes no false alarm.
+    `clocks` return nanoseconds. The watch of switches (user_code/switches.py) finds replaced functions of the module
+    `time` without reading them, but not a system clock that a program adjusts. Each clock is read between two readings
+    of the hardware's clock, so that an interruption causes no false alarm.
     """
     readings = {
         name: (_READ_CLOCK(_HARDWARE_CLOCK), clock(), _READ_CLOCK(_HARDWARE_CLOCK)) for name, clock in clocks.items()
