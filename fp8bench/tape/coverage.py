@@ -75,7 +75,8 @@ class _CallSiteTracker(RunningModules[_CallSite]):
             if weight.kind != EXPERTS_KIND and weight.parameter == "weight"
         }
         call_sites = {module: _CallSite(path, weights_by_module.get(module)) for path, module in model.named_modules()}
-        super().__init__(call_sites.get, _CallSite())
+        # The label of a module is its call site. Calls outside of all modules get an empty call site.
+        super().__init__(call_sites.get, outside_label=_CallSite())
         # Ids of weights that an operator used, but in no product that could be recognised.
         self.unrecognised: set[int] = set()
         self.call_counts: Counter[int] = Counter()
@@ -86,7 +87,8 @@ class _CallSiteTracker(RunningModules[_CallSite]):
         self._open_stacks: list[ExitStack] = []
 
     def enter_module(self, label: _CallSite) -> None:
-        self.call_counts[id(label.product_weight)] += 1
+        if label.product_weight is not None:
+            self.call_counts[id(label.product_weight)] += 1
         super().enter_module(label)
 
     def _handle_module_start(self, module: nn.Module, inputs: Any) -> None:
@@ -138,8 +140,8 @@ def measure_coverage(
     model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
 ) -> Coverage:
     """Returns the products of a step of the unchanged model, grouped by the weight that each multiplies by.
-    `product_weights` are the weights that a Conversion lists before it changes the model. The sizes of native products
-    must be multiples of the keyword argument `multiple`.
+    `product_weights` are the weights that the model multiplies by. The sizes of native products must be multiples of
+    `multiple`.
 
     Each product counts for exactly one weight, or as a product without a weight. A second step shows whether steps
     differ.
@@ -162,6 +164,7 @@ def measure_coverage(
     multiplying_weight_holders = (
         weight_holder for weight_holder in product_weight_holders if weight_holder.rule != _NO_PRODUCT_RULE
     )
+    # If the first step creates parameters, steps differ for this reason, so describe no other differences.
     late_parameter_names = [name for name, _ in model.named_parameters() if name not in parameters]
     remarks = (
         [_LATE_PARAMETERS_REMARK.format(_join_first_names(late_parameter_names))]
@@ -311,6 +314,7 @@ def _build_weight_holder(
         elif product_weight.kind == EXPERTS_KIND:
             rule = _NO_PRODUCT_RULE
             reason = "the step multiplies nothing by it"
+        # The name of the root module is '', so its parameters have no prefix.
         elif f"{product_weight.name}.{product_weight.parameter}".lstrip(".") in sums.used_by_functions:
             rule = "not-called"
             reason = "a function multiplies by its weight, and the step never calls the layer itself"
@@ -343,8 +347,9 @@ def explain_misfit(product_weight: ProductWeight, products: Sequence[HeldProduct
     misfit_sizes = sorted({size for size in contracted_and_output_sizes if size % multiple})
     if not misfit_sizes:
         return ""
-    # Use the letters of the forward product: N and K are the sides of the weight, and M is the number of rows.
-    names = dict(zip(product_weight.sides, "NK", strict=True))
-    sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in misfit_sizes)
+    # Use the letters of the forward product: N and K are the sides of the weight, and M is the number of rows. Show a
+    # size once, even if two of them have it, with the letter K or N.
+    letters_by_size = dict(zip(product_weight.sides, "NK", strict=True))
+    sizes = ", ".join(f"{letters_by_size.get(size, 'M')}={size}" for size in misfit_sizes)
     padded_sizes = ", ".join(str(round_up(size, multiple)) for size in misfit_sizes)
     return f"native products take contractions and columns in multiples of {multiple}: pad {sizes} to {padded_sizes}"
