@@ -68,9 +68,9 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
         )
     check_store(store)
     started = now()
-    # 1. Measure the rates of each device.
+    # 1. Measure the rates of each device. The `limit` of a rate is what was timed, such as products or copies.
     groups: list[list[Record]] = []
-    with register_process_run(True), ProcessWorker(Settings(request.threads)) as worker:
+    with register_process_run(isolation=True), ProcessWorker(Settings(request.threads)) as worker:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, request.threads)
         for device in choose_devices(request, facts):
@@ -109,6 +109,7 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     name = rate.precision or _ARRAY_DTYPE
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
     support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
+    # Products in fp32 are the reference of the other products. Each rate without a precision is its own reference.
     is_reference = name == _ARRAY_DTYPE
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=is_reference, reason=rate.why)
@@ -131,7 +132,7 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
 
 
 # Figures of datasheets that are not peak rates. Each has the field's name, the factor from the quoted unit to the
-# field's unit, and the quoted unit.
+# field's unit, and the quoted unit. A user may call the memory size `memory` or `capacity`.
 _DATASHEET_FIGURES = {
     "bandwidth": ("bandwidth", 1e9, "GB/s"),
     "memory": ("capacity", 1e9, "GB"),
@@ -174,7 +175,8 @@ class DeviceFigureQuote:
         field, factor, _ = self.datasheet_conversion
         value: float | None = None
         if field == _PEAK_DATASHEET_FIELD:
-            value = (device.sparse if sparse else device.dense).get(product_kind_of(self.figure))
+            product_kind = product_kind_of(self.figure)  # 'fp8' for the figure 'e4m3fn'
+            value = (device.sparse if sparse else device.dense).get(product_kind)
         elif not sparse:
             value = getattr(device, field)
         return None if value is None else float(value) / factor
@@ -230,9 +232,8 @@ def parse_quoted_figure(text: str) -> DeviceFigureQuote:
 
 def describe_quoted_figures(quotes: Sequence[DeviceFigureQuote]) -> Iterator[str]:
     for quote in quotes:
-        yield from _describe_quoted_peak(quote)
+        yield from _describe_quoted_figure(quote)
     devices = chain.from_iterable(quote.devices for quote in quotes)
-    # A datasheet is marked `published` if fp8bench has never measured such a device.
     if any(device.published for device in devices):
         yield "  published figures only: fp8bench does not run on such a device"
 
@@ -241,7 +242,7 @@ def is_quote_wrong(quote: DeviceFigureQuote) -> bool:
     return quote.number is not None and not any(quote.is_equal_to(quote.of(device)) for device in quote.devices)
 
 
-def _describe_quoted_peak(quote: DeviceFigureQuote) -> Iterator[str]:
+def _describe_quoted_figure(quote: DeviceFigureQuote) -> Iterator[str]:
     field, _, unit = quote.datasheet_conversion
     if quote.number is None:
         yield f"{quote.text}:"
