@@ -60,7 +60,7 @@ class Collective(Workload):
     )
     listed = False
     least_ranks = 2
-    fused = False
+    fused = False  # no quantisers are compiled
     dtypes = DTYPES
     history = Grid(
         cpu=_HISTORY_AXES,
@@ -151,15 +151,15 @@ class Collective(Workload):
 
         # 1. Measure how many values saturate or become zero in the cast before sending.
         state = self.prepare(setup)
-        count = state.input_values.numel()
         if isinstance(state.kind, FP8Collective):
-            saturated_share, lost_share = _measure_lost_shares(state.kind, state)
+            saturated_share, lost_share = _measure_lost_shares(state)
         else:
             saturated_share = 0.0
-            # Do not count values that were zero before the cast.
-            lost_share = (
-                (state.input_values == 0).sum() - (_draw_values(setup, state.rank)[:count] == 0).sum()
-            ) / count
+            # Do not count values that were zero before the cast. In an all-gather, a rank sends only the first part of
+            # its values.
+            sent_count = state.input_values.numel()
+            uncast_values = _draw_values(setup, state.rank)[:sent_count]
+            lost_share = ((state.input_values == 0).sum() - (uncast_values == 0).sum()) / sent_count
         # 2. Compare the result with the exact result. Each rank computes the exact result itself, because the seed
         # determines the values of all ranks.
         self.step(state, SilentPhases())
@@ -194,13 +194,19 @@ class Collective(Workload):
         if isinstance(state.kind, FP8Collective):
             sent_bytes_counter = SentBytes(state.size)
             state.kind(state.input_values, state.rank, state.size, SilentPhases().communication, sent_bytes_counter)
-            return Transfer(logical_bytes, float(elements), sent_bytes_counter.bytes, bus_traffic_ratio, counted=True)
+            return Transfer(
+                logical=logical_bytes,
+                payload=float(elements),  # one byte for each FP8 code
+                wire=sent_bytes_counter.bytes,
+                bus_factor=bus_traffic_ratio,
+                counted=True,
+            )
         sent_bytes = state.kind.count_sent_bytes(state.input_values, state.size)
         return Transfer(
-            logical_bytes,
-            float(elements * state.input_values.element_size()),
-            sent_bytes,
-            bus_traffic_ratio,
+            logical=logical_bytes,
+            payload=float(elements * state.input_values.element_size()),
+            wire=sent_bytes,
+            bus_factor=bus_traffic_ratio,
             counted=False,
         )
 
@@ -223,8 +229,9 @@ class Collective(Workload):
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind
-        ranks = (state.size,) if isinstance(kind, PlainCollective) else (state.rank, state.size)
-        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async_exchange(state.input_values, *ranks))
+        # A plain collective takes only the number of ranks, and an FP8 collective also its rank.
+        rank_arguments = (state.size,) if isinstance(kind, PlainCollective) else (state.rank, state.size)
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async_exchange(state.input_values, *rank_arguments))
 
 
 def _draw_values(setup: Setup, rank: int) -> Tensor:
@@ -233,21 +240,24 @@ def _draw_values(setup: Setup, rank: int) -> Tensor:
     return draw_rank_values(setup.seed, rank, int(setup.params["elements"])).to(setup.facts.key)
 
 
-def _measure_lost_shares(kind: FP8Collective, state: CollectiveState) -> tuple[Any, Any]:
-    """Returns two shares: FP8 codes that saturate at the format's largest value, and nonzero input values that are sent
-    as zero. With the scaling fp8lm_auto, both are measured after its factor mu has become stable.
+def _measure_lost_shares(state: CollectiveState) -> tuple[Any, Any]:
+    """Returns two shares for an FP8 collective: FP8 codes that saturate at the format's largest value, and nonzero
+    input values that are sent as zero. With the scaling fp8lm_auto, both are measured after its factor mu has become
+    stable.
     """
     from fp8bench.numerics import collectives
     from fp8bench.numerics.rank_programs import run_on_this_rank
 
-    phase = SilentPhases().communication
+    kind, phase = state.kind, SilentPhases().communication
+    assert isinstance(kind, collectives.FP8Collective)
     for _ in range(_SCALE_MU_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
         saturated_share = collectives.compute_saturated_share(
             kind(state.input_values, state.rank, state.size, phase).codes
         )
     if kind.collective not in SUMMING_COLLECTIVES:
         return saturated_share, 0.0
-    flushed_input_share = collectives.compute_flushed_share(
+    # This is a program that may exchange scales between ranks. It returns the share when it has run.
+    flushed_share_program = collectives.compute_flushed_share(
         state.input_values, kind.scaling, state.size, kind.auto_scale
     )
-    return saturated_share, run_on_this_rank(flushed_input_share, None, phase)
+    return saturated_share, run_on_this_rank(flushed_share_program, marker=phase)
