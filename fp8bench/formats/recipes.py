@@ -28,15 +28,16 @@ MX_ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 
 
 class ScaleRounding(StrEnum):
-    """How a scale is made from a quotient: a block's largest magnitude divided by the format's largest value.
+    """How the scale of a block is made. The quotient is its largest magnitude divided by the format's largest value.
 
     float32 scales: EXACT is the quotient. POWER_OF_TWO is the next power of two above the quotient, with which
     nothing saturates.
 
-    e8m0 scales: FLOOR is the difference of exponents in the OCP specification, with which values near the block's
-    largest may saturate. EVEN is the same, but first rounds the largest magnitude to the mantissa bits of the
-    elements. CEIL first rounds the largest magnitude up to a power of two. RCEIL rounds the quotient up, as in
-    NVIDIA's training recipes.
+    e8m0 scales are powers of two. FLOOR rounds the block's largest magnitude and the format's largest value down to
+    powers of two before it divides them, as in the OCP specification. Values near the block's largest may then
+    saturate. EVEN and CEIL do the same, but first round the largest magnitude: EVEN to the mantissa bits of the
+    elements, and CEIL up to a power of two. RCEIL rounds the quotient up to a power of two, as in NVIDIA's training
+    recipes.
 
     e4m3 scales: NEAREST rounds the quotient to nearest even, and UP rounds it up.
     """
@@ -89,7 +90,7 @@ class Scaling:
 
     @property
     def turns(self) -> bool:
-        """Whether an operand and its transpose have the same blocks, so that transposing the codes is enough."""
+        """Whether an operand and its transpose have the same blocks."""
         return self.rows == self.columns
 
     def check(self, fmt: Format) -> None:
@@ -231,6 +232,8 @@ class Recipe:
         do_scalings_suit_transpose = all(
             treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments
         )
+        # Stochastic casts of an operand and of its transpose draw different random numbers. `hadamard` rotates the
+        # source before it is cast, and `high_weight_gradient` casts it to bf16.
         is_stochastic = any(treatment.stochastic for treatment in self.treatments)
         return self.hadamard or self.high_weight_gradient or is_stochastic or not do_scalings_suit_transpose
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# The elements of a tile, which take 8 MiB in fp64. The number is a multiple of every scaling's block size, so that no
-# block is cut.
+# The largest number of elements of a tile, which take 8 MiB in fp64. A tile has whole rows, or a part of one long row.
+# Such a part begins at a whole block, because this number is a multiple of every block's width.
 TILE_ELEMENTS = 1 << 20
 
 
@@ -52,9 +52,7 @@ def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tens
 
 
 def relative_error(value: float, reference: float) -> float:
-    """Returns |value - reference| / |reference| of two numbers. If the reference is 0, returns 0 for a value of 0, NaN
-    for NaN, and infinity for other values.
-    """
+    """Returns |value - reference| / |reference| of two numbers, with the special cases of `relative_frobenius`."""
     return _divide_or_infinite(abs(value - reference), abs(reference))
 
 

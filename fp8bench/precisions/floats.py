@@ -1,5 +1,5 @@
 """Precisions that are torch's own dtypes: fp32 (the reference), tf32, fp16 with loss scaling, and bf16. The precision
-`untouched` is that of an unchanged model.
+`untouched` is that of an unchanged model. `rank` orders precisions: a higher precision has a lower rank.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Tf32(PlainPrecision):
     rank = 10
     dtype = "float32"
     carried_by = "fp32"
-    # torch's TF32 switch applies to the whole process, so on a GPU fp32 layers use TF32 too. On a CPU it does not
-    # change products of values that TF32 can represent.
+    # torch's TF32 switch applies to the whole process, so on a GPU fp32 layers use TF32 too. On a CPU, `arithmetic`
+    # rounds operands to TF32 before it multiplies, and the switch does not change products of such values.
     float32_products = "high"
 
     def support(self, facts: DeviceFacts) -> Support:
@@ -93,8 +93,8 @@ class Tf32(PlainPrecision):
         )
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        """Returns the arithmetic that stores tensors as TF32 hardware does: in float32, because the hardware rounds the
-        operands only when it multiplies.
+        """Returns the arithmetic that is used to count memory. It stores tensors as TF32 hardware does: in float32,
+        because the hardware rounds the operands only when it multiplies.
         """
         return super().arithmetic(facts)
 
