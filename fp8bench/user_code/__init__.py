@@ -50,7 +50,7 @@ def _import_module(name: str, watched_switches: Sequence[Switch]) -> None:
     except KeyboardInterrupt:
         raise  # an interruption is not an error of the user's module
     except BaseException as error:  # a user's code may raise anything
-        error_text = own_words(error)
+        error_text = own_words(error)  # the kind, text and line of the error
         raise ImportFailed(
             f"importing {name!r} failed: {error_text}. Give a module, or the path of a Python file, that Python "
             "can import."
@@ -172,7 +172,7 @@ def _import_file(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a directory")
     if spec is None or spec.loader is None or not path.exists():
         raise FileNotFoundError(f"no such file: {path}")
-    check_file(path)
+    check_file(path)  # refuses pipes, devices and files that are too large
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # register the module before it runs, as Python's import does
     # While the file is imported, its folder comes first in sys.path, as for a script. Afterwards it comes last, so that
