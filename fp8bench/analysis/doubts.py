@@ -228,7 +228,9 @@ class SlotPositionEffect(NamedTuple):
             "the first of its round" if self.position == 0 else f"number {self.position + 1} of its round"
         )
         point, low, high = map(units.change, (self.ratio.point, self.ratio.low, self.ratio.high))
-        return LabelWithReason(Label.POSITION, f"{round_position_text} takes {point} time [{low}, {high}]")
+        return LabelWithReason(
+            Label.POSITION, f"{round_position_text} takes {point} time [{low}, {high}] compared with the other slots"
+        )
 
 
 def find_position_effect(timings: Sequence[Timing]) -> SlotPositionEffect | None:

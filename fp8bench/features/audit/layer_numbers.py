@@ -45,7 +45,7 @@ _BIAS_FACTOR_TOLERANCE = 0.5
 _LINE_FACTOR, _LINE_SLACK = 2.5, 0.05
 # The largest relative error of gradients: e5m2 has 0.07, and stochastic rounding to four bits 0.3.
 _GRADIENT_ERROR, _FEW_BITS_GRADIENT_ERROR, _FEW_BITS = 0.12, 0.45, 6
-_TRAINING_MODE_CLAUSE = ", although it is in training mode and has a weight or bias that needs one"
+_TRAINING_MODE_CLAUSE = ", although it is in training mode and has a weight or bias that needs a gradient"
 # The number of rows of a random input if the model never called the layer.
 _DEFAULT_INPUT_ROWS = 32
 # The names that libraries give to the scales of a weight that is stored as codes.
@@ -81,8 +81,8 @@ class LayerNumbers:
     options: dict[str, Any] | None = None
 
     def check(self, x: Tensor | None, output: Any = None, also_alone: bool = True) -> LayerVerdict:
-        """Judges the output that the layer gave inside the model, if there is one. Then judges the layer alone on
-        random inputs.
+        """Judges the `output` that the layer gave for the input `x` inside the model, unless `x` is None or empty. If
+        this output is not wrong and `also_alone` is True, also judges the layer alone on random inputs.
         """
         try:
             return self._check_layer(x if x is not None and x.numel() else None, output, also_alone)

@@ -167,7 +167,7 @@ def _normalize_claim_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _check_required_keys(claim: Claim) -> None:
     for key in _REQUIRED_KEYS[claim.kind]:
         if getattr(claim, key) in ("", ()):
-            hint = ' Add device = "any" if numbers alone decide, else "cpu", "cuda" or cards.' * (key == "device")
+            hint = ' Add device = "any" if emulation decides, else "cpu", "cuda" or GPU names.' * (key == "device")
             raise UsageError(f"`{key}` is missing, but a claim of the kind {claim.kind} needs it.{hint}")
     if claim.kind is ClaimKind.MEASURED_FIGURE:
         key = "arm" if claim.run.startswith("train") else "mode"

@@ -27,7 +27,7 @@ from fp8bench.report.words.naming import join_words
 _LEGEND = (
     "order: every element is the sum of the same products in a different order; conforms",
     "units: every element is what this GPU's units give, which sum in fewer bits than float32 has; conforms",
-    "short-sums: this GPU's units are unknown, and no element is further off than sums of 14 bits; conforms",
+    "short-sums: this GPU's units are unknown, and no error is larger than that of sums kept in 14 bits; conforms",
     "rounding: every element is a neighbour of the exact result, but not always the nearest one",
     "overflow: values beyond the largest number become different ones (NaN, infinity, the largest number)",
     "layout: rows, columns or an operand are misplaced; scale: results are multiplied by a wrong factor",

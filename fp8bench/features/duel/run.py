@@ -265,7 +265,7 @@ class DuelCaseRunner:
         case = planned_case.case
         may_compile = workloads.get(case.workload).fused
         side_quantisers = (
-            side.quantisers if may_compile else QuantiserCompilation("this suite measures numbers, not compiled code")
+            side.quantisers if may_compile else QuantiserCompilation("this suite does not compile emulated casts")
         )
         arm = MeasuredArm(case.id, planned_case, side.facts[case.device], self.limits)
         return DuelArm(side.name, side.workers[process], arm, side_quantisers)
