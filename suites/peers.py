@@ -22,7 +22,7 @@ from suites.trials import FP8BENCH, Table, cpu_seconds, least_seconds, options, 
 
 SIDES = (288, 544, 1344)  # about 0.3, 2 and 30 ms on a core of 2023
 PLANTED = {"same": 0.0, "slower_1": 0.01, "slower_2_5": 0.025, "slower_5": 0.05}
-REFERENCE = "product"
+UNPLANTED = "product"  # the function without a planted slow-down, with which the others are compared
 Samples = Mapping[str, list[float]]
 Answer = tuple[float, str]  # the ratio of times, and 'slower', 'faster' or ''
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -103,7 +103,7 @@ def plant(folder: Path, side: int) -> float:
 
 
 def run_program(folder: Path, program: str, seconds: float) -> dict[str, Any]:
-    text = IN_PROCESS.format(seconds=seconds, program=program, names=[REFERENCE, *PLANTED])
+    text = IN_PROCESS.format(seconds=seconds, program=program, names=[UNPLANTED, *PLANTED])
     (folder / "measure.py").write_text(text)  # asv reads the source of what it times
     document: dict[str, Any] = json.loads(run_command((sys.executable, "measure.py"), folder, more=ONE_THREAD).stdout)
     return document
@@ -113,7 +113,7 @@ def compare_by_fp8bench(folder: Path, seconds: float) -> dict[str, Answer]:
     functions = [f"planted.py:{name}" for name in PLANTED]
     budget = str(seconds * (len(PLANTED) + 2))  # the reference is measured twice
     run_command(
-        (*FP8BENCH, "bench", *functions, "--against", f"planted.py:{REFERENCE}", "--budget", budget, "--no-report"),
+        (*FP8BENCH, "bench", *functions, "--against", f"planted.py:{UNPLANTED}", "--budget", budget, "--no-report"),
         folder,
     )
     run_command((*FP8BENCH, "show", "last", "--csv", "run.csv"), folder)
@@ -132,8 +132,8 @@ def compare_by_torch(folder: Path, seconds: float) -> dict[str, Answer]:
     samples = {name: times for name, (times, _) in results.items()}
 
     def differs(name: str) -> bool:
-        digits = min(results[name][1], results[REFERENCE][1])
-        median, reference = (trim_sigfig(statistics.median(samples[key]), digits) for key in (name, REFERENCE))
+        digits = min(results[name][1], results[UNPLANTED][1])
+        median, reference = (trim_sigfig(statistics.median(samples[key]), digits) for key in (name, UNPLANTED))
         return median != reference
 
     return judge(samples, differs)
@@ -147,7 +147,7 @@ def compare_by_asv(folder: Path, seconds: float) -> dict[str, Answer]:
     results = run_program(folder, ASV, seconds)
     stats = {name: compute_stats(*result)[1] for name, result in results.items()}
     samples = {name: values for name, (values, _) in results.items()}
-    return judge(samples, lambda name: is_different(samples[name], samples[REFERENCE], stats[name], stats[REFERENCE]))
+    return judge(samples, lambda name: is_different(samples[name], samples[UNPLANTED], stats[name], stats[UNPLANTED]))
 
 
 def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
@@ -155,7 +155,7 @@ def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
     import pyperf
     from pyperf._compare import is_significant
 
-    (folder / "timed.py").write_text(PYPERF.format(names=[REFERENCE, *PLANTED]))
+    (folder / "timed.py").write_text(PYPERF.format(names=[UNPLANTED, *PLANTED]))
     value = seconds / 3 / 5  # each process takes five values
     run_command(
         (sys.executable, "timed.py", "-o", "pyperf.json", "--min-time", str(value), "--copy-env"),
@@ -165,14 +165,14 @@ def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
     suite = pyperf.BenchmarkSuite.load(str(folder / "pyperf.json"))
     (folder / "pyperf.json").unlink()
     samples = {benchmark.get_name(): benchmark.get_values() for benchmark in suite}
-    return judge(samples, lambda name: is_significant(samples[name], samples[REFERENCE])[0], statistics.mean)
+    return judge(samples, lambda name: is_significant(samples[name], samples[UNPLANTED])[0], statistics.mean)
 
 
 def compare_by_pytest(folder: Path, seconds: float) -> dict[str, Answer]:
     """Compares with `--benchmark-compare-fail=min:5%`, the example in pytest-benchmark's documentation, because it
     has no statistical test.
     """
-    (folder / "test_planted.py").write_text(PYTEST.format(names=[REFERENCE, *PLANTED]))
+    (folder / "test_planted.py").write_text(PYTEST.format(names=[UNPLANTED, *PLANTED]))
     limit = f"--benchmark-max-time={seconds}"
     run_command(
         (sys.executable, "-m", "pytest", "-q", "--benchmark-json=times.json", limit, "test_planted.py"),
@@ -181,7 +181,7 @@ def compare_by_pytest(folder: Path, seconds: float) -> dict[str, Answer]:
     )
     results = json.loads((folder / "times.json").read_text())["benchmarks"]
     samples = {result["params"]["name"]: [result["stats"]["min"]] for result in results}
-    return judge(samples, lambda name: abs(samples[name][0] / samples[REFERENCE][0] - 1) > 0.05)
+    return judge(samples, lambda name: abs(samples[name][0] / samples[UNPLANTED][0] - 1) > 0.05)
 
 
 def judge(
@@ -189,7 +189,7 @@ def judge(
 ) -> dict[str, Answer]:
     answers = {}
     for name in PLANTED:
-        ratio = middle(samples[name]) / middle(samples[REFERENCE])
+        ratio = middle(samples[name]) / middle(samples[UNPLANTED])
         answers[name] = (ratio, ("slower" if ratio > 1 else "faster") if differs(name) else "")
     return answers
 

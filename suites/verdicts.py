@@ -134,8 +134,8 @@ def draw_curves(draw: Draw, noise: Noise) -> dict[ArmAndSeed, LossCurve]:
     for seed in range(SEEDS):
         base = reference * (1 + 0.01 * seed)
         training, held_out = (base * (1 + gaps[seed, kind] + moves[kind, seed]) for kind in (0, 1))
-        curves[REFERENCE.name, seed] = _curve(base, base.tolist())
-        curves[CANDIDATE.name, seed] = _curve(training, held_out.tolist())
+        curves[REFERENCE_ARM.name, seed] = _curve(base, base.tolist())
+        curves[CANDIDATE_ARM.name, seed] = _curve(training, held_out.tolist())
     return curves
 
 
@@ -144,7 +144,7 @@ def _verdict_at(curves: Mapping[ArmAndSeed, LossCurve], end: int) -> LearningVer
     for key, curve in curves.items():
         held_out = {step: loss for step, loss in curve.held_out.items() if step <= end}
         cut[key] = replace(curve, steps=end, rows=curve.rows[:end], held_out=held_out)
-    verdicts = judge_arms((REFERENCE, CANDIDATE), cut, tuple(range(SEEDS)), end, MARGIN, has_held_out=True)
+    verdicts = judge_arms((REFERENCE_ARM, CANDIDATE_ARM), cut, tuple(range(SEEDS)), end, MARGIN, has_held_out=True)
     return verdicts.arms[0].judged.learned
 
 
@@ -185,8 +185,8 @@ def _curve(losses: Floats, held_out: Sequence[float] = ()) -> LossCurve:
     return LossCurve(len(losses), tuple(rows), dict(enumerate(held_out, 1)))
 
 
-REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
-CANDIDATE = Arm("fp8", "fp8", native=False)
+REFERENCE_ARM = Arm("bf16", "bf16", ArmRole.REFERENCE)
+CANDIDATE_ARM = Arm("fp8", "fp8", native=False)
 
 
 def print_figures(studies: int, only: str) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from suites import peers
 
 
 def test_an_answer_is_a_ratio_and_a_direction() -> None:
-    samples = {name: [1.0, 2.0, 3.0] for name in (peers.REFERENCE, *peers.PLANTED)}
+    samples = {name: [1.0, 2.0, 3.0] for name in (peers.UNPLANTED, *peers.PLANTED)}
     samples |= {"slower_5": [4.0, 4.0, 9.0], "slower_1": [1.0, 1.0, 9.0]}
     answers = peers.judge(samples, lambda name: name != "same")
     assert answers["slower_5"] == (2.0, "slower") and answers["slower_1"] == (0.5, "faster")

@@ -239,7 +239,7 @@ def find_phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof
     return tuple(roofs)
 
 
-def compute_gain(
+def compute_possible_speedup(
     record: Record, finding: Finding, reference: Record, reference_finding: Finding
 ) -> PossibleSpeedup | None:
     """Returns the largest possible and the actual speed-up of a precision. Returns None if the precision is emulated,

@@ -20,7 +20,7 @@ from fp8bench.measure.slots import (
     StepSegmentation,
     choose_block_ns,
     choose_slot_filling,
-    choose_slot_shape,
+    choose_timing_slot_shape,
     cut_step_into_cells,
     make_phase_segmentation,
     sum_by_phase,
@@ -145,7 +145,9 @@ class MeasuredArm:
         self.segmentation = cut_step_into_cells(
             fastest_step.codes, fastest_step.intervals_ns, part_ends=self._last_phase_of_part
         )
-        slot_shape = choose_slot_shape(self.step_seconds, self.host_seconds, self.cache_mode, self.has_device_queue)
+        slot_shape = choose_timing_slot_shape(
+            self.step_seconds, self.host_seconds, self.cache_mode, self.has_device_queue
+        )
         self.calls, self.untimed_call_count, self.filling = (
             slot_shape.calls,
             slot_shape.untimed_call_count,

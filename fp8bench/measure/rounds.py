@@ -17,7 +17,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ActivityCallback, ArmFailed, MeasuredArm, QuantiserCompilation, raise_as_arm_failure
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.slots import choose_slot_filling, sum_by_phase
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, FreshRounds, Replays, Segments, SlotSample, Timing
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, FreshRounds, ReplayTimes, Segments, SlotSample, Timing
 from fp8bench.model.stopping import EMULATED_ROUNDS, MIN_RETIMING_CANDIDATES, StoppingRule
 from fp8bench.protocols.axes import ROTATING
 from fp8bench.registry import workloads
@@ -256,7 +256,7 @@ class StepReplayPass:
     _random_seed: int
     _report_progress: Callable[[MeasuredArm, float], None]
 
-    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
+    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, ReplayTimes]:
         # If a step cannot be captured, store the reason. The other steps are replayed in rounds.
         reasons = {arm.key: self._capture_arm_step(arm, worker) for arm in arms}
         arms_with_captured_step = [arm for arm in arms if not reasons[arm.key]]
@@ -271,7 +271,7 @@ class StepReplayPass:
                 except WorkerError as cause:
                     worker.restart()
                     error_text = f"an error of {arm.planned.case.mode} ended the replays: {cause}"
-                    return {key: Replays(why=why or error_text) for key, why in reasons.items()}
+                    return {key: ReplayTimes(why=why or error_text) for key, why in reasons.items()}
         # If a replay damaged its state, store the reason instead of a time.
         replays = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in arms_with_captured_step}
         # Times of phases need a second capture, with marks. If this capture fails, only these times are missing.
@@ -285,7 +285,7 @@ class StepReplayPass:
                     break
         if has_capture_failed:
             worker.restart()  # a failed capture may have damaged the process
-        return {arm.key: replays.get(arm.key) or Replays(why=reasons[arm.key]) for arm in arms}
+        return {arm.key: replays.get(arm.key) or ReplayTimes(why=reasons[arm.key]) for arm in arms}
 
     def _capture_arm_step(self, arm: MeasuredArm, worker: Worker) -> str:
         self._report_progress(arm, 0.0)
@@ -313,7 +313,7 @@ class StepReplayPass:
         phase_totals_ns = zip(CELL_PHASES, sum_by_phase(fastest_step.codes, fastest_step.intervals_ns), strict=True)
         return tuple((phase, nanoseconds * 1e-9) for phase, nanoseconds in phase_totals_ns if nanoseconds)
 
-    def _check_replays(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
+    def _check_replays(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> ReplayTimes:
         try:
             model_state_fault = (
                 worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
@@ -321,8 +321,8 @@ class StepReplayPass:
         except WorkerError as cause:
             model_state_fault = str(cause)
         if model_state_fault:
-            return Replays(why=f"after replays: {model_state_fault}")
-        return Replays(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_name_data_loaded_by_host(arm))
+            return ReplayTimes(why=f"after replays: {model_state_fault}")
+        return ReplayTimes(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_name_data_loaded_by_host(arm))
 
 
 def _name_data_loaded_by_host(arm: MeasuredArm) -> str:

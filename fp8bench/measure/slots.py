@@ -43,7 +43,7 @@ class SlotShape:
     filling: QueueFilling | None = None
 
 
-def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_queue: bool) -> SlotShape:
+def choose_timing_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_queue: bool) -> SlotShape:
     """Chooses how many calls a slot has, and how long the device is kept busy before these calls.
 
     `host_seconds` is the time that the host needs to enqueue a step. `has_queue` is false if steps are not enqueued.

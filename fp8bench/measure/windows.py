@@ -178,17 +178,17 @@ class WindowPass:
         if not arms:
             return results
         # Idle power drifts as a device warms up, so it is measured before and after the windows.
-        idle_energy_before_windows = self._measure_idle() if has_energy_source else None
+        idle_energy_before_first_window = self._measure_idle() if has_energy_source else None
         results_by_arm_and_phase = {(arm.key, ""): results[arm.key] for arm in arms}
         self._run_all_windows([(arm, "") for arm in arms], results_by_arm_and_phase, worker)
-        idle_energy_after_windows = self._measure_idle() if has_energy_source else None
+        idle_energy_after_last_window = self._measure_idle() if has_energy_source else None
         # Without an energy source, store only the speed in long windows.
         for result in (results[arm.key] for arm in arms):
-            if idle_energy_before_windows is None or idle_energy_after_windows is None:
+            if idle_energy_before_first_window is None or idle_energy_after_last_window is None:
                 result.energy_use = EnergyUse(SourceKind.NONE, why=self._device_meter.why)
             else:
                 result.energy_use = replace(
-                    result.make_energy_use(source, idle_energy_before_windows, idle_energy_after_windows),
+                    result.make_energy_use(source, idle_energy_before_first_window, idle_energy_after_last_window),
                     power_limits=self._device_meter.read_power_limits(),
                 )
         return results

@@ -64,7 +64,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates that a device reached, each measured several times.
+    """The highest rates of FLOPs, bytes and launches per second that a device reached, each measured several times.
 
     `when` is the time of the measurement, `under` has the settings at that time by name, and `device` is the name of
     the device.
@@ -369,7 +369,7 @@ class Reruns:
 
 
 @dataclass(frozen=True)
-class Replays:
+class ReplayTimes:
     """The times of captured steps that a device replayed with one launch per step. The time of a step is not divided
     into cells. If the times are missing, `why` is the reason.
 
@@ -436,7 +436,7 @@ class Record:
     sustained: tuple[SustainedTurn, ...] = ()
     fresh: FreshRounds | None = None
     rotation: Rotation | None = None
-    replays: Replays | None = None
+    replays: ReplayTimes | None = None
     tape: Tape | None = None
     coverage: Coverage | None = None
     shares: Shares | None = None

@@ -223,7 +223,7 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Block
         if grid is not None:
             grid.add(exact, rounded, both_finite, tile)
         value_sums.add(exact, rounded, is_finite, both_finite, tile)
-    return value_sums.to_tensor_error(x.numel(), grid)
+    return value_sums.make_tensor_error(x.numel(), grid)
 
 
 def to_decibels(signal: float, noise: float) -> float:
@@ -270,7 +270,7 @@ class _ValueSums:
             block_square_sums = reshape_to_blocks(squares, SQNR_BLOCK_SIZE).sum(-1)
             sums[tile[0], first_block_index : first_block_index + block_square_sums.shape[1]] += block_square_sums
 
-    def to_tensor_error(self, count: int, grid: _FormatGridFigures | None) -> TensorError:
+    def make_tensor_error(self, count: int, grid: _FormatGridFigures | None) -> TensorError:
         # Only here does the host wait for the device.
         nonzero_count, lost_count, vanished_count = self._counts.tolist()
         saturated_count, subnormal_count, max_ulp, utilisation = (

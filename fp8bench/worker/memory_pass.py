@@ -40,7 +40,7 @@ from fp8bench.worker.switches import without_garbage_collection
 ReportMemoryRole = Callable[[Sequence[int], MemoryRole], None]
 
 
-class PreparedMemory(NamedTuple):
+class StateWithStep(NamedTuple):
     """A prepared state, and a function that takes a step of it."""
 
     state: Any
@@ -49,21 +49,21 @@ class PreparedMemory(NamedTuple):
 
 # Takes a callback and a ledger, either of which may be None, and returns a function that prepares a state. The state's
 # casts report their memory to the callback, and record in the ledger the memory that hardware would hold.
-MakeMemoryPreparation = Callable[[ReportMemoryRole | None, DeviceLedger | None], Callable[[], PreparedMemory]]
+MakeMemoryPreparation = Callable[[ReportMemoryRole | None, DeviceLedger | None], Callable[[], StateWithStep]]
 
 
 def make_memory_pass_preparer(
     workload: Workload, make_setup: Callable[[], Setup], hardware: EmulatedHardware = NO_EMULATION
 ) -> MakeMemoryPreparation:
-    def make_prepare(report: ReportMemoryRole | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+    def make_prepare(report: ReportMemoryRole | None, ledger: DeviceLedger | None) -> Callable[[], StateWithStep]:
         setup = make_setup()
         workload.preload(setup)
         setup = setup if ledger is None else hardware.wrap_setup(setup, ledger)
         setup = setup if report is None else report_casts(setup, report)
 
-        def prepare() -> PreparedMemory:
+        def prepare() -> StateWithStep:
             state = workload.prepare(setup)
-            return PreparedMemory(state, partial(step, workload, state, setup.scales))
+            return StateWithStep(state, partial(step, workload, state, setup.scales))
 
         return prepare
 
@@ -72,7 +72,7 @@ def make_memory_pass_preparer(
 
 class _MeasuredStep(NamedTuple):
     memory_course: MemoryCourse | None
-    prepared_memory: PreparedMemory
+    state_with_step: StateWithStep
     before: StateTensors
     resident: ReadingOrUnavailable
     seconds: float
@@ -110,7 +110,7 @@ def measure_step_memory(
         memory_use = _summarise_memory(
             measured_step.memory_course,
             measured_step.before,
-            state_tensors(measured_step.prepared_memory.state),
+            state_tensors(measured_step.state_with_step.state),
             measured_step.resident,
         )
         # Without emulation, the peak of the hardware's memory is the measured peak.
@@ -121,11 +121,11 @@ def measure_step_memory(
         memory_use = replace(memory_use, on_device=None if reason else hardware_peak_bytes, off_device=reason)
         # 4. Measure the growth of memory, which takes many more steps.
         if not leaks:
-            return memory_use, measured_step.prepared_memory.state
-        repeat_step = partial(measured_step.prepared_memory.step, SilentPhases())
+            return memory_use, measured_step.state_with_step.state
+        repeat_step = partial(measured_step.state_with_step.step, SilentPhases())
         device_key = device.kind if device.kind == "cpu" else f"{device.kind}:{index}"
         growth_bytes_per_step = measure_memory_growth(repeat_step, device_key, measured_step.seconds)
-        return replace(memory_use, leak=growth_bytes_per_step), measured_step.prepared_memory.state
+        return replace(memory_use, leak=growth_bytes_per_step), measured_step.state_with_step.state
 
 
 def _measure_second_step(
@@ -136,21 +136,21 @@ def _measure_second_step(
     device.empty_cache()  # cached blocks would change how new blocks are allocated
     meter.start()
     try:
-        prepared_memory = prepare()
-        prepared_memory.step(SilentPhases())
+        state_with_step = prepare()
+        state_with_step.step(SilentPhases())
         gc.collect(0)  # generation 0 has all objects made since the collection above
-        state_tensors_before_step = state_tensors(prepared_memory.state)
+        state_tensors_before_step = state_tensors(state_with_step.state)
         resident_memory_reading = reset_peak_resident_memory()
         meter.mark()
         start = time.perf_counter()
-        prepared_memory.step(make_reporting_phases(meter.enter))
+        state_with_step.step(make_reporting_phases(meter.enter))
         seconds = time.perf_counter() - start
         if isinstance(resident_memory_reading, Reading):
             resident_memory_reading = read_resident_memory()["rss_high_water"]
     finally:
         recorded_memory_course = meter.stop()
     return _MeasuredStep(
-        recorded_memory_course, prepared_memory, state_tensors_before_step, resident_memory_reading, seconds
+        recorded_memory_course, state_with_step, state_tensors_before_step, resident_memory_reading, seconds
     )
 
 

@@ -14,7 +14,7 @@ from fp8bench.analysis.roofline import (
     Datasheet,
     LimitingResource,
     collect_roofs,
-    compute_gain,
+    compute_possible_speedup,
     find_datasheet,
     find_phase_roofs,
     load_datasheets,
@@ -54,7 +54,7 @@ def test_recipes_of_a_format_share_its_highest_rate() -> None:
     assert sheet.words == "datasheet" and sheet.launches is None
     assert collect_roofs(None) == (None, None) == collect_roofs(Ceiling(1e12, 1e12, device="somebody's own"))
     (lead, reference), (case, finding), _ = results(None)
-    assert compute_gain(case, finding, lead, reference) is None
+    assert compute_possible_speedup(case, finding, lead, reference) is None
     assert {roof.limiting_resource for roof in find_phase_roofs(lead, reference)} == {None}
     assert find_phase_roofs(replace(lead, tape=None), reference) == () == find_phase_roofs(lead, None)
     assert lead.tape is not None
@@ -76,18 +76,18 @@ def test_a_phase_with_unknown_flops_has_no_bound() -> None:
         is roof.intensity
         is None
     )
-    assert compute_gain(case, finding, unsure, reference) is None
+    assert compute_possible_speedup(case, finding, unsure, reference) is None
     past = replace(lead, tape=replace(lead.tape, unwritten=1))
     assert not any(roof.limiting_resource or roof.flop_rate for roof in find_phase_roofs(past, reference))
 
 
 def test_the_largest_gain_follows_amdahls_law() -> None:
     (lead, reference), (case, finding), (emulated, third) = results()
-    gain = compute_gain(case, finding, lead, reference)
+    gain = compute_possible_speedup(case, finding, lead, reference)
     assert (gain.share, gain.share_of_ceiling, gain.max_speedup) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
     assert (gain.speedup_without_casts, gain.speedup_with_casts) == pytest.approx((2.0, 54 / 35))
     assert (gain.cast_bytes, gain.product_bytes) == (4 * GB, 10 * GB)
-    assert gain.is_upper_bound and compute_gain(emulated, third, lead, reference) is None
+    assert gain.is_upper_bound and compute_possible_speedup(emulated, third, lead, reference) is None
 
 
 def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
@@ -96,7 +96,7 @@ def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
     unsplit = replace(record.tape.phases[0], phase="unattributed")
     record = replace(record, tape=replace(record.tape, phases=(unsplit,)))
     reference = replace(reference, phases=(("unattributed", reference.best_seconds or 0.0),))
-    assert compute_gain(case, finding, record, reference) is None
+    assert compute_possible_speedup(case, finding, record, reference) is None
 
 
 @for_each(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])
@@ -106,7 +106,7 @@ def test_an_unsteady_ceiling_bounds_no_gain(precision: str, binds: bool) -> None
         for rate in CEILING.rates
     )
     (lead, reference), (case, finding), _ = results(replace(CEILING, rates=rates))
-    gain = compute_gain(case, finding, lead, reference)
+    gain = compute_possible_speedup(case, finding, lead, reference)
     assert gain.is_upper_bound is binds
 
 

@@ -12,7 +12,7 @@ from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.rounds import REPLAY_ROUNDS, StepReplayPass
 from fp8bench.measure.slots import choose_slot_filling
-from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
+from fp8bench.model import DeviceFacts, Level, Record, ReplayTimes, StaticScales
 from fp8bench.model.raw import QueueFilling, RawStep
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
@@ -44,7 +44,7 @@ LOADING = replace(
 RENEWED = replace(arm("fp8", facts=GPU), planned=replace(planned("fp8"), case=STATIC))
 
 
-def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, Replays], FakeWorker]:
+def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, ReplayTimes], FakeWorker]:
     """Replay results by mode for prepared arms, and the worker."""
     worker = FakeWorker(scripts)
     chosen = arms or tuple(arm(mode, facts=GPU) for mode in scripts)
@@ -106,7 +106,7 @@ def test_steps_that_are_not_captured_have_a_reason() -> None:
     found, worker = replayed(
         {"fp32": lasting(1), "bf16": lasting(1, uncapturable="it waits for a value of the device")}
     )
-    assert found["bf16"] == Replays(None, "it waits for a value of the device")
+    assert found["bf16"] == ReplayTimes(None, "it waits for a value of the device")
     assert found["fp32"].timing is not None and worker.restarts == 1
     for untried, why in (
         (
@@ -116,7 +116,7 @@ def test_steps_that_are_not_captured_have_a_reason() -> None:
         (RENEWED, "its scales are renewed after a number of steps, which only the host counts"),
     ):
         found, worker = replayed({untried.planned.case.mode: lasting(1)}, untried)
-        assert [*found.values()] == [Replays(None, why)]
+        assert [*found.values()] == [ReplayTimes(None, why)]
         assert not [entry for entry in worker.log if entry[0] == "capture"]
 
 

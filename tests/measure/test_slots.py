@@ -12,7 +12,7 @@ from fp8bench.measure.slots import (
     MIN_BLOCK_NS,
     SlotShape,
     choose_slot_filling,
-    choose_slot_shape,
+    choose_timing_slot_shape,
     cut_step_into_cells,
     make_phase_segmentation,
 )
@@ -45,7 +45,7 @@ seconds = st.floats(1e-7, 1e3)
     ],
 )
 def test_a_slot_has_blocks_and_cells(step: float, cache: str, queues: bool, shape: SlotShape) -> None:
-    assert choose_slot_shape(step, 1e-5, cache, queues) == shape
+    assert choose_timing_slot_shape(step, 1e-5, cache, queues) == shape
 
 
 @given(seconds, st.integers(1, 100_000))

@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     for written_file in (report_path, arguments.html, arguments.md):
         if written_file is not None:
             say(f"{printable(short_path(written_file))}\n")
-    browser_problem = open_in_browser(report_path) if requested_pages.browser else ""
-    if browser_problem:
-        write_sentence_to_stderr(browser_problem)
+    no_browser_message = open_in_browser(report_path) if requested_pages.browser else ""
+    if no_browser_message:
+        write_sentence_to_stderr(no_browser_message)
     return EXIT_OK
 
 

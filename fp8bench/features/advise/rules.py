@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyDemand, energy_ratio, why_no_energy
-from fp8bench.analysis.roofline import compute_gain
+from fp8bench.analysis.roofline import compute_possible_speedup
 from fp8bench.analysis.verdicts import VERDICT_BAND
 from fp8bench.features.advise.basis import (
     AdviceBasis,
@@ -107,7 +107,7 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
     ]
     gain = None
     if pair.is_timed and pair.finding is not None and pair.reference_finding is not None:
-        gain = compute_gain(pair.record, pair.finding, pair.reference, pair.reference_finding)
+        gain = compute_possible_speedup(pair.record, pair.finding, pair.reference, pair.reference_finding)
     if gain is not None and gain.is_upper_bound:
         speed_up_bounds.append(
             (Interval(gain.max_speedup, gain.max_speedup, gain.max_speedup, 0.0), "with products at their ceiling")

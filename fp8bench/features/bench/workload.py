@@ -132,10 +132,10 @@ class Callables(Workload):
         against = str(setup.params[AGAINST])
         results = run_callable(setup.case.precision, make_inputs(setup))
 
-        def make_exact() -> Any:
+        def compute_exact_reference() -> Any:
             return compute_exact_results(against, make_inputs(setup), setup.seed)
 
-        exact_results = make_exact() if setup.shared is None else setup.shared(make_exact)
+        exact_results = compute_exact_reference() if setup.shared is None else setup.shared(compute_exact_reference)
         errors = {} if exact_results is None else {OUTPUT_ERROR: measure_difference(results, exact_results)}
         if setup.case.precision != against:
             expected_results = run_callable(against, make_inputs(setup))

@@ -246,7 +246,7 @@ class _NameAssignments:
         side_assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
         if side_assignment_count <= _MAX_NAME_ASSIGNMENTS:
             b_index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
-            b_process_masks = _make_b_process_masks(sizes, list(itertools.product(*b_index_choices)))
+            is_named_b = _mark_processes_named_b(sizes, list(itertools.product(*b_index_choices)))
         else:
             # There are too many assignments: use the actual one and a random sample, with a fixed seed so that the same
             # times always give the same verdict.
@@ -257,15 +257,15 @@ class _NameAssignments:
                     rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes
                 ]
                 sampled_assignments.append(sampled_assignment)
-            b_process_masks = np.concatenate([[is_after], _make_b_process_masks(sizes, sampled_assignments)])
+            is_named_b = np.concatenate([[is_after], _mark_processes_named_b(sizes, sampled_assignments)])
         # With equally many processes on both sides, exchanging A and B keeps the distance, so two assignments are most
         # extreme.
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
-        self.smallest_p_value = max((1 + has_mirror_images) / side_assignment_count, 1 / len(b_process_masks))
+        self.smallest_p_value = max((1 + has_mirror_images) / side_assignment_count, 1 / len(is_named_b))
         # For each assignment, list the processes named B and those named A. Their numbers are the same in all
         # assignments.
         self._after_indices, self._before_indices = (
-            np.nonzero(names)[1].reshape(len(b_process_masks), -1) for names in (b_process_masks, ~b_process_masks)
+            np.nonzero(names)[1].reshape(len(is_named_b), -1) for names in (is_named_b, ~is_named_b)
         )
 
     @property
@@ -333,11 +333,14 @@ class _NameAssignments:
         return assigned_distances, float(observed_log_distance)
 
 
-def _make_b_process_masks(
+def _mark_processes_named_b(
     sizes: Sequence[tuple[int, int]], assignments: Sequence[Sequence[Sequence[int]]]
 ) -> NDArray[np.bool_]:
-    """Returns one row of booleans per assignment of the names A and B to processes: True for each process named B.
-    `sizes` has the numbers of A and B processes in each session.
+    """Returns one row per assignment. A row has one boolean per process, which is True if the assignment names the
+    process B, and False if it names it A.
+
+    `sizes` has the numbers of processes named A and B in each session. An assignment lists, for each session, the
+    indices of the processes named B in that session.
     """
     session_end_indices = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
     rows = np.zeros((len(assignments), session_end_indices[-1]), dtype=np.bool_)

@@ -130,10 +130,10 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     from fp8bench.features.gate.stored_runs import compare_stored_sides, duel_revision, judge_comparisons, load_duel
     from fp8bench.features.gate.view import (
         CODE_AND_TEXT_BY_STATUS,
-        make_duel_review,
         render_comment,
         render_junit,
         render_page,
+        review_duel,
     )
 
     # 1. Read the thresholds before anything is measured.
@@ -159,7 +159,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     exit_code = verdict.exit_code
     text = ""
     if arguments.comment is not None and source.duel is not None:
-        duel_review = make_duel_review(verdict, source.duel)
+        duel_review = review_duel(verdict, source.duel)
         exit_code = CODE_AND_TEXT_BY_STATUS[duel_review.status][0]
         text = render_comment(duel_review, verdict, source.duel, command_line())
         observer.note(f"{arguments.comment} says: {duel_review.headline} (exit code {exit_code})")

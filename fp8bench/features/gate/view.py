@@ -273,7 +273,8 @@ class DuelReview:
         return f"{self.status}{text.format(threshold=self.threshold, quality=self.quality)}"
 
 
-def make_duel_review(verdict: GateVerdict, duel: Duel) -> DuelReview:
+def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
+    """Returns the most important status of a duel of base and head, with the reasons for it."""
     reasons_by_status: dict[ReviewStatus, list[str]] = {status: [] for status in ReviewStatus}
     unequal_status_by_case = {result.after.case.id: _find_status_of_unequal_sides(result) for result in duel.results}
     # 1. If base and head have different support levels in a case, their results are not comparable, so nothing else

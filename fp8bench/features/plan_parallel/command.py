@@ -133,7 +133,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     question_plan_pairs = [
-        _rank_layouts_or_raise(question, arguments.checkpointing) for question in _make_questions(arguments)
+        _rank_layouts_or_raise(question, arguments.checkpointing)
+        for question in _make_layout_ranking_questions(arguments)
     ]
     if len(question_plan_pairs) == 1:
         ((question, plans),) = question_plan_pairs
@@ -168,7 +169,8 @@ def _parse_gpu_counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(counts))
 
 
-def _make_questions(arguments: argparse.Namespace) -> list[LayoutRankingQuestion]:
+def _make_layout_ranking_questions(arguments: argparse.Namespace) -> list[LayoutRankingQuestion]:
+    """Returns a question for each requested number of GPUs: which parallel layouts make a step of the model fastest?"""
     # 1. Describe the work of a step before it is divided among GPUs.
     model = parse_model(arguments.model)
     level = (

@@ -128,7 +128,7 @@ def _make_timed_panel_parts(panel: Panel, run: Run) -> Iterator[Part]:
     yield from _make_panel_part(panel, run, elements, _reference_line(panel))
     if measurements := _list_other_measurements(panel):
         yield Part("numbers", "numbers", tuple(measurements))
-    if limit_sentences := [*roofline.describe_phase_limits(panel), *roofline.describe_possible_gains(panel)]:
+    if limit_sentences := [*roofline.describe_speed_limits_of_phases(panel), *roofline.describe_possible_gains(panel)]:
         yield from make_list_part(
             "roofline", "what limits it", [*limit_sentences, *roofline.cite_peak_rates(panel.named_cases)]
         )
@@ -316,7 +316,8 @@ def _planned_cases(groups: Iterable[Group]) -> list[PlannedCase]:
 def _render_planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
     case = groups[0].cases[0].case
     common_params = shared_params([group.cases[0].case.params for group in groups])
-    lines = []  # for example 'one group: fp32 (reference), bf16; skip nvfp4'
+    # Make one line per group, such as 'one group: fp32 (reference), bf16; skip nvfp4'.
+    lines = []
     skip_notes = []
     for group in groups:
         setting_text = format_case_params(pair for pair in group.cases[0].case.params if pair not in common_params)

@@ -10,7 +10,7 @@ from fp8bench.analysis.roofline import (
     LimitingResource,
     PhaseRoofline,
     PossibleSpeedup,
-    compute_gain,
+    compute_possible_speedup,
     find_datasheet,
     find_phase_roofs,
 )
@@ -40,7 +40,8 @@ def describe_bound(roof: PhaseRoofline) -> str:
     return roof.limiting_resource.value
 
 
-def describe_phase_limits(panel: Panel) -> Sentences:
+def describe_speed_limits_of_phases(panel: Panel) -> Sentences:
+    """Yields a sentence about what limits the speed of each phase of a step, for each case that is not emulated."""
     for case in panel.named_cases:
         limits_text = _describe_limits_of_phases(case)
         if limits_text and not case.is_emulated:
@@ -84,7 +85,7 @@ def _find_time_gain(case: NamedCase) -> PossibleSpeedup | None:
         return None
     if case.is_reference or case.is_emulated:
         return None
-    return compute_gain(case.record, case.finding, reference.record, reference.finding)
+    return compute_possible_speedup(case.record, case.finding, reference.record, reference.finding)
 
 
 def cite_peak_rates(results: Sequence[Result]) -> Sentences:

@@ -25,8 +25,8 @@ from fp8bench.features.gate.view import (
     CODE_AND_TEXT_BY_STATUS,
     DuelReview,
     ReviewStatus,
-    make_duel_review,
     render_comment,
+    review_duel,
 )
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 def test_the_comment_begins_with_the_outcome(name: str) -> None:
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
-    reviewed = make_duel_review(verdict, duel)
+    reviewed = review_duel(verdict, duel)
     assert reviewed.status is expected, reviewed
     assert bool(reviewed.reasons) is (expected is not ReviewStatus.PASS)
     if expected is ReviewStatus.QUALITY_BLOCKED:
@@ -132,7 +132,7 @@ def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
         judge_comparisons(lost, (), False, TERMINAL_JOB_OBSERVER),
         replace(verdict, problem="nothing", code=3),
     ):
-        assert make_duel_review(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE_ERROR
+        assert review_duel(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE_ERROR
     assert [code for code, _ in CODE_AND_TEXT_BY_STATUS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(
         CODE_AND_TEXT_BY_STATUS
     ) == list(ReviewStatus)
@@ -140,7 +140,7 @@ def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
 
 def test_the_table_lists_changes_with_intervals() -> None:
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
-    text = render_comment(make_duel_review(verdict, duel), verdict, duel, "x")
+    text = render_comment(review_duel(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [re.split(r" *\| *", row)[1:-1] for row in rows]
@@ -166,7 +166,7 @@ def test_a_comment_on_many_cases_has_25_lines() -> None:
     ]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
     verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))
-    text = render_comment(make_duel_review(verdict, duel), verdict, duel, "fp8bench gate")
+    text = render_comment(review_duel(verdict, duel), verdict, duel, "fp8bench gate")
     assert text.count("\n") <= 25 and "more" in text and len(text) < 10_000
     for status in ReviewStatus:
         assert render_comment(DuelReview(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import Label, Limit, Request, Verdict
 from fp8bench.report.elements import Text, TextList
 from fp8bench.report.panels import group_into_panels
-from fp8bench.report.topics.roofline import describe_phase_limits, explain_unknown_limits
+from fp8bench.report.topics.roofline import describe_speed_limits_of_phases, explain_unknown_limits
 from tests.materials import Made, built, of_kind, part
 from tests.rooflines import CEILING, made
 from tests.runs import render_whole
@@ -32,7 +32,7 @@ def test_roofline() -> Told:
     far = {**findings, first: replace(findings[first], best_seconds=1.0, phases=slow)}
     yield (
         "a phase far below its ceilings waits for something else",
-        list(describe_phase_limits(group_into_panels(run, far)[0])),
+        list(describe_speed_limits_of_phases(group_into_panels(run, far)[0])),
     )
     noisy = {**findings, own: replace(findings[own], labels=(Label.NOISY,), floor=0.2)}
     yield "a case under a label gives it perhaps", of_kind(part("roofline", (run, noisy)), TextList)
@@ -62,6 +62,6 @@ def test_a_phase_above_its_ceiling_has_no_percentage() -> None:
     first = run.records[0].case.id
     fast = [(name, seconds / (10 if name == "optimizer_step" else 1)) for name, seconds in findings[first].phases]
     run_and_findings = run, {**findings, first: replace(findings[first], phases=tuple(fast), best_seconds=0.08)}
-    (sentence, *_) = describe_phase_limits(group_into_panels(*run_and_findings)[0])
+    (sentence, *_) = describe_speed_limits_of_phases(group_into_panels(*run_and_findings)[0])
     assert "served from cache in optimizer (" in sentence and "of the step, above its ceiling)" in sentence
     assert "800%" not in sentence

@@ -24,8 +24,8 @@ from fp8bench.worker.faults import FaultDescription, describe_fault
 from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import (
     MakeMemoryPreparation,
-    PreparedMemory,
     ReportMemoryRole,
+    StateWithStep,
     make_cast_watch,
     measure_step_memory,
 )
@@ -276,15 +276,15 @@ def make_arm_builder(task: SeedTask, arm: Arm, hardware: EmulatedHardware) -> Ma
     """
     from fp8bench.features.train.lab.trainer import Trainer
 
-    def make(listener: ReportMemoryRole | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+    def make(listener: ReportMemoryRole | None, ledger: DeviceLedger | None) -> Callable[[], StateWithStep]:
         def wrap_with_hardware(mode: str, inner: Arithmetic) -> Arithmetic:
             assert ledger is not None
             return hardware.wrap_arithmetic(mode, inner, ledger)
 
-        def prepare() -> PreparedMemory:
+        def prepare() -> StateWithStep:
             cast_watch = None if listener is None else make_cast_watch(listener)
             trainer = Trainer(task, arm, cast_watch, None if ledger is None else wrap_with_hardware)
-            return PreparedMemory(trainer, lambda phase: take_extra_step(trainer, phase))
+            return StateWithStep(trainer, lambda phase: take_extra_step(trainer, phase))
 
         return prepare
 

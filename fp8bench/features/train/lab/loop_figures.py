@@ -93,7 +93,7 @@ class LoopMistakeDetector:
         self._are_gradients_cleared = self._had_backward = self._others_stepped = False
         self._state_count, self._state_steps = 0, 0.0
         self._new_mistakes: list[str] = []
-        self._present_mistakes: set[str] = set()
+        self._current_mistakes: set[str] = set()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -162,9 +162,9 @@ class LoopMistakeDetector:
         self._are_gradients_cleared, self._had_backward = True, False
 
     def begin_update(self, moments_zeroed: bool = False) -> None:
-        self._update_present_mistakes(GRADIENTS_LEFT, self._had_backward and not self._are_gradients_cleared)
+        self._track_mistake(GRADIENTS_LEFT, self._had_backward and not self._are_gradients_cleared)
         state_count, state_steps = self._measure_state()
-        self._update_present_mistakes(
+        self._track_mistake(
             MOMENTS_GONE, state_count < self._state_count or state_steps < self._state_steps or moments_zeroed
         )
 
@@ -181,16 +181,17 @@ class LoopMistakeDetector:
         new_mistakes, self._new_mistakes = self._new_mistakes, []
         return new_mistakes
 
-    def _update_present_mistakes(self, mistake: str, is_present: bool) -> None:
-        if is_present and mistake not in self._present_mistakes:
+    def _track_mistake(self, mistake: str, is_present: bool) -> None:
+        """Stores whether the loop currently makes this mistake. A mistake that was absent before counts as new."""
+        if is_present and mistake not in self._current_mistakes:
             self._new_mistakes.append(mistake)
-        (self._present_mistakes.add if is_present else self._present_mistakes.discard)(mistake)
+        (self._current_mistakes.add if is_present else self._current_mistakes.discard)(mistake)
 
     def _note_other_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         outside_module_flags = (id(parameter) not in self._module_ids for parameter in list_parameters(optimizer))
         if optimizer is not self._optimizer_ref() and any(outside_module_flags):
             self._others_stepped = True
-            self._update_present_mistakes(OTHERS_TRAIN, True)
+            self._track_mistake(OTHERS_TRAIN, True)
 
     def _list_rates(self) -> Iterator[tuple[float, dict[str, Any]]]:
         return ((float(group["lr"]), group) for group in self.optimizer.param_groups if group.get("lr") is not None)

@@ -186,9 +186,11 @@ class AutomaticScale:
 
     def finish_step(self) -> None:
         # FP8-LM adapts its scale in the same way: down at once, up slowly.
-        has_too_many_saturated = self._saturated > MAX_SATURATED_SHARE * self._codes.numel() * self._micro_batches
+        has_too_many_saturated_values = (
+            self._saturated > MAX_SATURATED_SHARE * self._codes.numel() * self._micro_batches
+        )
         adjusted_scale_share = torch.where(
-            has_too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0)
+            has_too_many_saturated_values, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0)
         )
         self.share = torch.where(self._inverse.isfinite(), adjusted_scale_share, self.share)
 

@@ -119,7 +119,7 @@ class JudgedTraining:
 
     @cached_property
     def scores(self) -> tuple[ScoreVerdict, ...]:
-        return judge_scores(self.kept, self.verdicts)
+        return compare_scores_with_reference(self.kept, self.verdicts)
 
 
 def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
@@ -262,7 +262,7 @@ _CHANCE_LEVEL_TEXT = "at chance, like the reference: it shows nothing about prec
 _QUANTISED_BF16_FIGURE = "quantised:bf16"
 
 
-def judge_scores(stored: StoredTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
+def compare_scores_with_reference(stored: StoredTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
     """Compares the scores of arms with the reference's scores. Also compares the losses of the quantised reference with
     the loss of the reference in bf16.
     """

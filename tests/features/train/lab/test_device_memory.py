@@ -21,7 +21,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Arithmetic, MemoryMeter
 from fp8bench.registry import devices, precisions
 from fp8bench.worker.device_layout import DeviceLedger
-from fp8bench.worker.memory_pass import PreparedMemory, _measure_second_step
+from fp8bench.worker.memory_pass import StateWithStep, _measure_second_step
 from tests.counts import for_each, sampled
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, task_of
@@ -117,9 +117,9 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
         return RealCodes(hardware, ledger) if word == mode else inner
 
     def make(*_: object) -> Any:
-        def prepare() -> PreparedMemory:
+        def prepare() -> StateWithStep:
             trainer = Trainer(task, task.arms[0], None, beside)
-            return PreparedMemory(trainer, lambda phase: list(advance(trainer, phase, watched=False)))
+            return StateWithStep(trainer, lambda phase: list(advance(trainer, phase, watched=False)))
 
         return prepare
 

@@ -17,7 +17,7 @@ from fp8bench.features.train.values import StepFigure, StreamLine, Validation
 from fp8bench.features.train.verdicts.curves import LearningVerdict
 from fp8bench.features.train.verdicts.summary import (
     ScoreVerdict,
-    judge_scores,
+    compare_scores_with_reference,
     summarise_energy,
 )
 from tests.counts import for_each
@@ -41,7 +41,7 @@ VERDICTS = judged(lines({"fp8": [0.0] * 5})).verdicts
 def score_verdicts(lines_told: Iterable[StreamLine], **settings: Any) -> tuple[ScoreVerdict, ...]:
     of = training()
     of = replace(of, request=replace(of.request, settings=TrainerSettings(**settings)))
-    return judge_scores(judged(lines_told, of).kept, VERDICTS)
+    return compare_scores_with_reference(judged(lines_told, of).kept, VERDICTS)
 
 
 def answered(chance: random.Random, share: float) -> list[float]:
