@@ -152,7 +152,8 @@ def open_file(path: Path, mode: str = "rb", most: int | None = MAX_FILE_BYTES) -
         return cast(BufferedRandom, path.open(mode))
 
     def open_regular(name: str, flags: int) -> int:
-        with contextlib.suppress(FileNotFoundError):  # check its kind first: merely opening a device may change it
+        # Refuse anything but a regular file before opening it, because merely opening a device may change the device.
+        with contextlib.suppress(FileNotFoundError):
             _require_regular_file(os.stat(name), most)  # noqa: PTH116
         # Without O_NONBLOCK, opening a named pipe would wait. The pipe may have replaced the file after the check.
         file_descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)

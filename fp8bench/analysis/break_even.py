@@ -245,8 +245,8 @@ def find_sweeps(settings: Sequence[Params]) -> list[Sweep]:
 
 
 def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterator[SweptMode]:
-    """Yields each precision of a sweep, except the one that the others are compared with. `groups` has the cases of
-    each setting.
+    """Yields each precision of a sweep with its time ratios. Precisions that are compared with no other precision, such
+    as the reference, are left out. `groups` has the cases of each setting; the sweep has the indices of its settings.
     """
     modes: dict[str, None] = {}
     for _, index in sweep.indexed_sizes:

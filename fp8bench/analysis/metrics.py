@@ -465,7 +465,9 @@ class EnergyValidity(StrEnum):
 
 
 def classify_energy_validity(record: Record) -> EnergyValidity | None:
-    """Returns the validity of a case's energy, or None if energy was not requested."""
+    """Returns CERTIFIED if a case's energy figure can be trusted, and otherwise the gravest reason why not. If energy
+    was not requested, returns None.
+    """
     energy_use = record.energy
     if energy_use is None:
         return None

@@ -45,8 +45,8 @@ SAME_BAND = 0.02
 # wider than that of the best case, because means have more noise. With a limit of 5%, a mean that changed by 5% would
 # sometimes pass.
 SAME_VERDICT_MEANS_BAND = 0.035
-# The calls of a case are uneven if the intervals of its best-case ratio and its mean ratio are further apart than this
-# share.
+# The calls of a case are uneven if there is a gap of more than this share between the interval of its best-case ratio
+# and the interval of its mean ratio.
 UNEVEN_RATIO = 0.05
 # A decision before the last round needs more evidence, because each check is an additional chance of an error.
 EARLY_LEVEL = 0.998

@@ -369,7 +369,7 @@ class GroupMeasurement:
             device_watch.finish()
         # Examine late steps before any other call, which could reveal to the suite's code that the timing is over.
         self._check_late_step_work(session)
-        session.check_states(self._worker)  # raises ArmFailed if the timed steps have damaged a state
+        session.check_states(self._worker)  # raises ArmFailed, for example if the steps have produced NaN
         # 4. Store the timings.
         paired_timing_fields = {}
         if (base_arm := session.reference) is not None:

@@ -70,7 +70,10 @@ class StaticLayerCache:
 
 @dataclass(eq=False)
 class StaticKeys:
-    """The `past_key_values` argument of a user's model."""
+    """A cache with room for a fixed number of `positions` per sequence (a static cache). A user's model gets it as its
+    argument `past_key_values`, and adds the keys and values of new tokens to it. `at` is the position of the first new
+    token.
+    """
 
     positions: int
     at: int = 0

@@ -26,8 +26,8 @@ def find_mode_with_backend(dtype: str, backend: str) -> str:
 
 
 def describe_backend(mode: str, level: Level, facts: DeviceFacts) -> str:
-    """Returns the backend of a mode with its version, like 'torchao 0.18.0'. Without a chosen backend it follows from
-    the support `level`. Returns '' if the device refuses the mode.
+    """Returns the backend of a mode with its version, like 'torchao 0.18.0'. If the mode names no backend, it is torch
+    for native support and the emulation otherwise (`level`). Returns '' if the device refuses the mode.
     """
     if level is Level.REFUSED:
         return ""

@@ -341,7 +341,8 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
 _NO_SCALING = "none"
 # The value of option `scale` for the default rounding of the scaling.
 _DEFAULT_ROUNDING = "auto"
-# The value of a role's option for the format that option `format` names.
+# The options `input`, `weight` and `gradient` choose formats for single operands. With this value, an operand has the
+# format of the option `format`.
 _SAME_FORMAT_WORD = "same"
 # All formats except E8M0, which has only powers of two and serves only for scales.
 _ELEMENT_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)

@@ -289,7 +289,7 @@ def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
         ]
         reference_modes = (result.mode for result in results if result.is_reference)
         groups.append(ResultGroup(tuple(results), next(reference_modes, planned_references.get(setting, ""))))
-    # 2. Combine neighbouring groups that can share a table.
+    # 2. Combine neighbouring groups into a panel if they have the same suite, device and reference.
     panels = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
     return tuple(Panel(_name_group_settings(tuple(panel_groups))) for _, panel_groups in panels)
 

@@ -77,8 +77,11 @@ def _make_flops_formula(products: ListProductSizes) -> FlopsFormula:
 
 
 def get_convolution_shapes(named: ArgumentByName) -> list[ProductDimensions]:
-    """Returns the sizes of a convolution as one matrix product. Windows that reach over the edge count in full.
-    Weights are (outputs, inputs / groups, window). In a transposed convolution outputs and inputs are swapped.
+    """Returns the sizes of the matrix products that compute a convolution: equal products, one per group. A window that
+    reaches over the edge of an image counts as many multiplications as any other window.
+
+    The dimensions of weights are (outputs, inputs / groups, window). In a transposed convolution outputs and inputs are
+    swapped.
     """
     outputs, window, positions, groups = _get_conv_product_sizes(named, named[""])
     return [(positions, outputs, window, groups)]

@@ -265,8 +265,8 @@ def _find_changed_scalars(old: Sequence[_MemoryDigest], new: Sequence[_MemoryDig
 def _count_content_digests(
     memories: Sequence[_MemoryDigest], lasting_memories: Mapping[int, object]
 ) -> tuple[Counter[int], Counter[int]]:
-    """Counts how many tensors have the same contents (the same digest), among tensors that each step allocates again.
-    Returns the counts for tensors with several elements, and for one-element tensors.
+    """Returns how often each digest of contents occurs in tensors with several elements, and in one-element tensors.
+    Does not count `lasting_memories`: tensors that keep their address from step to step.
     """
     tensor_count_by_digest = Counter[int]()
     number_count_by_digest = Counter[int]()

@@ -137,8 +137,8 @@ def get_arithmetic_switches() -> tuple[Switch, ...]:
 
 
 def read_recorded_switches() -> dict[str, Scalar | None]:
-    """Returns the values of the switches that are stored with a run. Also describes those that differ from their values
-    in a new process (None without any).
+    """Returns the value of each switch that is stored with a run. The additional entry SWITCHES_SET describes the
+    switches whose value differs from their value in a new process. It is None if no value differs.
     """
     values = {switch: make_plain(switch.read()) for switch in switches() if switch.is_recorded}
     unusual_switch_texts = [

@@ -19,7 +19,9 @@ _LIST_ARGUMENT_SYNONYMS = {"dtypes": "precisions"}
 
 
 def _collect_glossaries() -> dict[str, Mapping[str, str]]:
-    """Returns the explanations of the labels of runs, and those of the names that features print, by kind of name."""
+    """Returns a glossary (an explanation by name) for each kind of name that has one: 'labels', which mark doubtful
+    results of runs, and the kinds that features define, such as 'rules'.
+    """
     from fp8bench.report.words.legend import explain_label
 
     glossaries: dict[str, Mapping[str, str]] = {"labels": {label.value: explain_label(label) for label in Label}}

@@ -1,4 +1,6 @@
-"""`fp8bench claim`: confirms or refutes sentences about low precision, and checks stored answers."""
+"""`fp8bench claim`: confirms or refutes sentences about low precision. `fp8bench claim check FOLDER` computes answers
+in a folder again, from the claims and runs that `--keep FOLDER` stored with them, and reports which of them still hold.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prepares the start of a training: its text, and its initial weights or scales. A text becomes 16-bit tokens, one per
 byte. Token files in nanoGPT's format are mapped in place. The last tenth is held out, after a gap of one window, unless
-the text has a separate held-out part. Names in a request are replaced by files, so that a resumed training begins in
-the same way.
+the text has a separate held-out part. The names that --start and --scales-from give are replaced in the request by the
+path of the weights and by the scales themselves, so that a resumed training begins in the same way.
 """
 
 from __future__ import annotations

@@ -332,7 +332,9 @@ def _chart_held_out_losses(training: StoredTraining) -> Lines:
 
 
 def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
-    """Yields a chart of the first seed for each figure that has a title, unless the figure never changes."""
+    """Yields a chart over the steps of a judged training for each of its figures that has a title, such as the gradient
+    norm. The chart shows only the training's first seed. A figure whose points are all equal gets no chart.
+    """
     arms = [arm for arm in judged.training.arms if not arm.is_chance_arm]
     rows_by_figure = together(
         (row.figure, row)

@@ -214,7 +214,7 @@ class _CompleteRun(TrainingRun):
             # would cost hours.
             check_training_memory(self.training, self._load_stream_lines(ArmCost))
             self._train_seeds()
-            # Measuring energy trains the arms further, so it begins when all losses are stored.
+            # Measuring energy takes further training steps, so it begins after the losses of all arms are stored.
             self._measure_energy()
             self._find_largest_batches()
             self.writer.finish("finished")

@@ -121,5 +121,7 @@ def _make_loop_names(files: Sequence[Sequence[Path]], streams: Sequence[Sequence
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Returns the common name of a loop's seeds, such as 'fp8' for 'fp8-0' and 'fp8-1'. Keeps equal names unchanged."""
+    """Returns the name of a loop whose seeds have these names, such as 'fp8' for the seeds 'fp8-0' and 'fp8-1'. If all
+    seeds have the same name, returns it unchanged.
+    """
     return re.sub(r"[-_.]?\d+$", "", names[0]) if len(set(names)) > 1 else names[0]

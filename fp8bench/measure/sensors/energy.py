@@ -87,7 +87,8 @@ class SamplerPolling:
         energy_counter_period = self._rhythm.period
         if count == 1:
             self._first_tick_at = tick.time
-        # A tick that was noticed late has no precise time. Then count periods from the first tick.
+        # The counter ticks (changes) once per period. If its last tick was noticed late, that tick's time is not known
+        # precisely, so compute it as the time of the first tick plus a whole number of periods.
         has_precise_time = tick.time_range < energy_counter_period / 2
         last_tick_at = (
             tick.time

@@ -485,7 +485,8 @@ class DataDrift(HealthRule[StepFigure]):
         )
         distances = [value - usual_value for value in newest_input_values]
         min_distance = min(map(abs, distances))
-        # If the data is unchanged, the values of some batches are above the usual value, and others below.
+        # Without drift, the newest batches scatter around the average of the first batches. After a drift, all of them
+        # are on the same side of it.
         is_one_sided = min(distances) > 0 or max(distances) < 0
         if (
             len(distances) < self.new_batches
