@@ -4,10 +4,13 @@ Reductions compute means, because a step may overwrite its input: a sum would gr
 rank contributes a whole vector. For `all_gather` a rank contributes one part, and for `broadcast` only rank 0
 contributes.
 
-FP8 means are composed in three ways. In `fp8_gather`, all ranks get all codes and sum them in float32. This costs no
-accuracy beyond the format, but n - 1 times the bytes. In `fp8_twoshot`, each part of the vector has a rank that owns
-it. This rank receives the codes of its part, sums them in float32 and sends codes of the mean. In `fp8_ring`, a sum
-travels around the ranks and is rounded to the format at every hop, as in a ring of NCCL.
+FP8 means are composed in three ways. In `fp8_gather`, all ranks get all codes and sum them in float32. This loses no
+accuracy beyond the casts to FP8, but each of n ranks sends all its codes n - 1 times. In `fp8_twoshot`, each part of
+the vector has a rank that owns it. This rank receives the codes of its part, sums them in float32 and sends codes of
+the mean. In `fp8_ring`, a sum travels around the ranks and is rounded to the format at every hop, as in a ring of NCCL.
+
+An `ExchangeProgram` is what one rank runs. It is a generator: it yields each exchange with other ranks, is sent what
+this rank receives, and returns its result.
 """
 
 from __future__ import annotations
@@ -157,20 +160,18 @@ def compute_fp8_mean(
         rows = yield AllToAll(encode_e4m3(scaled_values).reshape(size, -1))
         mean_vector = ReducedVector(_sum_in_rank_order([decode_e4m3(row) for row in rows]) / (scale * size), rows)
         if whole_vector:
-            # Count saturation in the summed codes, which share one scale. Codes of the mean have one scale per rank.
+            # `gather_parts` casts the part of each rank with a separate scale. So saturation is counted in `rows`, the
+            # codes that were summed: they share one scale.
             gathered_mean = yield from gather_parts(mean_vector.values)
             mean_vector = ReducedVector(gathered_mean.values, rows)
     else:
         raise ValueError(f"expected one of {', '.join(FP8_MEAN_METHODS)}, got {method!r}")
     if scaling == FP8LM_SCALING:
-        # With `fp8_twoshot`, or if each rank gets only its part of the vector, ranks have different codes. The maximum
-        # of their shares over ranks keeps mu equal on all ranks.
-        saturated_mean_share = compute_saturated_share(mean_vector.codes).reshape(1)
-        auto_scale.update(
-            saturated_mean_share
-            if whole_vector and method != TWOSHOT
-            else (yield MaximumOverRanks(saturated_mean_share))
-        )
+        saturated_share = compute_saturated_share(mean_vector.codes).reshape(1)
+        if method == TWOSHOT or not whole_vector:
+            # Ranks may have different codes. The maximum of their shares keeps mu equal on all ranks.
+            saturated_share = yield MaximumOverRanks(saturated_share)
+        auto_scale.update(saturated_share)
     return mean_vector
 
 
@@ -192,7 +193,7 @@ class RankTensors(NamedTuple):
     max_tensors_per_rank: int
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         return sum(self.lengths)
 
     def amax(self, values: Tensor) -> Tensor:
@@ -223,12 +224,13 @@ def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensor
     """
     scales_of_rank = compute_largest_scale(tensors_by_rank[rank].amax(part))
     codes_of_rank = tensors_by_rank[rank].encode_tensors(part, scales_of_rank)
-    # AllGather needs payloads of equal length, but ranks own different numbers of elements.
+    # AllGather needs payloads of equal length, but ranks own different numbers of elements. So send the codes of this
+    # rank to each rank, by the exchange whose rows may differ in length.
     codes = yield AllToAllRows(
         codes_of_rank.repeat(len(tensors_by_rank)),
         rank,
         sent_lengths=[len(codes_of_rank)] * len(tensors_by_rank),
-        received_lengths=[rank_tensors.size for rank_tensors in tensors_by_rank],
+        received_lengths=[rank_tensors.num_elements for rank_tensors in tensors_by_rank],
     )
     scales = yield AllGather(scales_of_rank)
     return torch.cat(
@@ -245,8 +247,8 @@ def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTen
 
     `values` has this rank's values of all tensors: first those of the tensors that rank 0 owns, and so on.
     """
-    sizes = [rank_tensors.size for rank_tensors in tensors_by_rank]
-    rows = torch.split(values, sizes)
+    row_lengths = [rank_tensors.num_elements for rank_tensors in tensors_by_rank]
+    rows = torch.split(values, row_lengths)
     amax = torch.stack([rank_tensors.amax(row) for rank_tensors, row in zip(tensors_by_rank, rows, strict=True)])
     scales = yield from _compute_shared_scale(amax)
     codes = torch.cat(
@@ -256,7 +258,7 @@ def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTen
         ]
     )
     received_codes = yield AllToAllRows(
-        codes, rank, sent_lengths=sizes, received_lengths=[sizes[rank]] * len(tensors_by_rank)
+        codes, rank, sent_lengths=row_lengths, received_lengths=[row_lengths[rank]] * len(tensors_by_rank)
     )
     summed_values = _sum_in_rank_order([decode_e4m3(row) for row in received_codes])
     return torch.cat(
@@ -327,7 +329,9 @@ PhaseMarker = AbstractContextManager[object]
 
 
 class SelfCheckFailed(RuntimeError):
-    """Raised if a collective returns a wrong mean over all ranks, or wrong copies, when every rank sends ones."""
+    """Raised if a collective returns wrong values when every rank sends ones: a wrong mean over ranks, or, for
+    all_gather, all_to_all and broadcast, wrong copies of what ranks send.
+    """
 
 
 def bus_factor(collective: str, size: int) -> float:
@@ -374,10 +378,10 @@ class PlainCollective:
 
     def __call__(self, payload: Tensor, size: int, communicating: PhaseMarker) -> Tensor:
         with communicating:
-            return self._start_collective(payload, size, False)[1]
+            return self._start_collective(payload, size, asynchronous=False)[1]
 
     def start_async_exchange(self, payload: Tensor, size: int) -> Any:
-        return self._start_collective(payload, size, True)[0]
+        return self._start_collective(payload, size, asynchronous=True)[0]
 
     def _start_collective(self, payload: Tensor, size: int, asynchronous: bool) -> tuple[Any, Tensor]:
         import torch.distributed as dist
@@ -427,8 +431,9 @@ class FP8Collective:
                 return exchange_parts(values, size)
             case "broadcast":
                 return broadcast_from_first(values)
+        needs_whole_vector = self.collective == ALL_REDUCE
         return compute_fp8_mean(
-            self.method, values, self.scaling, rank, size, self.auto_scale, self.collective == ALL_REDUCE
+            self.method, values, self.scaling, rank, size, self.auto_scale, whole_vector=needs_whole_vector
         )
 
     def __call__(

@@ -348,7 +348,7 @@ class RankOwnedTensors:
                 partial(gather_tensors, tensors_by_rank=self._tensors_by_rank), _flatten_tensors(owned), phase
             )
             for owner_rank, row in enumerate(
-                torch.split(gathered_rank_values, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
+                torch.split(gathered_rank_values, [rank_tensors.num_elements for rank_tensors in self._tensors_by_rank])
             ):
                 tensors_of_owner_rank = self.select_items_of(owner_rank, all_tensors)
                 torch._foreach_copy_(tensors_of_owner_rank, _split_row_like(row, tensors_of_owner_rank))
