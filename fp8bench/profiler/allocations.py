@@ -77,7 +77,7 @@ class _Allocation:
     node: int
     end_event: float = math.inf
     is_short_lived: bool = False
-    roles: dict[MemoryRole, None] = field(default_factory=dict)
+    roles: list[MemoryRole] = field(default_factory=list)
 
     def end(self, event_number: int, phase_number: int, node: int) -> None:
         self.end_event = event_number
@@ -91,8 +91,8 @@ class _PeakMemoryFinder:
 
     def __init__(self) -> None:
         self.blocks: list[_Allocation] = []
-        # The indices of events that start a backward pass: the first memory change in an autograd node after changes
-        # outside of nodes.
+        # The indices of the events that start backward passes. Such an event is a memory change in an autograd node,
+        # and the memory change before it, if there is one, is outside of nodes.
         self.backward_starts: list[int] = []
         self.peak: int | None = None
         self.peak_event = 0
@@ -114,8 +114,9 @@ class _PeakMemoryFinder:
                 self._phase_number += 1
             case MemoryRoleNote():
                 for address in event.addresses:
-                    if address in self._held:
-                        self._held[address].roles.setdefault(event.role)
+                    block = self._held.get(address)
+                    if block is not None and event.role not in block.roles:
+                        block.roles.append(event.role)
             case LiveAllocationAddresses():
                 for address in self._held.keys() - event.addresses:
                     self._end_allocation(address, number, self._node)
@@ -148,6 +149,9 @@ class _PeakMemoryFinder:
         return tuple(map(self._describe_block, held_blocks))
 
     def _describe_block(self, block: _Allocation) -> HeldBlock:
+        """Describes an allocation. It is `awaited` if it was made in a phase, but not in a backward pass, and is still
+        held when the next backward pass starts.
+        """
         next_backward_index = bisect_right(self.backward_starts, block.start_event)
         is_held_when_backward_starts = (
             next_backward_index < len(self.backward_starts)
@@ -162,7 +166,7 @@ class _PeakMemoryFinder:
             awaited=began_in_phase and not block.node and is_held_when_backward_starts,
             brief=began_in_phase and block.is_short_lived,
             lasting=block.end_event == math.inf,
-            said=tuple(block.roles),
+            said=tuple(block.roles),  # the roles that notes assigned
         )
 
 
@@ -203,7 +207,7 @@ class _DevicePeakMemoryFinder:
             case LiveAllocationAddresses():
                 for address in self._held.keys() - event.addresses:
                     self._release_device_block(self._held.pop(address))
-            # Hardware does not need the memory of an emulation. So that memory is counted separately.
+            # Hardware does not need the memory of an emulation, so its blocks do not count until the emulation ends.
             case EmulationStart():
                 self._emulation_blocks = {}
                 self.has_notes = True
@@ -252,7 +256,9 @@ class _DevicePeakMemoryFinder:
 
 
 def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
-    """Returns the peak of memory since the first phase, and what is held at the peak. Returns None without a phase."""
+    """Returns the peak of memory since the first phase, the peak of each phase, and the blocks that are held at the
+    peak and just before the first backward pass. Returns None without a phase.
+    """
     # 1. Follow the memory that torch allocates, and the memory that hardware with the emulated formats would need.
     memory_peak_finder = _PeakMemoryFinder()
     device_peak_finder = _DevicePeakMemoryFinder()
@@ -304,10 +310,9 @@ class AllocationStream:
     """Records the memory events of some devices ('cpu', 'cuda:1'), with fp8bench's notes between them.
 
     torch's profiler records the thread that started it, and the threads that autograd and torch's operations use for
-    this thread. It records no other Python threads. It records on the host only, and is not attached to a GPU. torch
-    keeps a GPU's memory events only if they lie within another event. So one event is open from start to stop.
-    Autograd's thread for a GPU releases the inputs of a node after the node has ended. Such releases are not
-    recorded.
+    this thread. It records no other Python threads. It records on the host only, and is not attached to a GPU. One kind
+    of event is missing: autograd's thread for a GPU releases the inputs of a node after the node has ended, and torch
+    does not record these releases.
     """
 
     def __init__(self, *devices: str) -> None:
@@ -317,8 +322,8 @@ class AllocationStream:
         self._contexts = ExitStack()
 
     def start(self, alone: bool = True) -> None:
-        """Starts recording. With `alone`, backward passes run in the thread that starts them, until `stop`."""
-        # Do not use torch.profiler.profile. It first imports torch's compiler, which takes 1.4 s.
+        """Starts recording. With `alone`, also calls `keep_backward_in_thread`."""
+        # Do not use torch.profiler.profile, which first imports torch's compiler.
         from torch.autograd.profiler import profile, record_function
 
         self._notes = []
@@ -326,7 +331,7 @@ class AllocationStream:
         with silence_kineto():
             profiler.__enter__()  # type: ignore[no-untyped-call]
         self._profile = profiler
-        # torch keeps a GPU's memory events only within another event, so open one.
+        # torch keeps a GPU's memory events only within another event, so open one that lasts until `stop`.
         self._contexts.enter_context(record_function("fp8bench: whole"))
         if alone:
             self.keep_backward_in_thread()
@@ -379,7 +384,9 @@ class AllocationStream:
 
 
 class StreamMeter(MemoryMeter):
-    """A memory meter that records allocations as a stream of events, with notes between them."""
+    """The base class of memory meters that record allocations as a stream of events, with notes between them.
+    Subclasses start and stop the stream.
+    """
 
     def __init__(self, *devices: str) -> None:
         self._stream = AllocationStream(*devices)
@@ -398,9 +405,7 @@ class StreamMeter(MemoryMeter):
 
 def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
     """Yields the time, name, fields and backward node of each memory change and note. The tree has ten times as many
-    other events. An event comes before its children.
-
-    The function reads as few attributes as possible, because each read is a call into C++.
+    other events, so the function reads as few of their attributes as possible. An event comes before its children.
     """
     unvisited_events = [(event, 0) for event in reversed(tree)]
     backward_node_count = 0
