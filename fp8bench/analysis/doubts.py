@@ -25,9 +25,10 @@ from fp8bench.model.stopping import EMULATED_ROUNDS, fit_clock_slopes
 
 # A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
-# Two times count as equal if the interval of their ratio begins at or below 1 and ends at or below _MAX_EQUAL_RATIO.
-# The interval's half-width is _ADDED_STANDARD_ERRORS standard errors of the ratio's logarithm.
-_ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
+# A larger case takes no longer than a smaller one if the interval of its time, divided by that of the smaller case,
+# begins at or below 1 and ends at or below _MAX_FLAT_TIME_RATIO. The interval's half-width is _ADDED_STANDARD_ERRORS
+# standard errors of the ratio's logarithm.
+_ADDED_STANDARD_ERRORS, _MAX_FLAT_TIME_RATIO = 3.0, 1.1
 # The seconds that the host may need for each operator, with autograd and Python. This is twice the 14 us of a
 # convolution with 8 channels on an AMD EPYC (Zen 5). If a step takes less time per operator, the host may set the
 # step's time, which then need not grow with the work.
@@ -39,7 +40,7 @@ def label_size_independent_times(records: Iterable[Record], threads: int) -> dic
 
     These labels do not remove a verdict, because both cases may share work that the counts do not show. A GPU or
     several threads may be half idle in the smaller case, so there the declared work of the larger case must need more
-    than half of the device's peak. Cases with fewer than EMULATED_ROUNDS rounds are left out.
+    than half of the device's peak. Cases with fewer rounds than an emulated case gets (EMULATED_ROUNDS) are left out.
     """
     records_by_mode: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -62,8 +63,9 @@ def _is_larger_case(small_record: Record, large_record: Record) -> bool:
     """Returns whether the second case declares at least twice the FLOPs and bytes (or tokens) of the first, and has no
     smaller parameter.
 
-    If no bytes are declared, the minimum memory of the state is compared instead, because a product of one row takes as
-    long as a product of two rows: each reads all weights.
+    If no bytes are declared, the minimum memory of the state is compared instead of the bytes. FLOPs alone do not show
+    that a case is larger: a product of two rows has twice the FLOPs of a product of one row, but takes as long, because
+    both read all weights.
     """
     small_work, large_work = small_record.work, large_record.work
     if not (small_work.flops or small_work.bytes or small_work.tokens) or large_work.tokens < small_work.tokens:
@@ -93,27 +95,32 @@ def _describe_flat_time(small_record: Record, large_record: Record) -> str:
     assert small_record.timing is not None and large_record.timing is not None
     small_seconds, seconds = verdicts.best_seconds(small_record.timing), verdicts.best_seconds(large_record.timing)
     # 1. Skip steps whose time the host may set, because such a time need not grow with the work.
-    product_operator_counts = None if small_record.products is None else small_record.products.operators
-    if product_operator_counts is None or small_seconds <= _OPERATOR_SECONDS * product_operator_counts:
+    # `products.operators` counts all operators of the step, not only its products.
+    operator_count = None if small_record.products is None else small_record.products.operators
+    if operator_count is None or small_seconds <= _OPERATOR_SECONDS * operator_count:
         return ""
     if (
         compute_host_share(small_record.timing, small_record.case.device) > HOST_MAY_LIMIT_SHARE
-        or seconds > _MAX_EQUAL_RATIO * small_seconds
+        or seconds > _MAX_FLAT_TIME_RATIO * small_seconds
     ):
         return ""
-    # 2. Require that the ratio of the two times is near 1, even after its error is added.
+    # 2. Require that the larger case is not surely slower, and surely not much slower.
     error = _ADDED_STANDARD_ERRORS * math.hypot(
         _estimate_best_case_error(small_record.timing), _estimate_best_case_error(large_record.timing)
     )
     log_time_ratio = math.log(seconds / small_seconds)
-    if log_time_ratio - error > 0 or log_time_ratio + error > math.log(_MAX_EQUAL_RATIO):
+    if log_time_ratio - error > 0 or log_time_ratio + error > math.log(_MAX_FLAT_TIME_RATIO):
         return ""
     words = f"{units.seconds(seconds)} for {_describe_work(large_record.work)}"
     return f"{words}, {units.seconds(small_seconds)} for {_describe_work(small_record.work)}"
 
 
 def _estimate_best_case_error(timing: Timing) -> float:
-    return stats.resample_best_case(verdicts.cell_seconds(timing, verdicts.count_common_calls(timing))).error
+    """Returns the standard error of the logarithm of the best-case time. It is estimated from the times of all cells
+    (timed parts of a step).
+    """
+    seconds_by_cell = verdicts.cell_seconds(timing, calls=verdicts.count_common_calls(timing))
+    return stats.resample_best_case(seconds_by_cell).error
 
 
 def _is_device_busy(record: Record, threads: int) -> bool:
@@ -172,27 +179,12 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
     ):
         return
     # 3. Describe the mean clocks of the compared rounds.
-    clock_text, reference_clock_text = (
-        units.count(_average_clock(timings, log_clock_ratios), "Hz") for timings in ([case], reference_timings)
-    )
+    clock_text = units.count(_average_clock([case], log_clock_ratios), "Hz")
+    reference_clock_text = units.count(_average_clock(reference_timings, log_clock_ratios), "Hz")
     reason = (
         f"SM clock {clock_text} against {reference}'s {reference_clock_text}, {units.change(math.exp(mean_log_ratio))}"
     )
     yield LabelWithReason(Label.CLOCK_OFFSET, reason, hard=True)
-
-
-def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
-    """Yields a label if clock or temperature of the device were still changing when the first round began."""
-    warm_up = watch.warm_up if watch is not None else None
-    if warm_up is None or warm_up.settled or not warm_up.looks:
-        return
-    warm_up_slopes = fit_clock_slopes(warm_up.looks)
-    words = [f"after {units.seconds(warm_up.seconds)} of warming up"]
-    if warm_up_slopes.clock is not None:
-        words.append(f"clock {units.count(warm_up.looks[-1].clock, 'Hz')}, {100 * warm_up_slopes.clock:+.1f}% a second")
-    if warm_up_slopes.temperature is not None:
-        words.append(f"{warm_up.looks[-1].temperature:g} degC, {warm_up_slopes.temperature:+.1f} a second")
-    yield LabelWithReason(Label.UNSETTLED, ", ".join(words))
 
 
 def _read_sm_clocks(timing: Timing) -> dict[int, float]:
@@ -206,8 +198,25 @@ def _collect_slot_samples(timings: Sequence[Timing]) -> list[SlotSample]:
 
 
 def _average_clock(timings: Sequence[Timing], rounds: Container[int]) -> float:
+    """Returns the mean clock of several timings over some rounds, or 0 if no clock is known."""
     slots_of_rounds = [slot for slot in _collect_slot_samples(timings) if slot.round in rounds]
+    # `Timing.clock` computes the mean, so give it a timing with the slots of all timings.
     return replace(timings[0], slots=tuple(slots_of_rounds)).clock or 0.0
+
+
+def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
+    """Yields a label if clock or temperature of the device were still changing when the first round began."""
+    warm_up = watch.warm_up if watch is not None else None
+    if warm_up is None or warm_up.settled or not warm_up.looks:
+        return
+    clock_samples = warm_up.looks
+    warm_up_slopes = fit_clock_slopes(clock_samples)
+    words = [f"after {units.seconds(warm_up.seconds)} of warming up"]
+    if warm_up_slopes.clock is not None:
+        words.append(f"clock {units.count(clock_samples[-1].clock, 'Hz')}, {100 * warm_up_slopes.clock:+.1f}% a second")
+    if warm_up_slopes.temperature is not None:
+        words.append(f"{clock_samples[-1].temperature:g} degC, {warm_up_slopes.temperature:+.1f} a second")
+    yield LabelWithReason(Label.UNSETTLED, ", ".join(words))
 
 
 # An upper bound for the number of slots in a round.
@@ -258,7 +267,8 @@ def find_position_effect(timings: Sequence[Timing]) -> SlotPositionEffect | None
     ]
     if log_time_ratios.shape[1] == 2:
         tested_slot_positions = tested_slot_positions[:1]
-    # Divide the allowed error by the number of tested positions (Bonferroni), because each test may err.
+    # FINAL_LEVEL is the confidence level of decisions after the last round. Divide the error that it allows by the
+    # number of tested positions (Bonferroni), because each test may err.
     normal_quantile = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(tested_slot_positions)))
     # 3. Choose the position with the most certain effect.
     max_effect_in_errors, surest_position_effect = 0.0, None
@@ -279,8 +289,7 @@ def _is_valid_position(position: int | None) -> TypeGuard[int]:
 
 
 def _tabulate_slot_times(timings: Sequence[Timing]) -> FloatArray:
-    """Returns the relative times of slots (timed turns of a case): a row for each round, a column for each position in
-    the round.
+    """Returns the relative times of slots: a row for each round, a column for each position in the round.
 
     A relative time is the logarithm of a slot's mean time divided by the median of its case. Positions without a slot
     are NaN.
