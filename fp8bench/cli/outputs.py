@@ -76,6 +76,7 @@ class CommandResult:
     def print_result(self, arguments: argparse.Namespace) -> int:
         with write_outputs(self.files):
             tell(arguments, self.page, self.as_value, self.as_rows, self.whole)
+        # A result with a path was stored. Write its page, if results of its kind have one.
         if getattr(self.found, "path", ""):
             from fp8bench.jobs.after_run import report_result
 
@@ -95,14 +96,14 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     # 2. Refuse exports of a dry run, because it has no data.
     if values.get("dry_run"):
         check_output_files({"--write-plan": values.get("write_plan")})
-        stdout_option_names = ["json or --csv"] if values["json"] or values["csv"] is not None else []
+        refused_options = ["--json or --csv"] if values["json"] or values["csv"] is not None else []
         export_options = [name for name in ("trace", "log", "live") if values.get(name)]
         if str(values.get("trace")) in PROFILERS:
             # A dry run prints the command of the profiler, so --trace is allowed.
             export_options.remove("trace")
-        # Report only the first of the refused options.
-        for name in (*stdout_option_names, *page_options, *export_options):
-            raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
+        refused_options += [f"--{name}" for name in (*page_options, *export_options)]
+        if refused_options:
+            raise UsageError(f"--dry-run measures nothing, so {refused_options[0]} would have no data. Leave one out.")
     # 3. Refuse files that cannot be written. Later, the error would come after an hour of measuring.
     if values.get("csv") not in (None, "-"):
         check_output_files({"--csv": values["csv"]}, "a file, or '-'")
@@ -151,7 +152,8 @@ def _explain_unwritable_path(path: Path) -> str:
 def write_outputs(text_by_option: Mapping[str, tuple[str | Path | None, str]], repeat_hint: str = "") -> Iterator[None]:
     """A context that first writes the text of each option to its file, except '-', which stands for stdout.
 
-    A failure raises UsageError only at the end of the context, so that the result is still printed.
+    A failure raises UsageError only at the end of the context, so that the result is still printed. The error ends with
+    `repeat_hint`, a sentence with the command that writes the file.
     """
     failure = ""
     for option, (path, text) in text_by_option.items():
@@ -186,8 +188,7 @@ def tell(
 ) -> None:
     """Prints a result in the requested form (page, JSON or CSV), and writes the requested files.
 
-    `full_page` is the page for Markdown if it is longer than `page`. If a file cannot be written, the error ends with
-    `repeat_hint`, which names the command that writes it.
+    `page` and `full_page` are as `page` and `whole` of CommandResult. For `repeat_hint`, see `write_outputs`.
     """
     values = vars(arguments)
     csv_table = csv_text(*rows()) if values.get("csv") is not None else ""
@@ -212,6 +213,7 @@ def import_renderers() -> None:
 
     section.load_sections()
     html.load_template()
+    # Listing the backends imports their modules.
     backends.names()
 
 
@@ -234,6 +236,7 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     try:
         tell(print_arguments, make_page, partial(run_document, run, findings_by_case), rows, repeat_hint=repeat_hint)
     except NotPrinted as error:
+        # stdout cannot be written. So name the path at which the run was stored.
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
@@ -271,7 +274,10 @@ def stdout_format(explain: bool = False) -> tuple[int, bool, bool]:
 
 
 def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines on stdout, wrapped at its width. The lines may be indented by up to 4 blanks. The rest of a wrapped
+    line is indented further.
+    """
     width = stdout_format()[0]
     for line in lines:
-        indent = "        " if line.startswith(" ") else "    "
-        say("".join(f"{part}\n" for part in wrap(line, width, hang=indent)))
+        hanging_indent = " " * (8 if line.startswith(" ") else 4)
+        say("".join(f"{part}\n" for part in wrap(line, width, hang=hanging_indent)))
