@@ -41,11 +41,11 @@ class Switch:
     """A switch: a global setting of the process. `set_value` is None if the switch ends with an object (such as a
     profiler) and cannot be set.
 
-    `names` are the public names of torch that set the switch; a test compares them with torch's. `usual` is the value
-    in a new process. `is_distorting` returns whether a value distorts the reference. If so, fp8bench refuses to
-    measure; the error names the expected value (`expected`, by default `usual`) and how to restore it
-    (`restore_instruction`). `is_recorded` switches are stored with each run. Importing harmless packages may change a
-    switch with `is_set_by_imports`, so it is watched only around steps.
+    `names` are torch's public names that set a switch of torch; other switches have none. `usual` is the value in a new
+    process. `is_distorting` returns whether a value distorts the reference. If so, fp8bench refuses to measure; the
+    error names the expected value (`expected`, by default `usual`) and how to restore it (`restore_instruction`).
+    `is_recorded` switches are stored with each run. Importing harmless packages may change a switch with
+    `is_set_by_imports`, so it is watched only around steps.
     """
 
     name: str
@@ -181,7 +181,7 @@ def _list_system_switches() -> Iterator[Switch]:
         _read_environment,
         _set_environment,
         is_recorded=False,
-        is_distorting=_PRECISION_LOWERING_NAMES.intersection,
+        is_distorting=_has_precision_lowering_variable,
         expected="none of " + " and ".join(sorted(_PRECISION_LOWERING_NAMES)),
         restore_instruction="unset it, and start Python again",
     )
@@ -189,7 +189,8 @@ def _list_system_switches() -> Iterator[Switch]:
 
 def _list_clock_and_signal_switches() -> Iterator[Switch]:
     for name in _CLOCK_NAMES:
-        # `usual` is text, because `make_plain` replaces a clock function by this text before values are compared.
+        # `usual` is the text by which `make_plain` replaces the original clock. `read_recorded_switches` compares such
+        # texts.
         yield make_attribute_switch(
             f"time.{name}",
             time,
@@ -255,6 +256,10 @@ def _stop_timer(timer: int, was_running: bool) -> None:
 def _read_environment() -> dict[str, str]:
     present_variable_names = sorted(_WATCHED_VARIABLES.intersection(_ENVIRONMENT_BYTES))
     return {os.fsdecode(name): os.fsdecode(_ENVIRONMENT_BYTES[name]) for name in present_variable_names}
+
+
+def _has_precision_lowering_variable(environment: dict[str, str]) -> bool:
+    return not _PRECISION_LOWERING_NAMES.isdisjoint(environment)
 
 
 def _set_environment(old: dict[str, str]) -> None:
