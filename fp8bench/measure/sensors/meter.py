@@ -32,32 +32,34 @@ from fp8bench.model.readings import NoReading, Reading, UnavailableReading
 # After this many seconds a window ends even if its energy is not precise enough.
 MAX_WINDOW_SECONDS = 5.0
 IDLE_SECONDS = 3.0
-# Measuring how often a counter changes ends after this many seconds, or after this many changes (ticks).
-_CALIBRATION_SECONDS = 2.5
-_CALIBRATION_TICKS = 7
+# A source is tried before it is used. The trial ends after this many seconds, or earlier after this many changes of a
+# counter (ticks) or this many samples of a power sensor. It also measures how often a counter changes, which needs
+# _MIN_COUNTER_TICKS.
+_TRIAL_SECONDS = 2.5
+_TRIAL_TICKS = 7
+_TRIAL_SAMPLES = 3
 _MIN_COUNTER_TICKS = 3
-_MIN_SENSOR_SAMPLES = 3
 
 
 class Meter(AbstractContextManager["Meter"]):
     """Measures the energy of one device by its first source that works, and reads the device's state.
 
-    `refused` has the reason for each better source that does not work. Without any source, windows end at once, with
-    these reasons. `hung` is called when a source stops answering.
+    `refused` has the reason for each better source that does not work. `no_energy_reason` explains empty `sources`.
+    Without any source, windows end at once, with these reasons. `hung` is called when a source stops answering.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
         device: DeviceReader,
-        why_none: str = "",
+        no_energy_reason: str = "",
         clock: Clock = HOST_CLOCK,
         timeout: float = DRIVER_CALL_TIMEOUT,
         hung: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.device = device
         self.refused: tuple[tuple[SourceKind, str], ...] = ()
-        self._why_none = why_none
+        self._no_energy_reason = no_energy_reason
         self._power_limits: tuple[float, ...] = ()
         self._idle: Energy | UnavailableReading | None = None
         self._clock, self._timeout, self._hung = clock, timeout, hung
@@ -77,7 +79,7 @@ class Meter(AbstractContextManager["Meter"]):
     @property
     def why(self) -> str:
         """Why the best energy source, or any source, cannot be used; '' if the best one is used."""
-        return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
+        return self._no_energy_reason or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
     def window(self, cap: float = MAX_WINDOW_SECONDS, every_tick: bool = False) -> WorkloadWindow | NoWindow:
         """Opens a window in which a workload runs and its energy is measured. After `cap` seconds the window ends in
@@ -88,7 +90,8 @@ class Meter(AbstractContextManager["Meter"]):
         """
         if self.source is None:
             return NoWindow(self.why)
-        sampler = Sampler(self.source, self._clock, self.device.read_in_this_thread, every_tick=every_tick)
+        # The sampler's thread reads the device's state without a timeout: `_stop_sampler` has one for this thread.
+        sampler = Sampler(self.source, self._clock, look=self.device.read_in_this_thread, every_tick=every_tick)
         return WorkloadWindow(sampler, self.source, self._clock, cap, self._stop_sampler)
 
     def measure_idle(self, seconds: float = IDLE_SECONDS) -> Energy | UnavailableReading:
@@ -128,28 +131,28 @@ class Meter(AbstractContextManager["Meter"]):
         try:
             sampler.stop(self._timeout)
         except NoAnswer as failure:
-            self.source, self._why_none = None, failure.reason
+            self.source, self._no_energy_reason = None, failure.reason
             self._hung(failure.reason)
             raise
 
     def _try_energy_source(self, source: Source) -> Source:
         clock = self._clock
-        sampler = Sampler(
-            source,
-            clock,
-            None,
-            lambda sampling: len(sampling.ticks) >= _CALIBRATION_TICKS or len(sampling.samples) >= _MIN_SENSOR_SAMPLES,
-        )
+        sampler = Sampler(source, clock, satisfied=_has_tried_source)
         sampler.start()
-        deadline = clock.now() + _CALIBRATION_SECONDS
+        deadline = clock.now() + _TRIAL_SECONDS
         clock.wait(lambda: sampler.is_enough or clock.now() >= deadline)
         self._stop_sampler(sampler)
         return _add_counter_rhythm(source, sampler) if source.is_counter else source
 
 
+def _has_tried_source(sampler: Sampler) -> bool:
+    # A counter has only ticks, and a power sensor has only samples.
+    return len(sampler.ticks) >= _TRIAL_TICKS or len(sampler.samples) >= _TRIAL_SAMPLES
+
+
 def _add_counter_rhythm(source: Source, sampler: Sampler) -> Source:
     if len(sampler.ticks) < _MIN_COUNTER_TICKS:
-        raise NoReading(f"the counter changed only {len(sampler.ticks)} time(s) in {_CALIBRATION_SECONDS:g} s")
+        raise NoReading(f"the counter changed only {len(sampler.ticks)} time(s) in {_TRIAL_SECONDS:g} s")
     counter_rhythm = measure_counter_rhythm(sampler.ticks)
     if (MIN_TICK_INTERVALS + 1) * counter_rhythm.period > MAX_WINDOW_SECONDS:
         raise NoReading(
@@ -214,9 +217,10 @@ def _make_unavailable_meter(reason: str, clock: Clock = HOST_CLOCK) -> Meter:
 
 
 def open_rapl_meter(root: Path = rapl.RAPL_FOLDER, clock: Clock = HOST_CLOCK, energy: bool = True) -> Meter:
-    reason = "a CPU has no NVML"
-    host = HostDevice(reason)
-    device = host if host.has_sensor_files else AbsentDevice(reason)
+    # The reason for each value of the device's state that cannot be read. On a GPU, NVML reads these values.
+    unavailable_value_reason = "a CPU has no NVML"
+    host = HostDevice(unavailable_value_reason)
+    device = host if host.has_sensor_files else AbsentDevice(unavailable_value_reason)
     if not energy:
         return Meter((), device, _NO_ENERGY_REASON, clock)
     try:
@@ -227,7 +231,7 @@ def open_rapl_meter(root: Path = rapl.RAPL_FOLDER, clock: Clock = HOST_CLOCK, en
 
 
 class Meters(ExitStack):
-    """Opens the meter of each device when it is first needed. Opening one takes up to 3 s, unless `energy` is false."""
+    """Opens the meter of each device when it is first needed, by `open_meter`."""
 
     def __init__(self, energy: bool = True, environ: Mapping[str, str] = os.environ) -> None:
         super().__init__()
