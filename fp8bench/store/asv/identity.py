@@ -22,14 +22,14 @@ IdentityEntry = Mapping[str, Scalar | None]
 
 _MACHINE_FILE_VERSION = 1  # the version of the format of ~/.asv-machine.json
 _ASV_FACT_PREFIX = "asv_"  # prefix of the facts of a run that are parameters of asv
-_INTERPRETER_FACT = "interpreter"  # name of the fact of a run that is the same for all paths of an interpreter
+_INTERPRETER_FACT = "interpreter"  # the fact of a run that has the text of `resolve_interpreter`
 _FORBIDDEN_CHARACTERS = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
 _MAX_NAME_LENGTH = 127  # asv replaces a longer name of an environment by a hash
 
 
 class MachineInterpreter(NamedTuple):
-    """A machine and a Python interpreter on it. `python` is the path by which the interpreter was called.
-    `interpreter` is the same for all paths of one interpreter.
+    """A machine and a Python interpreter on it. `python` is the path by which the interpreter was called, and
+    `interpreter` is the text of `resolve_interpreter` for this path.
     """
 
     machine: str
@@ -48,7 +48,7 @@ class MachineInterpreter(NamedTuple):
 class AsvIdentity:
     """asv's parameters of a machine, with additional facts such as a GPU, and asv's name for the interpreter.
 
-    `interpreter` is the same for all paths of one interpreter.
+    `interpreter` is as in MachineInterpreter.
     """
 
     machine: IdentityEntry
@@ -57,6 +57,7 @@ class AsvIdentity:
 
     @property
     def home(self) -> MachineInterpreter:
+        """Where results were measured: the machine and the interpreter, without further facts."""
         return MachineInterpreter(str(self.machine["machine"]), self.python, self.interpreter)
 
     @property
@@ -86,9 +87,8 @@ def find_machine_identity(stored_entry: IdentityEntry | None = None) -> AsvIdent
     `stored_entry` is the machine.json in a store. It keeps a series together when the system is updated. An entry that
     asv could not use is ignored.
     """
-    stored_facts = {
-        name: value for name, value in (stored_entry or {}).items() if name != "version"
-    }  # `version` is the version of the file format, and not a fact of the machine
+    # `version` is the version of the file format, and not a fact of the machine.
+    stored_facts = {name: value for name, value in (stored_entry or {}).items() if name != "version"}
     machine = (
         _select_machine_facts(_read_user_machine_entry(platform.node()))
         or _select_machine_facts(stored_facts)
@@ -102,15 +102,11 @@ def find_machine_identity(stored_entry: IdentityEntry | None = None) -> AsvIdent
 def resolve_interpreter(python: str) -> str:
     """Returns a text that is the same for all paths of one interpreter: the resolved folder of the path and the
     resolved file. The folder is needed because several virtual environments often share one file. A path that leads
-    to no file on this machine is returned unchanged. New runs record the resolved interpreter themselves, so this
-    function is for older runs, and for paths in asv's files, in acknowledgements and from the user.
+    to no file on this machine is returned unchanged.
     """
-    try:
-        if os.path.isfile(python):  # noqa: PTH113 - is_file raises where it may not look
-            return os.pathsep.join((os.path.realpath(os.path.dirname(python) or "."), os.path.realpath(python)))  # noqa: PTH120
-    except ValueError:
-        pass
-    return python
+    if not os.path.isfile(python):  # noqa: PTH113 - is_file raises where it may not look
+        return python
+    return os.pathsep.join((os.path.realpath(os.path.dirname(python) or "."), os.path.realpath(python)))  # noqa: PTH120
 
 
 def list_identity_facts(identity: AsvIdentity) -> dict[str, Scalar | None]:
