@@ -91,9 +91,8 @@ class BufferState:
 
 @workloads.register("accumulate")
 class Accumulate(Workload):
-    """Sums the same gradients in every step, in a buffer of the case's precision. In fp32, bf16 and fp16, gradients are
-    added to the buffer in place. fp8 and smaller formats have scales. There, every micro-batch must restore the whole
-    buffer, add to it and cast it again.
+    """Sums the same gradients in every step, in a buffer of the case's precision: a PlainBuffer in fp32, bf16 and fp16,
+    and a ScaledBuffer in fp8 and smaller formats, which have scales.
     """
 
     name = "accumulate"
@@ -103,7 +102,7 @@ class Accumulate(Workload):
         gpu={"width": ("2048",), "micro_batches": ("8",)},
         phases=("cast", "accumulate"),
         errors=("accumulate_error", "accumulate_vanished"),
-        per="bytes",
+        per="bytes",  # the time for a fixed number of the gradients' bytes has a history too
     )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -121,11 +120,12 @@ class Accumulate(Workload):
         tensors, width, micro_batches = read_integers(params, "tensors", "width", "micro_batches")
         elements = tensors * width**2
         gradient_bytes = float(GRADIENT_BYTES_BY_DTYPE[str(params["gradients"])] * micro_batches * elements)
-        # The least memory: the gradients, and a buffer of half a byte for each element.
+        # The bytes of a step are those of its input (`Work`), so they leave out the buffer. The least memory includes a
+        # buffer of half a byte for each element.
         return Work(bytes=gradient_bytes, least_memory=gradient_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        return find_storage_support(precision, facts, "there is no buffer of it")
+        return find_storage_support(precision, facts, without="there is no buffer of it")
 
     def prepare(self, setup: Setup) -> BufferState:
         import torch
@@ -135,10 +135,10 @@ class Accumulate(Workload):
         for index, gradients in enumerate(micro_batches):
             micro_batches[index] = [(gradient * setup.loss_scale).to(dtype) for gradient in gradients]
         arithmetic = setup.arithmetic
-        # Each tensor gets its own arithmetic, because delayed scales differ between tensors.
         if arithmetic.plain:
             gradient_sums = [torch.zeros_like(tensor, dtype=arithmetic.carrier) for tensor in micro_batches[0]]
             return BufferState(micro_batches, PlainBuffer(gradient_sums))
+        # Each tensor gets its own arithmetic, because delayed scales differ between tensors.
         arithmetics = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
         return BufferState(micro_batches, ScaledBuffer(arithmetics))
 
