@@ -62,18 +62,22 @@ def _find_named_suites(name: str) -> Sequence[str]:
                 "--import and name a suite."
             )
         return names
-    # A name that begins with "_" belongs to an internal suite.
-    if name not in workloads.names(hidden=True) or name.startswith("_"):
-        if ":" in name:
-            raise UsageError(
-                f"the suite {name!r} looks like a model: `fp8bench profile {name}` and `fp8bench train {name}` "
-                "take models. Give a suite's name, or a file that ends in .py."
-            )
-        file = f"{name}.py" if Path(f"{name}.py").is_file() else None
-        if "/" in name or Path(name).exists() or file:
-            raise UsageError(
-                f"the suite {name!r} is a path. Give a name, or a file that ends in .py.", given=name, nearest=file
-            )
-        known_names = sorted([*known_suites(), ALL])
-        raise UnknownName("suite", name, known_names, f"{', '.join(known_names)}; or a .py file with your suites")
-    return [name]
+    # Hidden suites can be named too, such as those that need several ranks. Only internal suites cannot, whose names
+    # begin with "_".
+    is_internal = name.startswith("_")
+    if name in workloads.names(hidden=True) and not is_internal:
+        return [name]
+    if ":" in name:
+        raise UsageError(
+            f"the suite {name!r} looks like a model: `fp8bench profile {name}` and `fp8bench train {name}` "
+            "take models. Give a suite's name, or a file that ends in .py."
+        )
+    # The user may have left out the .py of a file.
+    python_file = f"{name}.py" if Path(f"{name}.py").is_file() else None
+    is_path = "/" in name or Path(name).exists() or python_file is not None
+    if is_path:
+        raise UsageError(
+            f"the suite {name!r} is a path. Give a name, or a file that ends in .py.", given=name, nearest=python_file
+        )
+    known_names = sorted([*known_suites(), ALL])
+    raise UnknownName("suite", name, known_names, f"{', '.join(known_names)}; or a .py file with your suites")

@@ -11,7 +11,8 @@ from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, PlannedCase, Run, Scalar
 from fp8bench.model.run import SWITCHES_SET
 
-# The properties of the environment that must be unchanged in a resumed run, with their names in messages.
+# The properties of the environment that must be unchanged in a resumed run, with their names in messages. SWITCHES_SET
+# lists the global settings of the process and of torch that differ from their usual values.
 _REQUIRED_EQUAL_FACTS = {
     "machine": "machine",
     "fp8bench": "fp8bench",
@@ -34,13 +35,13 @@ def refuse_run_without_header(run: Run) -> None:
 
 
 def refuse_missing_user_files(run: Run) -> None:
-    """Raises UsageError if a file that the run names by a relative path does not exist in this folder."""
+    """Checks the code and text files that the run's request names, by `check_files_exist`."""
     check_files_exist(f"the run {run.id}", run.request.imports, run.request.data)
 
 
 def check_files_exist(subject: str, imports: Sequence[str], *texts: str | None) -> None:
     """Raises UsageError if a code or text file that `subject` reads does not exist here, or if another user may have
-    replaced the code.
+    replaced the code. A text file with an absolute path is not checked, because a change of folder would not help.
     """
     refuse_untrusted_code(subject, imports)
     for name in texts:
@@ -68,8 +69,10 @@ def _make_missing_file_error(subject: str, name: str) -> UsageError:
 
 
 def _is_owned_by_others(file: Path) -> bool:
-    """Returns whether another user owns a file, or one of its parent folders, below a folder like /tmp, where every
-    user may create files. After a temporary folder in /tmp was deleted, any user can create one with the same name.
+    """Returns whether another user owns a file, or a folder on the path to it from the nearest shared folder. A shared
+    folder is one like /tmp, where every user may create files. Returns False if the file is in no such folder.
+
+    After a temporary folder in /tmp was deleted, any user can create one with the same name.
     """
     has_foreign_file_owner = False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
@@ -129,6 +132,7 @@ def _find_plan_difference(previous: Plan, current: Plan) -> str:
             return f"it would be planned differently now ({name})"
     for name, old_case in previous_cases_by_id.items():
         current_case = current_cases_by_id[name]
+        # A backend is the library that computes the products of a case.
         backend = current_case.support.backend
         if old_case.support.backend and backend != old_case.support.backend:
             return f"{name} was multiplied by {old_case.support.backend} and would now be by {backend or 'no backend'}"
