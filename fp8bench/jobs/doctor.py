@@ -219,8 +219,10 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
     if layers:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
         products = [layer.name for layer in layers if layer.product]
-        names = f"{products[0]} to {products[-1]}" if len(products) > 1 else products[0]
-        yield f"layers for --precision-map: by kind {kinds}; by name {names}, or a prefix of names"
+        names = " to ".join(dict.fromkeys((products[0], products[-1]))) if products else ""
+        # Layers without a product have no common prefixes, so a map gives their full names.
+        by_name = f"by name {names}, or a prefix of names" if products else "by full name"
+        yield f"layers for --precision-map: by kind {kinds}; {by_name}"
     grid = workload.history
     if grid is None:
         return

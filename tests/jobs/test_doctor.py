@@ -16,6 +16,7 @@ from fp8bench.model import DeviceFacts, Request
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute
 from fp8bench.protocols import SilentObserver
+from fp8bench.protocols.workload import Layer
 from fp8bench.registry import backends, precisions
 from fp8bench.store.runs.listing import run_files
 from tests.facts import CPU
@@ -91,6 +92,21 @@ def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypa
     assert "default values on cpu" in shown["cpu"] and "nano" in shown["cpu"]
     assert "default values on cuda:0" in shown["cuda"] and " gpt2-124m " in shown["cuda"]
     assert "by kind attn, mlp, head, embed, residual, logits, norm; by name blocks.0.attn.qkv to head" in shown["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ((Layer("norm.0", "norm", product=False),), "by kind norm; by full name"),
+        ((Layer("head", "mlp"),), "by kind mlp; by name head, or a prefix of names"),
+    ],
+)
+def test_listing_a_suite_names_its_layers(
+    layers: tuple[Layer, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
+    monkeypatch.setattr(doctor, "merge_layers", lambda *_: layers)
+    assert f"layers for --precision-map: {expected}" in list(describe_subject("gemm", ()))
 
 
 def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:
