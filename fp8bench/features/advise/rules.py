@@ -359,7 +359,7 @@ def _judge_training(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str |
     if arm is None or basis.training is None:
         return "no training has an arm in this precision"
     figure_text = words.describe_verdict(arm, basis.training.verdicts)
-    training = basis.training.kept.training
+    training = basis.training.stored.training
     model = training.request.settings.display_name
     advice_ground = AdviceGround(
         f"training {training.id}, arm {arm.arm.name}", f"{figure_text}, {model}, {training.request.steps} steps"

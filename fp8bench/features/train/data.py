@@ -23,7 +23,7 @@ CSV_COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer"
 
 
 def training_to_json(judged: JudgedTraining) -> dict[str, Any]:
-    stored_training = judged.kept
+    stored_training = judged.stored
     verdicts = judged.verdicts
     # An arm that is not trained has a reason instead of a verdict.
     trained_arms = [arm for arm in verdicts.arms if not arm.arm.skip]
@@ -74,7 +74,7 @@ def _yield_csv_rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[A
         for sentence in sentences:
             yield {"line": "Summary", "figure": kind, "value": sentence}
     # Rows with speeds are left out, because they can be computed from seconds and tokens.
-    for row in list_rows((), judged.kept.lines):
+    for row in list_rows((), judged.stored.lines):
         arm = arms.get(row.arm, {"arm": row.arm, "precision": "", "role": ""})
         yield (*arm.values(), *row[1:])
 

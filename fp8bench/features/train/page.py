@@ -57,7 +57,7 @@ _MAX_PAGE_EVENTS = 300
 
 def render_page(judged: JudgedTraining) -> Page:
     """Returns the page of a training: what a terminal shows, followed by charts and further tables."""
-    stored_training = judged.kept
+    stored_training = judged.stored
     training = judged.training
     text = view.render_all(judged, _MAX_PAGE_EVENTS)
     end_steps = choose_point_steps(judged.request.steps)
@@ -233,7 +233,7 @@ def _chart_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     request = judged.request
     loss_series = []
     for arm in judged.training.arms:
-        if not arm.is_chance_arm:
+        if not arm.repeats_reference:
             # A point is a mean over seeds. The value of a seed is its mean loss over the last steps before the point.
             seeds = [_compute_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_seed_band = arm.role is ArmRole.REFERENCE
@@ -247,7 +247,7 @@ def _chart_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
             f"Means over seeds, each over {window}. The band is the range of the reference over its seeds. Alarms of "
             "any seed are at their steps."
         )
-    flagged_series = _flag_alarms(judged.kept, loss_series, ends)
+    flagged_series = _flag_alarms(judged.stored, loss_series, ends)
     return Lines(
         "loss", "Training loss over steps", caption, _format_steps(ends), _make_loss_axis(request), flagged_series
     )
@@ -279,7 +279,7 @@ def _chart_loss_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
         caption,
         _format_steps(ends),
         ChartAxis("gap of the loss, by steps done", "%"),
-        _flag_alarms(judged.kept, gap_series, ends),
+        _flag_alarms(judged.stored, gap_series, ends),
         settled=len(ends) // 3,
         levels=((margin, f"margin +{margin_text}"), (-margin, f"margin -{margin_text}")),
     )
@@ -319,7 +319,7 @@ def _chart_held_out_losses(training: StoredTraining) -> Lines:
     steps = sorted({step for _, step in losses})
     held_out_series = []
     for arm in training.training.arms:
-        if not arm.is_chance_arm:
+        if not arm.repeats_reference:
             loss_chart_marks = tuple(
                 _make_loss_mark(losses.get((arm.name, step), ()), has_band=False) for step in steps
             )
@@ -335,10 +335,10 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
     """Yields a chart over the steps of a judged training for each of its figures that has a title, such as the gradient
     norm. The chart shows only the training's first seed. A figure whose points are all equal gets no chart.
     """
-    arms = [arm for arm in judged.training.arms if not arm.is_chance_arm]
+    arms = [arm for arm in judged.training.arms if not arm.repeats_reference]
     rows_by_figure = together(
         (row.figure, row)
-        for row in list_rows(arms, judged.kept.lines)
+        for row in list_rows(arms, judged.stored.lines)
         if row.seed == judged.request.seed and not row.layer
     )
     for figure in FIGURES.values():

@@ -84,8 +84,10 @@ class Arm:
     skip: str = ""
 
     @property
-    def is_chance_arm(self) -> bool:
-        """Returns whether the arm is the reference again, to show how much chance changes its loss."""
+    def repeats_reference(self) -> bool:
+        """Returns whether the arm is the reference again, with the same or nearly the same initial weights. Such an arm
+        shows how much chance changes the loss.
+        """
         return self.role.value in CHANCE_ARM_ROLES
 
     def with_precision(self, precision: str) -> Arm:
@@ -149,7 +151,7 @@ class Training:
     @property
     def compared_arms(self) -> list[Arm]:
         """Returns the reference and the arms that are compared with it, if they are trained."""
-        return [arm for arm in self.arms if not arm.skip and not arm.is_chance_arm]
+        return [arm for arm in self.arms if not arm.skip and not arm.repeats_reference]
 
     @property
     def arms_with_casts(self) -> list[Arm]:

@@ -52,10 +52,10 @@ _VALIDATION_TITLE = "After the last step, on text that was never trained on"
 def render_answer(judged: JudgedTraining) -> Page:
     """Returns a page with the short answer. `render_all` shows everything else."""
     training = judged.training
-    stored = judged.kept
+    stored = judged.stored
     verdicts = judged.verdicts
     # Arms that repeat the reference have no verdict, so the short answer leaves them out.
-    rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
+    rows = [summary for summary in judged.summaries if not summary.arm.repeats_reference and not summary.arm.skip]
     arms = replace(render_arm_table(rows, _COMPLETE_PAGE_ONLY_COLUMNS), caption="")
     store = _format_store_option(stored)
     training_length_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
@@ -145,7 +145,7 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     """
     request = judged.request
     command = judged.training.command
-    if not judged.kept.finished:
+    if not judged.stored.finished:
         return f"train the rest: fp8bench train --resume {judged.training.id}{store}"
     # All arms train with the same seeds, so propose the largest number of further seeds.
     further_seed_count = max(
@@ -154,7 +154,7 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     if not further_seed_count or "fp8bench train" not in command:
         return ""
     seeds = request.seeds + further_seed_count
-    seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.kept.select_lines(StepRow))
+    seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.stored.select_lines(StepRow))
     duration_words = f" in about {units.clock(seconds)}" if seconds else ""
     command = f"{remove_option(command, '--seeds')} --seeds {seeds}"
     return f"train {seeds} seeds{duration_words}, probably enough for a verdict: {command}"
@@ -162,7 +162,7 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
 
 def render_all(judged: JudgedTraining, most_events: int = _MAX_SHOWN_EVENTS) -> Page:
     training = judged.training
-    stored = judged.kept
+    stored = judged.stored
     verdicts = judged.verdicts
     arms = render_arm_table(judged.summaries, without=("how",) if training.is_watched else ())
     arm_answers = find_arm_answers(judged.summaries, verdicts)
@@ -196,7 +196,7 @@ def _list_arm_column_hints(arms: Table) -> tuple[str, ...]:
 def render_own_batches(judged: JudgedTraining) -> Elements:
     rates = {summary.arm.name: summary.tokens_per_second for summary in judged.summaries}
     rows = []
-    for cost in judged.kept.select_lines(ArmCost):
+    for cost in judged.stored.select_lines(ArmCost):
         capacity = cost.capacity
         if capacity is None:
             continue
@@ -208,7 +208,7 @@ def render_own_batches(judged: JudgedTraining) -> Elements:
 
 
 def render_wire_table(judged: JudgedTraining) -> Iterator[Table]:
-    summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_chance_arm]
+    summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.repeats_reference]
     columns: list[Col[ArmSummary]] = [
         Col("arm", "arm.name"),
         Col("sent", lambda row: math.fsum(row.wire.values()), show=units.size),
@@ -359,7 +359,7 @@ def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
     arms = judged.training.compared_arms
     seed = judged.request.seed
     values: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in list_rows(arms, judged.kept.lines):
+    for row in list_rows(arms, judged.stored.lines):
         # In recorded loops, an update ratio is NaN in steps that were not watched.
         is_value_unknown = judged.training.is_watched and row.value != row.value
         if row.seed == seed and not row.layer and not is_value_unknown:
@@ -386,7 +386,7 @@ def render_validations(stored: StoredTraining) -> Iterator[Part]:
         means_by_text.setdefault(name, {})[arm_name] = fmean(values)
     position_range_names = [name for name in means_by_text if name.startswith(POSITION_LOSS_PREFIX)]
     held_out = means_by_text.get(HELD_OUT_PART, {})
-    arms = [arm.name for arm in stored.training.arms if not arm.is_chance_arm and arm.name in held_out]
+    arms = [arm.name for arm in stored.training.arms if not arm.repeats_reference and arm.name in held_out]
     cols: list[Col[str]] = [Col("arm", str)]
     for name, mean_by_arm in means_by_text.items():
         if name not in position_range_names[1:-1]:  # show only the first and the last range of positions
@@ -399,7 +399,7 @@ def render_validations(stored: StoredTraining) -> Iterator[Part]:
 
 
 def list_training_notes(judged: JudgedTraining) -> Iterator[str]:
-    stored = judged.kept
+    stored = judged.stored
     verdicts = judged.verdicts
     arm_costs = stored.select_lines(ArmCost)
     yield from dict.fromkeys(

@@ -158,7 +158,7 @@ def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -
         if has_arm_failed and arm.judged.learned.replace(" ", "-") in requested_failures:
             yield f"{arm.arm.name}: {describe_verdict(arm, judged.verdicts)}"
     if ALARM in requested_failures:
-        for event in judged.kept.alarms:
+        for event in judged.stored.alarms:
             yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
@@ -295,7 +295,7 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
     for (name, seed), curve in judged.curves.items():
         first_row = curve.rows[0]
         last = curve.rows[-1]
-        alarms = [alarm for alarm in judged.kept.alarms if (alarm.arm, alarm.seed) == (name, seed)]
+        alarms = [alarm for alarm in judged.stored.alarms if (alarm.arm, alarm.seed) == (name, seed)]
         first_alarm_words = "".join(f", the first in step {alarm.step}: {alarm.words}" for alarm in alarms[:1])
         verb, tone = (
             ("fell", Tone.PLAIN) if last.loss < first_row.loss else ("rose", Tone.BAD if alarms else Tone.PLAIN)
@@ -305,7 +305,7 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
             f"{last.step}; {many(len(alarms), 'alarm')}{first_alarm_words}",
             tone,
         )
-    casts = [line for line in judged.kept.select_lines(LayerReading) if line.signal_to_noise is not None]
+    casts = [line for line in judged.stored.select_lines(LayerReading) if line.signal_to_noise is not None]
     lost, saturated = (max(map(attrgetter(share), casts), default=0.0) for share in ("underflow", "saturated"))
     yield Text(
         f"casts: at most {units.percent(lost)} of a tensor underflows, and at most {units.percent(saturated)} saturates"

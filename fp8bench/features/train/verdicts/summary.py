@@ -1,5 +1,6 @@
-"""The results of each arm of a training: the figures of its row, its energy, and the verdicts on its scores. Scores are
-the results of tasks and of users' metrics, and also losses after quantising. They are compared seed by seed.
+"""The results of each arm of a training, which is one way to train the model: the figures of its row, its energy, and
+the verdicts on its scores. Scores are the results of tasks and of users' metrics, and also losses after quantising.
+They are compared seed by seed.
 """
 
 from __future__ import annotations
@@ -88,21 +89,23 @@ class JudgedTraining:
     read. `summaries` has an entry for every arm, in the order of arms.
     """
 
-    kept: StoredTraining
+    stored: StoredTraining
 
     @property
     def training(self) -> Training:
-        return self.kept.training
+        return self.stored.training
 
     @property
     def request(self) -> TrainingRequest:
-        return self.kept.request
+        return self.stored.request
 
     @cached_property
     def curves(self) -> dict[ArmAndSeed, LossCurve]:
-        lines: Lines = self.kept.lines
+        lines: Lines = self.stored.lines
         if self.training.is_watched:
-            # The speeds of watched loops are not compared, because other programs may have run next to them.
+            # The arms are users' loops, which were recorded separately. Drop the times of all steps, because other
+            # programs may have run next to one of the loops. A loop without a declared number of tokens has 0 tokens,
+            # which count as 1.
             lines = [
                 replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
                 for line in lines
@@ -111,7 +114,7 @@ class JudgedTraining:
 
     @cached_property
     def verdicts(self) -> TrainingVerdicts:
-        return judge_training(self.training, self.kept.lines, self.curves)
+        return judge_training(self.training, self.stored.lines, self.curves)
 
     @cached_property
     def summaries(self) -> tuple[ArmSummary, ...]:
@@ -119,37 +122,38 @@ class JudgedTraining:
 
     @cached_property
     def scores(self) -> tuple[ScoreVerdict, ...]:
-        return compare_scores_with_reference(self.kept, self.verdicts)
+        return compare_scores_with_reference(self.stored, self.verdicts)
 
 
 def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     training = judged.training
-    arm_costs = judged.kept.select_lines(ArmCost)
+    arm_costs = judged.stored.select_lines(ArmCost)
     memory_by_arm = {cost.arm: cost.memory for cost in arm_costs if cost.memory is not None}
     energies = {cost.arm: cost.energy for cost in arm_costs if cost.energy is not None}
     bytes_per_parameter: dict[str, float] = {}
-    for figure in _list_first_figures(judged.kept, BYTES_PER_PARAMETER):
+    for figure in _list_first_figures(judged.stored, BYTES_PER_PARAMETER):
         bytes_per_parameter[figure.arm] = bytes_per_parameter.get(figure.arm, 0.0) + figure.value
+    # `make` names a user's function that makes the model. A user's optimizer has no state before its first step. So the
+    # bytes come from the measurement of memory, which takes steps.
     if judged.request.settings.make:
-        # A user's optimizer has no state before its first step. So the bytes come from the measurement of memory, which
-        # takes steps.
         for cost in arm_costs:
-            if cost.kept:
-                bytes_per_parameter[cost.arm] = sum(size for _, size in cost.kept) / training.parameters
+            bytes_by_purpose = cost.kept
+            if bytes_by_purpose:
+                bytes_per_parameter[cost.arm] = sum(size for _purpose, size in bytes_by_purpose) / training.parameters
     wire_bytes_by_arm: dict[str, dict[str, float]] = defaultdict(dict)
-    for figure in _list_first_figures(judged.kept, WIRE_BYTES):
-        wire_bytes_by_arm[figure.arm][figure.layer] = figure.value
-    events = Counter(event.arm for event in judged.kept.select_lines(TrainingEvent))
-    rows = judged.kept.select_lines(StepRow)
-    # Rows of watched steps have 0 seconds, because watching slows a step down.
+    for figure in _list_first_figures(judged.stored, WIRE_BYTES):
+        operation_and_dtype = figure.layer
+        wire_bytes_by_arm[figure.arm][operation_and_dtype] = figure.value
+    events = Counter(event.arm for event in judged.stored.select_lines(TrainingEvent))
+    rows = judged.stored.select_lines(StepRow)
+    # A row has 0 seconds if the tensors of its step were measured, which slows the step down.
     seconds_per_token_by_arm = together(
         (row.arm, row.seconds / row.tokens) for row in rows if row.seconds > 0 and row.tokens
     )
     summaries = []
     for arm in training.arms:
         arm_curves = select_curves(judged.curves, arm.name).values()
-        # Arms that repeat the reference use as much memory as the reference.
-        measured_arm = training.arms[0].name if arm.is_chance_arm else arm.name
+        measured_arm = training.arms[0].name if arm.repeats_reference else arm.name
         memory = memory_by_arm.get(measured_arm)
         summary = ArmSummary(
             arm,
@@ -195,14 +199,14 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
     """
     verdict = summary.verdict
     repeat_band = verdicts.repeat_band if summary.arm.role is ArmRole.REPEAT else None
-    speed = verdict.speed.adjusted if verdict and verdict.speed else None
+    speed_to_same_loss = verdict.speed.adjusted if verdict and verdict.speed else None
     return {
         "loss": summary.loss,
         "held_out": summary.held_out,
         **list_gap_figures("gap", verdict.judged.gap if verdict else None),
         **list_gap_figures("held_out_gap", verdict.judged.held_out if verdict else None),
         "tokens_per_second": summary.tokens_per_second,
-        **_list_interval_figures("speed_to_same_loss", speed),
+        **_list_interval_figures("speed_to_same_loss", speed_to_same_loss),
         "bytes_per_parameter": summary.bytes_per_parameter,
         "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
@@ -220,11 +224,13 @@ def list_gap_figures(name: str, gap: LossGap | None) -> dict[str, float | None]:
             **_list_interval_figures(f"{name}_deciding", None),
             f"{name}_pairs": None,
         }
-    interval_figures = {
+    return {
         **_list_interval_figures(name, gap.shown),
+        # Replace the point of the interval, because a single seed has a point but no interval.
+        name: gap.point,
         **_list_interval_figures(f"{name}_deciding", gap.decides),
+        f"{name}_pairs": gap.pairs,
     }
-    return {**interval_figures, name: gap.point, f"{name}_pairs": gap.pairs}
 
 
 def _list_interval_figures(name: str, interval: Interval | None) -> dict[str, float | None]:
@@ -242,7 +248,8 @@ def summarise_energy(use: EnergyUse | None) -> WindowRange | None:
 class ScoreVerdict:
     """The verdict on an arm's score. `own` is the score, and `reference` the score that it is compared with: both are
     means over seeds. `worse` is their difference, paired over seeds, with a 99% interval: in points for a task, and
-    otherwise as a share.
+    otherwise as a share. `learned` is whether the arm is worse or better, and `matters` is whether the difference
+    exceeds the margin. Both are None without an interval, or if all scores are at chance.
     """
 
     arm: str
@@ -259,7 +266,9 @@ class ScoreVerdict:
 # the scores of an arm by seed
 _ScoresBySeed = Mapping[int, float]
 _CHANCE_LEVEL_TEXT = "at chance, like the reference: it shows nothing about precisions"
-_QUANTISED_BF16_FIGURE = "quantised:bf16"
+_QUANTISED_PREFIX = "quantised:"
+# The reference's loss in bf16. Its losses after quantising to other formats are compared with this loss.
+_QUANTISED_BF16_FIGURE = f"{_QUANTISED_PREFIX}bf16"
 
 
 def compare_scores_with_reference(stored: StoredTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
@@ -273,7 +282,7 @@ def compare_scores_with_reference(stored: StoredTraining, verdicts: TrainingVerd
             scores[line.name][line.arm][line.seed] = line.value
     steps = stored.request.steps
     for validation in stored.select_lines(Validation):
-        if validation.of.startswith("quantised:") and validation.step == steps:
+        if validation.of.startswith(_QUANTISED_PREFIX) and validation.step == steps:
             scores[validation.of][validation.arm][validation.seed] = validation.loss
     # 2. Compare each arm with the reference, and the quantised reference with its loss in bf16.
     bf16_losses = dict(scores.get(_QUANTISED_BF16_FIGURE, {}))
@@ -285,7 +294,8 @@ def compare_scores_with_reference(stored: StoredTraining, verdicts: TrainingVerd
             if arm.name != reference:
                 comparison_words = reference
                 compared_values = values[reference]
-            elif name.startswith("quantised:") and name != _QUANTISED_BF16_FIGURE:
+            # This arm is the reference.
+            elif name.startswith(_QUANTISED_PREFIX) and name != _QUANTISED_BF16_FIGURE:
                 comparison_words = "itself in bf16"
                 compared_values = bf16_losses.get(arm.name, {})
             else:
@@ -296,40 +306,47 @@ def compare_scores_with_reference(stored: StoredTraining, verdicts: TrainingVerd
 
 
 def _make_score_verdict(
-    request: TrainingRequest, verdict: ScoreVerdict, values: _ScoresBySeed, old_values: _ScoresBySeed
+    request: TrainingRequest, verdict: ScoreVerdict, arm_values: _ScoresBySeed, reference_values: _ScoresBySeed
 ) -> ScoreVerdict | None:
-    """Completes the verdict on an arm's score. `values` are the arm's scores by seed, and `old_values` the scores to
-    compare with. Returns None if no seed has finite scores of both.
+    """Completes the verdict on an arm's score. `arm_values` are the arm's scores by seed, and `reference_values` the
+    scores to compare with. Returns None if no seed has finite scores of both.
     """
-    new_and_old_scores = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
-    finite_score_pairs = [pair for pair in new_and_old_scores if math.isfinite(sum(pair))]
+    score_pairs = [(score, reference_values[seed]) for seed, score in arm_values.items() if seed in reference_values]
+    finite_score_pairs = [pair for pair in score_pairs if math.isfinite(sum(pair))]
     name = verdict.figure
     if not finite_score_pairs:
         return None
-    new, old = zip(*finite_score_pairs, strict=True)
+    arm_scores, reference_scores = zip(*finite_score_pairs, strict=True)
+    seed_count = len(finite_score_pairs)
     verdict = replace(
-        verdict, reference=math.fsum(old) / len(finite_score_pairs), own=math.fsum(new) / len(finite_score_pairs)
+        verdict, reference=math.fsum(reference_scores) / seed_count, own=math.fsum(arm_scores) / seed_count
     )
     if name.startswith(TASK_PREFIX):
-        # If two arms answer n questions equally, their true scores differ by at most 4.6 / n, with 99% confidence.
-        floor = -math.log(1 - DECIDING_CONFIDENCE_LEVEL) / (QUESTION_COUNT * len(finite_score_pairs))
-        chance_score = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
-        score_gap = _widen_gap_interval(average_gaps([before - after for after, before in finite_score_pairs]), floor)
-        has_learned = _are_scores_above_chance(new, chance_score, floor) or _are_scores_above_chance(
-            old, chance_score, floor
+        # If two arms answer n questions equally, their true scores differ by at most 4.6 / n, with 99% confidence. Here
+        # n counts the questions of all seeds.
+        floor = -math.log(1 - DECIDING_CONFIDENCE_LEVEL) / (QUESTION_COUNT * seed_count)
+        chance_score = CHANCE_SCORES[_find_task(name)]
+        score_declines = [reference_score - arm_score for arm_score, reference_score in finite_score_pairs]
+        score_gap = _widen_gap_interval(average_gaps(score_declines), floor)
+        has_learned = _are_scores_above_chance(arm_scores, chance_score, floor) or _are_scores_above_chance(
+            reference_scores, chance_score, floor
         )
         return _judge_arm_score(verdict, score_gap, request.margin, at_chance=not has_learned)
-    if min(old) <= 0:
+    if min(reference_scores) <= 0:
         return replace(
             verdict, word="open: the reference's score is not above 0, so that no relative difference exists"
         )
     # A higher metric is better unless the user declared `=lower`. A loss after quantising is better if it is lower.
     worsening_sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
-    return _judge_arm_score(
-        verdict,
-        average_gaps([worsening_sign * (after / before - 1) for after, before in finite_score_pairs]),
-        request.margin,
-    )
+    relative_declines = [
+        worsening_sign * (arm_score / reference_score - 1) for arm_score, reference_score in finite_score_pairs
+    ]
+    return _judge_arm_score(verdict, average_gaps(relative_declines), request.margin)
+
+
+def _find_task(figure: str) -> str:
+    """Returns the task of a score: 'retrieval' for 'task:retrieval@64'. The number is the length of the questions."""
+    return figure.removeprefix(TASK_PREFIX).partition("@")[0]
 
 
 def _are_scores_above_chance(scores: Sequence[float], chance: float, floor: float) -> bool:
@@ -345,6 +362,7 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
     minimised_metrics = [
         metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")
     ]
+    # A metric that returns several results has one figure for each: the metric's name, a dot and the result's name.
     return any(metric_name == metric or metric_name.startswith(f"{metric}.") for metric in minimised_metrics)
 
 
@@ -360,17 +378,18 @@ def _widen_gap_interval(gap: LossGap | None, floor: float) -> LossGap | None:
 def _judge_arm_score(
     verdict: ScoreVerdict, gap: LossGap | None, margin: float, at_chance: bool = False
 ) -> ScoreVerdict:
-    verdict = replace(verdict, worse=gap, word=describe_undecided_gap(gap, margin))
+    verdict = replace(verdict, worse=gap)
+    undecided_text = describe_undecided_gap(gap, margin)
     interval = find_deciding_interval(gap)
     if interval is None:
-        return verdict
+        return replace(verdict, word=undecided_text)
     if at_chance:
         return replace(verdict, word=_CHANCE_LEVEL_TEXT)
     learning_verdict = classify_loss_gap(interval, margin)
     gap_importance = classify_importance(interval, margin)
     verdict = replace(verdict, learned=learning_verdict, matters=gap_importance)
     if learning_verdict is LearningVerdict.INCONCLUSIVE:
-        return verdict
+        return replace(verdict, word=undecided_text)
     if learning_verdict is LearningVerdict.WITHIN_NOISE:
         return replace(verdict, word=learning_verdict.value)
     return replace(verdict, word=f"{learning_verdict}: {describe_importance(learning_verdict, gap_importance, margin)}")
@@ -436,11 +455,11 @@ def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
         Col("verdict", "word", tone=find_verdict_tone),
     ]
     # A score means little without the score of guessing, so print that too.
-    scored_task_names = {row.figure.removeprefix(TASK_PREFIX).partition("@")[0] for row in rows}
+    scored_task_names = {_find_task(row.figure) for row in rows}
     tasks_with_chance_score = [task for task in CHANCE_SCORES if task in scored_task_names]
     chance_scores_text = ", ".join(f"{task} {100 * CHANCE_SCORES[task]:.3g}%" for task in tasks_with_chance_score)
     texts = [Text(f"By chance alone answers are right in: {chance_scores_text}.")] if tasks_with_chance_score else []
-    has_scores = any(not row.figure.startswith("quantised:") for row in rows)
+    has_scores = any(not row.figure.startswith(_QUANTISED_PREFIX) for row in rows)
     title = "Scores, and losses after quantising" if has_scores else "Losses after quantising"
     if rows:
         yield Part("scores", title, (table("scores", "", columns, rows), *texts))

@@ -41,7 +41,7 @@ VERDICTS = judged(lines({"fp8": [0.0] * 5})).verdicts
 def score_verdicts(lines_told: Iterable[StreamLine], **settings: Any) -> tuple[ScoreVerdict, ...]:
     of = training()
     of = replace(of, request=replace(of.request, settings=TrainerSettings(**settings)))
-    return compare_scores_with_reference(judged(lines_told, of).kept, VERDICTS)
+    return compare_scores_with_reference(judged(lines_told, of).stored, VERDICTS)
 
 
 def answered(chance: random.Random, share: float) -> list[float]:

@@ -168,7 +168,7 @@ def test_an_interval_spans_those_of_the_last_steps() -> None:
 def test_what_a_command_may_fail_on() -> None:
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
     of = judged_training((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "stopped", "")))
-    own, among = judged(of.kept.lines)
+    own, among = judged(of.stored.lines)
     assert list(words.list_failures(of, ("worse", "diverged"))) == [f"fp8: {words.describe_verdict(own, among)}"]
     assert list(words.list_failures(of, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
     assert not list(words.list_failures(of, ("diverged", "inconclusive", "did-not-learn")))
