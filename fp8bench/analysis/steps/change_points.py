@@ -46,14 +46,19 @@ def find_series_cuts(batch: SeriesBatch, length_price: float) -> list[list[int]]
     """Returns where each series is cut: the first index of every piece except the first piece.
 
     Dynamic programming finds the cuts with the lowest cost. The cost is the sum of squares around the means of the
-    pieces, plus 1 per cut, plus `length_price` times the logarithm of each piece's length. Longer pieces cost more,
-    because noise finds many places to cut in the middle of a long series, but few near the end, where new steps are. A
-    short level costs 1 more. The search goes from left to right, because the best cuts before a cut do not depend on
-    the values after it.
+    pieces, plus 1 per cut, plus `length_price` times the logarithm of each piece's length. A short level costs 1 more.
+    Callers divide the values by the price of a cut, which has the unit of the values. The 1 is this price, squared.
+
+    The logarithms make a cut in the middle of a piece more expensive than a cut near its end: of all pairs of lengths
+    with the same sum, two equal lengths have the largest sum of logarithms. This is intended, because noise finds many
+    places to cut in the middle of a long series, but few near the end, where new steps are.
+
+    The search goes from left to right, because the best cuts before a cut do not depend on the values after it.
     """
     series_count, longest_length = batch.values.shape
     rows = np.arange(series_count)
-    # Index i of these three arrays stands for pieces with (longest_length - i) values.
+    # These three arrays begin with the longest pieces: index i stands for pieces with (longest_length - i) values. So a
+    # slice of them has the order of pieces that begin later and later, and all end at the same index.
     series_piece_lengths = np.arange(longest_length, 0, -1)
     length_prices, weights = length_price * np.log(series_piece_lengths / MIN_LEVEL_LENGTH), -1.0 / series_piece_lengths
     running_sums = np.zeros((series_count, longest_length + 1))
@@ -66,13 +71,12 @@ def find_series_cuts(batch: SeriesBatch, length_price: float) -> list[list[int]]
     last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest_length + 1), dtype=np.intp)
     distinct_series_lengths = set(batch.lengths.tolist())
     for end in range(MIN_LEVEL_LENGTH, longest_length + 1):
-        begin_slice, length_slice = (
-            slice(end - MIN_LEVEL_LENGTH + 1),
-            slice(longest_length - end, longest_length - MIN_LEVEL_LENGTH + 1),
-        )
+        # The last piece before `end` begins at 0 or later. Its length is between `end` and MIN_LEVEL_LENGTH.
+        begin_slice = slice(end - MIN_LEVEL_LENGTH + 1)
+        length_slice = slice(longest_length - end, longest_length - MIN_LEVEL_LENGTH + 1)
         # A piece's sum of squares around its mean is its sum of squares minus (its sum)^2 / length.
-        cost_by_piece_begin = running_sums[:, begin_slice] - running_sums[:, end : end + 1]
-        cost_by_piece_begin *= cost_by_piece_begin
+        negative_piece_sums = running_sums[:, begin_slice] - running_sums[:, end : end + 1]
+        cost_by_piece_begin = np.square(negative_piece_sums, out=negative_piece_sums)
         cost_by_piece_begin *= weights[length_slice]
         cost_by_piece_begin += length_prices[length_slice]
         cost_by_piece_begin += lowest_cost_by_end[:, begin_slice]
@@ -80,7 +84,9 @@ def find_series_cuts(batch: SeriesBatch, length_price: float) -> list[list[int]]
             # Unlike earlier levels, the last level of a series has no additional price if it is short.
             last_cut_of_whole_series[:, end] = cost_by_piece_begin.argmin(axis=1)
         if end >= MIN_FIRST_LEVEL_LENGTH:
-            cost_by_piece_begin[:, max(end - MIN_SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
+            # Levels that begin here or later are short. The first level begins at 0 and has no additional price.
+            first_short_level_begin = max(end - MIN_SETTLED_LEVEL_LENGTH + 1, 1)
+            cost_by_piece_begin[:, first_short_level_begin:] += 1.0
             last_cut[:, end] = cost_by_piece_begin.argmin(axis=1)
             lowest_cost_by_end[:, end] = cost_by_piece_begin[rows, last_cut[:, end]] + 1.0
     last_cut_by_row = last_cut_of_whole_series[rows, batch.lengths].tolist()
@@ -103,7 +109,7 @@ _OUTLIER_CLIP_DEVIATIONS = 3.0
 # this share of the differences, the smallest ones.
 _SHARE_OF_SMALLEST_DIFFERENCES = 0.9
 # The smallest noise of a series, as a logarithm. Values have six digits, and smaller differences do not matter.
-MIN_SPREAD = 1e-5
+MIN_NOISE = 1e-5
 _NEIGHBOURS_PER_SIDE = 2
 # A value is an outlier if it is this many standard deviations from the median of five: itself and its neighbours.
 _OUTLIER_LIMIT_IN_DEVIATIONS = 4.0
@@ -130,18 +136,18 @@ def estimate_noise(batch: SeriesBatch) -> FloatArray:
     trimmed_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
     trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, trimmed_count - 1] / trimmed_count
     preliminary_noise = np.maximum(median_differences / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
-    difference_clipping_limit = _OUTLIER_CLIP_DEVIATIONS * np.maximum(preliminary_noise, MIN_SPREAD)[:, None]
+    difference_clipping_limit = _OUTLIER_CLIP_DEVIATIONS * np.maximum(preliminary_noise, MIN_NOISE)[:, None]
     mean_clipped_square_changes = np.minimum(squared_differences, difference_clipping_limit**2).sum(axis=1) / counts
     # A difference of two values has twice the variance of one value.
-    noise: FloatArray = np.maximum(np.sqrt(mean_clipped_square_changes / 2), MIN_SPREAD)
+    noise: FloatArray = np.maximum(np.sqrt(mean_clipped_square_changes / 2), MIN_NOISE)
     return noise
 
 
-def replace_outliers(batch: SeriesBatch, spread: FloatArray) -> SeriesBatch:
-    """Replaces each outlier by the median of its neighbours.
+def replace_outliers(batch: SeriesBatch, noise: FloatArray) -> SeriesBatch:
+    """Replaces each outlier by the median of five values: itself and its neighbours, two on each side.
 
-    At either end of a series, the outermost five values are these neighbours, so that three values of a new level are
-    not replaced.
+    For the first two values of a series, the five values are the first five, and for the last two values the last five.
+    So three values of a new level at the end are not replaced.
     """
     window_centre_indices = np.clip(
         np.arange(batch.values.shape[1]), _NEIGHBOURS_PER_SIDE, batch.lengths[:, None] - 1 - _NEIGHBOURS_PER_SIDE
@@ -151,7 +157,7 @@ def replace_outliers(batch: SeriesBatch, spread: FloatArray) -> SeriesBatch:
         for offset in range(-_NEIGHBOURS_PER_SIDE, _NEIGHBOURS_PER_SIDE + 1)
     ]
     window_medians = np.sort(window_values, axis=0)[_NEIGHBOURS_PER_SIDE]
-    is_outlier = np.abs(batch.values - window_medians) > _OUTLIER_LIMIT_IN_DEVIATIONS * spread[:, None]
+    is_outlier = np.abs(batch.values - window_medians) > _OUTLIER_LIMIT_IN_DEVIATIONS * noise[:, None]
     return SeriesBatch(np.where(is_outlier, window_medians, batch.values), batch.lengths)
 
 
@@ -282,34 +288,33 @@ def find_newest_levels(series: Sequence[SeriesValues]) -> list[PieceLevel | None
 
 
 def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, float]:
-    """Returns the logarithm of the smallest step (change of level) that would be found if it followed the newest level,
-    and the standard error of this logarithm.
+    """Returns the logarithm of the smallest step (change of level) that would be found if the last MIN_LEVEL_LENGTH
+    values of the newest level were after it. Also returns the standard error of this logarithm.
 
     Such a step is worth the price of a cut, is still found without the most distant value after it, and has a p-value
     of at most `chance`.
     """
-    new_value_count, old_value_count = MIN_LEVEL_LENGTH, level.length - MIN_LEVEL_LENGTH
+    new_value_count = MIN_LEVEL_LENGTH
+    old_value_count = level.length - new_value_count
     if old_value_count < MIN_LEVEL_LENGTH:
         return math.inf, math.inf
     step_variance_factor = 1 / old_value_count + 1 / new_value_count
-    log_length_difference = math.log(old_value_count / MIN_LEVEL_LENGTH) - math.log(
-        (old_value_count + new_value_count) / MIN_LEVEL_LENGTH
-    )
-    # 1. Compute how large a step must be so that a cut lowers the sum of squares by more than the cut's price.
-    squared_cut_price = (
-        1 + (old_value_count < MIN_SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / FINAL_CUT_PRICE**2 * log_length_difference
-    )
-    step_worth_a_cut = _to_student_t(FINAL_CUT_PRICE, level.freedom) * math.sqrt(
-        squared_cut_price * step_variance_factor
-    )
+    log_length_increase = _compute_log_length_increase(old_value_count, new_value_count)
+    # 1. Compute how large a step must be so that a cut lowers the sum of squares by more than the cut's price. As in
+    # find_series_cuts, this price is 1, plus 1 for a short level, plus the price of lengths. It is a multiple of the
+    # squared FINAL_CUT_PRICE.
+    short_level_price = 1 if old_value_count < MIN_SETTLED_LEVEL_LENGTH else 0
+    total_cut_price = 1 + short_level_price + _LENGTH_PRICE / FINAL_CUT_PRICE**2 * log_length_increase
+    step_worth_a_cut = _to_student_t(FINAL_CUT_PRICE, level.freedom) * math.sqrt(total_cut_price * step_variance_factor)
     # 2. Compute how large a step must be to be found without the most distant value after it.
     robust_step = (
         _FIRM_STEP_STANDARD_ERRORS * math.sqrt(1 / (new_value_count - 1) + 1 / old_value_count) + _FURTHEST_VALUE_SHIFT
     )
-    # 3. Compute how large a step must be to have a p-value of at most `chance`.
+    # 3. Compute how large a step must be to have a p-value of at most `chance`. This inverts how _make_level_steps
+    # computes p-values.
     squared_gaussian_deviations = (
         NormalDist().inv_cdf(1 - chance / 2) / _P_VALUE_DEVIATION_FACTOR
-    ) ** 2 + _LENGTH_PRICE * log_length_difference
+    ) ** 2 + _LENGTH_PRICE * log_length_increase
     significant_step = _to_student_t(math.sqrt(max(squared_gaussian_deviations, 0.0)), level.freedom) * math.sqrt(
         step_variance_factor
     )
@@ -328,12 +333,8 @@ def _make_batch(series: Sequence[FloatArray]) -> SeriesBatch:
 
 
 def _find_batch_steps(batch: SeriesBatch) -> list[tuple[Step, ...]]:
-    """Returns the steps (changes of level) of each series in a batch. The first search for cuts estimates the noise
-    from differences between neighbouring values. In a series with cuts, a second search estimates the noise from the
-    distances of values to the mean of their piece.
-    """
-    # 1. Search for cuts at a price proportional to the noise, which is estimated from differences between neighbouring
-    # values.
+    """Returns the steps (changes of level) of each series in a batch."""
+    # 1. Search for cuts at a price proportional to the noise.
     noise = estimate_noise(batch)
     values, lengths = replace_outliers(batch, noise).values, batch.lengths
     first_cut_prices = _FIRST_CUT_PRICE * noise
@@ -344,8 +345,8 @@ def _find_batch_steps(batch: SeriesBatch) -> list[tuple[Step, ...]]:
     cut_row_indices = [row_index for row_index, cuts in enumerate(preliminary_cuts_by_row) if cuts]
     if not cut_row_indices:
         return steps
-    # 2. Search again at a price proportional to the noise around the levels. The factor is a value of Student's t,
-    # because this noise is only an estimate.
+    # 2. In the series with cuts, search again at a price proportional to the noise around their levels. The factor is a
+    # value of Student's t, because this noise is only an estimate.
     values, lengths = values[cut_row_indices], lengths[cut_row_indices]
     rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
     row_cut_prices = []
@@ -370,7 +371,7 @@ def _estimate_residual_noise(row: FloatArray, cuts: Sequence[int]) -> tuple[floa
     residual_variance = (
         float(residuals @ residuals) / degrees_of_freedom * autocorrelation_factor(residuals, len(series_pieces))
     )
-    return max(math.sqrt(residual_variance), MIN_SPREAD), degrees_of_freedom
+    return max(math.sqrt(residual_variance), MIN_NOISE), degrees_of_freedom
 
 
 def _drop_weak_last_cut(row: FloatArray, cuts: Sequence[int]) -> Sequence[int]:
@@ -390,24 +391,22 @@ def _make_level_steps(row: FloatArray, cuts: Sequence[int]) -> Iterator[Step]:
     noise, degrees_of_freedom = _estimate_residual_noise(row, cuts)
     piece_boundaries = [0, *cuts, len(row)]
     for piece_begin, cut, piece_end in zip(piece_boundaries, piece_boundaries[1:], piece_boundaries[2:], strict=False):
-        log_likelihoods = _sum_of_squares_reductions(row[piece_begin:piece_end]) / noise**2
+        # Twice the logarithm of each cut's likelihood, compared with no cut. It is also the square of the cut's t
+        # statistic.
+        doubled_log_likelihoods = _sum_of_squares_reductions(row[piece_begin:piece_end]) / noise**2
         # Proportional to the probability that the new level begins at or before each index, with a uniform prior.
-        cumulative_weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
+        cumulative_weights = np.exp((doubled_log_likelihoods - doubled_log_likelihoods.max()) / 2).cumsum()
         tail_indices = np.searchsorted(
             cumulative_weights / cumulative_weights[-1], (_STEP_OUTSIDE_PROBABILITY, 1 - _STEP_OUTSIDE_PROBABILITY)
         )
         earliest_cut, latest_cut = piece_begin + 1 + tail_indices
         lengths = cut - piece_begin, piece_end - cut
-        # The cost of a piece contains the logarithm of its length. So two pieces cost this much more than the uncut
-        # piece.
-        log_length_difference = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
-        log_length_difference -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
         # Convert the t statistic of the step to an equally rare number of Gaussian standard deviations (Wallace's
         # approximation).
-        t_squared = math.sqrt(log_likelihoods[cut - piece_begin - 1]) ** 2
+        t_squared = float(doubled_log_likelihoods[cut - piece_begin - 1])
         gaussian_deviations = math.sqrt(degrees_of_freedom * math.log1p(t_squared / degrees_of_freedom))
         gaussian_deviations = gaussian_deviations * (8 * degrees_of_freedom + 1) / (8 * degrees_of_freedom + 3)
-        penalised_squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * log_length_difference
+        penalised_squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * _compute_log_length_increase(*lengths)
         yield Step(
             cut,
             min(int(earliest_cut), cut) - 1,
@@ -417,6 +416,14 @@ def _make_level_steps(row: FloatArray, cuts: Sequence[int]) -> Iterator[Step]:
             math.erfc(_P_VALUE_DEVIATION_FACTOR * math.sqrt(max(penalised_squared_deviations, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )
+
+
+def _compute_log_length_increase(*lengths: int) -> float:
+    """Returns by how much a cut into pieces of these lengths increases the sum of the logarithms of lengths, which is
+    part of the cost that find_series_cuts minimises.
+    """
+    sum_of_logarithms = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
+    return sum_of_logarithms - math.log(sum(lengths) / MIN_LEVEL_LENGTH)
 
 
 def _sum_of_squares_reductions(values: FloatArray) -> FloatArray:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy
 
-from fp8bench.analysis.steps.change_points import MIN_SPREAD, PieceLevel, smallest_visible_step
+from fp8bench.analysis.steps.change_points import MIN_NOISE, PieceLevel, smallest_visible_step
 from fp8bench.cli.progress import SILENT
 from fp8bench.features.duel.values import CaseSession
 from fp8bench.features.duel.verdicts import compare_case_sides
@@ -414,9 +414,9 @@ def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, co
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
-    loss = history(MIN_SPREAD, 14, metric="relative_loss")
+    loss = history(MIN_NOISE, 14, metric="relative_loss")
     assert loss.can_detect_threshold and 0.001 < loss.smallest < loss.threshold == 0.002
-    time = history(MIN_SPREAD, 14)
+    time = history(MIN_NOISE, 14)
     assert time.can_detect_threshold and time.smallest > 0.01
 
 
