@@ -1,8 +1,9 @@
 """Watches untimed steps, and checks whether their products are computed in the precision of the case.
 
-There are three kinds of evidence. The first is the operands of products. The second is the numbers of a product in
-the case's arithmetic. On a GPU, the third is the names of the kernels that multiply. An emulation may multiply values
-in a wider dtype. If a native precision does so, it has fallen back to that dtype.
+There are three kinds of evidence. The first is the operands of products. The second is the result of a test product of
+the case's precision, which is compared with the results in other precisions. On a GPU, the third is the names of the
+kernels that multiply. An emulation may multiply values in a wider dtype. If a native precision does so, it has fallen
+back to that dtype.
 """
 
 from __future__ import annotations
@@ -43,44 +44,57 @@ _MAX_STEP_SECONDS = 1.0
 
 
 def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
+    # 1. Prepare a state. In its steps, each cast adds the addresses of its source and its result to this set.
     addresses_cast_in_step = set[int]()
     setup = report_casts(make_setup(), lambda addresses, role: addresses_cast_in_step.update(addresses))
     formats = find_product_formats(workload, setup.case, facts)
     precision = precisions.get(setup.case.precision)
     is_native = precision.support(facts).is_native
-    # Only native products take codes. TF32 units read float32 tensors and round them.
+    # Native products of a recipe take codes, which are tensors in the dtype of a format. Emulated products take rounded
+    # values in a wider dtype. A precision that sets `float32_products` to 'high' uses TF32 units, which read float32
+    # tensors and round them.
     takes_codes = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
-    operand_inspection = _OperandInspection(formats, is_native and precision.float32_products != "highest", takes_codes)
+    operand_inspection = _OperandInspection(
+        formats, reads_float32=is_native and precision.float32_products != "highest", takes_codes=takes_codes
+    )
     state = workload.prepare(setup)
     state_input_tensors = StepInputSums(state)
     clock = PhaseStampClock(devices.get(facts.kind).stamper(facts.index))
+    # 2. Inspect the operands of one step, and sum its inputs.
     start = time.thread_time()
     with ProductWatch(operand_inspection.inspect_operands) as watch:
         step(workload, state, setup.scales, clock)
     input_sums = state_input_tensors.sum_inputs()
+    # 3. If steps are fast, take a second step to find weights that were cast before it. The first step may have cast
+    # tensors that later steps reuse.
     held_weights = _StateWeightFinder(state, formats)
-    if time.thread_time() - start < _MAX_STEP_SECONDS:  # the first step may have cast tensors that later steps reuse
+    if time.thread_time() - start < _MAX_STEP_SECONDS:
         addresses_cast_in_step.clear()
         with ProductWatch(held_weights.inspect_operands):
             step(workload, state, setup.scales, clock)
+    # 4. Profile a few steps, and compute a test product. The profiler passes the last argument of `step`, the markers
+    # of phases.
     multiplying_kernels = (
         _list_multiplying_kernels(partial(step, workload, state, setup.scales), facts) if takes_codes else ()
     )
     del state, state_input_tensors
-    has_low_values = operand_inspection.has_low_precision_operand or operand_inspection.has_wide_operand
     identified_precision = identify_product(precision, facts) if operand_inspection.count or multiplying_kernels else ""
-    is_precision_unknown = not formats or (not has_low_values and operand_inspection.count > _MAX_INSPECTED_PRODUCTS)
+    # 5. Above the limit, products are not inspected. Such a product may have the only operand in a format of the case.
+    has_low_values = operand_inspection.has_low_precision_operand or operand_inspection.has_wide_operand
+    is_limit_exceeded = operand_inspection.count > _MAX_INSPECTED_PRODUCTS
+    is_precision_unknown = not formats or (is_limit_exceeded and not has_low_values)
     return Products(
-        operand_inspection.count,
-        None if is_precision_unknown else has_low_values,
-        tuple(operand_inspection.operand_dtype_names),
-        watch.operators,
-        tuple(watch.attention),
-        operand_inspection.has_wide_operand and not operand_inspection.has_low_precision_operand,
-        identified_precision,
-        multiplying_kernels,
-        input_sums,
-        len(held_weights.find_unwritten_weights() - addresses_cast_in_step),
+        count=operand_inspection.count,
+        low=None if is_precision_unknown else has_low_values,
+        operands=tuple(operand_inspection.operand_dtype_names),
+        operators=watch.operators,
+        attention=tuple(watch.attention),
+        wide=operand_inspection.has_wide_operand and not operand_inspection.has_low_precision_operand,
+        looks_like=identified_precision,
+        kernels=multiplying_kernels,
+        given=input_sums,
+        # weights in the case's formats that no cast of the step has made
+        cast_before=len(held_weights.find_unwritten_weights() - addresses_cast_in_step),
     )
 
 
@@ -121,29 +135,30 @@ def find_product_formats(workload: Workload, case: Case, facts: DeviceFacts) -> 
     """
     precision_by_layer_key = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
-    # only layers have keys in a precision map, elementwise operations do not
-    keys = [(layer, find_map_key(layer, precision_by_layer_key)) for layer in layers]
-    modes = [precision_by_layer_key[key] for _, key in keys if key is not None]
-    if not layers or any(key is None and not layer.high for layer, key in keys):
+    layers_and_keys = [(layer, find_map_key(layer, precision_by_layer_key)) for layer in layers]
+    modes = [precision_by_layer_key[key] for _layer, key in layers_and_keys if key is not None]
+    # A layer without a key has the precision of the case, or stays in high precision if `high` is set.
+    if not layers or any(key is None and not layer.high for layer, key in layers_and_keys):
         modes = [case.precision]
     formats: dict[Format, None] = {}
     for mode in modes:
         recipe = getattr(precisions.get(mode), "recipe", None)
         if isinstance(recipe, Recipe):
+            # A recipe treats inputs, weights and gradients differently.
             formats |= dict.fromkeys(treatment.fmt for treatment in recipe_on_device(recipe, facts).treatments)
         elif mode in FORMATS:
             formats[FORMATS[mode]] = None
     return tuple(formats)
 
 
-def _list_multiplying_kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
+def _list_multiplying_kernels(run_step: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
     """Returns the names of the kernels that multiply in a few profiled steps; () on a CPU, or if none was recorded."""
     if not facts.accelerated:
         return ()
     with suppress(RuntimeError):  # some drivers forbid profiling
         kernel_names = (
             str(event.get("name"))
-            for event in record_trace(run, facts.kind)["traceEvents"]
+            for event in record_trace(run_step, facts.kind)["traceEvents"]
             if event.get("cat") == "kernel"
         )
         return tuple(name for name in dict.fromkeys(kernel_names) if find_operand_bits(name) is not None)
@@ -157,7 +172,8 @@ _PLACEHOLDER_LAYER_NAME = "fingerprint"
 
 def identify_product(precision: Precision, facts: DeviceFacts) -> str:
     """Returns the precision in which a product seems to be computed, judged by its numbers. Returns '' if this is the
-    precision of the recipe.
+    precision of the recipe, or if it is unknown: without a recipe, if emulation takes too long, or if the product fails
+    or is not finite.
     """
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
@@ -183,11 +199,12 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
         )
         operands_by_precision[f"{carrier_name} copies of {precision.mode}'s values"] = operands_in_carrier_dtype
     try:
-        layer_function = arithmetic.whole(torch.nn.Parameter(weight.to(torch.float32)))
+        # A library may have a function for the whole layer, instead of separate casts and products.
+        whole_layer = arithmetic.whole(torch.nn.Parameter(weight.to(torch.float32)))
         layer = arithmetic.layer(_PLACEHOLDER_LAYER_NAME)
         product = (
-            layer_function(x)
-            if layer_function is not None
+            whole_layer(x)
+            if whole_layer is not None
             else layer.product(layer.cast(x, Role.INPUT), layer.cast(weight, Role.WEIGHT), arithmetic.carrier)
         )
     except Exception:  # noqa: BLE001 - a product that this device cannot do fails where it is timed, with the reason
@@ -268,11 +285,14 @@ class StepInputSums:
                 shape = tuple(tensor.shape)
                 previous_tensors = input_sums_by_shape.get(shape, GivenTensors(shape))
                 total, sum_of_squares, subnormals = (a + b for a, b in zip(previous_tensors.sums, sums, strict=True))
-                scattered_tensor_count = previous_tensors.scattered + (
-                    tensor.layout is torch.strided and 1 not in tensor.stride()
-                )
+                has_no_adjacent_numbers = tensor.layout is torch.strided and 1 not in tensor.stride()
                 input_sums_by_shape[shape] = GivenTensors(
-                    shape, previous_tensors.tensors + 1, total, sum_of_squares, int(subnormals), scattered_tensor_count
+                    shape,
+                    previous_tensors.tensors + 1,
+                    total,
+                    sum_of_squares,
+                    int(subnormals),
+                    previous_tensors.scattered + has_no_adjacent_numbers,
                 )
         if time.thread_time() > self._deadline:
             return ()
@@ -290,7 +310,9 @@ class StepInputSums:
                 return None
             total += float(piece.sum(dtype=torch.float64))
             sum_of_squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
-            if tensor.dtype is not torch.float16:  # CPUs do not multiply in float16
+            # Subnormals count because they slow down CPUs. CPUs convert float16 to float32 before they multiply, which
+            # makes its subnormals normal numbers.
+            if tensor.dtype is not torch.float16:
                 subnormal_count += count_subnormals(piece)
         # The comparison is false for NaN as well.
         return (total, sum_of_squares, subnormal_count) if sum_of_squares < float("inf") else None
