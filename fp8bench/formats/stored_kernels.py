@@ -1,8 +1,9 @@
 """Stores compiled CPU kernels and loads them without importing torch's compiler, which takes seconds.
 
-torch compiles a kernel into C++ libraries and a Python function that calls them. A file stores the paths of the
-libraries and the text of the function. Its name is a digest of everything that determines the kernel. A file is ignored
-if it has changed or if another user could have written it. The kernel is then compiled again.
+A kernel here is a `Kernel` of compiling.py, which imports this module. torch compiles a kernel into C++ libraries and a
+Python function that calls them. A file stores the paths of the libraries and the text of the function. Its name is a
+digest of everything that determines the kernel. A file is ignored if it has changed or if another user could have
+written it. The kernel is then compiled again.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from fp8bench.files import add_checksum, format_compact_json, parse_json, remove
 from fp8bench.formats import vector_width
 
 Call = Callable[..., object]
-# torch's environment variable through which a library finds the function that returns a tensor's address.
-_ADDRESS_VARIABLE = "TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+# When a library is loaded, it reads the address of a function from this environment variable of torch. The function
+# returns the address of a tensor. torch's guards have the function's address under the same name in lower case.
+_ADDRESS_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 # The prefix of torch's options in the environment, and the options that do not change a kernel.
 _OPTION_PREFIX, _IGNORED_OPTIONS = "TORCHINDUCTOR_", ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
-def load_kernel(kernel: object) -> tuple[Call, int] | None:
+def load_kernel(kernel: Any) -> tuple[Call, int] | None:
     """Returns a stored kernel and its vector width in bits. Returns None if the kernel is missing or was changed."""
     path = _find_kernel_path(kernel)
     try:
@@ -49,16 +51,17 @@ def load_kernel(kernel: object) -> tuple[Call, int] | None:
         return None
 
 
-def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType]) -> None:
-    """Stores a kernel for which torch has generated these modules, if the stored kernel writes the same bits as `run`
-    without torch's compiler. If the folder cannot be written to, the next process compiles again.
+def store_kernel(kernel: Any, run: Call, vector_bits: int, modules: Sequence[ModuleType]) -> None:
+    """Stores a kernel for which torch has generated these modules, with its vector width `vector_bits`. Stores it only
+    if the stored kernel, loaded without torch's compiler, writes exactly the same output as `run`. If the folder cannot
+    be written to, the next process compiles again.
     """
     path = _find_kernel_path(kernel)
     if path is None or len(modules) != 1:
         return
     try:
-        stored_kernel = {**_describe_module(modules[0]), "bits": bits, "kernel": str(kernel)}
-        if _writes_same_bits(run, _load_stored_kernel(stored_kernel), kernel.examples()):
+        stored_kernel = {**_describe_module(modules[0]), "bits": vector_bits, "kernel": str(kernel)}
+        if _writes_same_output(run, _load_stored_kernel(stored_kernel), kernel.examples()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
             write_whole(path, format_compact_json(add_checksum(stored_kernel)), sync=False)
@@ -90,7 +93,7 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
     # The function may call torch's guards and functions of the libraries that were compiled for it.
     for name in ({*call.__code__.co_names} & {*vars(module)}) - {"torch"}:
         value = getattr(module, name)
-        if value is getattr(torch._C._dynamo.guards, name, getattr(torch._C._dynamo.guards, f"_{name}", None)):
+        if value is _find_guard(name):
             helpers.append(name)
         elif isinstance(value, BuiltinFunctionType) and (file := getattr(value.__self__, "__file__", None)):
             libraries[name] = [file, _hash_file(Path(file))]
@@ -100,9 +103,18 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
     return {"call": textwrap.dedent(inspect.getsource(call)), "libraries": libraries, "helpers": sorted(helpers)}
 
 
+def _find_guard(name: str) -> Any:
+    """Returns the function that torch's guards have under this name, or with an underscore before it; None without such
+    a function.
+    """
+    guards: Any = torch._C._dynamo.guards
+    return getattr(guards, name, None) or getattr(guards, f"_{name}", None)
+
+
 def _load_stored_kernel(stored: dict[str, Any]) -> Call:
-    """Returns a stored kernel as a function. Raises LookupError if one of its C++ libraries has changed."""
-    dynamo_guards: Any = torch._C._dynamo.guards
+    """Returns a stored kernel as a function. Raises LookupError if one of its C++ libraries has changed, or if torch
+    no longer has one of its helpers.
+    """
     namespace: dict[str, Any] = {"torch": torch}
     # A changed library file has the code of a different kernel.
     for name, (file, digest) in stored["libraries"].items():
@@ -110,9 +122,11 @@ def _load_stored_kernel(stored: dict[str, Any]) -> Call:
             raise LookupError(file)
         namespace[name] = _load_library(file).kernel
     for name in stored["helpers"]:
-        namespace[name] = getattr(dynamo_guards, name, None) or getattr(dynamo_guards, f"_{name}")
-    # This executes only text that a process of the same user has written. _read_owned_file has checked the owner of
-    # the file.
+        guard = _find_guard(name)
+        if guard is None:
+            raise LookupError(name)
+        namespace[name] = guard
+    # The text comes from torch in this process, or from a file that no other user could write (_read_owned_file).
     exec(compile(stored["call"], "<kept kernel>", "exec"), namespace)
     call = namespace["call"]
     return lambda *arguments: call(None, [*arguments])
@@ -123,18 +137,20 @@ def _load_library(file: str) -> Any:
     library_loader = importlib.machinery.ExtensionFileLoader("kernel", file)
     spec = importlib.util.spec_from_loader("kernel", library_loader)
     assert spec is not None
-    name, previous_value = f"_{_ADDRESS_VARIABLE}", os.environ.get(f"_{_ADDRESS_VARIABLE}")
-    # When the library is loaded, it reads this variable to find the function that returns a tensor's address.
-    os.environ[name] = str(getattr(torch._C._dynamo.guards, name.lower()))
+    previous_value = os.environ.get(_ADDRESS_VARIABLE)
+    os.environ[_ADDRESS_VARIABLE] = str(getattr(torch._C._dynamo.guards, _ADDRESS_VARIABLE.lower()))
     try:
         library = importlib.util.module_from_spec(spec)
         library_loader.exec_module(library)
         return library
     finally:
-        os.environ.pop(name) if previous_value is None else os.environ.update({name: previous_value})
+        if previous_value is None:
+            del os.environ[_ADDRESS_VARIABLE]
+        else:
+            os.environ[_ADDRESS_VARIABLE] = previous_value
 
 
-def _writes_same_bits(run: Call, reloaded: Call, examples: Sequence[Tensor]) -> bool:
+def _writes_same_output(run: Call, reloaded: Call, examples: Sequence[Tensor]) -> bool:
     """Returns whether a kernel that was loaded again writes the same bits as the kernel that was just compiled."""
     expected_tensors, written_tensors = list(map(torch.clone, examples)), list(map(torch.clone, examples))
     run(*expected_tensors)

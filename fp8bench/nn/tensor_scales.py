@@ -58,7 +58,7 @@ class DelayedScale:
     def __init__(self, delayed: DelayedScaling, fmt: Format) -> None:
         self._delayed = delayed
         self._fmt = fmt
-        self._casts: Tensor | None = None
+        self._cast_count: Tensor | None = None
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
         self.last_pair: ScaleAndInverse | None = None
@@ -76,8 +76,9 @@ class DelayedScale:
         return self.last_pair
 
     def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedScaleCodes | None:
-        """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. Returns None if one pass is
-        impossible: the scale depends on other ranks, or `repeat` asks for the previous scale.
+        """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. With `both`, also returns the
+        codes of the transpose. Returns None if one pass is impossible: the scale depends on other ranks, or `repeat`
+        asks for the previous scale.
         """
         if not self.is_local or (repeat and self.last_pair is not None):
             return None
@@ -87,19 +88,20 @@ class DelayedScale:
 
     def _get_scale_state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         # Only the first cast shows on which device the tensors are.
-        if self.scale is None or self.history is None or self._casts is None:
+        if self.scale is None or self.history is None or self._cast_count is None:
             self.scale = torch.ones((), dtype=torch.float32, device=device)
             self.history = torch.zeros(self._delayed.history, dtype=torch.float32, device=device)
-            self._casts = torch.zeros((), dtype=torch.int32, device=device)
-        return self.history, self._casts, self.scale
+            self._cast_count = torch.zeros((), dtype=torch.int32, device=device)
+        return self.history, self._cast_count, self.scale
 
     def memory(self) -> dict[str, Tensor]:
-        if self.scale is None or self.history is None or self._casts is None:
+        """Returns the tensors on which later casts depend, by name: {} before the first cast."""
+        if self.scale is None or self.history is None or self._cast_count is None:
             return {}
-        return {"scale": self.scale, "history": self.history, "casts": self._casts}
+        return {"scale": self.scale, "history": self.history, "casts": self._cast_count}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        self.scale, self.history, self._casts = map(memory.get, ("scale", "history", "casts"))
+        self.scale, self.history, self._cast_count = map(memory.get, ("scale", "history", "casts"))
 
 
 def backward_is_running() -> bool:
@@ -120,8 +122,10 @@ def make_static_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Tr
     scales = {}
     for role, treatment in treatments.items():
         assert treatment.scaling is not None
-        amax = None if book.known is None else book.known.get((layer, role.value))
-        scales[role] = StaticScale(book, treatment.fmt, treatment.scaling.rounding, amax)
+        calibrated_amaxes = book.known or {}
+        found_amax = calibrated_amaxes.get((layer, role.value))
+        scales[role] = StaticScale(book, treatment.fmt, treatment.scaling.rounding, found_amax)
+        # The book later calls this function to read the state of the scale.
         book.keep(layer, role.value, scales[role].read_state)
     return scales
 
@@ -175,8 +179,12 @@ class StaticScale:
             self._renew_saturated_scale(x, self._scale.scale, saturation_bound)
         # With a saturation bound, every cast may change the scale. Store this scale, because a recomputed block must
         # use it again.
-        if saturation_bound is not None or self._used_scale is not None:
-            self._used_scale = None if saturation_bound is None else self._scale
+        if saturation_bound is not None:
+            self._used_scale = self._scale
+        # Otherwise drop the scale of the last calibrating cast. Without such a scale assign nothing, so that torch can
+        # compile a graph around this cast.
+        elif self._used_scale is not None:
+            self._used_scale = None
         return self._scale
 
     @property
@@ -185,6 +193,7 @@ class StaticScale:
 
     def memory(self) -> dict[str, Tensor]:
         """Returns the tensors on which later casts depend. A scale that is never renewed has none."""
+        # Stored checkpoints have the recorded magnitude under the name 'entered'.
         state_tensors = {"amax": self._amax, "renewals": self._renewals, "entered": self._recorded_amax}
         return {name: tensor for name, tensor in state_tensors.items() if tensor is not None and self._is_renewed}
 
@@ -199,6 +208,9 @@ class StaticScale:
         return bool(self._book.rule.refresh) or self._book.rule.bound is not None
 
     def read_state(self) -> ScaleState | None:
+        """Returns the state of the scale, or None if no scale exists yet. If casts have recorded a magnitude, first
+        computes the scale from it.
+        """
         if self._recorded_amax is not None:
             self._set_scale_from_amax(self._recorded_amax)
         if self._amax is None or self._scale is None or self._renewals is None:
@@ -273,9 +285,9 @@ def make_recipe_view(precision: Precision, role: Role, x: Tensor, earlier: Seque
     if recipe.delayed is None:
         return TensorRecipeView(treatment.fmt, compute_factors(x, treatment.fmt, treatment.scaling))
     steps = [*reversed(earlier), x]
-    memory = DelayedScale(recipe.delayed, treatment.fmt)
-    scales = [memory.next(step) for step in steps]
-    # The first step's scale is the initial 1, so it is not shown.
+    delayed_scale_source = DelayedScale(recipe.delayed, treatment.fmt)
+    scales = [delayed_scale_source.next(step) for step in steps]
+    # The first step's scale is the initial 1. It is shown only if `x` is the only step.
     compared_step_slice = slice(1, None) if earlier else slice(None)
     amaxes = [float(step.abs().max()) for step in steps[compared_step_slice]]
     scale_course = measure_scale_course(

@@ -141,7 +141,8 @@ VALUES = Axis.choice(
     quiet=True,
 )
 CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = MATRIX_LAYOUTS = ("contiguous", "transposed", "padded", "strided")
-# The bytes that a matrix with this layout spans in memory, divided by the bytes of its elements.
+# The bytes that a matrix with this layout spans in memory, divided by the bytes of its elements. 1 for other layouts,
+# also for 'padded', whose gaps of a few elements per row are not counted.
 SPAN_FACTORS = {STRIDED: 2}
 # Every suite whose operands are single matrices has this axis.
 LAYOUT = Axis(
@@ -168,5 +169,5 @@ CACHE = Axis.choice(
 CACHE_FLUSH_FACTOR = 2
 # The axes that every workload has. The worker applies their values, and workloads never see them.
 COMMON_AXES = (CACHE,)
-# The default values of axes that may be missing in the parameters of a case.
-HIDDEN_AXIS_DEFAULTS: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}
+# The default values of the quiet axes above, which may be missing in the parameters of a case.
+QUIET_AXIS_DEFAULTS: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}

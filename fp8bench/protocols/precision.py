@@ -32,7 +32,8 @@ class Precision(ABC):
     `options` may follow the name (`fp8-delayed:history=16`). An instance has the values of all its options in
     `chosen`. An impossible combination of values raises RecipeRefused.
 
-    `rank` orders precisions: the highest precision has the lowest rank, and is the default reference of a run.
+    `rank` is the position in the order of precisions, not the number of a process. The highest precision has the lowest
+    rank, and is the default reference of a run.
     `loss_scale` multiplies the loss of a training step, for formats in which gradients would underflow. `carried_by`
     names the precision of values between products; '' means this precision.
 
@@ -104,8 +105,8 @@ class Precision(ABC):
         return False
 
     def prepares(self, facts: DeviceFacts) -> Support | None:
-        """Returns whether a device can use the library that converts whole models to this precision, such as
-        Accelerate. Returns None if models are converted layer by layer.
+        """Returns whether a device can use the library that prepares models for this precision, such as Accelerate. The
+        library converts a whole model. Returns None if models are converted layer by layer.
         """
         return None
 
@@ -167,13 +168,13 @@ class Backend(ABC):
 
     def why_inseparable(self, precision: Precision) -> str:
         """Returns why the casts and products inside the library's layers cannot be called separately. Returns '' if
-        `Arithmetic.separate` can do so.
+        they can be: `Arithmetic.separate` then returns an arithmetic that does this.
         """
         return f"{self.name} has whole layers, whose casts and products cannot be called one by one"
 
     def imported(self) -> None:
-        """Imports the library in a worker process. Raises BackendMissing if the library is installed but cannot be
-        used.
+        """Imports the library in a worker process, if the backend has one to import besides torch. Raises
+        BackendMissing if the library is installed but cannot be used.
         """
 
     def missing(self, version: str | None) -> str:

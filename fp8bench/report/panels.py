@@ -24,7 +24,7 @@ from fp8bench.model import (
     Verdict,
 )
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, find_metric_spec
-from fp8bench.protocols.axes import HIDDEN_AXIS_DEFAULTS
+from fp8bench.protocols.axes import QUIET_AXIS_DEFAULTS
 
 # A note names the settings that it applies to. If there are more than this, it only counts them.
 _MAX_NAMED_SETTINGS = 3
@@ -312,7 +312,7 @@ def _name_group_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ..
         differing_params = [pair for pair in params.items() if pair not in panel_of_groups.common_params]
         # Runs store an optional axis only if the user set it. Without a stored value, it has its default value.
         default_params = [
-            pair for pair in HIDDEN_AXIS_DEFAULTS.items() if pair[0] in varying_param_names and pair[0] not in params
+            pair for pair in QUIET_AXIS_DEFAULTS.items() if pair[0] in varying_param_names and pair[0] not in params
         ]
         # A group with only usual values still needs a name, next to the other groups.
         setting_name = describe_params([*differing_params, *default_params]) or ("as usual" if len(groups) > 1 else "")

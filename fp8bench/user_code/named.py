@@ -1,4 +1,6 @@
-"""Finds a user's function by module and name, and the signature that the function declares for an audit."""
+"""Finds a user's function by module and name, and the signature that the function declares for an audit. An audit
+(`fp8bench audit`) checks whether a kernel fulfils the promises of its signature.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def audited(
     precision: str,
     *,
     takes: str = "values",
-    second: str = "nk",
+    second: str = "nk",  # the layout (N, K)
     multiple: int = 1,
     causal: bool = False,
 ) -> Callable[[F], F]:
@@ -41,12 +43,13 @@ audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_W
 
 
 def make_signature(kind: str, precision: str, *promises: Any, **named_promises: Any) -> CallablePromise:
-    """Returns the signature (kind, precision and promises) of a kernel to audit. Raises UsageError if a value is
-    invalid.
+    """Returns the signature of a kernel to audit: a CallablePromise. The promises are its fields after `kind` and
+    `precision`, in order or by name. Raises UsageError if a value is invalid.
     """
     unchecked_signature: Any = CallablePromise(kind, precision, *promises, **named_promises)  # type: ignore[arg-type]
     for name, valid_words in (("kind", AuditedCallableKind), ("takes", OperandForm), ("second", ("nk", "kn"))):
-        if (word := getattr(unchecked_signature, name)) not in tuple(valid_words):
+        word = getattr(unchecked_signature, name)
+        if word not in tuple(valid_words):
             raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(valid_words)}.")
     # Compare the type, because isinstance would accept True as a whole number.
     if type(unchecked_signature.multiple) is not int or not 1 <= unchecked_signature.multiple <= 1024:
@@ -80,8 +83,8 @@ def split_target(target: str) -> tuple[str, str]:
             suggestion = f"{module}:{function}"
             raise UsageError(
                 f"{target!r:.200} is not a function. Write a colon before the function: {suggestion}.",
-                target,
-                suggestion,
+                given=target,
+                nearest=suggestion,
             )
         raise UsageError(f"{target!r:.200} is not a function. Give module:function, or file.py:function.")
     return module_or_file, name

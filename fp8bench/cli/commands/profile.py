@@ -11,6 +11,7 @@ from fp8bench.cli.outputs import check_outputs
 from fp8bench.workloads.model import OPTIMIZERS
 
 EXAMPLES = ("fp8bench profile net.py:make --dtypes bf16,fp8  # make() gives (model, batch)",)
+# --help shows only these options, and --help-all shows every option.
 FIRST_OPTIONS = (
     "--dtypes --devices --skip --forward --optimizer --compile --import --quick --budget --store --csv --html"
 )
@@ -94,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     axes = make_profile_axes(
         check_function_name(arguments.target), arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
     )
-    modes = profile_dtypes(arguments.dtypes, arguments.reference)
-    request = make_request(argparse.Namespace(**{**options, "axes": axes, **modes}))
+    # The suite, the dtypes and the reference. Dtypes and reference replace the options, which may be empty.
+    comparison_fields = profile_dtypes(arguments.dtypes, arguments.reference)
+    request = make_request(argparse.Namespace(**{**options, "axes": axes, **comparison_fields}))
     return measure_and_print(request, arguments, profile)

@@ -45,6 +45,7 @@ from fp8bench.store.fleet_plans import read_fleet_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
 
+# The options of additional measurements, such as a trace, a tape, or energy.
 PASS_OPTIONS = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares", "--counters")
 OUTPUT_OPTIONS = (
     "--explain",

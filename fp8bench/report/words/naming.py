@@ -1,4 +1,6 @@
-"""Names runs, suites, devices, phases and metrics for reports."""
+"""Words that several reports share: names of suites, devices, phases and metrics, descriptions and notes of runs, and
+the joining of words. Also counts the missing records of a run, and selects the tone of several cases.
+"""
 
 from __future__ import annotations
 
@@ -176,10 +178,10 @@ def name_setting(group: ResultGroup) -> str:
 def find_usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
     """Returns the parameters of a case that descriptions leave out, such as those with the suite's default."""
     facts = find_device(devices, case.device)
-    # If an axis has several default values, none of them counts as usual: their joined text equals no single value.
     usual_values_by_param: dict[str, tuple[str, ...]] = {}
     with suppress(UsageError):  # the suite is unknown if its module is not imported
         for axis in workloads.get(case.workload).axes(facts) if facts is not None else ():
+            # If an axis has several default values, none of them is usual. So join them to a text that equals no value.
             usual_values_by_param[axis.name] = tuple(",".join(values) for values in (axis.default, axis.quick))
     return {
         name: value
@@ -236,7 +238,8 @@ def name_work_outside_phases(case: NamedCase) -> str:
     """Names the time outside of phases in the steps of a user's model: 'forward and backward', or 'forward'. Returns ''
     for all other cases.
     """
-    # In a user's model, only data loading, casts and the optimizer are phases. All other time is forward and backward.
+    # 'untouched' is the name of a user's unchanged model, so other suites never have this reference. In a user's model,
+    # only data loading, casts and the optimizer are phases. All other time is forward and backward.
     if case.group.reference != UNTOUCHED:
         return ""
     return "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"
@@ -246,6 +249,7 @@ def phase_sort_key(phase: str) -> tuple[float, str]:
     """Returns the sort key of a phase. Built-in phases come first in their usual order, then custom phases, then
     unattributed time.
     """
+    # CELL_PHASES has the built-in phases in the order of tables, and UNATTRIBUTED at its end.
     unattributed_phase_position = CELL_PHASES.index(UNATTRIBUTED)
     return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else unattributed_phase_position - 0.5, phase
 
