@@ -15,7 +15,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.calls import accept_request_fields, request_fields
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import as_name_value_pairs, parse_folder_option, parse_sessions, split_names
-from fp8bench.cli.outputs import CommandResult, format_store_option, parse_result_log_targets
+from fp8bench.cli.outputs import CommandResult, format_store_option, parse_log_argument
 from fp8bench.cli.progress import SILENT, TERMINAL_JOB_OBSERVER
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import RequestedOutputs, after_run
@@ -126,7 +126,7 @@ def _measure_run(
     log: str | Iterable[str],
 ) -> Run:
     # Check the targets and the store before the measurement, which may take long.
-    targets = parse_result_log_targets(log)
+    targets = parse_log_argument(log)
     folder_of_runs = parse_folder_option("store", store)
     with _choose_observer(observer, progress) as chosen_observer:
         measured_run = measure(folder_of_runs, chosen_observer, command_line())

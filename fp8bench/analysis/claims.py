@@ -194,7 +194,7 @@ def _find_weights_cast_early(record: Record) -> Iterator[LabelWithReason]:
         yield LabelWithReason(
             Label.WORK_MISMATCH,
             f"its products read {weights_text} cast to {record.case.mode} during preparation, so no step includes this "
-            "cast: cast in the step, or list what is stored so as MemoryRole.LOW_WEIGHTS in memory_roles",
+            "cast: cast in the step, or let memory_roles name the stored weights MemoryRole.LOW_WEIGHTS",
         )
 
 

@@ -332,12 +332,13 @@ def _label_host_bound(timing: Timing, device: str) -> Iterator[LabelWithReason]:
     """
     host_share = compute_host_share(timing, device)
     if host_share > HOST_MAY_LIMIT_SHARE:
-        host_time_text = (
-            "as long as" if host_share > HOST_LIMITS_SHARE else f"{units.percent(host_share, 0)} of the time that"
+        is_certain = host_share > HOST_LIMITS_SHARE
+        reason = (
+            "the host took as long as the device did"
+            if is_certain
+            else f"the host took {units.percent(host_share, 0)} of the time that the device did"
         )
-        yield LabelWithReason(
-            Label.LAUNCH_BOUND, f"the host took {host_time_text} the device did", hard=host_share > HOST_LIMITS_SHARE
-        )
+        yield LabelWithReason(Label.LAUNCH_BOUND, reason, hard=is_certain)
 
 
 def _find_fastest_calls_by_round(timing: Timing) -> dict[int, float]:

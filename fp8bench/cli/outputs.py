@@ -115,7 +115,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         check_log_target(target)
 
 
-def parse_result_log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
+def parse_log_argument(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
     """Parses and checks the targets that a Python caller passes as `log`."""
     texts = [target_texts] if isinstance(target_texts, str) else target_texts
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor, reciprocal
 from fp8bench.formats.codes import CODE_DTYPES, cast_elements
-from fp8bench.formats.compiling import Definition, Kernel, draw_example
+from fp8bench.formats.compiling import Kernel, KernelDefinition, draw_example
 from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import Amax, DelayedScaling, ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude, quantise
@@ -265,7 +265,7 @@ class DelayedScaleKernel(Kernel):
 
 
 @dataclass(frozen=True)
-class CurrentScaleCodesKernel(Definition):
+class CurrentScaleCodesKernel(KernelDefinition):
     """Casts a matrix with its current scale. Writes codes of the matrix, of its transpose, or of both.
 
     The arguments are the row-major matrix, memory for the scale and its inverse, and memory for codes. This definition,
@@ -287,7 +287,7 @@ class CurrentScaleCodesKernel(Definition):
 
 
 @dataclass(frozen=True)
-class DelayedCodesKernel(Definition):
+class DelayedCodesKernel(KernelDefinition):
     """Casts a matrix with a delayed scale, finds the largest magnitude in the same pass, and then updates the scale.
 
     The arguments begin with the matrix, the history, the number of casts and the scale. Then comes memory for a copy of
@@ -309,7 +309,7 @@ class DelayedCodesKernel(Definition):
 
 
 @dataclass(frozen=True)
-class SquareCodesKernel(Definition):
+class SquareCodesKernel(KernelDefinition):
     """Casts a matrix with a scale for each 128x128 square. Writes codes of the matrix, of its transpose, or of both.
 
     The arguments are the matrix, memory for the inverse scales of the matrix (down, across) and of its transpose

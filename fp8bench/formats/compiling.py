@@ -34,7 +34,7 @@ ONE_LAUNCH_OPTIONS: Mapping[str, object] = {
 }
 
 
-class Definition(ABC):
+class KernelDefinition(ABC):
     """An immutable function of tensors that consists of torch's operations. Its text, `str`, identifies the kernel."""
 
     device: str
@@ -50,7 +50,7 @@ class Definition(ABC):
         return None
 
 
-class Kernel(Definition):
+class Kernel(KernelDefinition):
     """A definition that torch's compiler compiles into one kernel."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Compiled:
     bits: int = 0
 
 
-def compile_kernel(kernel: Definition) -> Compiled:
+def compile_kernel(kernel: KernelDefinition) -> Compiled:
     """Compiles a kernel. A CPU kernel is compiled with each vector width, and the fastest result is taken.
 
     A CPU kernel that this machine has compiled before is loaded without torch's compiler. Raises whatever torch or a

@@ -30,7 +30,7 @@ from fp8bench.formats.code_kernels import (
     view_transposed_squares,
 )
 from fp8bench.formats.codes import CODE_DTYPES, encode_with_torch
-from fp8bench.formats.compiling import CombinedKernel, Definition, Kernel
+from fp8bench.formats.compiling import CombinedKernel, Kernel, KernelDefinition
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.matrix_codes import (
     DelayedScaleCodes,
@@ -394,7 +394,7 @@ class Launch(NamedTuple):
     addresses: list[int]
 
 
-def run_kernel(kernel: Definition, *tensors: Tensor) -> Launch | None:
+def run_kernel(kernel: KernelDefinition, *tensors: Tensor) -> Launch | None:
     """Runs the hand-written or compiled kernel. If neither exists, runs separate operations with the same results."""
     is_indexable = max(tensor.numel() for tensor in tensors) <= MAX_INDEXED_ELEMENTS
     triton_kernels = find_triton_kernels(kernel, tensors) if is_indexable and uses_triton(tensors[0].device) else None

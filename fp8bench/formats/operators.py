@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats import quantise, scaled
-from fp8bench.formats.compiling import Compiled, Definition, compile_kernel
+from fp8bench.formats.compiling import Compiled, KernelDefinition, compile_kernel
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
 from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, choose_layout, compute_kernel_factor
 from fp8bench.formats.quantise import check_input, compute_seed_key
@@ -78,16 +78,16 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self.wanted: dict[Definition, None] = {}
-        self.refused: dict[Definition, str] = {}
+        self.wanted: dict[KernelDefinition, None] = {}
+        self.refused: dict[KernelDefinition, str] = {}
         self.eager = 0
         self.fused = Counter[int]()
         # Launches of hand-written casts, by the layouts of their inputs (native_codes.py).
         self.relaunches: dict[Hashable, Relaunch] = {}
-        self._ready: dict[Definition, Compiled] = {}
+        self._ready: dict[KernelDefinition, Compiled] = {}
         self._lock = threading.Lock()
 
-    def get(self, kernel: Definition) -> Compiled | None:
+    def get(self, kernel: KernelDefinition) -> Compiled | None:
         compiled_kernel = self._ready.get(kernel)
         # The worker reads these counts to report whether timed steps ran compiled kernels.
         with self._lock:
@@ -104,7 +104,7 @@ class Kernels:
             # Triton kernels count as kernels with vectors of 0 bits.
             self.fused[0] += 1
 
-    def compile(self, *kernels: Definition) -> None:
+    def compile(self, *kernels: KernelDefinition) -> None:
         """Compiles kernels. The first time on a machine, a kernel takes seconds. Loaded from torch's cache on disk, it
         takes tenths of a second.
 

@@ -114,7 +114,7 @@ def explain_missing_product_kind(product: Product, device: DeviceClass) -> str:
         )
         return f"no units multiply {operands_text}"
     return (
-        _explain_missing_product_units(scheme, device)
+        _explain_missing_hardware_units(scheme, device)
         or _explain_other_formats(product, device)
         or _explain_missing_in_torch(scheme, device)
     )
@@ -133,7 +133,7 @@ def _describe_treatment(treatment: Treatment) -> str:
     )
 
 
-def _explain_missing_product_units(scheme: ScalingScheme, device: DeviceClass) -> str:
+def _explain_missing_hardware_units(scheme: ScalingScheme, device: DeviceClass) -> str:
     # 1. Refuse devices without hardware for low-precision products.
     if not device.is_nvidia and not device.is_amd:
         return "no CPU has units for it: emulated, in any shape"

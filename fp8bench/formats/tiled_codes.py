@@ -374,8 +374,8 @@ def _operator_arguments(fmt: Format, scaling: Scaling) -> tuple[str, int, int, s
 
 
 class _TiledCast(NamedTuple):
-    """The arguments of a cast: the matrix extended to complete blocks, memory for the results, the tensor scale, and
-    the key of the seed. Scales are written to their final place if they fill complete tiles.
+    """The arguments of a cast. `matrix` is extended to complete blocks. `key` is computed from the seed of stochastic
+    rounding. If scales fill complete tiles (`is_tiled`), the cast writes them to `memory`; otherwise `result` does.
     """
 
     matrix: Tensor

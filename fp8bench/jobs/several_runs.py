@@ -1,5 +1,5 @@
-"""Measures several runs: the sessions of a request, the standard case of a machine, and the cells (parts) of a fleet
-plan, which several machines share.
+"""Commands that measure several runs: the sessions of a request, a standard case that shows how much runs of this
+machine differ, and the cells of a fleet plan. A cell is a part of the plan that one machine measures.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ def choose_slot_filling(host_seconds: float, calls: int) -> QueueFilling | None:
     """
     if host_seconds <= 0:
         return None
-    filled_call_count = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
+    covered_call_count = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
     return QueueFilling(
-        filled_call_count, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * filled_call_count)
+        covered_call_count, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * covered_call_count)
     )
 
 

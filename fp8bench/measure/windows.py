@@ -40,8 +40,8 @@ _COLD_CACHE_REASON = (
 # relative amount, which is more than clocks explain, a third window is measured.
 _BRISK_WINDOWS, _MAX_BRISK_DIFFERENCE = 2, 0.02
 _BRISK_CHUNK_SECONDS = 0.1
-# The seconds that a case runs before its window in a brisk run. At its power cap, an H200 reaches the clock of the next
-# case after 0.17 s.
+# In a brisk run, a case runs for this many seconds before its window. When cases change, an H200 at its power cap needs
+# 0.17 s to reach the clock that the new case allows.
 _BRISK_WARM_UP_SECONDS = 0.2
 # The number of turns (long windows) of a case, by default and with --quick. Fewer would give no confidence interval.
 _TURNS, _QUICK_TURNS = 4, 3
@@ -129,7 +129,9 @@ class WindowResults:
 
     @property
     def needs_third_window(self) -> bool:
-        """Returns whether the two windows of a case in a brisk run differ so much that a third window is needed."""
+        """Returns whether a case needs a third window. A brisk run (about 10 s for each group) measures two windows of
+        a case, and a third one if their joules per step differ too much.
+        """
         joules = [window.joules / window.steps for window in self.windows]
         return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _MAX_BRISK_DIFFERENCE) * min(joules)
 

@@ -322,7 +322,8 @@ def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
     return decode
 
 
-# The modules that define frozen values: those of this package, and the module `values` of each feature.
+# The modules that define frozen values (immutable dataclasses and enums): those of this package, and the module
+# `values` of each feature.
 _VALUE_MODULE_PATTERN = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
@@ -332,7 +333,7 @@ def _find_enum_member(kind: object, name: str) -> Enum:
     """
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
-    raise pickle.UnpicklingError(f"{name} of {kind} is not a frozen value")
+    raise pickle.UnpicklingError(f"{name} of {kind} is not a member of an enum")
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -347,4 +348,4 @@ class PlainUnpickler(pickle.Unpickler):
                 return value
         if (module, name) == ("builtins", "getattr"):
             return _find_enum_member
-        raise pickle.UnpicklingError(f"{module}.{name} is not a frozen value")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a class of frozen values")

@@ -47,9 +47,9 @@ class StaticScales:
     @property
     def words(self) -> str:
         """The rule as a text, such as 'static=8:refresh=100:bound=0.001'."""
-        refresh_text = f":refresh={self.refresh}" if self.refresh else ""
-        bound = f":bound={self.bound:g}" if self.bound is not None else ""
-        return f"static={self.source or self.batches}{refresh_text}{bound}"
+        refresh_suffix = f":refresh={self.refresh}" if self.refresh else ""
+        bound_suffix = f":bound={self.bound:g}" if self.bound is not None else ""
+        return f"static={self.source or self.batches}{refresh_suffix}{bound_suffix}"
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ def make_stopping_rule(quick: bool, rounds: int | None, budget: float | None, br
 # The slopes of clock and temperature are fitted to the samples of the last SLOPE_FIT_SECONDS, if these are at least
 # _MIN_SLOPE_SAMPLES samples.
 SLOPE_FIT_SECONDS = 4.0
-# A brisk run fits slopes to the samples of only _BRISK_SLOPE_FIT_SECONDS, and allows a larger slope. The clock of a GPU
-# at its power cap reaches its level within a second, and then varies by 2% between samples.
+# In a brisk run, the slope of the clock is fitted to the samples of only _BRISK_SLOPE_FIT_SECONDS, and may be larger.
+# The clock of a GPU at its power cap reaches its level within a second, and then varies by 2% between samples.
 _BRISK_SLOPE_FIT_SECONDS = 0.9
 _MAX_BRISK_CLOCK_SLOPE = 0.02
 _MIN_SLOPE_SAMPLES = 5

@@ -397,7 +397,7 @@ class ScaledArithmetic(RecipeArithmetic):
         )
 
 
-class WideScaledArithmetic(ScaledArithmetic):
+class Float32RowScaledArithmetic(ScaledArithmetic):
     """ScaledArithmetic for devices whose products with row scales can return float32."""
 
     row_output_dtype = None

@@ -92,7 +92,8 @@ def make_exercise(
         if VALUES.of(params) != "normal":
             with torch.no_grad():
                 for weight in layer.parameters():
-                    # Keep the magnitude of each matrix, and keep vectors, such as the weights of norms.
+                    # Replace matrices by values of the same magnitude. Vectors, such as the weights of norms, stay
+                    # unchanged.
                     if weight.dim() > 1:
                         weight.copy_(draw_values(params, weight.shape) * weight.square().mean().sqrt())
         # Weights are drawn in float32 and then widened, so that a float64 reference has the same weights.

@@ -152,7 +152,8 @@ class Experts(nn.Module):
         # 2. Run all experts in one grouped product, or one after the other.
         outputs: Sequence[Tensor]
         if is_grouped:
-            # An expert without tokens has rows of zeros, as in `padded_sizes`.
+            # An expert without tokens multiplies `row_multiple` rows of zeros (see `padded_sizes`). So count one row
+            # for it, which is then rounded up.
             counts = counts.clamp(min=1) if self.feeds_empty_experts else counts
             part_end_rows = ((counts + row_multiple - 1) // row_multiple * row_multiple).cumsum(0).to(torch.int32)
             first_expert = self.experts[0]

@@ -102,7 +102,7 @@ class ConvolvedWorkload(LayerWorkload):
         choose_arithmetic = self.arithmetics(setup)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
 
-        def choose_counting_arithmetic(name: str) -> Arithmetic:
+        def choose_arithmetic_with_ledger(name: str) -> Arithmetic:
             arithmetic = choose_arithmetic(name)
             # An explicit arithmetic casts copies of overlapping windows, which repeat pixels. So count the casts of a
             # plain arithmetic, which casts the images.
@@ -110,4 +110,4 @@ class ConvolvedWorkload(LayerWorkload):
                 arithmetic = PlainArithmetic(arithmetic.carrier)
             return count_casts(arithmetic, kinds[name], ledger)
 
-        return choose_counting_arithmetic
+        return choose_arithmetic_with_ledger

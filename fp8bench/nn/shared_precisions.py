@@ -211,11 +211,11 @@ class RecipePrecision(Precision):
 
 
 def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
-    from fp8bench.nn.arithmetics import ScaledArithmetic, WideScaledArithmetic
+    from fp8bench.nn.arithmetics import Float32RowScaledArithmetic, ScaledArithmetic
     from fp8bench.nn.block_arithmetic import BlockArithmetic
 
     device_recipe = recipe_on_device(recipe, facts)
-    scaled_arithmetic_class = WideScaledArithmetic if do_row_scales_give_float32(facts) else ScaledArithmetic
+    scaled_arithmetic_class = Float32RowScaledArithmetic if do_row_scales_give_float32(facts) else ScaledArithmetic
     arithmetic = (BlockArithmetic if device_recipe.has_block_scaling else scaled_arithmetic_class)(device_recipe)
     arithmetic.groups = find_grouped_size_multiple(device_recipe.products, facts)
     return arithmetic

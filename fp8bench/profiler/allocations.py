@@ -57,8 +57,9 @@ class LiveAllocationAddresses:
     addresses: frozenset[int]
 
 
-# A DeviceNote describes the memory of hardware with the emulated formats. Such hardware would hold a tensor between the
-# notes Laid and Lifted. EmulationStart and EmulationEnd surround an emulation.
+# A DeviceNote describes the memory of hardware with the emulated formats. From the note Laid to the note Lifted with
+# the same key, such hardware would hold a tensor. Between EmulationStart and EmulationEnd an emulation runs, whose own
+# memory the hardware would not need.
 MemoryTraceNote = PhaseStart | MemoryRoleNote | LiveAllocationAddresses | DeviceNote
 Event = MemoryChange | MemoryTraceNote
 

@@ -68,7 +68,7 @@ class MemoryMeter(ABC):
 
     @property
     def listening(self) -> bool:
-        """Whether the meter observes single allocations, and therefore records roles and notes."""
+        """Whether the meter observes single allocations. Only such a meter records roles and notes."""
         return False
 
     def note(self, note: DeviceNote) -> None:

@@ -301,8 +301,7 @@ def _find_runs_by_word(word: str, store: Path) -> ChosenRuns:
         except RunNotFound as error:
             if _REVISION_PATTERN.match(word):
                 raise RunNotFound(f"git has no commit {word!r:.80} here. `git log` lists the commits.") from None
-            reason = str(error).rstrip(".")
-            raise RunNotFound(f"{reason}, or a commit that was measured, or a store's folder.") from None
+            raise RunNotFound(f"{str(error).rstrip('.')}. Or give a measured commit, or a store's folder.") from None
     chosen_runs = _find_runs_of_commit(commit, runs)
     if not chosen_runs.files:
         raise RunNotFound(

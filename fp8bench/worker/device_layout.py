@@ -268,15 +268,15 @@ class LayoutRecordingArithmetic(Arithmetic):
         The emulation may return a view of a tensor where hardware makes a copy. The returned tensor must not keep the
         viewed tensor alive.
         """
-        call_layout = self._find_call_layout(name, source, role, hardware_tensor)
-        hardware_memories = [_HardwareMemory(self._ledger.meter.note, size) for size in call_layout.sizes]
+        result_layout = self._find_call_layout(name, source, role, hardware_tensor)
+        hardware_memories = [_HardwareMemory(self._ledger.meter.note, size) for size in result_layout.sizes]
         # If the cast uses a stored scale, hardware would use the same scale tensor as the emulation.
         scale = getattr(self._inner, "scales", {}).get(role)
-        if scale is not None and scale.last_pair is not None and hardware_memories and call_layout.parts[0][-1] >= 0:
+        if scale is not None and scale.last_pair is not None and hardware_memories and result_layout.parts[0][-1] >= 0:
             address = scale.last_pair.inverse_scale.untyped_storage().data_ptr()
-            hardware_memories[call_layout.parts[0][-1]] = _HardwareMemory(self._ledger.meter.note, 0, address)
+            hardware_memories[result_layout.parts[0][-1]] = _HardwareMemory(self._ledger.meter.note, 0, address)
         recorded_results = []
-        for real, operand, parts in zip(results, call_layout.operands, call_layout.parts, strict=True):
+        for real, operand, parts in zip(results, result_layout.operands, result_layout.parts, strict=True):
             # hardware that transposes after this call keeps the source tensor, which is not recorded here
             if real is None or operand is None:
                 self._ledger.has_known_operands &= real is operand

@@ -73,7 +73,7 @@ class _InspectionTooSlow(Exception):
 
 
 class _StateSteps:
-    """Takes steps of a case's state, and computes digests of the memory of its tensors."""
+    """Prepares the state of a case, runs steps on it, and computes digests of the memory of its tensors."""
 
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index

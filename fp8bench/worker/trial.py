@@ -105,8 +105,8 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
     magnitude_decades = 0.5 if has_whole_layers else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
-        """Draws numbers whose magnitudes grow from the first to the last row (by `down`) and column (by `across`).
-        Magnitudes fall if these factors are negative.
+        """Draws numbers whose magnitudes grow exponentially from the first row to the last, and from the first column
+        to the last. `down` and `across` multiply the decades of growth; if they are negative, magnitudes fall.
         """
         row_magnitude_decades = magnitude_decades * down
         column_decades = magnitude_decades * across

@@ -33,7 +33,7 @@ _FP8_PARAMETERS = ("fp8", "scaling")
 _ELEMENTS_PER_RANK_MULTIPLE = 32
 _ELEMENT_BYTES = 4
 # FP8-LM's factor mu starts at 1 and is halved while values saturate. After this many steps it is stable.
-_SCALE_MU_SETTLING_STEPS = 8
+_AUTO_SCALE_SETTLING_STEPS = 8
 
 
 @dataclass
@@ -250,7 +250,7 @@ def _measure_lost_shares(state: CollectiveState) -> tuple[Any, Any]:
 
     kind, phase = state.kind, SilentPhases().communication
     assert isinstance(kind, collectives.FP8Collective)
-    for _ in range(_SCALE_MU_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
+    for _ in range(_AUTO_SCALE_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
         saturated_share = collectives.compute_saturated_share(
             kind(state.input_values, state.rank, state.size, phase).codes
         )

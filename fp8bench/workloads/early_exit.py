@@ -74,7 +74,7 @@ class EarlyExits(LayerWorkload):
             Axis.count("width", "features of a row", width, high=1 << 16),
             Axis.count("hidden", "features between a block's products", hidden, high=1 << 18),
             Axis.count("depth", "blocks that a row passes if it never leaves early", "6", low=2, high=256),
-            Axis.count("classes", "classes of the head after each block", "64", low=2, high=1 << 17),
+            Axis.count("classes", "number of classes that each block's head can predict", "64", low=2, high=1 << 17),
             Axis.count(
                 "leaving",
                 "percentage of a block's rows that exit after it in the exact pass",

@@ -84,8 +84,8 @@ class NormAct(LayerWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.carried_by:
             return refused(
-                f"{precision.name} leaves this to {precision.carried_by}, which carries its values: measure "
-                f"{precision.carried_by}"
+                f"in {precision.name} only products have low precision, and {precision.carried_by} computes everything "
+                f"else: measure {precision.carried_by}"
             )
         return precision.support(facts)
 

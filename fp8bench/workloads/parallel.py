@@ -57,8 +57,8 @@ class Parallel(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
-        division_methods_text = "; ".join(
-            f"{division_method.name} ({division_method.summary})" for division_method in WAYS.values()
+        parallel_methods_text = "; ".join(
+            f"{parallel_method.name} ({parallel_method.summary})" for parallel_method in WAYS.values()
         )
         options = (
             Axis(
@@ -72,7 +72,7 @@ class Parallel(Workload):
             for name, text in DIVISION_OPTIONS.items()
         )
         return (
-            Axis.each("way", f"how ranks train together: {division_methods_text}", *WAYS),
+            Axis.each("way", f"how ranks train together: {parallel_methods_text}", *WAYS),
             Axis.choice("size", f"the model: {', '.join(sizes.SIZES)}", *sizes.SIZES, default=size),
             Axis.count("batch", "sequences of all ranks together", "auto", quick=("4",), high=1 << 16),
             Axis.count("sequence", "tokens in a sequence", "auto", quick=("32",), high=1 << 16),
@@ -80,11 +80,11 @@ class Parallel(Workload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        """Makes one case for each combination of option values that the method of division (`way`) allows. Options
-        that the method does not have are dropped.
+        """Makes one case for each combination of option values that the parallel method (`way`) allows. Options that
+        the method does not have are dropped.
         """
         config = sizes.SIZES[str(params["size"])]
-        division_method = WAYS[str(params["way"])]
+        parallel_method = WAYS[str(params["way"])]
         default_sizes: dict[str, Scalar] = {"batch": config.batch * _DEFAULT_BATCH_FACTOR, "sequence": config.sequence}
         params_with_sizes = {
             name: default_sizes.get(name, value) if value == "auto" else value for name, value in params.items()
@@ -94,9 +94,9 @@ class Parallel(Workload):
             for name, value in params_with_sizes.items()
             if name not in DIVISION_OPTIONS or str(value).partition(" ")[0] not in (_ALL_VALUES_WORD, _FIRST_VALUE_WORD)
         }
-        names = [name for name in division_method.options if name not in single_value_params]
+        names = [name for name in parallel_method.options if name not in single_value_params]
         values = [
-            map(_make_value_parser(name), _expand_option_word(division_method.options[name], str(params[name])))
+            map(_make_value_parser(name), _expand_option_word(parallel_method.options[name], str(params[name])))
             for name in names
         ]
         return tuple(
@@ -118,27 +118,27 @@ class Parallel(Workload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         # 1. Refuse too few ranks for the method.
-        division_method = WAYS[str(params["way"])]
-        if facts.ranks < division_method.least_ranks:
-            min_ranks = division_method.least_ranks
+        parallel_method = WAYS[str(params["way"])]
+        if facts.ranks < parallel_method.least_ranks:
+            min_ranks = parallel_method.least_ranks
             return refused(
-                f"{division_method.name} needs {min_ranks} ranks, not {facts.ranks}: add --ranks {min_ranks}"
+                f"{parallel_method.name} needs {min_ranks} ranks, not {facts.ranks}: add --ranks {min_ranks}"
             )
         # 2. Refuse options of other methods, because they would have no effect.
         options = _read_options(params)
         unknown_options = [
             name
             for name, value in options.items()
-            if name not in division_method.options
-            or (isinstance(params[name], str) and value not in division_method.options[name])
+            if name not in parallel_method.options
+            or (isinstance(params[name], str) and value not in parallel_method.options[name])
         ]
         if unknown_options:
             name = unknown_options[0]
             option_values_text = "; ".join(
-                f"{option}: {', '.join(values)}" for option, values in division_method.options.items()
+                f"{option}: {', '.join(values)}" for option, values in parallel_method.options.items()
             )
             return refused(
-                f"{division_method.name} has no {name}={options[name]}: it takes {option_values_text or 'none'}"
+                f"{parallel_method.name} has no {name}={options[name]}: it takes {option_values_text or 'none'}"
             )
         # 3. Refuse layers that cannot be divided, and sizes that cannot be divided equally.
         if precision.whole_layers:
@@ -146,7 +146,7 @@ class Parallel(Workload):
                 f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
             )
         case = ParallelCase(_make_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
-        reason = division_method.explain_impossible_case(case)
+        reason = parallel_method.explain_impossible_case(case)
         return refused(reason) if reason else precision.support(facts)
 
     def prepare(self, setup: Setup) -> ParallelState:
@@ -273,12 +273,12 @@ def _expand_option_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
 
 
 def _make_value_parser(option: str) -> Callable[[str], Scalar]:
-    """Returns a parser for an option of the division among ranks: for whole numbers if all methods of division have
+    """Returns a parser for an option of the division among ranks: for whole numbers if all parallel methods have
     only numbers for it, otherwise for the words that they accept.
     """
     values: dict[str, None] = {}
-    for division_method in WAYS.values():
-        values |= dict.fromkeys(division_method.options.get(option, ()))
+    for parallel_method in WAYS.values():
+        values |= dict.fromkeys(parallel_method.options.get(option, ()))
     return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
 
 

@@ -241,8 +241,8 @@ class Step:
 
 
 def find_level_steps(series: Sequence[SeriesValues]) -> list[tuple[Step, ...]]:
-    """Returns the steps of each series in order. Searching all series together is much faster than searching them one
-    by one.
+    """Returns for each series its steps (changes of the level), in the order of its values. Searching all series
+    together is much faster than searching them one by one.
     """
     series_arrays = [np.asarray(values, dtype=np.float64) for values in series]
     for array in series_arrays:

@@ -26,7 +26,7 @@ def _collect_glossaries() -> dict[str, Mapping[str, str]]:
 
     glossaries: dict[str, Mapping[str, str]] = {"labels": {label.value: explain_label(label) for label in Label}}
     for feature_module in import_feature_modules("glossary"):
-        glossaries[feature_module.NAME] = feature_module.explain_names()
+        glossaries[feature_module.GLOSSARY_NAME] = feature_module.explain_names()
     return glossaries
 
 

@@ -33,11 +33,11 @@ class AdviceQuestion(StrEnum):
 
 
 class AdviceKind(StrEnum):
-    """The recommended action: adopt a precision, keep some layers high, or change nothing."""
+    """The recommended action: adopt a precision, keep some layers high, or keep the reference."""
 
     ADOPT_PRECISION = "adopt"
     ROUTE_LAYERS = "route"
-    CHANGE_NOTHING = "do nothing"
+    KEEP_REFERENCE = "do nothing"
 
 
 @dataclass(frozen=True)

@@ -396,7 +396,7 @@ def _explain_layer_fault(row: AuditedLayer, precision: str) -> tuple[str, str]:
     if row.runs in WIDE_DTYPES:
         return "not-cast", f" multiply {describe_casts(row.runs)}, but their class promises low precision"
     if not row.runs:
-        return "unchecked", " gave no product that a cast would change, so their precision is unknown"
+        return "unchecked", " ran no product that a cast would change, so the precision of these layers is unknown"
     return "", ""
 
 

@@ -72,7 +72,7 @@ precisions.add_precision_maker(find_callable_precision)
 
 
 @workloads.register(BENCH)
-class Callables(Workload):
+class CallableWorkload(Workload):
     """A workload whose step calls a callable. All callables of a group get the same inputs."""
 
     name = BENCH

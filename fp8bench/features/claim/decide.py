@@ -93,11 +93,13 @@ def answer_claim_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     )
     if claim.published:
         return _compare_published_figure(confirmed_answer, run)
-    interval_end_sides = {claim.compare_with_bounds(figure_reading.low), claim.compare_with_bounds(figure_reading.high)}
-    if len(interval_end_sides) > 1:
+    end_comparisons = {
+        claim.compare_with_bounds(interval_end) for interval_end in (figure_reading.low, figure_reading.high)
+    }
+    if len(end_comparisons) > 1:
         why = "the sentence is true for some values of the interval and false for others"
         return replace(confirmed_answer, answer=ClaimOutcome.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))
-    return replace(confirmed_answer, answer=ClaimOutcome.REFUTED) if interval_end_sides.pop() else confirmed_answer
+    return replace(confirmed_answer, answer=ClaimOutcome.REFUTED) if end_comparisons.pop() else confirmed_answer
 
 
 def _compare_published_figure(measured_answer: ClaimAnswer, run: StoredRun) -> ClaimAnswer:

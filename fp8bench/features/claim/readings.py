@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from operator import mul, truediv
 
 from fp8bench.analysis.energy import EnergyDemand
 from fp8bench.analysis.findings import findings
@@ -52,11 +51,11 @@ def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> FigureReadi
     case_weights = [_read_reference_value(claim, run, record) if claim.is_ratio else 1.0 for record in records]
 
     def sum_figures(figures: Iterable[float]) -> float:
-        # A speed-up divides the time of the reference by that of the case, so the case took weight / speed-up.
-        divide_or_multiply_by_weight = truediv if claim.figure in SPEEDUPS else mul
-        total: float = sum(map(divide_or_multiply_by_weight, case_weights, figures))
+        weights_and_figures = zip(case_weights, figures, strict=True)
         if claim.figure in SPEEDUPS:
-            return sum(case_weights) / total
+            # A speed-up divides the time of the reference by that of the case, so the case took weight / speed-up.
+            return sum(case_weights) / sum(weight / speedup for weight, speedup in weights_and_figures)
+        total = sum(weight * figure for weight, figure in weights_and_figures)
         return total / sum(case_weights) if claim.is_ratio else total
 
     return FigureReading(

@@ -1,4 +1,4 @@
-"""Renders claims, answers and checked folders as pages."""
+"""Renders claims, their answers, and the check of a folder of stored answers as pages."""
 
 from __future__ import annotations
 

@@ -149,8 +149,9 @@ _CAPABILITY_PREFIX = "CPU capability usage: "
 class MachineRun:
     """The facts of one run that a fleet report needs.
 
-    `complete_group_settings` are the settings of which every case has a record, and `incomplete_settings` are all
-    other settings. `times` are seconds by case, and `failure_reasons` are reasons by case.
+    A setting is the text for what all cases of a group have in common. `complete_group_settings` are the settings of
+    the groups in which every case has a record, and `incomplete_settings` are those of all other groups. `times` are
+    seconds by case, and `failure_reasons` are reasons by case.
     """
 
     run: str

@@ -188,11 +188,12 @@ class TokenTimeLine:
 
 @dataclass(frozen=True)
 class ContextCrossing:
-    """The context `at` which an arm's line crosses the reference's line. It is None if the lines do not cross, or if
-    this is uncertain.
+    """Where two lines cross that were fitted to times per output token: the arm's and the reference's.
 
-    `faster` has two values: whether the arm is faster at the shortest context, and whether it is faster at the
-    longest one. A value is None if this is uncertain. `contrary` are the measured contexts that contradict the lines.
+    `at` is the context length at which they cross, and `low` and `high` are the ends of its interval. `at` is None if
+    the lines do not cross, or if this is uncertain. `faster` has two values: whether the arm is faster at the shortest
+    measured context length, and whether it is at the longest. A value is None if this is uncertain. `contrary` are the
+    context lengths at which the measured times contradict the lines.
     """
 
     at: float | None

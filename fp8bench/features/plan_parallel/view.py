@@ -147,7 +147,7 @@ def _count_scale_traffic(question: LayoutRankingQuestion, plan: PlannedLayout) -
 
 
 def _show_whether_it_fits(plan: PlannedLayout) -> Field:
-    # A tight layout also fits by the prediction, so check this first.
+    # `plan.fits` is also True for a tight layout, so check `tight` first.
     if plan.tight:
         return Field("tight", tone=Tone.DOUBT)
     return Field("yes", tone=Tone.GOOD) if plan.fits else Field("no", tone=Tone.BAD)

@@ -105,7 +105,9 @@ class PowerOutcome:
 
 @dataclass
 class OperationResult:
-    """All comparisons of one operation. They are grouped by the share by which it was slowed down."""
+    """All comparisons of one operation. `outcomes` has them by slow-down: the share by which a trial made the operation
+    slower on purpose, with extra work.
+    """
 
     operation: str
     step_seconds: float = 0.0

@@ -17,7 +17,8 @@ from fp8bench.model import Environment, Params
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, find_map_key
 
-_AVERAGED_STEPS_DIVISOR = 5
+# The loss of a trial is the mean over the last fifth of its steps.
+_STEPS_PER_AVERAGED_STEP = 5
 # Losses with the same initial weights differ by less than this on devices that sum in a different order.
 _EQUAL_LOSS_TOLERANCE = 1e-6
 
@@ -212,7 +213,7 @@ class SensitivityStudy:
 
 
 def averaged_steps(steps: int) -> int:
-    return max(1, steps // _AVERAGED_STEPS_DIVISOR)
+    return max(1, steps // _STEPS_PER_AVERAGED_STEP)
 
 
 PrecisionMap = tuple[tuple[str, str], ...]

@@ -17,7 +17,7 @@ from fp8bench.cli.calls import accept_request_fields, fields_by_keyword
 from fp8bench.cli.calls import request_fields as fields_given
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import as_name_value_pairs, parse_folder_option, split_names
-from fp8bench.cli.outputs import CommandResult, check_output_files, parse_result_log_targets
+from fp8bench.cli.outputs import CommandResult, check_output_files, parse_log_argument
 from fp8bench.cli.streams import write_sentence_to_stderr
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import list_csv_rows
@@ -140,7 +140,7 @@ def train(
             rates=as_name_value_pairs(rates),
         ),
     )
-    targets = parse_result_log_targets(log)
+    targets = parse_log_argument(log)
     try:
         store_folder = parse_folder_option("store", store)
         page = None if live is None else Path(live)
@@ -261,7 +261,7 @@ def watch(
         # Rank 0 receives the rows of all ranks, so it alone writes files.
         is_first_rank = Ranks.get_rank() == 0
         write_lines = _append_to_file(Path(path), stack) if path is not None and is_first_rank else None
-        targets = parse_result_log_targets(log)
+        targets = parse_log_argument(log)
         command, call = (on_alarm, None) if isinstance(on_alarm, str) else ("", on_alarm)
         outputs = (page, targets, command) if is_first_rank else (None, (), "")
         output_observer = stack.enter_context(add_training_outputs(_NotePrintingObserver(), Path(path or ""), *outputs))

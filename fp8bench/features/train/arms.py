@@ -270,13 +270,13 @@ def _make_named_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     candidates = {}
     for mode, settings in _list_swept_arms(request, compared_modes):
         # A sweep must not change a setting that an MS-AMP level sets.
-        arm_template = MSAMP_LEVELS.get(mode, Arm(mode, mode))
+        unswept_arm = MSAMP_LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
-        if conflicts := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(arm_template.settings).keys():
+        if conflicts := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(unswept_arm.settings).keys():
             raise UsageError(
                 f"--sweep {min(conflicts).replace('_', '-')}: {mode} sets it already. Leave one of them out."
             )
-        candidates[name] = replace(arm_template, name=name, settings=(*arm_template.settings, *settings))
+        candidates[name] = replace(unswept_arm, name=name, settings=(*unswept_arm.settings, *settings))
     # A candidate with the reference's precision and default settings would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:

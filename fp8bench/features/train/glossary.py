@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8bench.features.train.health import health  # noqa: F401 - its imports register the rules
 from fp8bench.features.train.health.steps import RULES
 
-NAME = "rules"
+GLOSSARY_NAME = "rules"
 
 
 def explain_names() -> dict[str, str]:

@@ -35,8 +35,8 @@ from fp8bench.worker.products import identify_product
 
 
 def advance(trainer: Trainer, phase: Phases = UNTIMED_PHASE_MARKERS, watched: bool = True) -> Iterator[StreamLine]:
-    """Takes the next step of an arm and yields the lines of this step. Yields no lines if the arm has stopped or
-    finished.
+    """Takes the next step of an arm, and yields the lines that a stream of the training gets for it: figures, readings
+    and events. Yields none if the arm has stopped or finished.
     """
     if trainer.stopped or trainer.step == trainer.task.steps:
         return

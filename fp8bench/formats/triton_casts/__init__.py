@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from fp8bench.formats.compiling import Definition
+    from fp8bench.formats.compiling import KernelDefinition
 
 # The first compute capability with instructions that convert to FP8.
 MIN_COMPUTE_CAPABILITY = (8, 9)
@@ -34,10 +34,10 @@ def uses_triton(device: torch.device) -> bool:
     )
 
 
-def find_triton_kernels(definition: Definition, tensors: Sequence[torch.Tensor]) -> Definition | None:
+def find_triton_kernels(definition: KernelDefinition, tensors: Sequence[torch.Tensor]) -> KernelDefinition | None:
     """Returns the Triton kernels for a cast. Returns None if this definition has no such kernels."""
     launch = importlib.import_module("fp8bench.formats.triton_casts.launch")
-    triton_kernels: Definition | None = launch.make_triton_kernels(definition, tensors)
+    triton_kernels: KernelDefinition | None = launch.make_triton_kernels(definition, tensors)
     return triton_kernels
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8bench.formats.compiling import Compiled, Definition
+from fp8bench.formats.compiling import Compiled, KernelDefinition
 from fp8bench.formats.triton_casts import disable_triton, kernels
 from fp8bench.formats.triton_casts.plans import Counter, LaunchArgument, Plan, TensorArgument, Zeros, plan_launches
 
@@ -68,10 +68,10 @@ def _find_argument_type(argument: LaunchArgument, tensors: Sequence[Tensor]) -> 
 
 
 @dataclass(frozen=True)
-class TritonKernels(Definition):
+class TritonKernels(KernelDefinition):
     """The Triton kernels of one definition, compiled for arguments with certain shapes, strides and dtypes."""
 
-    definition: Definition
+    definition: KernelDefinition
     launches: tuple[SpecialisedFunction, ...]
 
     @property
@@ -99,7 +99,7 @@ class TritonKernels(Definition):
         return Repeat(plans, run_launch_plans(plans, tensors), tensors[0].device)
 
 
-def make_triton_kernels(definition: Definition, tensors: Sequence[Tensor]) -> TritonKernels | None:
+def make_triton_kernels(definition: KernelDefinition, tensors: Sequence[Tensor]) -> TritonKernels | None:
     """Returns the Triton kernels of a cast. Returns None if none exist, or if tensors are not aligned."""
     plans = plan_for_device(definition, tensors)
     if not plans or any(tensors[index].data_ptr() % ALIGNMENT for index in _list_vector_tensors(plans)):
@@ -107,7 +107,7 @@ def make_triton_kernels(definition: Definition, tensors: Sequence[Tensor]) -> Tr
     return TritonKernels(definition, tuple(SpecialisedFunction.of(launch_plan, tensors) for launch_plan in plans))
 
 
-def plan_for_device(definition: Definition, tensors: Sequence[Tensor]) -> list[Plan]:
+def plan_for_device(definition: KernelDefinition, tensors: Sequence[Tensor]) -> list[Plan]:
     device = tensors[0].device
     is_on_gpu = device.type == "cuda"
     multiprocessor_count = (

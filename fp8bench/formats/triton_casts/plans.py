@@ -21,7 +21,7 @@ from fp8bench.formats.code_kernels import (
     RowCodesKernel,
     SquareCodesKernel,
 )
-from fp8bench.formats.compiling import CombinedKernel, Definition, Kernel
+from fp8bench.formats.compiling import CombinedKernel, Kernel, KernelDefinition
 from fp8bench.formats.grids import E5M2, E8M0, Format
 from fp8bench.formats.recipes import Amax, ScaleRounding, count_blocks
 from fp8bench.formats.tiled_codes import TiledCodesKernel
@@ -84,7 +84,7 @@ class Plan:
     constants: LaunchConstants = field(default_factory=dict)
 
 
-def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
+def plan_launches(kernel: KernelDefinition, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     """Returns the launches of a cast. The result is empty if the cast has no Triton kernel. `processors` is the
     number of the GPU's multiprocessors.
     """

@@ -218,9 +218,9 @@ class RanksProcess(WorkerProcess):
     def _is_launcher_alive(self) -> bool:
         if self._lifeline < 0:
             return False
-        lifeline_poll = select.poll()
-        lifeline_poll.register(self._lifeline, 0)
-        return not lifeline_poll.poll(0)  # `poll` always reports POLLERR: the launcher has ended
+        launcher_poller = select.poll()
+        launcher_poller.register(self._lifeline, 0)
+        return not launcher_poller.poll(0)  # `poll` always reports POLLERR: the launcher has ended
 
     @property
     def _has_failed_rank(self) -> bool:

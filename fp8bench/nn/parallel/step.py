@@ -121,13 +121,13 @@ class RankDifferenceLimits(NamedTuple):
         name, furthest_update_of_weight = difference.furthest_update
         update = difference.update
         figures = (
-            ("the relative distance of all weights' changes", update.error, self.update),
+            ("the relative distance of all weights' changes from those on one rank", update.error, self.update),
             (
-                f"the relative distance of the change of {name}",
+                f"the relative distance of {name}'s change from that on one rank",
                 furthest_update_of_weight.error,
                 self.max_weight_distance,
             ),
-            (f"the distance from 1 of their gain {update.gain:.3g}", abs(update.gain - 1), self.gain),
+            (f"the distance of all weights' gain {update.gain:.3g} from 1", abs(update.gain - 1), self.gain),
         )
         sentences = []
         for description, value, limit in figures:

@@ -78,8 +78,8 @@ class ModelPartSetup:
 
 
 @dataclass(frozen=True)
-class DivisionMethod:
-    """A method of dividing one model among several ranks.
+class ParallelMethod:
+    """A method of training one model on several ranks, such as tensor parallelism.
 
     `explain_impossible_case` returns why a case is impossible, or ''. `make_division` makes this rank's part of the
     model, and all ranks call it together. `options` are those of DIVISION_OPTIONS that the method has, with all their
@@ -257,14 +257,14 @@ def count_scale_traffic(blocks: int, ranks: int) -> ScaleTraffic:
 WAYS = {
     division.name: division
     for division in (
-        DivisionMethod(
+        ParallelMethod(
             "ddp",
             "torch's DistributedDataParallel: every rank has the whole model, and ranks average their gradients",
             refuse_uneven_batch,
             _make_division_factory("data_parallel:DDPModel"),
             {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")},
         ),
-        DivisionMethod(
+        ParallelMethod(
             "ep",
             "expert parallelism: tokens are sent to their experts' ranks and back; other weights are on all ranks",
             refuse_uneven_experts,
@@ -272,7 +272,7 @@ WAYS = {
             {"wire": ("stream", "bf16", "fp8"), "load": ("uniform", "zipf:1", "router")},
             experts=8,
         ),
-        DivisionMethod(
+        ParallelMethod(
             "fsdp2",
             "torch's fully_shard: each rank has equal rows of weights, gradients and moments",
             refuse_uneven_rows,
@@ -281,7 +281,7 @@ WAYS = {
         ),
         # pp_1f1b has the same losses and waiting times as pp_gpipe, but keeps the activations of at most as many
         # microbatches as there are stages.
-        DivisionMethod(
+        ParallelMethod(
             "pp_1f1b",
             "a pipeline of blocks, schedule 1F1B: each microbatch runs backward as soon as it can",
             refuse_unfilled_stages,
@@ -289,7 +289,7 @@ WAYS = {
             _MICROBATCHES_OPTION,
         ),
         # pp_gpipe keeps the activations of all microbatches.
-        DivisionMethod(
+        ParallelMethod(
             "pp_gpipe",
             "a pipeline of blocks, schedule GPipe: all microbatches run forward, then all run backward",
             refuse_stages,
@@ -298,7 +298,7 @@ WAYS = {
         ),
         # sp sends as many bytes as tp, but needs less memory, because it also divides the tensors between the parts of
         # a block.
-        DivisionMethod(
+        ParallelMethod(
             "sp",
             "tp with sequence parallelism: between a block's parts each rank has only its own tokens",
             refuse_token_cut,
@@ -307,7 +307,7 @@ WAYS = {
         ),
         # tp has the exchanges of Megatron-LM. In forward, ranks sum the outputs of attention and of feed-forward. In
         # backward they sum the gradients of the inputs of both.
-        DivisionMethod(
+        ParallelMethod(
             "tp",
             "tensor parallelism: ranks divide heads and hidden features, and sum the outputs of a block's parts",
             refuse_block_cut,
@@ -315,7 +315,7 @@ WAYS = {
             _AMAX_GROUP_OPTION,
         ),
         # tp_fsdp resembles large trainings, with tensor parallelism within a machine and FSDP between machines.
-        DivisionMethod(
+        ParallelMethod(
             "tp_fsdp",
             "tp in pairs of ranks, and FSDP2 shards the weights of a pair over all pairs",
             refuse_uneven_pairs,
@@ -323,7 +323,7 @@ WAYS = {
             _AMAX_GROUP_OPTION,
             least_ranks=4,
         ),
-        DivisionMethod(
+        ParallelMethod(
             "zero",
             "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
             refuse_weight_owners,

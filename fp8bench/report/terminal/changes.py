@@ -30,7 +30,7 @@ _CHANGE_COLUMNS: tuple[Col[tuple[str, TrendChange]], ...] = (
         show=lambda chance: units.share(max(chance, sys.float_info.min))),
     Col("notes", lambda row: "\n".join(_list_change_notes(row[1])), below=True),
 )  # fmt: skip
-_CHANGE_LEGEND = (
+_CHANGE_COLUMN_LEGEND = (
     "change: from the level before the step to the level after it, with a 99% interval; less is better everywhere"
 )
 _MEASUREMENT_TIMES_LEGEND = (
@@ -40,7 +40,7 @@ _MEASUREMENT_TIMES_LEGEND = (
 _EXACT_COUNTS_LEGEND = (
     "FLOPs, bytes and launches are counted, not timed: any change raises an alarm, because the step does different work"
 )
-_GENERAL_CHANGE_LEGEND = (
+_CHANGE_TERMS_LEGEND = (
     "after A and up to B: the step lies after commit A, and at or before commit B",
     _MEASUREMENT_TIMES_LEGEND,
     _EXACT_COUNTS_LEGEND,
@@ -218,4 +218,4 @@ def _legend_lines(search_result: ChangeSearchResult, with_closed: bool) -> list[
     if expected_false_alarms := round(search_result.searched_trend_count * FALSE_POSITIVE_STEP_SHARE):
         flat_series = f"of {search_result.searched_trend_count} flat series"
         chance_legend += f"; {flat_series} about {expected_false_alarms} would show such a step"
-    return [_CHANGE_LEGEND, chance_legend, *_GENERAL_CHANGE_LEGEND]
+    return [_CHANGE_COLUMN_LEGEND, chance_legend, *_CHANGE_TERMS_LEGEND]

@@ -296,10 +296,10 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
             figure_change_text = _show_figure_change(figure, previous_figure)
         interval = None
         if figure.low is not None:
-            bound_texts = (
+            interval_end_texts = (
                 show_trend_value(trend, bound, _SIGNIFICANT_MEDIAN_DIGITS) for bound in (figure.low, figure.high)
             )
-            interval = f"[{', '.join(bound_texts)}]"
+            interval = f"[{', '.join(interval_end_texts)}]"
         median = _format_trend_figure(trend, figure, _SIGNIFICANT_MEDIAN_DIGITS)
         reason = f"{median}: {figure.reason}" if figure.value is None and figure.reason else ""
         yield _FigureRow(figure, conditions, median, interval, figure_change_text, reason)

@@ -171,7 +171,7 @@ def _table_lines(element: Table, width: int, paint: PaintText) -> list[str]:
         ]
         rows.append(fields)
     num_grid_columns = len(columns)
-    # Print columns below the rows, the last one first, until the first column is wide enough.
+    # While the first column is too narrow, take the last column out of the grid. Its fields are printed below each row.
     while num_grid_columns > 1 and _name_column_width(column_widths[:num_grid_columns], width) < min(
         column_widths[0], _MIN_NAME_WIDTH
     ):

@@ -44,7 +44,7 @@ TENSOR_METRICS = {
     "relative_error": ("relative error", "norm of the error over that of the tensor"),
     "max_ulp": (
         "max ulp",
-        "largest error over the distance between neighbouring values of the format; without saturated values",
+        "largest error, divided by the distance between neighbouring values of the format; ignores saturated values",
     ),
     "cosine_loss": ("1 - cosine", "the cosine is that of the tensor and its rounded values"),
     "slope": ("slope", "1 if values neither shrink nor stretch on the whole"),

@@ -125,8 +125,8 @@ def rename_broken_file(path: Path) -> Path:
     raise AssertionError("numbers do not end")
 
 
-BENCHMARKS_VERSION = 2
-MACHINE_VERSION = 1
+BENCHMARKS_FILE_VERSION = 2
+MACHINE_FILE_VERSION = 1
 _JSON_INDENT = 4
 # The fields of a benchmark's definition that matter for reading results. All other fields are for running the
 # benchmark.
@@ -167,7 +167,7 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
     """Returns the definitions of benchmarks in benchmarks.json, by name. If asv would fail on one of them, the whole
     file counts as broken.
     """
-    content = read_versioned_json_object(path, BENCHMARKS_VERSION)
+    content = read_versioned_json_object(path, BENCHMARKS_FILE_VERSION)
     for name, definition in content.items():
         if (
             not isinstance(definition, dict)
@@ -199,11 +199,11 @@ def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[s
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
-    write_object(path, {**benchmarks, "version": BENCHMARKS_VERSION}, _JSON_INDENT)
+    write_object(path, {**benchmarks, "version": BENCHMARKS_FILE_VERSION}, _JSON_INDENT)
 
 
 def load_asv_machine(path: Path) -> dict[str, Any]:
-    content = read_versioned_json_object(path, MACHINE_VERSION)
+    content = read_versioned_json_object(path, MACHINE_FILE_VERSION)
     if not isinstance(content.get("machine"), str):
         raise AsvFileBroken(f"{path} is broken: it has no field 'machine'.")
     return content
@@ -215,7 +215,7 @@ def merge_asv_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) 
 
 
 def save_machine(path: Path, machine: Mapping[str, Any]) -> None:
-    write_object(path, {**machine, "version": MACHINE_VERSION}, _JSON_INDENT)
+    write_object(path, {**machine, "version": MACHINE_FILE_VERSION}, _JSON_INDENT)
 
 
 RESULTS_VERSION = 2

@@ -314,7 +314,7 @@ def test_labels_are_named_in_advice_that_depends_on_these_times() -> None:
 def test_layers_that_a_study_found_stay_high() -> None:
     advice = only(advise(group(fp8=FP8), studies=(study(0.1, 0.005),)), ROUTE)
     assert "--precision-map head=bf16" in advice.recipe and advice.sentence.endswith(": --precision-map head=bf16")
-    assert "leave head in bf16 with fp8; the loss is then +0.5% instead of +10.0%" in advice.sentence
+    assert "use fp8, but leave head in bf16; the loss is then +0.5% instead of +10.0%" in advice.sentence
     assert all(advice.kind is not ROUTE for advice in advise(group(fp8=FP8), studies=(study(0.001),)).advice)
 
 

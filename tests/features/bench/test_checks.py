@@ -14,7 +14,7 @@ from fp8bench.features.bench.calls import compute_exact_results, draw_inputs, me
 from fp8bench.features.bench.checks import examine_callable
 from fp8bench.features.bench.job import check_callable_names, choose_axes
 from fp8bench.features.bench.values import parse_shapes
-from fp8bench.features.bench.workload import Callables
+from fp8bench.features.bench.workload import CallableWorkload
 from fp8bench.model import Case, Level
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup
@@ -118,14 +118,14 @@ def test_errors_are_those_of_an_independent_computation(file: str) -> None:
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
     own = run_callable(f"{file}:low", inputs)[0]
     theirs = run_callable("torch:matmul", inputs)[0]
-    errors = Callables().error(setup_of(f"{file}:low"))
+    errors = CallableWorkload().error(setup_of(f"{file}:low"))
     assert errors == {
         "output_error": pytest.approx(apart(own, exact), rel=1e-9),
         "difference_error": pytest.approx(apart(own, theirs.double()), rel=1e-9),
     }
     assert 1e-3 < errors["output_error"] < 1e-2
-    assert Callables().error(setup_of(f"{file}:twin"))["difference_error"] == 0
-    assert Callables().error(setup_of("torch:matmul")) == {
+    assert CallableWorkload().error(setup_of(f"{file}:twin"))["difference_error"] == 0
+    assert CallableWorkload().error(setup_of("torch:matmul")) == {
         "output_error": pytest.approx(apart(theirs, exact), rel=1e-9)
     }
 
@@ -134,7 +134,7 @@ def test_a_reference_that_rounds_inside_is_no_float64(file: str) -> None:
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
     for name in ("rounds_inside", "refuses_fp64", "low"):
         assert compute_exact_results(f"{file}:{name}", inputs, 0) is None, name
-        assert {*Callables().error(setup_of(f"{file}:product", f"{file}:{name}"))} == {"difference_error"}
+        assert {*CallableWorkload().error(setup_of(f"{file}:product", f"{file}:{name}"))} == {"difference_error"}
     relu = compute_exact_results("torch:relu", draw_inputs([(8, 8)], "bf16", "cpu", 5), 0)
     assert relu is not None and relu[0].dtype is torch.float64
 

@@ -18,7 +18,7 @@ import torch
 from triton.runtime import interpreter
 
 from fp8bench.formats import native_codes, operators
-from fp8bench.formats.compiling import Compiled, Definition
+from fp8bench.formats.compiling import Compiled, KernelDefinition
 from fp8bench.formats.triton_casts import launch
 from tests.formats.test_native_codes import same
 from tests.formats.triton_casts.casts import BF16, F16, FAMILIES, matrices
@@ -49,7 +49,7 @@ def patch_tensors(tensor: object, scope: object) -> None:
 class Interpreted(operators.Kernels):
     """Has every cast by hand ready, in the interpreter; all others stay separate operations."""
 
-    def get(self, kernel: Definition) -> Compiled | None:
+    def get(self, kernel: KernelDefinition) -> Compiled | None:
         if not isinstance(kernel, launch.TritonKernels):
             return None
         self.fused[0] += 1

@@ -22,7 +22,7 @@ from fp8bench.formats.code_kernels import (
     view_stretches,
     view_transposed_squares,
 )
-from fp8bench.formats.compiling import CombinedKernel, Definition, Kernel
+from fp8bench.formats.compiling import CombinedKernel, Kernel, KernelDefinition
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.recipes import MX, DelayedScaling, ScaleRounding
 from fp8bench.formats.tiled_codes import TiledCodesKernel, TileViews
@@ -34,7 +34,7 @@ POWER_OF_TWO = ScaleRounding.POWER_OF_TWO
 TOKENS = 15872
 MOST_REGISTERS = 64
 PROCESSORS = 132
-Call = tuple[Definition, Sequence[Tensor]]
+Call = tuple[KernelDefinition, Sequence[Tensor]]
 
 
 def empty(*shape: int, dtype: torch.dtype = F32) -> Tensor:

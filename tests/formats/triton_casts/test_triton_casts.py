@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats import native_codes, operators, triton_casts
-from fp8bench.formats.compiling import Compiled, Definition
+from fp8bench.formats.compiling import Compiled, KernelDefinition
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.native_codes import cast_codes_with_transpose, row_codes_both, square_codes
 from fp8bench.formats.recipes import ScaleRounding
@@ -42,10 +42,10 @@ def test_by_hand_a_cast_is_its_definition_bit_by_bit(family: str) -> None:
 
 
 @dataclass(frozen=True)
-class Launched(Definition):
+class Launched(KernelDefinition):
     """Stands for a cast by Triton kernels: it runs the definition, and its repeats note the addresses."""
 
-    definition: Definition
+    definition: KernelDefinition
     device: str = "cpu"
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, DivisionMethod, ModelPartSetup
+from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, ModelPartSetup, ParallelMethod
 from fp8bench.numerics import collectives
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ WIRES, AMAX = {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")}, {"amax": 
 
 
 def plant(name: str, model: Callable[[ModelPartSetup], RankModelPart], options: Mapping[str, tuple[str, ...]]) -> None:
-    WAYS[name] = DivisionMethod(name, "a way with a mistake", lambda asked: "", model, options)
+    WAYS[name] = ParallelMethod(name, "a way with a mistake", lambda asked: "", model, options)
 
 
 def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
@@ -104,7 +104,7 @@ def one_sum_forgotten(job: ModelPartSetup) -> RankModelPart:
     return model
 
 
-def other_wire_scale(way: DivisionMethod) -> Callable[[ModelPartSetup], RankModelPart]:
+def other_wire_scale(way: ParallelMethod) -> Callable[[ModelPartSetup], RankModelPart]:
 
     def model(job: ModelPartSetup) -> RankModelPart:
         made: Any = way.make_division(job)

@@ -62,9 +62,9 @@ def test_each_limit_is_held_and_named() -> None:
     assert limits.describe_exceeded_limit(RankDifference(0.0, 0.0, updates)) == ""
     small = updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}
     for wrong, words in (
-        (small, "of the change of b is 0.6, but rounding explains at most 0.5"),
-        ({"a": WeightUpdate(1.0, 100.0, 110.0)}, "their gain 1.1 is 0.1, but rounding explains at most 0.08"),
-        ({"a": WeightUpdate(25.0, 100.0, 100.0)}, "all weights' changes is 0.5,"),
+        (small, "of b's change from that on one rank is 0.6, but rounding explains at most 0.5"),
+        ({"a": WeightUpdate(1.0, 100.0, 110.0)}, "gain 1.1 from 1 is 0.1, but rounding explains at most 0.08"),
+        ({"a": WeightUpdate(25.0, 100.0, 100.0)}, "all weights' changes from those on one rank is 0.5,"),
         ({"a": WeightUpdate(math.nan, 1.0, 1.0)}, "nan"),
     ):
         assert words in limits.describe_exceeded_limit(RankDifference(0.0, 0.0, wrong))

@@ -54,7 +54,7 @@ class LossRisesAgain(LossRule):
     """
 
     name = "loss-back-up"
-    high_losses = 5
+    high_loss_count = 5
     start_loss_count = 3
     lost_share = 0.5
     noise_factor = 6.0
@@ -63,8 +63,8 @@ class LossRisesAgain(LossRule):
     lost_share_after_rate_rise = 0.2
     noise_factor_after_rate_rise = 4.0
     alarms_at = (
-        f"{high_losses} losses in a row exceed the lowest mean of ten by {lost_share:.0%} of what was learned and by "
-        f"{noise_factor:g} times the noise ({lost_share_after_rate_rise:.0%} and {noise_factor_after_rate_rise:g} "
+        f"{high_loss_count} losses in a row exceed the lowest mean of ten by {lost_share:.0%} of what was learned and "
+        f"by {noise_factor:g} times the noise ({lost_share_after_rate_rise:.0%} and {noise_factor_after_rate_rise:g} "
         f"times if the rate rose {learning_rate_rise_factor:g} times in {_RATE_WINDOW} steps); or the first "
         f"{start_loss_count} losses by {excess_over_first_losses:.0%}"
     )
@@ -76,7 +76,7 @@ class LossRisesAgain(LossRule):
         # Store the first losses, because a collapsed training returns to their level.
         if len(self._first_losses) < self.start_loss_count:
             self._first_losses.append(losses[-1])
-        earlier_losses, last_losses = losses[: -self.high_losses], losses[-self.high_losses :]
+        earlier_losses, last_losses = losses[: -self.high_loss_count], losses[-self.high_loss_count :]
         # Use a mean of ten steps, because a single easy batch would give too low a value.
         if len(earlier_losses) >= 10:
             self._lowest_mean = min(self._lowest_mean, fmean(earlier_losses[-10:]))
@@ -86,14 +86,14 @@ class LossRisesAgain(LossRule):
         if lowest_loss > max(self._first_losses) + self.excess_over_first_losses * abs(first_loss):
             return (
                 f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest_loss:.4g} or "
-                f"more in the last {self.high_losses}: is the learning rate too high, or did the data change?"
+                f"more in the last {self.high_loss_count}: is the learning rate too high, or did the data change?"
             )
         # Compare the rise of the loss with its earlier fall: losing half of it is a collapse under any loss function.
         loss_decrease = first_loss - self._lowest_mean
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
         rate = self._newest_learning_rates[-1]
         rate_rise_text = (
-            f": the rate rose to {rate:.3g}"
+            f": the learning rate rose to {rate:.3g}"
             if rate > self.learning_rate_rise_factor * self._newest_learning_rates[0]
             else ""
         )
@@ -108,7 +108,7 @@ class LossRisesAgain(LossRule):
             return ""
         return (
             f"the loss has risen again from {self._lowest_mean:.4g}, and has stayed above {lowest_loss:.4g} for "
-            f"{self.high_losses} steps{rate_rise_text}"
+            f"{self.high_loss_count} steps{rate_rise_text}"
         )
 
 

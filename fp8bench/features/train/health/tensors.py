@@ -338,12 +338,12 @@ class EmbeddingCollapse(HealthRule[Any]):
     judged_line_types = StepRow | StepFigure
     figures = ("embedding_spread",)
     window = 20
-    spread_share = 0.75
+    share_of_largest_spread = 0.75
     loss_factor = 1.02
     loss_count = 10
     alarms_at = (
-        f"the spread is below {spread_share:g} of the largest in the last {window} readings, and the median of "
-        f"{loss_count} losses is {loss_factor:g} times the median at that time"
+        f"the spread is below {share_of_largest_spread:g} of the largest in the last {window} readings, and the median "
+        f"of {loss_count} losses is {loss_factor:g} times the median at that time"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
     _losses: deque[float] = newest_values(loss_count)
@@ -359,7 +359,7 @@ class EmbeddingCollapse(HealthRule[Any]):
         embedding_spreads = self._embedding_spreads[line.layer]
         embedding_spreads.append((line.value, loss))
         largest, loss_then = max(embedding_spreads)
-        if not line.value < self.spread_share * largest or loss < self.loss_factor * loss_then:
+        if not line.value < self.share_of_largest_spread * largest or loss < self.loss_factor * loss_then:
             return ""
         return f"the rows of {line.layer or 'the embedding'} collapse: spread {line.value:.3g}, once {largest:.3g}"
 

@@ -129,8 +129,8 @@ class BatchHistory:
             age = self._record_batch_fingerprint(next(numbers))
             if condition is not None:
                 condition_fingerprint, first_condition_number = next(numbers), next(numbers)
-                # It may be a length or a setting and no condition, if it has a single number, or if its first number
-                # is 0, 1 or a dimension of an input.
+                # An input that looks like a condition may be a length or a setting instead: if it has a single number,
+                # or if its first number is 0, 1 or a dimension of an input.
                 may_be_length_or_setting = len(condition) == 1 or first_condition_number in {0, 1}.union(*batch.shapes)
                 self._count_equal_conditions(condition_fingerprint, age == 1, may_be_length_or_setting)
         self._last_steps = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8bench.features.train.lab.readings import FigureValues, TensorCast, measure_tensor
+from fp8bench.features.train.lab.readings import FigureValues, TensorCast, measure_tensor_figures
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import ScaleRounding, Scaling, Treatment
 from fp8bench.formats.scaled import factor, largest_magnitude, values
@@ -25,7 +25,7 @@ from fp8bench.registry import precisions
 
 TreatmentByRole = Mapping[Role, Treatment]
 _TENSOR_SCALING = Scaling(0, 0)
-# A virtual cast rounds a sample of about this many values.
+# A virtual cast (described above) rounds only a sample of about this many values, because rounding is slow.
 _SAMPLED_VALUE_COUNT = 1 << 14
 _FORMAT_BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 # Where Transformer Engine stores the scale of an operand: a key of `fp8_meta`, and an index into the entry's `scale`.
@@ -85,7 +85,7 @@ class OperandCast:
         # Square blocks need adjacent rows, so sample consecutive rows.
         has_square_blocks = self.scaling is not None and self.scaling.rows > 1
         sample = rows[: -(-len(rows) // row_stride)] if has_square_blocks else rows[::row_stride]
-        figures, sample_figures = measure_tensor(x), measure_tensor(sample, self.cast(sample, rows))
+        figures, sample_figures = measure_tensor_figures(x), measure_tensor_figures(sample, self.cast(sample, rows))
         for name in sample_figures.keys() - figures.keys():
             sample_figure = sample_figures[name]
             # Counts are extrapolated from the sample to the whole tensor.

@@ -82,7 +82,7 @@ def describe_cast(arithmetic: Arithmetic, operand: Operand, source: Tensor, role
     return TensorCast(_FORMAT_BY_CARRIER_DTYPE.get(operand.data.dtype), rounded=rounded_values)
 
 
-def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> FigureValues:
+def measure_tensor_figures(x: Tensor, cast: TensorCast | None = None) -> FigureValues:
     """Returns all figures of a tensor. If it was cast, also returns the figures of the cast. The host never waits for
     a GPU.
     """

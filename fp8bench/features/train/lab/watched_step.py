@@ -40,7 +40,7 @@ from fp8bench.features.train.lab.readings import (
     measure_embedding_spread,
     measure_largest_row_ratio,
     measure_peak_bytes,
-    measure_tensor,
+    measure_tensor_figures,
     move_figures_to_host,
     reset_peak_memory,
 )
@@ -205,7 +205,7 @@ class FaultyTensorFinder:
 
         def find_scale_now() -> float:
             (figures,) = move_figures_to_host(
-                [measure_tensor(source, describe_cast(arithmetic, operand, source, role))]
+                [measure_tensor_figures(source, describe_cast(arithmetic, operand, source, role))]
             )
             return make_layer_reading("", 0, 0, name, role, figures, None).scale
 
@@ -390,7 +390,7 @@ class WatchedStep:
                     self.tensors[layer, str(role)] = cast.list_figures(x)
                     return
                 tensor_cast = cast(x) if cast is not None and not isinstance(cast, OperandCast) else None
-                self.tensors[layer, str(role)] = measure_tensor(x, fp8_cast or tensor_cast)
+                self.tensors[layer, str(role)] = measure_tensor_figures(x, fp8_cast or tensor_cast)
 
 
 def is_watched_step(step: int, stride: int) -> bool:

@@ -368,7 +368,8 @@ def _measure_gap_over_ends(pairs: Sequence[SeedComparison]) -> LossGap | None:
         end_step_gaps += filter(None, [average_gaps(earlier_gaps)])
     deciding_interval = _extend_first_interval([end_gap.decides for end_gap in end_step_gaps if end_gap.decides])
     shown_interval = _extend_first_interval([end_gap.shown for end_gap in end_step_gaps if end_gap.shown])
-    # Convert the extended interval back to a standard deviation. The number of further seeds is estimated from it.
+    # Compute the standard deviation of gaps that would give an interval as wide as the extended one. The number of
+    # further seeds is estimated from it.
     half_width = (deciding_interval.high - deciding_interval.low) / 2
     deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_CONFIDENCE_LEVEL, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=deciding_interval, shown=shown_interval)
@@ -449,12 +450,12 @@ def compute_detectable_gap(gap: LossGap) -> float:
     )
 
 
-def bound_single_gap(gap: float, chaos: float) -> Interval | None:
+def bound_single_gap(gap: float, one_ulp_gap: float) -> Interval | None:
     """Returns a 95% interval of the gap of a single seed, by Student's t with one degree of freedom. Its width comes
-    from `chaos`, the gap that a one-bit change of the reference's weights (one ulp) causes in that seed. Returns None
-    if that change had no effect.
+    from `one_ulp_gap`, the gap that a one-bit change of the reference's weights (one ulp) causes in that seed. Returns
+    None if that change had no effect.
     """
-    # The interval is slightly too wide. `gap` and `chaos` are relative to the same reference, so their ratio varies
-    # slightly less than Student's t.
-    half_width = student_quantile(SHOWN_CONFIDENCE_LEVEL, 1) * abs(chaos)
+    # The interval is slightly too wide. `gap` and `one_ulp_gap` are relative to the same reference, so their ratio
+    # varies slightly less than Student's t.
+    half_width = student_quantile(SHOWN_CONFIDENCE_LEVEL, 1) * abs(one_ulp_gap)
     return Interval(gap, gap - half_width, gap + half_width, SHOWN_CONFIDENCE_LEVEL) if half_width else None

@@ -74,7 +74,7 @@ def iterate_vertical_label_boxes(x: float, y: float, width: float, size: float) 
         yield PixelRectangle(x - width, top, x, bottom), "end", x
 
 
-def iterate_text_positions(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
+def iterate_point_label_boxes(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
     half_text_height = size * 0.6
     # Prefer the right side of the point, then the left side, then above and below it.
     yield PixelRectangle(x + 9, y - half_text_height, x + 9 + width, y + half_text_height), "start", x + 9

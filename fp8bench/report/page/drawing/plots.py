@@ -14,7 +14,7 @@ from operator import itemgetter
 from fp8bench.report.elements import ChartMark, ChartPoint, Lines, Scatter, Tone
 from fp8bench.report.page.drawing.labels import (
     PixelRectangle,
-    iterate_text_positions,
+    iterate_point_label_boxes,
     iterate_vertical_label_boxes,
     write_labels,
 )
@@ -406,4 +406,6 @@ def _write_point_labels(
         num_points_by_series[point.series] += 1
     texts.sort(key=itemgetter(0))
     allowed_label_boxes = [box for box in (frame.plot, frame.margin) if box]
-    write_labels(sheet, [text for _, text in texts], occupied_label_boxes, allowed_label_boxes, iterate_text_positions)
+    write_labels(
+        sheet, [text for _, text in texts], occupied_label_boxes, allowed_label_boxes, iterate_point_label_boxes
+    )

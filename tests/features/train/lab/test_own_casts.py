@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.features.train.lab.own_casts import find_cast, find_recipe_treatments, unpack_fp8
-from fp8bench.features.train.lab.readings import measure_tensor
+from fp8bench.features.train.lab.readings import measure_tensor_figures
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
 from fp8bench.protocols import Role
 from tests.counts import for_each
@@ -135,7 +135,7 @@ def test_large_tensors_are_rounded_by_a_sample() -> None:
     layer = nn.Linear(64, 4)
     found = find_cast(layer, Role.INPUT, find_recipe_treatments("fp8"))
     assert found is not None
-    sampled, whole = found.list_figures(x), measure_tensor(x, found.cast(x))
+    sampled, whole = found.list_figures(x), measure_tensor_figures(x, found.cast(x))
     assert sampled["count"] == whole["count"] and float(sampled["scale"]) == float(whole["scale"])
     assert float(sampled["vanished"]) == pytest.approx(float(whole["vanished"]), rel=0.05) and whole["vanished"] > 0
 

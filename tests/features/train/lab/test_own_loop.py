@@ -572,13 +572,13 @@ class SharedInput(nn.Module):
 def test_an_input_that_layers_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, read = SharedInput(), list[Tensor]()
-    figures_of = readings.measure_tensor
+    figures_of = readings.measure_tensor_figures
 
     def note(x: Tensor, cast: Any = None) -> Any:
         read.append(x)
         return figures_of(x, cast)
 
-    monkeypatch.setattr(watched_step, "measure_tensor", note)
+    monkeypatch.setattr(watched_step, "measure_tensor_figures", note)
     lines = list[StreamLine]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 4)

@@ -11,7 +11,12 @@ import torch
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.features.train.lab.rank_lab import MERGE_BY_METHOD
-from fp8bench.features.train.lab.readings import TensorCast, make_layer_reading, measure_tensor, move_figures_to_host
+from fp8bench.features.train.lab.readings import (
+    TensorCast,
+    make_layer_reading,
+    measure_tensor_figures,
+    move_figures_to_host,
+)
 from fp8bench.features.train.values import (
     ArmCost,
     LayerReading,
@@ -71,7 +76,7 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
 
     def reading(x: torch.Tensor) -> LayerReading:
         left = (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
-        (figures,) = move_figures_to_host([measure_tensor(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
+        (figures,) = move_figures_to_host([measure_tensor_figures(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
         return make_layer_reading("fp8", 0, 3, "a", "input", figures, 90.0)
 
     both = one(*map(reading, parts))

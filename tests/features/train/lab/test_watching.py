@@ -22,7 +22,7 @@ from fp8bench.features.train.lab.readings import (
     max_attention_score,
     measure_batch_norm_drift,
     measure_embedding_spread,
-    measure_tensor,
+    measure_tensor_figures,
     move_figures_to_host,
 )
 from fp8bench.features.train.lab.watched_step import ModelWatch
@@ -56,7 +56,7 @@ MODES = (
 
 def reading(arithmetic: Arithmetic, x: Tensor, role: Role, before: float | None = None) -> tuple[LayerReading, Tensor]:
     operand = arithmetic.cast(x, role)
-    (figures,) = move_figures_to_host([measure_tensor(x, describe_cast(arithmetic, operand, x, role))])
+    (figures,) = move_figures_to_host([measure_tensor_figures(x, describe_cast(arithmetic, operand, x, role))])
     return make_layer_reading("arm", 1, 2, "layer", role.value, figures, before), arithmetic.restore(
         operand, torch.float32
     )
@@ -161,7 +161,9 @@ def test_readings_of_zeros_of_nothing_and_of_nan() -> None:
     zeros = check(arithmetic, torch.zeros(4, 8), Role.INPUT)
     assert (zeros.zeros, zeros.amax, zeros.smallest, zeros.lag, zeros.signal_to_noise) == (1, 0, 0, None, None)
     assert zeros.underflow == zeros.saturated == 0 and zeros.scale == 1
-    figures = move_figures_to_host([measure_tensor(x) for x in (torch.zeros(0, 8), torch.full((2, 2), math.nan))])
+    figures = move_figures_to_host(
+        [measure_tensor_figures(x) for x in (torch.zeros(0, 8), torch.full((2, 2), math.nan))]
+    )
     nothing, lost = (make_layer_reading("arm", 0, 0, "", "input", each, None) for each in figures)
     assert nothing.zeros == 0
     assert lost.not_finite == 1 and lost.amax == lost.smallest == 0 and math.isnan(lost.mean)
@@ -224,7 +226,7 @@ def test_on_a_gpu_nothing_waits_before_the_final_read(mode: str, monkeypatch: py
     for role, x in ((Role.WEIGHT, gaussian(32, 256)), (Role.GRADIENT, spread_out((32, 256)).to(arithmetic.carrier))):
         cast = describe_cast(arithmetic, arithmetic.cast(x, role), x, role)
         with _Waits() as seen:
-            figures = measure_tensor(x, cast)
+            figures = measure_tensor_figures(x, cast)
         assert (
             15 < seen.operators < (95 if mode in CURRENT else 40)
             and move_figures_to_host([figures])[0]["count"] == x.numel()
