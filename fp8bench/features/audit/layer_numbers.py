@@ -43,8 +43,9 @@ _ERROR_BAND, _MIN_GAIN = (0.8, 1.25), 0.01
 _BIAS_FACTOR_TOLERANCE = 0.5
 # The error of one row or column may be at most _LINE_FACTOR times the overall error, plus _LINE_SLACK.
 _LINE_FACTOR, _LINE_SLACK = 2.5, 0.05
-# The largest relative error of gradients: e5m2 has 0.07, and stochastic rounding to four bits 0.3.
-_GRADIENT_ERROR, _FEW_BITS_GRADIENT_ERROR, _FEW_BITS = 0.12, 0.45, 6
+# The largest relative error that casts may cause in a gradient: e5m2 causes 0.07, and stochastic rounding to four bits
+# (at most _FEW_BITS) 0.3. The lower limit also decides whether an output is near an expected one.
+_MAX_CAST_ERROR, _MAX_FEW_BITS_CAST_ERROR, _FEW_BITS = 0.12, 0.45, 6
 _TRAINING_MODE_CLAUSE = ", although it is in training mode and has a weight or bias that needs a gradient"
 # The number of rows of a random input if the model never called the layer.
 _DEFAULT_INPUT_ROWS = 32
@@ -100,12 +101,15 @@ class LayerNumbers:
         )
         if random_input_verdict.has_failed or not verdict_in_model.runs:
             return random_input_verdict
-        if (verdict_in_model.runs in WIDE_DTYPES) is not (random_input_verdict.runs in WIDE_DTYPES):
+        is_wide_in_model, is_wide_alone = (
+            verdict.runs in WIDE_DTYPES for verdict in (verdict_in_model, random_input_verdict)
+        )
+        if is_wide_in_model != is_wide_alone:
             return _report_unsteady_precision("in the model", verdict_in_model.runs, random_input_verdict.runs)
         return verdict_in_model
 
     @property
-    def _get_layer_bias(self) -> Tensor | None:
+    def _bias(self) -> Tensor | None:
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, Tensor) and bias.numel() else None
 
@@ -116,11 +120,11 @@ class LayerNumbers:
 
     def _make_product(self, x: Tensor) -> LayerProduct:
         float_input = x.detach().cpu().float()
-        images = float_input.reshape(-1, *float_input.shape[-3:]) if float_input.dim() > 2 else float_input
-        matrix = (
-            images if classify_module(self.module)[0] == CONV2D_KIND else float_input.reshape(-1, float_input.shape[-1])
-        )
-        return LayerProduct(self.module, matrix, self._decode_weight(), not self._has_quantised_weight)
+        has_images = classify_module(self.module)[0] == CONV2D_KIND and float_input.dim() > 2
+        # The product has one batch dimension, of images or of rows.
+        operand_shape = float_input.shape[-3:] if has_images else (float_input.shape[-1],)
+        operand = float_input.reshape(-1, *operand_shape)
+        return LayerProduct(self.module, operand, self._decode_weight(), casts_weight=not self._has_quantised_weight)
 
     def _decode_weight(self) -> Tensor:
         weight = self.weight.detach()
@@ -146,64 +150,72 @@ class LayerNumbers:
         if not result.isfinite().all():
             return LayerVerdict(UNKNOWN_PRECISION, "wrong-numbers", "some of its results are NaN or infinite")
         # 2. Subtract the bias, because promises are about products. Tolerate the rounding that adding it caused.
-        bias = None if self._get_layer_bias is None else self._get_layer_bias.detach().cpu().float()
+        layer_bias = self._bias
+        bias = None if layer_bias is None else layer_bias.detach().cpu().float()
         result_without_bias = result if bias is None else result - bias
         rounding_slack = _OUTPUT_ROUNDING_ERROR * torch.maximum(result.abs(), result_without_bias.abs())
 
         def compare_with_output(expected_output: Tensor) -> RelativeResultDifferences:
+            """Measures how far the output is from an expected one, over all elements (`level`) and in each line."""
             return measure_differences(
                 ((result_without_bias - expected_output).abs() - rounding_slack).clamp(min=0),
                 product.typical_magnitudes,
             )
 
-        # 3. Compare with exact results, rounded to each wide format.
-        output_differences_by_dtype = {
+        # 3. Compare with the products of operands that are rounded to each wide format.
+        differences_by_wide_dtype = {
             name: compare_with_output(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()
         }
-        name = min(output_differences_by_dtype, key=lambda dtype: output_differences_by_dtype[dtype].level)
-        # 4. Compare with each emulated cast, likely ones first. Stop if a likely cast matches.
-        casts_by_guessed_precision = {
-            name: self.casts_by_precision[name]
-            for name in (*likely_precisions, *self.casts_by_precision)
-            if name in self.casts_by_precision
-        }
-        matching_casts = dict[str, float]()
-        casts_with_same_error = []
-        for guess, promised_casts in casts_by_guessed_precision.items():
-            for cast in product.iterate_cast_results(promised_casts):
-                if (difference := compare_with_output(cast)).is_negligible:
-                    matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
+        nearest_wide_dtype = min(differences_by_wide_dtype, key=lambda name: differences_by_wide_dtype[name].level)
+        # 4. Compare with each emulated cast, until a likely precision matches. A precision may have several results,
+        # because the layer may round operands to bf16 before the cast.
+        ordered_casts = self._order_casts(likely_precisions)
+        level_by_match = dict[str, float]()
+        precisions_with_same_error = []
+        for precision, promised_casts in ordered_casts.items():
+            for cast_result in product.iterate_cast_results(promised_casts):
+                if (difference := compare_with_output(cast_result)).is_negligible:
+                    level_by_match[precision] = difference.level
                     break
-                casts_with_same_error += [guess] * _has_equal_error(cast, result_without_bias, product)
-            if guess in likely_precisions and guess in matching_casts:
+                has_same_error = _has_equal_error(cast_result, result_without_bias, product)
+                precisions_with_same_error += [precision] if has_same_error else []
+            if precision in likely_precisions and precision in level_by_match:
                 break
-        # 5. An output that matches the exact result was not cast. If the output also matches a cast, its precision is
-        # unknown.
-        if output_differences_by_dtype[name].is_negligible:
-            return LayerVerdict(WEIGHTS_ONLY if self._has_quantised_weight else "" if matching_casts else name)
-        if matching_casts:
+        # 5. An output that matches a wide product was not cast. Without a quantised weight, this is uncertain if the
+        # output also matches a cast.
+        if differences_by_wide_dtype[nearest_wide_dtype].is_negligible:
+            wide_precision = WEIGHTS_ONLY if self._has_quantised_weight else nearest_wide_dtype
+            is_certain = self._has_quantised_weight or not level_by_match
+            return LayerVerdict(wide_precision if is_certain else "")
+        if level_by_match:
             return LayerVerdict(
-                min(matching_casts, key=lambda guess: (guess not in likely_precisions, matching_casts[guess]))
+                min(level_by_match, key=lambda name: (name not in likely_precisions, level_by_match[name]))
             )
         # 6. Look for typical faults: only the weight was cast, or the cast rounds differently.
-        weight_casts = (
-            cast
-            for guess in casts_by_guessed_precision.values()
-            for cast in product.iterate_cast_results(guess, casts_inputs=False)
+        is_only_weight_cast = not self._has_quantised_weight and any(
+            compare_with_output(cast_result).is_negligible
+            for promised_casts in ordered_casts.values()
+            for cast_result in product.iterate_cast_results(promised_casts, casts_inputs=False)
         )
-        if not self._has_quantised_weight and any(compare_with_output(cast).is_negligible for cast in weight_casts):
+        if is_only_weight_cast:
             return LayerVerdict(UNCAST, "not-cast", "only its weight is cast; its inputs are multiplied without a cast")
-        if casts_with_same_error:
+        if precisions_with_same_error:
+            likeliest_precision = precisions_with_same_error[0]
             return LayerVerdict(
-                casts_with_same_error[0],
+                likeliest_precision,
                 "other-rounding",
-                f"its values differ from those of {casts_with_same_error[0]}, but have the same error in every row",
+                f"its values differ from those of {likeliest_precision}, but have the same error in every row",
             )
         return LayerVerdict(
             UNKNOWN_PRECISION,
             "wrong-numbers",
-            _describe_fault(product, result_without_bias, bias, output_differences_by_dtype[UNCAST]),
+            _describe_fault(product, result_without_bias, bias, differences_by_wide_dtype[UNCAST]),
         )
+
+    def _order_casts(self, likely_precisions: Sequence[str]) -> dict[str, PromisedCasts]:
+        """Returns the casts of each precision, likely precisions first."""
+        ordered_names = (*likely_precisions, *self.casts_by_precision)
+        return {name: self.casts_by_precision[name] for name in ordered_names if name in self.casts_by_precision}
 
     def _make_random_input(self, x: Tensor | None) -> Tensor:
         """Returns random numbers with the shape and magnitude of an input, limited to about `ROWS` rows."""
@@ -211,33 +223,41 @@ class LayerNumbers:
         weight_shape = self.weight.shape
         if x is None:
             dtype = torch.bfloat16 if self._has_quantised_weight else self.weight.dtype
+            # The weight of transformers' Conv1D, a linear layer, has the shape (inputs, outputs).
             shape: Sequence[int] = (_DEFAULT_INPUT_ROWS, weight_shape[0 if kind == CONV1D_KIND else 1])
             if kind == CONV2D_KIND:
                 channel_count = weight_shape[1] * int(getattr(self.module, "groups", 1))
+                # Each side of an image has room for several positions of the kernel, even of a dilated one.
                 shape = (2, channel_count, *(4 * side + 8 for side in weight_shape[2:]))
+            # Numbers like a tensor of zeros have the magnitude 1.
             return draw_random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
         if kind == CONV2D_KIND:
             return draw_random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
-        *outer, rows, columns = x.shape if x.dim() > 1 else (1, *x.shape)
-        batch_dimensions = [max(1, min(side, ROWS // rows)) for side in outer]
-        return draw_random_like(x, (*batch_dimensions, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
+        if x.dim() == 1:
+            return draw_random_like(x, x.shape)
+        # Limit each side: with 512 rows, (8, 1024, 64) becomes (1, 512, 64), and (8, 100, 64) becomes (5, 100, 64).
+        *batch_sides, rows, columns = x.shape
+        limited_batch_sides = [max(1, min(side, ROWS // rows)) for side in batch_sides]
+        return draw_random_like(x, (*limited_batch_sides, min(rows, ROWS), columns))
 
     def _check_on_random_inputs(self, x: Tensor, likely_precisions: Sequence[str]) -> LayerVerdict:
         with restore_training_modes(self.module), random_parameters(self._list_trainable_parameters(), x):
             product = self._make_product(x)
             first_verdict = LayerVerdict()
-            # Begin in the current mode. The calls in the other mode must have the same precision.
+            # Begin in the current mode. `first_verdict` is the first one with a precision. All later calls must have
+            # the same precision.
             for mode in (self.module.training, not self.module.training):
                 self.module.train(mode)
                 for are_gradients_enabled in (False, True):
                     with torch.set_grad_enabled(are_gradients_enabled):
                         output = self._call_layer(x.detach().requires_grad_(are_gradients_enabled))
                     verdict = self._judge_output(product, output, (first_verdict.runs, *likely_precisions))
-                    first_verdict = first_verdict if first_verdict.runs else verdict
+                    is_first_verdict = not first_verdict.runs
+                    if is_first_verdict:
+                        first_verdict = verdict
                     call_mode_text = f"in {'training' if mode else 'evaluation'} mode"
                     call_mode_text += f" with gradients {'on' if are_gradients_enabled else 'off'}"
                     if verdict.has_failed:
-                        is_first_verdict = verdict is first_verdict
                         return verdict if is_first_verdict else verdict._replace(why=f"{call_mode_text}, {verdict.why}")
                     if verdict.runs != first_verdict.runs:
                         return _report_unsteady_precision(call_mode_text, verdict.runs, first_verdict.runs)
@@ -247,7 +267,7 @@ class LayerNumbers:
         return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
 
     def _list_trainable_parameters(self) -> dict[str, Tensor]:
-        parameters = {"weight": self.weight, "bias": self._get_layer_bias}
+        parameters = {"weight": self.weight, "bias": self._bias}
         return {
             name: tensor
             for name, tensor in parameters.items()
@@ -288,8 +308,10 @@ class LayerNumbers:
         emulated_gradients = (
             {} if precision_casts is None else product.compute_cast_gradients(float_gradient, precision_casts)
         )
-        promised_treatments = () if precision_casts is None else precision_casts.treatments
-        has_low_bit_cast = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised_treatments)
+        # A treatment is the format and scaling to which inputs, weights or gradients are cast.
+        treatments = () if precision_casts is None else precision_casts.treatments
+        has_low_bit_cast = any(treatment is not None and treatment.fmt.bits <= _FEW_BITS for treatment in treatments)
+        gradient_error_limit = _MAX_FEW_BITS_CAST_ERROR if has_low_bit_cast else _MAX_CAST_ERROR
         # 3. Each gradient must have the right shape, and be near the exact one. In training, no gradient may be
         # missing.
         for (name, _), layer_gradient in zip(differentiated_tensors.items(), gradients, strict=True):
@@ -299,8 +321,6 @@ class LayerNumbers:
                 continue
             if layer_gradient.numel() != exact_gradients[name].numel():
                 return f"its {name} gradient has the shape {list(layer_gradient.shape)}"
-            # Casts to at most _FEW_BITS bits have larger errors, so their gradients get a higher limit.
-            gradient_error_limit = _FEW_BITS_GRADIENT_ERROR if has_low_bit_cast else _GRADIENT_ERROR
             exact_gradient = exact_gradients[name]
             emulated_gradient_gain = (
                 fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
@@ -356,6 +376,8 @@ def _describe_wrong_gradient(
     gradient, exact, size = (tensor.reshape(shape) for tensor in (gradient, exact, size))
     gain = fit_gain(gradient, exact)
     residual_difference_level = measure_differences(gradient - gain * exact, size).level
+    # The fitted gain of a right gradient may differ from the expected one: rounding to nearest may change it by about
+    # the squared residual, and chance by a few standard errors, which are residual / sqrt(elements).
     gain_tolerance = _MIN_GAIN + residual_difference_level**2 + 4 * residual_difference_level / math.sqrt(exact.numel())
     has_right_gain = min(1, expected_gain) - gain_tolerance <= gain <= max(1, expected_gain) + gain_tolerance
     if residual_difference_level <= error_limit and not has_right_gain:
@@ -378,7 +400,7 @@ def _describe_fault(
     exact_result = product.exact_result
 
     def is_near(expected_result: Tensor) -> bool:
-        return float((product_result - expected_result).norm()) < _GRADIENT_ERROR * float(expected_result.norm())
+        return float((product_result - expected_result).norm()) < _MAX_CAST_ERROR * float(expected_result.norm())
 
     # 1. Try typical mistakes, the simplest first.
     result = product_result if bias is None else product_result + bias
@@ -398,7 +420,7 @@ def _describe_fault(
     exact_layer_output = exact_result if bias is None else exact_result + bias
     gain = fit_gain(result, exact_layer_output)
     residual = float((result - gain * exact_layer_output).norm())
-    if abs(gain - 1) > _MIN_GAIN and residual < _GRADIENT_ERROR * float(result.norm()):
+    if abs(gain - 1) > _MIN_GAIN and residual < _MAX_CAST_ERROR * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
     # 3. Look for a few wrong rows or columns, which show that a shard or a bias is in the wrong place.
     for line_kind, lines in (("columns", differences.columns), ("rows", differences.rows)):
@@ -411,11 +433,12 @@ def _describe_fault(
 
 
 def draw_random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns random numbers of the same magnitude as a tensor, limited to its largest absolute value."""
+    """Returns random numbers of the same magnitude as a tensor, limited to its largest absolute value. For a tensor of
+    zeros, the magnitude is 1 without a limit.
+    """
     float_tensor = tensor.detach().float()
     size = float(float_tensor.square().mean().sqrt())
     largest_magnitude = float(float_tensor.abs().max())
-    # A tensor of zeros has no magnitude, so use 1 instead.
     random_numbers = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (
         size or 1.0
     )
@@ -434,13 +457,14 @@ def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
         with torch.no_grad():
             for tensor in tensors.values():
                 tensor.copy_(draw_random_like(tensor, tensor.shape))
-            if len(original_values) == 2:
+            if "weight" in tensors and "bias" in tensors:
                 bias = tensors["bias"]
                 weight = tensors["weight"].float()
                 result_magnitude = (
                     float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
                 )
-                bias.copy_(draw_random_like(torch.zeros_like(bias), bias.shape) * result_magnitude)
+                unit_random_bias = draw_random_like(torch.zeros_like(bias), bias.shape)
+                bias.copy_(unit_random_bias * result_magnitude)
         yield
     finally:
         with torch.no_grad():
