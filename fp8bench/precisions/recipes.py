@@ -1,9 +1,12 @@
 """Precisions that are recipes of casts and scales: FP8 with float32 scales, OCP's MX formats in blocks of 32
 elements, NVIDIA's NVFP4, and custom recipes.
 
-`Precision` and `RecipePrecision` explain the attributes of these classes. The highest precision has the lowest `rank`.
-`words` names the formats in messages. `block` has the rows and columns that share a scale, where 0 stands for all. In a
-native product, the contraction and the number of columns must be multiples of the two numbers in `multiples`.
+`Precision` and `RecipePrecision` explain the attributes of these classes. `rank` sorts precisions, the highest first.
+`words` names the formats in messages. `element` is the format of all tensors, unless options choose formats. `block`
+has the rows and columns that share a scale, where 0 stands for all. `scale_format` is the format of that scale, None
+for float32, and `self.scale` is how the options round it. In a native product, the contraction must be a multiple of
+the first number in `multiples`, and the number of columns of the result a multiple of the second. Only precisions
+whose native casts are Triton kernels have `CAST_KERNELS_OPTION`, which switches these kernels off.
 """
 
 from __future__ import annotations
@@ -40,9 +43,7 @@ from fp8bench.registry import precisions
 
 @precisions.register("fp8")
 class Fp8(RecipePrecision):
-    """FP8 with one current scale for each tensor. E4M3 has more mantissa bits for the forward pass, and E5M2 more
-    range for gradients.
-    """
+    """FP8 with more mantissa bits in the forward pass (E4M3), and more range for gradients (E5M2)."""
 
     name = "fp8"
     summary = (
@@ -62,8 +63,8 @@ class Fp8(RecipePrecision):
 
 @precisions.register("fp8-block")
 class Fp8Block(RecipePrecision):
-    """FP8 with a scale for each block of 128. Such blocks are small enough to isolate outliers. Hopper kernels add
-    partial sums of 128 products in float32 anyway, so that each partial sum belongs to one block.
+    """FP8 with blocks that are small enough to isolate outliers. Hopper kernels add partial sums of 128 products in
+    float32 anyway, so that each partial sum belongs to one block.
     """
 
     name = "fp8-block"
@@ -82,8 +83,7 @@ class Fp8Block(RecipePrecision):
     )
 
     def make_recipe(self) -> Recipe:
-        # As in DeepSeek-V3, inputs and gradients have a scale for each 1x128 block, and weights a scale for each
-        # 128x128 block.
+        # DeepSeek-V3 was trained with blocks of these shapes.
         row_block_treatment = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
         square_block_treatment = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
         inputs, weights, gradients = row_block_treatment, square_block_treatment, row_block_treatment
@@ -131,7 +131,7 @@ class Fp8Delayed(RecipePrecision):
 
 @precisions.register("fp8-e4m3")
 class Fp8E4M3(RecipePrecision):
-    """FP8 with E4M3 for gradients too. This suffices if one scale covers the range of a tensor's values."""
+    """FP8 whose gradients need no E5M2, because one scale covers the range of a tensor's values."""
 
     name = "fp8-e4m3"
     summary = "E4M3 for every tensor, gradients included, one current float32 scale a tensor, elements to nearest even."
@@ -148,9 +148,7 @@ class Fp8E4M3(RecipePrecision):
 
 @precisions.register("fp8-e5m2")
 class Fp8E5M2(RecipePrecision):
-    """FP8 with E5M2 for all tensors. It shows what having only two mantissa bits costs. NVIDIA's GPUs have no product
-    of two E5M2 tensors.
-    """
+    """FP8 that shows what it costs to have only two mantissa bits."""
 
     name = "fp8-e5m2"
     summary = (
@@ -165,7 +163,7 @@ class Fp8E5M2(RecipePrecision):
 
 @precisions.register("fp8-unit")
 class Fp8Unit(RecipePrecision):
-    """FP8 without scales, for unit-scaled models, whose tensors keep a standard deviation near 1."""
+    """FP8 for unit-scaled models, whose tensors fit the range of FP8 without scales."""
 
     name = "fp8-unit"
     summary = (
@@ -284,7 +282,7 @@ _NVFP4_BLOCK = 16
 
 @precisions.register("nvfp4", "fp4")
 class NvFp4(RecipePrecision):
-    """NVFP4 with all parts of NVIDIA's training recipe. Each part can be switched off by an option."""
+    """All parts of NVIDIA's recipe for training in NVFP4. Each part can be switched off by an option."""
 
     name = "nvfp4"
     aliases = ("fp4",)
@@ -365,7 +363,7 @@ def _make_role_format_option(role: str) -> Option:
 
 @precisions.register("custom")
 class Custom(RecipePrecision):
-    """Any element format with any scaling, for comparisons. Nobody trains with such recipes."""
+    """A precision for comparing formats and scalings. Every device emulates it."""
 
     name = "custom"
     summary = (
