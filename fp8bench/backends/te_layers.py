@@ -30,6 +30,7 @@ RECIPE_CLASSES = {
 }
 # Modes whose casts depend only on the tensor and its role. Such casts can be called separately.
 _SEPARABLE_CAST_MODES = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
+_COMPILE_REFUSAL = "te's layers do not become one graph with others: choose compile=no"
 # Support is checked for square matrices of this side. It is a multiple of every size that a product requires, because
 # the support of a precision must not depend on shapes.
 _TYPICAL_MATRIX_SIDE = 4096
@@ -58,7 +59,9 @@ _BLOCK_BIAS_NAMES = ("self_attention.layernorm_qkv.layer_norm_bias", "layernorm_
 
 @backends.register("te")
 class TransformerEngine(Backend):
-    """Runs Transformer Engine's layers with fp8bench's float32 weights. The layers cast the weights in each pass."""
+    """Runs Transformer Engine's layers with fp8bench's float32 weights. The layers cast the weights in each pass, or
+    only in the first pass of a step with cached weights.
+    """
 
     name = "te"
     summary = "Transformer Engine's linear layers: current, delayed, block and MXFP8 scaling, NVFP4"
@@ -69,8 +72,8 @@ class TransformerEngine(Backend):
     whole_layers = True
     caches_weights = True
     refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {
-        ("compile", "yes"): "te's layers do not become one graph with others: choose compile=no",
-        ("compile", "blocks"): "te's layers do not become one graph with others: choose compile=no",
+        ("compile", "yes"): _COMPILE_REFUSAL,
+        ("compile", "blocks"): _COMPILE_REFUSAL,
         ("checkpointing", "blocks"): "te's histories would count a recomputed block twice: choose checkpointing=no",
     }
 
@@ -122,29 +125,26 @@ class TransformerEngine(Backend):
             return wrap_module(te.Linear(inputs, outputs, **layer_options), {"weight": weight})
 
         def make_fused_layer(layers: Fused) -> LibraryLayer:
-            first_weight, *later_weights = layers.weights
-            # `layers` is a GPT-2 block, a norm with one product, or a norm with a feed-forward block.
+            """Makes one of the three kinds of layers that `Fused` describes."""
             if layers.heads:
                 return make_block(layers)
-            if not later_weights:
+            first_weight, *later_weights = layers.weights
+            if not later_weights:  # a norm and one product
                 module = te.LayerNormLinear(
                     first_weight.shape[1], first_weight.shape[0], **norm_options, **layer_options
                 )
                 return wrap_module(module, {"layer_norm_weight": layers.norms[0], "weight": first_weight})
+            # A norm and a feed-forward block.
             activation_name = "swiglu" if layers.gated else "gelu"
-            module = te.LayerNormMLP(
-                first_weight.shape[1],
-                later_weights[0].shape[1],
-                activation=activation_name,
-                **norm_options,
-                **layer_options,
-            )
+            options = {"activation": activation_name, **norm_options, **layer_options}
+            module = te.LayerNormMLP(first_weight.shape[1], later_weights[0].shape[1], **options)
             return wrap_module(
                 module,
                 {"layer_norm_weight": layers.norms[0], "fc1_weight": first_weight, "fc2_weight": later_weights[0]},
             )
 
         def make_block(layers: Fused) -> LibraryLayer:
+            """Makes a GPT-2 block."""
             qkv, _, up, _ = layers.weights
             options = {**_BLOCK_OPTIONS, **layer_options}
             module = te.TransformerLayer(qkv.shape[1], up.shape[0], layers.heads, layernorm_epsilon=1e-5, **options)
@@ -161,24 +161,25 @@ class TransformerEngine(Backend):
                 *path, attribute = name.split(".")
                 setattr(reduce(getattr, path, module), attribute, weight)
 
-            def run_module(x: Tensor, is_first: bool | None) -> Tensor:
+            def run_module(x: Tensor, is_first_pass: bool | None) -> Tensor:
+                """Casts the weights in the first pass of a step, or in each pass if `is_first_pass` is None."""
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
-                    module_output: Tensor = module(x, is_first_microbatch=is_first)
+                    module_output: Tensor = module(x, is_first_microbatch=is_first_pass)
                     return module_output
 
             return LibraryLayer(
-                multiply=lambda x: run_module(x, None),
+                multiply=lambda x: run_module(x, is_first_pass=None),
                 scales=partial(_read_delayed_scales, module),
                 multiply_in_step=run_module,
             )
 
         return LibraryLayerArithmetic(
-            self.name,
-            torch.bfloat16,
-            make_linear,
-            autocast,
-            make_fused_layer,
-            lambda: _make_single_products(recipe, facts),
+            backend=self.name,
+            carrier=torch.bfloat16,
+            build=make_linear,
+            around=autocast,
+            fuse=make_fused_layer,
+            separate=lambda: _make_single_products(recipe, facts),
         )
 
     def why_inseparable(self, precision: Precision) -> str:
@@ -232,7 +233,7 @@ def recipe_arguments(precision: RecipePrecision) -> dict[str, Any] | None:
     the library has no such recipe.
     """
     recipe, chosen = precision.recipe, precision.chosen
-    # In Transformer Engine's recipes the accumulator is fixed, and no weight gradient stays in high precision.
+    # Transformer Engine's recipes support only the defaults of the options `accumulator` and `weight-gradient`.
     if (
         precision.name not in RECIPE_CLASSES
         or recipe.high_weight_gradient
@@ -276,9 +277,9 @@ def _make_te_recipe(precision: RecipePrecision) -> Any:
         raise BackendMissing("te", error) from error
 
 
-# Delayed scaling stores its amax histories in two tensors, with a column for each quantiser. For each tensor: the
-# number of columns per product, and the roles of the first columns. The last column of a product is for its output
-# (forward), or for the gradient of its input (backward).
+# Delayed scaling stores its amax histories in two tensors. Each product has three columns in scaling_fwd (its input,
+# weight and output), and two in scaling_bwd (the gradients of its output and its input). For each tensor: the columns
+# per product, and the roles of those that are listed, which come first.
 _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient",))}
 
 
