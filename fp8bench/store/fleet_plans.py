@@ -1,5 +1,5 @@
-"""Reads and writes the plan of a fleet: many machines that measure one request together. Also finds the cells of a
-plan that are measured in a store.
+"""Reads and writes the plan of a fleet: many machines that measure one request together. A cell is the part of a plan
+that one process measures. This module also finds which cells of a plan are measured in a store.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from datetime import datetime
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.files import LOCK_FILE_NAME as LOCK_FILE
 from fp8bench.files import (
+    LOCK_FILE_NAME,
     DamagedFileError,
     add_checksum,
     is_locked,
@@ -89,7 +89,7 @@ def _make_invalid_plan_error(path: Path, reason: str) -> UsageError:
 
 
 def _find_fleet_plan_fault(plan: FleetPlan) -> str:
-    """Returns what is wrong with a plan, because a person may have edited it. Returns '' if the plan is valid."""
+    """Returns what is wrong with the values of a plan, or '' if the plan is valid."""
     if not _PLAN_ID_PATTERN.fullmatch(plan.id):
         return f"its id {plan.id!r:.40} has characters other than letters and digits"
     try:
@@ -101,6 +101,7 @@ def _find_fleet_plan_fault(plan: FleetPlan) -> str:
     invalid_gpus = next((cell.gpus for cell in plan.cells if cell.gpus < 0), 0)
     if invalid_gpus:
         return f"a cell needs {invalid_gpus} GPUs, expected 0 or more"
+    # The setting of a cell is the name of its group. Neither a group nor a case may be in two cells.
     counts = Counter(name for cell in plan.cells for name in {cell.setting, *cell.cases})
     name_in_several_cells = next((name for name, count in counts.items() if count > 1), "")
     if name_in_several_cells:
@@ -136,14 +137,15 @@ def _iterate_plan_run_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int,
         run_header_or_reason: Run | str
         try:
             run_header_or_reason = load_header(path)
-            # The header is lost, and with it the name of the cell.
-            if not run_header_or_reason.started:
-                raise StoreError(f"{path}: {run_header_or_reason.troubles[0]}")
-            plan_cell_number = find_cell_number(plan, run_header_or_reason.cell)
         except (StoreError, RunNotFound) as error:
-            run_header_or_reason, plan_cell_number = str(error), find_cell_number(plan, _search_cell_name(path))
-        if plan_cell_number is not None:
-            yield plan_cell_number, run_header_or_reason
+            run_header_or_reason = str(error)
+        # If the header of a file is lost, its run has no start time, and no name of a cell either.
+        if isinstance(run_header_or_reason, Run) and not run_header_or_reason.started:
+            run_header_or_reason = f"{path}: {run_header_or_reason.troubles[0]}"
+        cell_name = run_header_or_reason.cell if isinstance(run_header_or_reason, Run) else _search_cell_name(path)
+        cell_number = find_cell_number(plan, cell_name)
+        if cell_number is not None:
+            yield cell_number, run_header_or_reason
 
 
 def _search_cell_name(path: Path) -> str:
@@ -220,12 +222,13 @@ def _compute_cell_state(
         machine = str(newest_run.environment.get("machine") or "")
         cases = Counter(record.status.value for record in newest_run.records)
         state = replace(state, status=CellStatus.BEGUN, run=newest_run.id, machine=machine, cases=tuple(cases.items()))
+    # A cell with a complete run is done, even if cases of the run failed. Then `why` names the modes of these cases.
     if newest_complete_run is not None:
         failed_modes = [record.case.mode for record in newest_complete_run.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed_modes)}" if failed_modes else "")
     # 2. Without a complete run, the cell's status follows from its lock, its damaged files and its last attempt.
     with contextlib.suppress(OSError):
-        if is_locked(folder / LOCK_FILE):
+        if is_locked(folder / LOCK_FILE_NAME):
             return replace(state, status=CellStatus.RUNNING)
     if state.damage:
         return replace(state, status=CellStatus.DAMAGED)
@@ -253,6 +256,7 @@ def _load_runs_with_damage(headers_or_reasons: Iterable[Run | str]) -> tuple[lis
             run_damage_texts.append(str(error))
             continue
         loaded_runs.append(run)
+        # `run.troubles` also describes broken lines, but a broken line alone may be a last line that is cut off.
         if file_lines.has_lost_line or file_lines.troubles:
             run_damage_texts += [f"{run_header_or_reason.path}: {trouble}" for trouble in run.troubles]
     return loaded_runs, run_damage_texts
@@ -263,7 +267,9 @@ def _load_attempts(folder: Path) -> tuple[tuple[CellAttempt, ...], list[str]]:
     log = _open_cell_attempt_log(folder)
     if folder.exists() and not folder.is_dir():
         return (), [f"{folder} is not a folder"]
-    folder_faults = [f"{path} is not a file" for name in (OUTPUT_FILE, LOCK_FILE) if (path := folder / name).is_dir()]
+    folder_faults = [
+        f"{path} is not a file" for name in (OUTPUT_FILE, LOCK_FILE_NAME) if (path := folder / name).is_dir()
+    ]
     try:
         attempts, troubles = log.lines()
     except StoreError as error:
@@ -272,6 +278,7 @@ def _load_attempts(folder: Path) -> tuple[tuple[CellAttempt, ...], list[str]]:
 
 
 def _open_cell_attempt_log(folder: Path) -> Log[CellAttempt]:
+    # With the kind '', each line of the log is an attempt itself.
     return Log(folder / "attempts.jsonl", {"": CellAttempt}, "attempt")
 
 
