@@ -74,6 +74,7 @@ TRAINER_KEYS = {
     "max_batch_size": TrainerKey(
         {"batch": _NO_TRANSLATIONS, "set batch": _NO_TRANSLATIONS}, "write batch: N in a file of `fp8bench train`"
     ),
+    # `fp8bench train` refuses `use_flash_attention: false`, because its option --attention cannot choose a kernel.
     "use_flash_attention": TrainerKey(
         {"attention": {"true": "auto"}, "set attention": {"true": "flash", "false": "math"}},
         "torch chooses the kernel of attention here, or a precision emulates it; leave the key out. `fp8bench suite "
@@ -194,7 +195,8 @@ def _find_fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
     fp8_option_pairs = [
         f"{option}={str(mode_options[key]).lower()}" for key, option in MODE_OPTIONS.items() if key in mode_options
     ]
-    # Parse the options even if `use_fp8` is false, so that a wrong option is reported.
+    # Parse the options even if `use_fp8` is false, so that a wrong option is reported. The canonical name leaves out
+    # options with default values.
     mode = precisions.find_canonical_name(":".join([DELAYED_MODE, *fp8_option_pairs]))
     if fp8_switch_text == "false":
         return ""
@@ -204,13 +206,14 @@ def _find_fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
 def _find_compiled_mode(mode: str) -> str:
     """Returns the FP8 mode that torch.compile supports, with the same formats.
 
-    Raises UsageError if `mode` has other options than formats, because these belong to delayed scaling.
+    `mode` is a canonical name. Raises UsageError if it has other options than formats, because these belong to delayed
+    scaling.
     """
     _, *options = mode.split(":")
-    history_options = [option for option in options if not option.startswith("formats=")]
-    if history_options:
+    delayed_scaling_options = [option for option in options if not option.startswith("formats=")]
+    if delayed_scaling_options:
         raise UsageError(
-            f"{', '.join(history_options)} belongs to delayed scaling, which depends on earlier casts, and a "
+            f"{', '.join(delayed_scaling_options)} belongs to delayed scaling, which depends on earlier casts, and a "
             "compiled graph does not know them. Leave these keys out, or write torch_compile: false."
         )
     return ":".join([COMPILED_MODE, *options])
