@@ -24,11 +24,11 @@ ENERGY_SOURCE = "energy_source"
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of a workload for all combinations of its parameters. asv calls this a benchmark.
+    """One metric of a workload for all combinations of its parameters.
 
-    `name` is asv's name, such as 'gemm.Gemm.track_time'. `params` are the values of each parameter, those of the dtype
-    first. A cell of the series is one combination: one value of each parameter. Points of different versions cannot be
-    compared.
+    `name` is the name for asv, such as 'gemm.Gemm.track_time'. `params` are the values of each parameter, those of the
+    dtype first. A cell of the series is one combination: one value of each parameter. Points of different versions
+    cannot be compared.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Series:
 class Point:
     """The samples of one run for one cell of a series, in the unit of the series.
 
-    If the case is OK but has no samples, the case has no such number: for example, an emulated case has no speed.
+    A case with status OK has no samples if the metric does not apply to it: for example, an emulated case has no speed.
     `reason` is the reason why a case was skipped or failed. A `hasty` point comes from only a few rounds, as with
     --quick. `under` are the conditions of the measurement. Samples of several runs are pooled only if their conditions
     are equal, and `runs` counts the pooled runs.
@@ -63,8 +63,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Figure:
-    """The value of a commit in one cell of a series: the median over the samples of `runs` runs, with an interval for
-    asv.
+    """The value of a commit in one cell of a series: the median over the samples of `runs` runs.
 
     `date` is the author date of the commit in ms since 1970. If `value` is None, `status` and `reason` explain why.
     `low` and `high` are the ends of a 99% interval; None if there are too few samples.
@@ -85,9 +84,7 @@ class Figure:
 
     @property
     def source(self) -> Scalar | None:
-        """The source of the figure's energy; None if the figure is not an energy. Energies from different sources
-        cannot be compared.
-        """
+        """The source of the figure's energy; None if the figure is not an energy."""
         return dict(self.under).get(ENERGY_SOURCE)
 
 
@@ -127,7 +124,7 @@ class Ending(NamedTuple):
     """The end of a trend: its last figure, the last figure with a number before that one, and how many figures have a
     number.
 
-    Code that lists the endings of many trends leaves the figures of each `trend` empty.
+    `trend.figures` may be empty, because making all figures of many trends takes long. `points` counts them anyway.
     """
 
     trend: Trend
@@ -156,8 +153,8 @@ class Fault:
 
 class Direction(StrEnum):
     """How a figure changes from the first side of a comparison to the second. DIFFERS: the sides were measured under
-    different conditions, which `why` names, so their ratio proves nothing. NONE: nothing can be compared, for the
-    reason in `why`.
+    different conditions, which `Comparison.why` names, so their ratio proves nothing. NONE: nothing can be compared,
+    for the reason in `Comparison.why`.
     """
 
     BETTER = "better"
@@ -199,7 +196,8 @@ class Comparison:
     is after / before. `p_value` is the probability of at least this difference if nothing had changed, None if unknown.
     If the figure is from a series, it changed after the commit `since` and at the latest with the commit `until`;
     otherwise both are ''. `failed` means that the case failed only on the second side. `noise` is None if unknown.
-    `others` is the factor by which other processes may have lengthened a time on one side.
+    `others` is the factor by which other processes may have lengthened the times of either side, so `ratio` may be too
+    large or too small by this factor.
     """
 
     case: str
