@@ -40,7 +40,7 @@ class ProfilerMeter(StreamMeter):
     """
 
     def start(self, blocks: bool = True) -> None:
-        """Starts counting. `blocks` has no effect, because torch's profiler reports every allocation."""
+        """Starts counting. `blocks=False` saves nothing, because torch's profiler reports every allocation anyway."""
         self._stream.start()
 
     def enter(self, phase: str) -> None:
@@ -140,7 +140,9 @@ def read_data_bytes() -> int:
 
 
 def _read_bytes(file: str, name: str) -> int | None:
-    """Returns the bytes that a line of a file such as 'VmData: 1644 kB' gives; None if the file has no such line."""
+    """Reads a number of bytes from the line of a file that begins with `name`, such as 'VmData: 1644 kB'. Returns None
+    if the number cannot be read.
+    """
     try:
         lines = Path(file).read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
