@@ -93,9 +93,9 @@ class GPT(LanguageModel):
     """A GPT. With `checkpointing` each block keeps only its input. Backward then computes the block again, and marks
     its phases again.
 
-    `dropout` is the fraction of values that training drops: from the embedding, and from each layer's output before
-    it is added to the stream. Experts have a balancing loss, which changes the gradients but not the value of the
-    loss.
+    `core` computes attention from queries, keys and values, by default with torch's scaled dot-product attention.
+    Dropout applies to the embedding, and to each layer's output before it is added to the stream. Experts have a
+    balancing loss, which changes the gradients but not the value of the loss.
     """
 
     rotation: Tensor | None
@@ -140,8 +140,8 @@ class GPT(LanguageModel):
 
     def run_blocks(self, x: Tensor, phase: Phases, length: int) -> Tensor:
         rotary_table_rows = None if self.rotation is None else self.rotation[:length].to(self.carrier)
-        # fp64 references use `recompute`, which restores neither dropout's random states nor the experts' balancing
-        # losses.
+        # `checkpoint` imports torch's compiler, so fp64 references use `recompute` instead. However, `recompute`
+        # restores neither dropout's random states nor the experts' balancing losses.
         recomputes = self.checkpointing and self.carrier is torch.float64 and not (self.dropout or self.has_experts)
         for block in self.blocks:
             if recomputes:
@@ -162,13 +162,25 @@ class GPT(LanguageModel):
 def fuse_gpt_blocks(model: GPT, heads: int) -> None:
     """Lets a backend compute each block as one layer, if the backend has such a layer."""
     for block in model.blocks:
-        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
-        assert isinstance(block.norm_attn, Norm) and isinstance(block.norm_mlp, Norm)
-        weights = (block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight)
-        norms = (block.norm_attn.weight, block.norm_mlp.weight)
-        layer = block.attn.qkv.arithmetic.fuse(Fused(norms, weights, heads=heads))
-        if layer is not None:
-            vars(block)["forward"] = lambda x, phase, rotation, layer=layer: layer(x)
+        assert isinstance(block, Block)
+        _fuse_block(block, heads)
+
+
+def _fuse_block(block: Block, heads: int) -> None:
+    assert isinstance(block.mlp, FeedForward)
+    assert isinstance(block.norm_attn, Norm) and isinstance(block.norm_mlp, Norm)
+    weights = (block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight)
+    norms = (block.norm_attn.weight, block.norm_mlp.weight)
+    # All layers of a fused block have the same arithmetic, because precision maps cannot divide the block.
+    layer = block.attn.qkv.arithmetic.fuse(Fused(norms, weights, heads=heads))
+    if layer is None:
+        return
+
+    # The backend's layer needs neither phases nor a rotary table.
+    def forward(x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
+        return layer(x)
+
+    vars(block)["forward"] = forward
 
 
 def has_fused_blocks(model: GPT) -> bool:
