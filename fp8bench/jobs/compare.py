@@ -30,6 +30,7 @@ def compare_runs(
     """Compares the runs of two named sides. If a side has runs of several machines, compares only one machine that both
     sides have. Raises UsageError if they have no machine in common then, or if a run is on both sides.
     """
+    # Refuse different files with the same run id. Then refuse a run that is on both sides.
     list_distinct_runs(Path(run.path) for run in (*old, *new)).raise_for_refused_files()
     common_run_ids = {run.id for run in old} & {run.id for run in new}
     if common_run_ids:
@@ -37,8 +38,7 @@ def compare_runs(
             f"{old_name!r:.80} and {new_name!r:.80} have the run {min(common_run_ids)} in common. Give two sides of "
             "different runs."
         )
-    # Compare only runs of one machine if a side (old or new) has runs of several. If both sides have several machines
-    # in common, choose the machine with the newest run of the new side.
+    # If both sides have several machines in common, choose the machine with the newest run of the new side.
     old_machines, new_machines = (dict.fromkeys(map(collect_hardware_facts, side)) for side in (old, new))
     if len(old_machines) > 1 or len(new_machines) > 1:
         comparable_runs = [run for run in new if collect_hardware_facts(run) in old_machines]
@@ -50,12 +50,12 @@ def compare_runs(
                 "history list --runs`)."
             )
         machine = collect_hardware_facts(max(comparable_runs, key=lambda run: run.started))
-        excluded_machines = [
+        machines_of_excluded_runs = [
             collect_hardware_facts(run) for run in (*old, *new) if collect_hardware_facts(run) != machine
         ]
-        name, *excluded_names = name_machines([machine, *excluded_machines])
+        name, *excluded_names = name_machines([machine, *machines_of_excluded_runs])
         observer.note(
-            f"comparing only runs of {name}, and leaving out {many(len(excluded_machines), 'run')} of "
+            f"comparing only runs of {name}, and leaving out {many(len(machines_of_excluded_runs), 'run')} of "
             f"{' and '.join(excluded_names)}. Name runs by their ids to compare runs of other machines"
         )
         old = [run for run in old if collect_hardware_facts(run) == machine]
