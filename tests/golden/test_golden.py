@@ -328,7 +328,7 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
 def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     environment = load_run(next(Path(".fp8bench").rglob("*-8b215bef.jsonl"))).environment
     yield "fp8bench.jobs.doctor.ProcessWorker", Pretended
-    yield "fp8bench.jobs.doctor.gather", lambda *words: environment
+    yield "fp8bench.jobs.doctor.gather", lambda *words, **named: environment
     yield "fp8bench.jobs.doctor.open_meter", contextlib.nullcontext
     yield "fp8bench.jobs.doctor.format_device_lines", lambda meter: ["energy    none: nobody looked"]
     yield "fp8bench.jobs.doctor.describe_driver", lambda: "NVML says: there is no driver"
