@@ -253,10 +253,12 @@ class _HostTransferWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 def describe_host_transfer(operator: str, arguments: Iterable[Any], results: Iterable[Any]) -> str:
     """Describes an operator that moves values between host and device. Returns '' for other operators.
 
-    Scalar arguments of a kernel do not count, but those of a copy do, because the copy moves their value. A scalar
-    result next to results on the device does not count either, such as the seed of attention's dropout.
+    Scalars of the host do not count as arguments of a kernel, but those of a copy do, because the copy moves their
+    value. A scalar result next to results on the device does not count either, such as the seed of attention's dropout.
     """
-    device_types = {tensor.device.type for tensor in arguments if tensor.dim() or "copy" in operator}
+    device_types = {
+        tensor.device.type for tensor in arguments if tensor.dim() or not tensor.is_cpu or "copy" in operator
+    }
     device_types_of_results = {result.device.type for result in results}
     if "cpu" in device_types and device_types_of_results - {"cpu"}:
         return f"its step takes data from the host ({operator}), and a replay would repeat the same data"

@@ -387,4 +387,5 @@ def test_what_moves_between_host_and_device() -> None:
     )
     assert "takes data from the host" in describe_host_transfer("aten.copy_.default", [device, number], [device])
     assert "waits for a value" in describe_host_transfer("aten._local_scalar_dense.default", [device], [])
+    assert "waits for a value" in describe_host_transfer("aten._local_scalar_dense.default", [device.sum()], [])
     assert "waits for a value" in describe_host_transfer("aten._to_copy.default", [device], [host])
