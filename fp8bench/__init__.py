@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("fp8bench.cli.calls").make_command_call(name)
     elif name in _MODULE_OF_NAME:
         value = getattr(importlib.import_module(f"fp8bench.{_MODULE_OF_NAME[name]}"), name)
-        # The functions of the api modules have the arguments of a command, so add the help of its options.
+        # Many functions of the api modules have arguments that are also options of a command, so add the help of these.
         if _MODULE_OF_NAME[name].endswith("api") and not isinstance(value, type):
             importlib.import_module("fp8bench.cli.calls").explain_arguments(value.__name__, value)
     else:

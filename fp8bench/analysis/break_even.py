@@ -89,26 +89,20 @@ def break_even(points: Sequence[TimeRatioAtSize]) -> BreakEven | None:
     speedup_signs = np.where(lower_log_speedups > 0, 1, np.where(upper_log_speedups < 0, -1, 0)).tolist()
     size_stretches: list[SizeRange] = []
     speedup_crossings: list[BreakEvenCrossing] = []
-    last_certain_speedup_index: int | None = None
-    stretch_first_index = 0
+    last_certain_index: int | None = None
+    first_index = 0
     for sign, same_signs in groupby(speedup_signs):
-        stretch_last_index = stretch_first_index + len(list(same_signs)) - 1
-        size_stretches.append(
-            SizeRange(sign > 0 if sign else None, grid_sizes[stretch_first_index], grid_sizes[stretch_last_index])
-        )
+        last_index = first_index + len(list(same_signs)) - 1
+        size_stretches.append(SizeRange(sign > 0 if sign else None, grid_sizes[first_index], grid_sizes[last_index]))
         # 2. A crossing is between a certainly faster and a certainly slower stretch.
-        if sign and last_certain_speedup_index is not None and speedup_signs[last_certain_speedup_index] != sign:
-            crossing_size = _find_crossing_size(
-                grid_sizes, log_speedups, last_certain_speedup_index, stretch_first_index
-            )
+        if sign and last_certain_index is not None and speedup_signs[last_certain_index] != sign:
+            crossing_size = _find_crossing_size(grid_sizes, log_speedups, last_certain_index, first_index)
             speedup_crossings.append(
-                BreakEvenCrossing(
-                    crossing_size, grid_sizes[last_certain_speedup_index], grid_sizes[stretch_first_index], sign > 0
-                )
+                BreakEvenCrossing(crossing_size, grid_sizes[last_certain_index], grid_sizes[first_index], sign > 0)
             )
         if sign:
-            last_certain_speedup_index = stretch_last_index
-        stretch_first_index = stretch_last_index + 1
+            last_certain_index = last_index
+        first_index = last_index + 1
     sizes_within_noise = tuple(sized_ratio.size for sized_ratio in sorted_points if sized_ratio.within_noise)
     return BreakEven(
         tuple(size_stretches),

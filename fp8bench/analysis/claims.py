@@ -226,7 +226,6 @@ def _check_ceiling(record: Record) -> Iterator[LabelWithReason]:
     if reason := next(_describe_phases_above_peak(record, record.ceiling), None):
         yield LabelWithReason(Label.ABOVE_CEILING, reason, hard=True)
         return
-    # The recorded work is possible, so check the declared work as well.
     for count, ceiling_rate, unit, verb in (
         (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
         (record.work.bytes, record.ceiling.bytes, "B/s", "copied"),
@@ -310,11 +309,11 @@ def _check_fallback(record: Record, reference: Record | None) -> Iterator[LabelW
         reason = f"{', '.join(equal_errors)} equal to {reference.case.mode}'s to the last bit" if equal_errors else ""
     if reason:
         yield LabelWithReason(Label.FALLBACK, reason, hard=True)
-    elif doubt := _describe_too_small_errors(record) or _describe_untraced_products(record, reference):
+    elif doubt := _describe_too_small_errors(record) or _describe_unseen_products(record, reference):
         yield LabelWithReason(Label.FALLBACK, doubt)
 
 
-def _describe_untraced_products(record: Record, reference: Record | None) -> str:
+def _describe_unseen_products(record: Record, reference: Record | None) -> str:
     """Names the operators without a FLOP formula that may have computed the products of a case, if fp8bench saw no
     product with operands in the case's formats. Returns '' otherwise.
     """

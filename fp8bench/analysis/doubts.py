@@ -174,9 +174,8 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
         return
     # 2. Require a difference that is large and certain.
     mean_log_ratio, log_half_width = mean_with_half_width([*log_clock_ratios.values()])
-    if abs(mean_log_ratio) <= math.log1p(CLOCK_TOLERANCE) or abs(mean_log_ratio) - log_half_width <= math.log1p(
-        _CERTAIN_CLOCK_DIFFERENCE
-    ):
+    is_small = abs(mean_log_ratio) <= math.log1p(CLOCK_TOLERANCE)
+    if is_small or abs(mean_log_ratio) - log_half_width <= math.log1p(_CERTAIN_CLOCK_DIFFERENCE):
         return
     # 3. Describe the mean clocks of the compared rounds.
     clock_text = units.count(_average_clock([case], log_clock_ratios), "Hz")

@@ -291,10 +291,8 @@ def _make_whole_steps_label(record: Record, baseline: _Baseline) -> LabelWithRea
         if timing is None or share_below_fastest_step <= largest_share_below_step:
             continue
         fastest_step_seconds = float(verdicts.step_seconds_of_calls(timing).min())
-        sum_text, step_text = (
-            units.seconds(fastest_step_seconds * (1 - share_below_fastest_step)),
-            units.seconds(fastest_step_seconds),
-        )
+        sum_text = units.seconds(fastest_step_seconds * (1 - share_below_fastest_step))
+        step_text = units.seconds(fastest_step_seconds)
         steps_text = f"the fastest of {timing.num_calls} steps takes {step_text}"
         reason = f"{timing_place_text}the fastest stretches sum to {sum_text}, {steps_text}"
         largest_share_below_step = share_below_fastest_step
@@ -312,8 +310,8 @@ def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[LabelWithReas
 
 
 def _conclude_verdict(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None:
-    """Returns the verdict and the ratios of a case. Returns None for the reference, for emulated cases, and for cases
-    that share no rounds with the reference.
+    """Returns the verdict and the ratios of a case. Returns None for the reference, if the case or the reference is
+    emulated, and if they share no rounds.
     """
     if record.support.is_emulated or baseline.emulated or record.is_reference or not record.paired:
         return None

@@ -32,9 +32,10 @@ _SUBNORMAL_SHARE = 0.01
 # the root of the tensor's sum of squares. Six of seven unrelated pairs do. Rounding to four bits causes only 0.1. The
 # share _SHARE_OF_SUM_BY_SHIFT of the sum is ignored, because all values may be shifted.
 _MIN_SUM_DISTANCE, _SHARE_OF_SUM_BY_SHIFT = 0.25, 0.02
-# A product is slow if it reaches less than _LOW_SHARE_OF_CEILING and takes at least _LARGE_PRODUCT_SECONDS. If the
-# case's products reach _NEARER_RATIO times as large a share of their ceiling, _MIN_PRODUCT_SECONDS are enough. For
-# comparison: on an idle core, fp8bench's fp32 products reach at least 0.65 of the ceiling, and convolutions 0.2.
+# A reference's products are slow if they reach less than _LOW_SHARE_OF_CEILING, and one would take at least
+# _LARGE_PRODUCT_SECONDS at the ceiling. If the case's products reach _NEARER_RATIO times as large a share of their
+# ceiling, _MIN_PRODUCT_SECONDS are enough. For comparison: on an idle core, fp8bench's fp32 products reach at least
+# 0.65 of the ceiling, and convolutions 0.2.
 _LOW_SHARE_OF_CEILING, _LARGE_PRODUCT_SECONDS, _MIN_PRODUCT_SECONDS, _NEARER_RATIO = 1 / 3, 1e-3, 1e-4, 2.0
 _MIN_MOVED_NUMBERS_RATIO = 2.0
 _COPY_OPERATORS = frozenset({"clone", "copy_", "_to_copy"})
@@ -152,18 +153,16 @@ def _compute_squared_sum_distance(case_tensors: GivenTensors, reference_tensors:
     """Returns the squared difference of two tensors' sums, divided by the sum of squares. It is about 2 for unrelated
     numbers.
     """
-    squared_sum_distance = max(
+    sum_distance = max(
         0.0, abs(case_tensors.total - reference_tensors.total) - _SHARE_OF_SUM_BY_SHIFT * abs(reference_tensors.total)
     )
-    return squared_sum_distance**2 / reference_tensors.squares if reference_tensors.squares else 0.0
+    return sum_distance**2 / reference_tensors.squares if reference_tensors.squares else 0.0
 
 
 def _compare_sleep_time(record: Record, reference: Record) -> Iterator[str]:
     """Compares the share of time in which the process slept: it neither ran nor waited for a core."""
-    sleep_share, base_sleep_share = (
-        _compute_slot_sleep_share(record.timing),
-        _compute_slot_sleep_share(reference.timing),
-    )
+    sleep_share = _compute_slot_sleep_share(record.timing)
+    base_sleep_share = _compute_slot_sleep_share(reference.timing)
     if sleep_share is not None and base_sleep_share is not None:
         yield from _describe_share_excess(
             base_sleep_share,
@@ -193,19 +192,12 @@ def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
     """Compares the work of the process's threads other than the thread that runs the steps. This is only meaningful if
     torch has one thread.
     """
-    other_thread_work, base_thread_work = (
-        _measure_other_thread_work(record.timing),
-        _measure_other_thread_work(reference.timing),
-    )
-    if other_thread_work is None or base_thread_work is None:
+    work = _measure_other_thread_work(record.timing)
+    base_work = _measure_other_thread_work(reference.timing)
+    if work is None or base_work is None:
         return
-    if _exceeds_base_thread_work(other_thread_work, base_thread_work) or _exceeds_base_thread_work(
-        base_thread_work, other_thread_work
-    ):
-        base_words, words = (
-            units.seconds(max(base_thread_work.seconds, 0.0)),
-            units.seconds(max(other_thread_work.seconds, 0.0)),
-        )
+    if _exceeds_base_thread_work(work, base_work) or _exceeds_base_thread_work(base_work, work):
+        base_words, words = units.seconds(max(base_work.seconds, 0.0)), units.seconds(max(work.seconds, 0.0))
         yield f"has other threads that work for {base_words} a step, this case for {words}"
 
 
@@ -236,10 +228,8 @@ def _compare_core_waits(record: Record, reference: Record) -> Iterator[str]:
         and base_late_steps is not None
         and base_late_steps.waits - late_steps.waits > _MIN_EXTRA_WAITS_PER_STEP
     ):
-        off_core_share, base_off_core_share = (
-            _find_min_share_off_core(record.timing),
-            _find_min_share_off_core(reference.timing),
-        )
+        off_core_share = _find_min_share_off_core(record.timing)
+        base_off_core_share = _find_min_share_off_core(reference.timing)
         yield from _describe_share_excess(
             base_off_core_share,
             off_core_share,
@@ -315,14 +305,13 @@ def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
         return
     products = {operator.operator for operator in reference.tape.operators if operator.flops}
     seconds_by_operator = dict(late_steps.seconds)
-    for name, unplanted_step_seconds in base_late_steps.seconds:
+    for name, base_seconds in base_late_steps.seconds:
         calls, base_calls = _weigh_operator_calls(record.tape, name), _weigh_operator_calls(reference.tape, name)
-        is_baseline_much_slower = (
-            unplanted_step_seconds - seconds_by_operator.get(name, 0.0)
-            > _MIN_EXTRA_OPERATOR_SHARE * base_late_steps.in_operators
+        is_reference_slower = (
+            base_seconds - seconds_by_operator.get(name, 0.0) > _MIN_EXTRA_OPERATOR_SHARE * base_late_steps.in_operators
         )
-        if is_baseline_much_slower and base_calls > _MIN_CALLS_RATIO * calls and name not in products | _COPY_OPERATORS:
-            operator_share = units.percent(unplanted_step_seconds / base_late_steps.in_operators, 0)
+        if is_reference_slower and base_calls > _MIN_CALLS_RATIO * calls and name not in products | _COPY_OPERATORS:
+            operator_share = units.percent(base_seconds / base_late_steps.in_operators, 0)
             yield f"spends {operator_share} of its operators' time in {name}, which this case calls less"
 
 
@@ -330,9 +319,7 @@ def _weigh_operator_calls(tape: Tape, name: str) -> float:
     """Returns the weight of an operator in a step: the number of its calls plus the number of tensor elements that they
     read and write.
     """
-    return _count_operator_traffic(tape, {name}) + sum(
-        count.calls for count in tape.operators if count.operator == name
-    )
+    return _count_moved_numbers(tape, {name}) + sum(count.calls for count in tape.operators if count.operator == name)
 
 
 def _compare_product_call_counts(tape: Tape, base: Tape) -> Iterator[str]:
@@ -439,7 +426,7 @@ def _compare_moved_numbers(tape: Tape, base_tape: Tape) -> Iterator[str]:
         base_share, share, _MIN_EXTRA_WIDE_FLOAT_SHARE, "moves {} of its numbers in fp64, this case {}"
     )
     # Compare how many numbers the copies of both steps read and write. Casts are copies.
-    extra_copied_numbers = _count_operator_traffic(base_tape, _COPY_OPERATORS) - _count_operator_traffic(
+    extra_copied_numbers = _count_moved_numbers(base_tape, _COPY_OPERATORS) - _count_moved_numbers(
         tape, _COPY_OPERATORS
     )
     if moved_count and base_moved_count >= _MIN_MOVED_NUMBERS_RATIO * moved_count:
@@ -458,7 +445,7 @@ def _count_moved_values_by_dtype(tape: Tape) -> dict[str, float]:
     return count_by_dtype
 
 
-def _count_operator_traffic(tape: Tape, names: Collection[str]) -> float:
+def _count_moved_numbers(tape: Tape, names: Collection[str]) -> float:
     """Returns how many numbers the operators called `names` read and write."""
     moved_number_count = 0.0
     for operator in tape.operators:
@@ -473,8 +460,8 @@ def _count_operator_traffic(tape: Tape, names: Collection[str]) -> float:
 def _compare_dtype_widths(record: Record, tape: Tape, reference: Record, base_tape: Tape) -> Iterator[str]:
     """Describes a reference that spends a larger share of its FLOPs in casts, or in wide dtypes, than the case.
 
-    A dtype is wide if it has more bits than the narrowest dtype in which the reference does much of its work. If the
-    reference is an unchanged model, only FLOPs in casts are compared.
+    A dtype is wide if it has more bits than the narrowest dtype in which the reference does more than 5% of its
+    FLOPs. If the reference is an unchanged model, only FLOPs in casts are compared.
     """
     narrowest_bits = 64
     if reference.case.precision != UNTOUCHED:

@@ -109,9 +109,8 @@ def describe_run_load(run: Run) -> str:
     # Only the slots of CPU cases show other programs: the host of a GPU always waits for the device.
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
     timed_slot_count = sum(len(timing.slots) for timing in timings)
-    disturbed_slot_share = sum(count_disturbed_slots(timing, MIN_DISTURBED_RATIO) for timing in timings) / max(
-        1, timed_slot_count
-    )
+    disturbed_slot_count = sum(count_disturbed_slots(timing, MIN_DISTURBED_RATIO) for timing in timings)
+    disturbed_slot_share = disturbed_slot_count / max(1, timed_slot_count)
     if disturbed_slot_share > _MIN_DISTURBED_SLOTS_SHARE:
         words.append(f"{units.percent(disturbed_slot_share, 0)} of the slots disturbed")
     is_machine_loaded = load > max(threads, cores - threads) + _LOAD_AVERAGE_MARGIN
@@ -392,9 +391,9 @@ def label_shared_device(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
 def label_clock_limits(watch: DeviceWatch | None) -> Iterator[LabelWithReason]:
     """Yields labels for a device whose clock was reduced, with the driver's reasons.
 
-    A power cap has a separate label with the clock that it allows. The label for all other reasons is 'throttled', as
-    in 'hw-thermal, sw-thermal 12% of the time'. It is hard if the hardware slowed itself down, or if the driver's
-    temperature limit explains only a part of the time.
+    A power cap has a separate label with the clock that it allows, and other harmless reasons have none. The label for
+    all remaining reasons is 'throttled', as in 'hw-thermal, sw-thermal 12% of the time'. It is hard if the hardware
+    slowed itself down, or if the driver's temperature limit explains only a part of the time.
     """
     if watch is None:
         return

@@ -103,10 +103,8 @@ def _yield_replay_metrics(sources: MetricSources) -> Iterator[Metric]:
     replays = sources.record.replays
     if replays is None:
         return
-    timing, metric_without_value = (
-        replays.timing,
-        Metric(specs.REPLAY, provenance=_MEASURED_PROVENANCE, why=replays.why),
-    )
+    timing = replays.timing
+    metric_without_value = Metric(specs.REPLAY, provenance=_MEASURED_PROVENANCE, why=replays.why)
     if timing is None:
         yield metric_without_value
         return
@@ -178,8 +176,8 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
     medians_by_phase = phase_medians(timing) if timing is not None and finding is not None else {}
     best_seconds_by_phase: dict[str, float | None] = {}
     if finding is None:
-        # Without a finding, best cases are unknown. List the phases nevertheless, because histories and comparisons of
-        # runs are computed from the samples of these metrics.
+        # Without a finding, best cases are unknown. List the phases nevertheless, because histories store the samples
+        # of these metrics.
         best_seconds_by_phase |= dict.fromkeys(timing.segments.phases if timing is not None else ())
     elif finding.best_seconds:
         # Unattributed time is always listed. Other phases are listed only if the step has them.

@@ -175,8 +175,8 @@ def upper_bounds_of(ceiling: Ceiling) -> DevicePeaks:
     """Returns peaks that no claim may exceed: measured peaks of products, if repeated measurements agree, and the rate
     of the fastest copies.
     """
-    steady_product_rates = [rate for rate in ceiling.rates if rate.is_steady]
-    roofs = _collect_measured_roofs(replace(ceiling, rates=tuple(steady_product_rates)))
+    steady_rates = [rate for rate in ceiling.rates if rate.is_steady]
+    roofs = _collect_measured_roofs(replace(ceiling, rates=tuple(steady_rates)))
     return DevicePeaks("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
 
@@ -255,9 +255,7 @@ def compute_possible_speedup(
     # 1. Find the phases with products in the steps of case and reference, their seconds, and the least seconds at the
     # peaks.
     product_roofs, base_product_roofs = _select_product_roofs(roofs), _select_product_roofs(base_roofs)
-    seconds, unplanted_step_seconds = (
-        sum(roof.seconds for roof in part) for part in (product_roofs, base_product_roofs)
-    )
+    seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (product_roofs, base_product_roofs))
     flops_by_path, base_flops_by_path = _list_flops_by_path(product_roofs), _list_flops_by_path(base_product_roofs)
     min_seconds, base_min_seconds = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
     if not base_min_seconds or not min_seconds or not seconds:
@@ -273,11 +271,11 @@ def compute_possible_speedup(
     product_kinds = {product_kind_of(path) for path, _ in (*flops_by_path, *base_flops_by_path)}
     is_steady_by_kind = _find_rate_steadiness(record.ceiling)
     return PossibleSpeedup(
-        unplanted_step_seconds / reference_step_seconds,
-        base_min_seconds / unplanted_step_seconds,
-        reference_step_seconds / (reference_step_seconds - unplanted_step_seconds + min_seconds),
-        unplanted_step_seconds / seconds,
-        unplanted_step_seconds / (seconds + sum(cast.seconds for cast in cast_phase_roofs)),
+        base_seconds / reference_step_seconds,
+        base_min_seconds / base_seconds,
+        reference_step_seconds / (reference_step_seconds - base_seconds + min_seconds),
+        base_seconds / seconds,
+        base_seconds / (seconds + sum(cast.seconds for cast in cast_phase_roofs)),
         sum(cast.count.bytes for cast in cast_phase_roofs),
         sum(product.count.bytes for product in product_roofs),
         all(steady for kind, steady in is_steady_by_kind.items() if kind in product_kinds),

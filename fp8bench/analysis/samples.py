@@ -162,10 +162,8 @@ def _compute_cell_seconds_by_round(timing: Timing) -> FloatArray:
     exceeds_mean = fastest_steps > mean_steps * (1 + _SUM_TOLERANCE)
     if not exceeds_mean.any():
         return fastest_cells
-    scale: FloatArray = np.divide(mean_steps, fastest_steps, out=np.ones_like(fastest_steps), where=exceeds_mean)[
-        :, None
-    ]
-    return np.multiply(fastest_cells, scale, dtype=np.float64)
+    scale: FloatArray = np.divide(mean_steps, fastest_steps, out=np.ones_like(fastest_steps), where=exceeds_mean)
+    return np.multiply(fastest_cells, scale[:, None], dtype=np.float64)
 
 
 # Two clocks count as different if they differ by more than this share. Readings of one device's clock vary by 1%.

@@ -55,9 +55,9 @@ EARLY_SAME_BAND = 0.01
 # the ratio). This limit is kept between 1% and 2%, or is a thirtieth of the effect if that is more. With 2% for every
 # effect, runs that found 3% ended after 24 of 56 rounds. Comparisons of such short runs could not detect a change of
 # 3%.
-_EARLY_VERDICT_WIDTH_SHARE = 1 / 3
-_EARLY_VERDICT_WIDTH_LIMITS = (0.01, 0.02)
-_MIN_EARLY_VERDICT_WIDTH_SHARE = 1 / 30
+_EARLY_HALF_WIDTH_SHARE = 1 / 3
+_EARLY_HALF_WIDTHS = (0.01, 0.02)
+_EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT = 1 / 30
 FINAL_LEVEL = 0.99
 MIN_ROUNDS_FOR_VERDICT = 10
 # Whole steps are compared if one case has more than this many times as many cells (timed parts of a step) as another.
@@ -317,9 +317,9 @@ def is_case_decided(case: Timing, reference: Timing, control: Timing | None) -> 
     if not math.isfinite(ratio.half_width):
         return False
     log_effect_size = abs(math.log(ratio.point))
-    narrowest, widest = _EARLY_VERDICT_WIDTH_LIMITS
-    max_half_width = min(max(narrowest, _EARLY_VERDICT_WIDTH_SHARE * log_effect_size), widest)
-    return ratio.half_width <= max(max_half_width, _MIN_EARLY_VERDICT_WIDTH_SHARE * log_effect_size)
+    narrowest, widest = _EARLY_HALF_WIDTHS
+    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * log_effect_size), widest)
+    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * log_effect_size)
 
 
 def conclude_comparison(

@@ -148,8 +148,8 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
             # For an unknown key, suggest the most similar one. All keys of trainers count, even those that this command
             # does not have.
             if option_action is None:
-                accepted_config_keys = [*options, FP8_SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
-                raise UnknownName("key", key, accepted_config_keys, f"the options of {command.prog}, without dashes")
+                all_keys = [*options, FP8_SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
+                raise UnknownName("key", key, all_keys, f"the options of {command.prog}, without dashes")
             # A translation to '' sets no option, as for `use_wandb: false`.
             if value == "" and key in TRAINER_KEYS:
                 continue

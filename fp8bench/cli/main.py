@@ -297,8 +297,8 @@ def _suggest_corrected_command(words: Sequence[str], error: Fp8benchError) -> Se
 
 def _replace_wrong_word(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
     """Returns the words of a command line in which the wrong word is replaced. Returns [] if it does not occur."""
-    # First try the words that equal the wrong word, or that have it between '=' and ','. Words that only contain it, as
-    # file.py:int8 contains int8, come last.
+    # First try the words that equal the wrong word, or that have it as a part between '=' and ','. Words that only
+    # contain it, as file.py:int8 contains int8, come last.
     for index in sorted(range(len(words)), key=lambda position: wrong_word not in re.split("[=,]", words[position])):
         word, previous_words = words[index], words[:index]
         option, equals, value = word.partition("=")

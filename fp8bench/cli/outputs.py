@@ -274,8 +274,8 @@ def stdout_format(explain: bool = False) -> tuple[int, bool, bool]:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines on stdout, wrapped at its width. The lines may be indented by up to 4 blanks. The rest of a wrapped
-    line is indented further.
+    """Prints lines on stdout, wrapped at its width. The rest of a wrapped line is indented by 4 blanks, or by 8 if the
+    line itself is indented.
     """
     width = stdout_format()[0]
     for line in lines:

@@ -179,9 +179,9 @@ class Cuda(Gpu):
             yield
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Fills the queue with products, so that the GPU does not idle before a step. A GPU that has
-        idled for some milliseconds runs at a higher clock than in a long loop. The step would be faster by an amount
-        that depends on the host and its other processes.
+        """Fills the queue with products, so that the GPU does not idle before a step. A GPU that has idled for some
+        milliseconds runs at a higher clock than in a long loop. The step would be faster by an amount that depends on
+        the host and its other processes.
 
         If `seconds` is shorter than one launch of products, the GPU spins instead, which leaves caches untouched. Its
         clock does not change in so short a time.

@@ -74,10 +74,8 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
         normal_quantile = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
         low, high = math.inf, -math.inf
         for old_run, new_run in product(old, new):
-            pair_log_ratio, half_width = (
-                new_run.log - old_run.log,
-                normal_quantile * math.hypot(new_run.error, old_run.error),
-            )
+            pair_log_ratio = new_run.log - old_run.log
+            half_width = normal_quantile * math.hypot(new_run.error, old_run.error)
             low, high = min(low, pair_log_ratio - half_width), max(high, pair_log_ratio + half_width)
         return RunDifference(
             _to_ratio_interval(mean_log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new))

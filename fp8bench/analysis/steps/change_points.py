@@ -312,15 +312,11 @@ def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, floa
     )
     # 3. Compute how large a step must be to have a p-value of at most `chance`. This inverts how _make_level_steps
     # computes p-values.
-    squared_gaussian_deviations = (
-        NormalDist().inv_cdf(1 - chance / 2) / _P_VALUE_DEVIATION_FACTOR
-    ) ** 2 + _LENGTH_PRICE * log_length_increase
-    significant_step = _to_student_t(math.sqrt(max(squared_gaussian_deviations, 0.0)), level.freedom) * math.sqrt(
-        step_variance_factor
-    )
-    return level.noise * max(step_worth_a_cut, robust_step, significant_step), level.noise * math.sqrt(
-        step_variance_factor
-    )
+    unpenalised_deviations = NormalDist().inv_cdf(1 - chance / 2) / _P_VALUE_DEVIATION_FACTOR
+    squared_gaussian_deviations = unpenalised_deviations**2 + _LENGTH_PRICE * log_length_increase
+    step_error = math.sqrt(step_variance_factor)
+    significant_step = _to_student_t(math.sqrt(max(squared_gaussian_deviations, 0.0)), level.freedom) * step_error
+    return level.noise * max(step_worth_a_cut, robust_step, significant_step), level.noise * step_error
 
 
 def _make_batch(series: Sequence[FloatArray]) -> SeriesBatch:

@@ -200,7 +200,8 @@ def _list_value_changes(values: FloatArray) -> tuple[Step, ...]:
 def _check_changes_against_means(changes: Sequence[TrendChange]) -> Iterator[TrendChange]:
     """Yields the changes, without those of the mean over all calls that repeat a change of the fastest calls.
 
-    If mean and fastest calls of a case contradict each other, both changes are yielded and marked.
+    If mean and fastest calls of a case changed in different directions, or by clearly different amounts, both changes
+    are yielded and marked.
     """
     repeated_ids = set[int]()
     opposite_change_by_change_id: dict[int, TrendChange] = {}

@@ -112,11 +112,11 @@ def _make_resample_interval(point: float, resampled_values: FloatArray, values_b
     """Returns the interval that holds the central 99% of the resamples. With too few rounds for reliable resamples,
     returns the range over rounds.
     """
-    # All resamples may be below or above the point estimate, so extend the interval to include it.
     if has_few_rounds := len(values_by_round) < LEAST_ROUNDS:
         low, high = values_by_round.min(), values_by_round.max()
     else:
         low, high = np.quantile(resampled_values, _INTERVAL_QUANTILES)
+    # All values may be below or above the point estimate, so extend the interval to include it.
     return Interval(
         point, min(float(low), point), max(float(high), point), 0.0 if has_few_rounds else _CONFIDENCE_LEVEL
     )
