@@ -44,16 +44,15 @@ _QUARTILE_BIAS = 0.888
 
 @dataclass(frozen=True)
 class CaseSpread:
-    """How times of unchanged cases move between two sets of runs, as logarithms of ratios. `common_shift` is the
-    movement that all cases have in common, and `deviation` the standard deviation of a single case around
-    `common_shift`.
+    """How times of unchanged cases move between two sets of runs, as logarithms of ratios. `shift` is the movement that
+    all cases have in common, and `deviation` the standard deviation of a single case around it.
     """
 
-    common_shift: float
+    shift: float
     deviation: float
 
     def compute_p_value(self, log_ratio: float) -> float:
-        log_ratio_distance = abs(log_ratio - self.common_shift)
+        log_ratio_distance = abs(log_ratio - self.shift)
         if not self.deviation:
             return 0.0 if log_ratio_distance else 1.0
         return math.erfc(log_ratio_distance / self.deviation / math.sqrt(2))
@@ -366,8 +365,8 @@ class DetectionLimit:
     slower.
 
     `smallest` is math.inf if no slow-down would be detected. `threshold` is the smallest slow-down for which the gate
-    may fail. If the noise is unknown, `unknown` is the reason, and `smallest` is a lower bound. `nightly_value_count`
-    is the number of nightly values of a history since its last step.
+    may fail. If the noise is unknown, `unknown` is the reason, and `smallest` is a lower bound. `nights` is the
+    number of nightly values of a history since its last step.
     """
 
     case: str
@@ -375,7 +374,7 @@ class DetectionLimit:
     threshold: float
     smallest: float
     unknown: str = ""
-    nightly_value_count: int | None = None
+    nights: int | None = None
 
     @property
     def key(self) -> FigureKey:
@@ -422,7 +421,7 @@ def explain_detection_limit(limit: DetectionLimit, change: Comparison) -> str:
     threshold = units.change(1 + limit.threshold)
     if not limit.can_detect_threshold:
         reason = limit.unknown or change.why
-        night_count = limit.nightly_value_count
+        night_count = limit.nights
         if not reason and night_count is not None and night_count < MIN_NIGHTLY_VALUES:
             reason = (
                 f"history too young: {night_count} nights at this level, of about {MIN_NIGHTLY_VALUES} that it takes"
@@ -439,8 +438,8 @@ def explain_detection_limit(limit: DetectionLimit, change: Comparison) -> str:
 @dataclass(frozen=True)
 class GateVerdict:
     """The gate's verdict on all figures. `title` names the compared sides. If nothing can be judged, `problem` is the
-    reason, and `code` its exit code. `detection_limits` has the smallest slow-down of each figure that the gate would
-    detect, the least sensitive figure first.
+    reason, and `code` its exit code. `sights` has the smallest slow-down of each figure that the gate would detect, the
+    least sensitive figure first.
     """
 
     title: str
@@ -448,7 +447,7 @@ class GateVerdict:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    detection_limits: tuple[DetectionLimit, ...] = ()
+    sights: tuple[DetectionLimit, ...] = ()
 
     def of(self, *outcomes: GateOutcome) -> tuple[JudgedFigure, ...]:
         return tuple(figure for figure in self.judged if figure.outcome in outcomes)

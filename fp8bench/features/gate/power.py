@@ -191,7 +191,7 @@ def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[floa
     half_width = _compute_log_half_width(change)
     if case_spread is None:
         return half_width, half_width, change.noise.error, _estimate_second_look_error(change.noise.error, change.noise)
-    first_look_evidence = case_spread.common_shift + case_spread.deviation * _STANDARD_NORMAL.inv_cdf(1 - p_limit / 2)
+    first_look_evidence = case_spread.shift + case_spread.deviation * _STANDARD_NORMAL.inv_cdf(1 - p_limit / 2)
     second_look_error = _estimate_second_look_error(case_spread.deviation, change.noise)
     return (
         max(half_width, first_look_evidence),
@@ -254,7 +254,7 @@ def history_detection_limits(
             comparison.metric,
             _find_smallest_failing_share(threshold, comparison.before),
             math.inf,
-            nightly_value_count=0,
+            nights=0,
         )
         # 1. Without a level, the limit is unknown.
         if level is None:
@@ -272,7 +272,7 @@ def history_detection_limits(
             replace(
                 infinite_detection_limit,
                 smallest=_compute_smallest_detectable_change(look_requirements),
-                nightly_value_count=level.length,
+                nights=level.length,
             )
         )
     return _sort_detection_limits(limits)

@@ -49,7 +49,7 @@ def render_junit(verdict: GateVerdict) -> str:
     one test in error, so that it is never empty.
     """
     document = ET.Element("testsuites", name="fp8bench gate")
-    limits = {limit.key: limit for limit in verdict.detection_limits}
+    limits = {limit.key: limit for limit in verdict.sights}
     for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
         _add_test_suite(document, name, judged, limits)
     if verdict.problem:
@@ -170,8 +170,8 @@ def render_page(verdict: GateVerdict) -> Page:
         footer_texts += [_WORSE_LEGEND, *explain_labels([*(figure.comparison for figure in listed), *second_looks])]
     facts = [("judged", verdict.counts)] if verdict.judged else []
     # 3. State the smallest detectable slow-down: without it, a pass means little.
-    if verdict.detection_limits:
-        facts.append((_SMALLEST_LABEL, summarize_limits(verdict.detection_limits)))
+    if verdict.sights:
+        facts.append((_SMALLEST_LABEL, summarize_limits(verdict.sights)))
         detection_share_text = f"{100 * DETECTION_PROBABILITY:.3g} of 100 builds"
         footer_texts.append(
             f"{_SMALLEST_LABEL}: in {detection_share_text}, both measurements would have found one of this size"
@@ -318,7 +318,7 @@ def _show_largest_threshold(verdict: GateVerdict) -> str:
     """Returns the largest threshold of the noisy figures (such as times), as a percentage. The gate may pass smaller
     slow-downs. Without noisy figures, returns the largest threshold of all tested figures.
     """
-    noisy_thresholds = [limit.threshold for limit in verdict.detection_limits]
+    noisy_thresholds = [limit.threshold for limit in verdict.sights]
     tested_relative_thresholds = [
         figure.threshold.relative for figure in verdict.judged if figure.outcome not in UNTESTED_OUTCOMES
     ]
@@ -354,10 +354,8 @@ def render_comment(review: DuelReview, verdict: GateVerdict | None, duel: Duel |
     if len(review.reasons) > len(reasons):
         reasons.append(f"and {len(review.reasons) - len(reasons)} more")
     elements: list[Element] = [Text(reason) for reason in reasons[:1]]
-    if verdict is not None and verdict.detection_limits and not reasons:
-        elements.append(
-            Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.detection_limits)}")
-        )
+    if verdict is not None and verdict.sights and not reasons:
+        elements.append(Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.sights)}"))
     further_reasons = TextList(tuple(map(Text, reasons[1:])))
     if duel is not None and verdict is not None:
         counts_and_sides_text = Text(f"{verdict.counts}. {_describe_duel_sides(duel)}")
@@ -380,7 +378,7 @@ _URGENT_OUTCOMES = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.SUSP
 
 
 def _figures_table(verdict: GateVerdict) -> Table:
-    limits = {limit.key: limit for limit in verdict.detection_limits}
+    limits = {limit.key: limit for limit in verdict.sights}
     ranks = {key: rank for rank, key in enumerate(limits)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _URGENT_OUTCOMES]
     # Failures come first, because the comment shows only the first _MAX_COMMENT_ROWS rows.

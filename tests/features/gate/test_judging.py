@@ -294,12 +294,12 @@ def test_a_spread_is_that_of_unchanged_cases() -> None:
         estimate_spread, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
     )
     assert even and shifted and everything and alike
-    assert 0.01 < even.deviation < 0.04 and abs(even.common_shift) < 0.01
+    assert 0.01 < even.deviation < 0.04 and abs(even.shift) < 0.01
     for moved in (0.3, -0.3):
         half = estimate_spread([*usual, *[moved] * 15])
         assert half is not None and half.deviation < 2 * even.deviation and half.compute_p_value(0.3) < 1e-4
-    assert shifted.common_shift == pytest.approx(0.05, abs=0.01) and shifted.deviation == pytest.approx(even.deviation)
-    assert everything.common_shift == 0 and everything.compute_p_value(0.3) < 1e-6
+    assert shifted.shift == pytest.approx(0.05, abs=0.01) and shifted.deviation == pytest.approx(even.deviation)
+    assert everything.shift == 0 and everything.compute_p_value(0.3) < 1e-6
     assert estimate_spread([0.1] * (MIN_CASES_FOR_SPREAD - 1)) is None
     assert alike.compute_p_value(0.0) == 1 and alike.compute_p_value(0.2) == 0
 
@@ -408,7 +408,7 @@ def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, co
     memory = replace(source, series_states=(SeriesState(replace(FLAT, metric="peak_memory"), level),))
     assert (
         judge_comparisons(memory, (), True, SILENT).exit_code == 0
-        and judge_comparisons(memory, (), True, SILENT).detection_limits
+        and judge_comparisons(memory, (), True, SILENT).sights
     )
     assert judge_comparisons(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
