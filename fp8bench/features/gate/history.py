@@ -157,9 +157,8 @@ def _load_two_newest_commits(newest_run: Run, store: Path) -> tuple[list[Run], l
     (_, *same_commit), *earlier_commit_runs = (list(runs) for _, runs in islice(runs_by_commit, 2))
     # With uncommitted changes, runs of the same commit may be of different code.
     are_worktrees_clean = all(run.environment.get("dirty") is False for run in (newest_run, *same_commit))
-    return [newest_run, *(same_commit if are_worktrees_clean else ())], earlier_commit_runs[
-        0
-    ] if earlier_commit_runs else []
+    previous_runs = earlier_commit_runs[0] if earlier_commit_runs else []
+    return [newest_run, *(same_commit if are_worktrees_clean else ())], previous_runs
 
 
 def _find_new_failures(current_runs: Sequence[Run], previous_runs: Sequence[Run]) -> Iterator[Comparison]:
@@ -349,7 +348,7 @@ def _compare_with_change(change: TrendChange, run: Run) -> Comparison | None:
     if not values or step.before is None or step.after is None:
         return None
     new_value = statistics.median(values)
-    # 2. NaN and infinity have no ratio to other values. If the new value is not finite either, the change is confirmed.
+    # 2. NaN and infinity have no ratio to other values. If the new value is not finite, the change is confirmed.
     if not (math.isfinite(step.after) and math.isfinite(new_value)):
         direction = Direction.SAME if math.isfinite(new_value) else Direction.WORSE
         return replace(step, direction=direction, after=new_value)
