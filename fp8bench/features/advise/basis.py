@@ -269,7 +269,7 @@ def _sum_reported_seconds(finding: Finding | None, phases: Collection[str]) -> f
 
 @dataclass(frozen=True)
 class AdviceBasis:
-    """A run with its findings, and stored studies and a training that were measured on the same device.
+    """A run with its findings, and the sensitivity studies and the training that are evidence on its precisions.
 
     `serving_answers` are the answers of `fp8bench infer` that use this run. `min_gain` is the smallest gain, as a
     share, that makes a precision worthwhile. `store_options` are the options with which suggested commands find the

@@ -122,23 +122,21 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
         # The smallest share with the slowest products gives the lower bound, the opposite the upper bound.
         low = amdahl(product_share.low, product_time_ratio.high)
         high = amdahl(product_share.high, product_time_ratio.low)
-        amdahl_speedup_bound = Interval(
+        gain_bound = Interval(
             amdahl(product_share.point, product_time_ratio.point), low, high, product_time_ratio.level
         )
-        speed_up_bounds.append(
-            (amdahl_speedup_bound, f"with products {units.speed_up(1 / product_time_ratio.point)} as fast")
-        )
+        speed_up_bounds.append((gain_bound, f"with products {units.speed_up(1 / product_time_ratio.point)} as fast"))
         advice_grounds.append(
             AdviceGround(pair.row, f"its products alone are {show_gain(product_time_ratio.inverse)} as fast")
         )
     # 3. Do not answer "yes" if the only bound is that of products that take no time, because real products take time.
-    amdahl_speedup_bound, condition = min(speed_up_bounds, key=lambda bound: bound[0].point)
-    rule_outcome = compare_with_minimum(amdahl_speedup_bound, min_speed_up)
+    gain_bound, condition = min(speed_up_bounds, key=lambda bound: bound[0].point)
+    rule_outcome = compare_with_minimum(gain_bound, min_speed_up)
     share_text = f"products are {format_share_interval(product_share)} of the step"
     note = _ESTIMATED_NOTE * pair.is_reference_estimated
     if rule_outcome is AdviceRuleOutcome.YES and len(speed_up_bounds) == 1:
         return f"{share_text}{note}, but the speed of low-precision products was not measured"
-    figure_text = f"{share_text}; {condition}, the step would be {show_gain(amdahl_speedup_bound)} as fast{note}"
+    figure_text = f"{share_text}; {condition}, the step would be {show_gain(gain_bound)} as fast{note}"
     return RuleReply(rule_outcome, figure_text, tuple(advice_grounds))
 
 
@@ -261,8 +259,8 @@ def _judge_energy(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
 
 
 def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
-    """Describes each numerical error of a case as small or large. A large error rules the precision out. Only a
-    training shows whether a smaller error matters.
+    """Describes the size of each numerical error of a case. A large error rules the precision out. Only a training
+    shows whether a smaller error matters.
     """
     errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
     failure_reason = pair.record.reason if not pair.record.is_ok else ""
@@ -296,7 +294,7 @@ def find_study(pair: ComparedCase, basis: AdviceBasis) -> SensitivityStudy | Non
     matching_studies = []
     for study in basis.studies:
         is_same_case = (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
-        # Only these two parameters determine the model.
+        # A study chooses its model by one of these two parameters.
         model = {name: value for name, value in study.params if name in ("size", "make")}
         is_same_model = {name: params.get(name, value) for name, value in model.items()} == model
         if is_same_case and is_same_model and not study.baseline.failure and study.by is not LoweredUnit.FORMAT:

@@ -134,7 +134,7 @@ def _group_answers_by_rule(advised: AdviceResult, question: AdviceQuestion) -> A
     """
 
     def name_row(answer: RuleAnswer) -> tuple[str, ...]:
-        # All rules lack an answer for an emulated case, for the same reason. So one row replaces those of all rules.
+        # Several rules lack an answer for an emulated case, for the same reason. So one row replaces their rows.
         row = answer.figure if _is_emulated(answer) else answer.rule
         return _format_suite_and_device(answer), answer.mode, row
 
