@@ -227,7 +227,7 @@ class LayerNumbers:
             shape: Sequence[int] = (_DEFAULT_INPUT_ROWS, weight_shape[0 if kind == CONV1D_KIND else 1])
             if kind == CONV2D_KIND:
                 channel_count = weight_shape[1] * int(getattr(self.module, "groups", 1))
-                # Each side of an image has room for several positions of the kernel, even of a dilated one.
+                # Each side of an image has room for several positions of a kernel without dilation.
                 shape = (2, channel_count, *(4 * side + 8 for side in weight_shape[2:]))
             # Numbers like a tensor of zeros have the magnitude 1.
             return draw_random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
@@ -241,7 +241,7 @@ class LayerNumbers:
         return draw_random_like(x, (*limited_batch_sides, min(rows, ROWS), columns))
 
     def _check_on_random_inputs(self, x: Tensor, likely_precisions: Sequence[str]) -> LayerVerdict:
-        with restore_training_modes(self.module), random_parameters(self._list_trainable_parameters(), x):
+        with restore_training_modes(self.module), random_parameters(self._find_trainable_parameters(), x):
             product = self._make_product(x)
             first_verdict = LayerVerdict()
             # Begin in the current mode. `first_verdict` is the first one with a precision. All later calls must have
@@ -266,7 +266,7 @@ class LayerNumbers:
             gradient_fault = self._check_backward_numbers(x, product, first_verdict.runs)
         return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
 
-    def _list_trainable_parameters(self) -> dict[str, Tensor]:
+    def _find_trainable_parameters(self) -> dict[str, Tensor]:
         parameters = {"weight": self.weight, "bias": self._bias}
         return {
             name: tensor
@@ -290,7 +290,7 @@ class LayerNumbers:
         """Returns a description of the first wrong gradient, or '' if all are right. Layers that are not trained may
         have no gradients."""
         # 1. Backpropagate a random gradient, the same in every audit.
-        differentiated_tensors = {"input": x.detach().requires_grad_(), **self._list_trainable_parameters()}
+        differentiated_tensors = {"input": x.detach().requires_grad_(), **self._find_trainable_parameters()}
         is_trained = len(differentiated_tensors) > 1 and self.module.training
         with torch.enable_grad():
             output = self._call_layer(differentiated_tensors["input"])

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8bench.errors import UsageError
 from fp8bench.features.audit.layer_numbers import WEIGHTS_ONLY, WIDE_DTYPES, LayerNumbers, LayerVerdict, describe_casts
 from fp8bench.features.audit.operands import find_promised_casts
-from fp8bench.features.audit.readings import USUAL_PROMISED_PRECISIONS
+from fp8bench.features.audit.readings import USUAL_PRECISIONS
 from fp8bench.features.audit.values import (
     AuditedLayer,
     AuditFinding,
@@ -66,7 +66,7 @@ class FoundLayer:
 def find_layers(model: nn.Module) -> list[FoundLayer]:
     holder_by_module = {weight_holder.module: weight_holder for weight_holder in find_product_weights(model)}
     paths = defaultdict[nn.Module, list[str]](list)
-    # 1. Collect all paths to each module, because tied models have several.
+    # 1. Collect all paths to each module. A module that is used at several places has several.
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
     # 2. Keep modules whose class promises low precision, and those that hold the weight of a product.
@@ -174,7 +174,7 @@ class ModelCheck:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
-        names = dict.fromkeys((precision, *USUAL_PROMISED_PRECISIONS))
+        names = dict.fromkeys((precision, *USUAL_PRECISIONS))
         self.guesses = {name: find_promised_casts(name, facts) for name in names if name}
         self.model = model
         self.layers = layers
@@ -194,15 +194,15 @@ class ModelCheck:
         ]
         self._call_model(batch, hook_handles)
         called_module = next((layer.module for layer in self.layers if layer.row.low and layer.verdict), None)
-        if called_module is not None and self._list_uncalled_layers:
+        if called_module is not None and self._uncalled_layers:
             self._call_model(batch, [called_module.register_forward_hook(lambda *_: self.check_uncalled_layers())])
 
     def check_uncalled_layers(self) -> None:
-        for layer in self._list_uncalled_layers:
+        for layer in self._uncalled_layers:
             self._check_layer(layer)
 
     @property
-    def _list_uncalled_layers(self) -> list[FoundLayer]:
+    def _uncalled_layers(self) -> list[FoundLayer]:
         return [layer for layer in self.layers if layer in self._chosen and layer.row.low and not layer.verdict]
 
     def _call_model(self, batch: Any, hook_handles: Sequence[RemovableHandle]) -> None:
@@ -332,9 +332,9 @@ def audit_loaded_model(
     findings = []
     for name, found in findings_by_check.items():
         findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
-    identified_layer_count = sum(bool(row.runs) for row in rows)
+    judged_layer_count = sum(bool(row.runs) for row in rows)
     seconds = time.perf_counter() - start_seconds
-    return AuditReport(target, signature, tuple(findings), identified_layer_count, seconds, layers=tuple(rows))
+    return AuditReport(target, signature, tuple(findings), judged_layer_count, seconds, layers=tuple(rows))
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> AuditReport:
@@ -388,7 +388,7 @@ def _explain_layer_fault(row: AuditedLayer, precision: str) -> tuple[str, str]:
     """
     if precision and row.runs == WEIGHTS_ONLY and not row.code:
         return "not-cast", f" cast only their weights, but {precision} was promised"
-    if precision and row.runs in USUAL_PROMISED_PRECISIONS and row.runs != precision:
+    if precision and row.runs in USUAL_PRECISIONS and row.runs != precision:
         promised_precision_text = f"{precision} was promised; to promise {row.runs}, give --precision {row.runs}"
         return "other-precision", f" multiply {describe_casts(row.runs)}, but {promised_precision_text}"
     if row.code:

@@ -162,8 +162,8 @@ class RoundedOperand:
 
 
 def round_operand(x: Tensor, treatment: Treatment | None) -> RoundedOperand:
-    """Rounds a matrix to nearest by a recipe (`treatment`), with blocks along the last dimension. Without a recipe, the
-    values stay unchanged.
+    """Rounds a matrix to nearest, to the format and with the scales of a treatment, with blocks along the last
+    dimension. Without a treatment, the values stay unchanged.
     """
     if treatment is None:
         return RoundedOperand(x.float(), torch.ones(1, 1), None, unrounded_tensor=x)

@@ -219,12 +219,12 @@ class ExpectedProduct:
         )
 
     @cached_property
-    def _compute_value_ranges(self) -> tuple[Matrices, Matrices]:
+    def _value_ranges(self) -> tuple[Matrices, Matrices]:
         return find_value_range(self.a), find_value_range(self.b)
 
     def _mark_wrong_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
         """Marks results that are wrong even if ties may round either way and scales may differ in their last bits."""
-        operand_slacks = map(_measure_slack, (self.a, self.b), self._compute_value_ranges)
+        operand_slacks = map(_measure_slack, (self.a, self.b), self._value_ranges)
         return self._mark_unreachable_results(float64_result, sums, operand_slacks)
 
     def _mark_outliers(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
@@ -237,10 +237,10 @@ class ExpectedProduct:
     ) -> Tensor:
         """Marks results that are not a rounded sum of products, even if every operand element may be off by up to its
         `slack`. With `at_random`, these errors are random and partly cancel in a sum."""
-        a_magnitudes, y, a_slack, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
-        operand_slack = ((a_magnitudes + a_slack) @ (y + b).t() - sums.magnitude).clamp(min=0)
+        x, y, x_slack, y_slack = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
+        operand_slack = ((x + x_slack) @ (y + y_slack).t() - sums.magnitude).clamp(min=0)
         if at_random:
-            random_slack = _TOLERATED_STANDARD_ERRORS * (a_slack**2 @ (y**2).t() + a_magnitudes**2 @ (b**2).t()).sqrt()
+            random_slack = _TOLERATED_STANDARD_ERRORS * (x_slack**2 @ (y**2).t() + x**2 @ (y_slack**2).t()).sqrt()
             operand_slack = torch.minimum(operand_slack, random_slack)
         low, high = ((sums.product + side * (sums.bound + operand_slack)).to(sums.dtype).double() for side in (-1, 1))
         return ~((float64_result >= low) & (float64_result <= high))
@@ -268,7 +268,7 @@ class ExpectedProduct:
             return ""
         regression_products = [sums.product]
         operand_values = (self.a.values, self.b.values)
-        for place, ((low, high), values) in enumerate(zip(self._compute_value_ranges, operand_values, strict=True)):
+        for place, ((low, high), values) in enumerate(zip(self._value_ranges, operand_values, strict=True)):
             is_value_ambiguous = (high - low) > _SCALE_ROUNDING_TOLERANCE * values.abs()
             if is_value_ambiguous.any():
                 range_ends = (
@@ -330,7 +330,7 @@ class ExpectedProduct:
     def _iterate_operands_with_mistakes(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         first_operand_mistakes = list(iterate_rounding_mistakes(self.a))
         second_mistakes = list(iterate_rounding_mistakes(self.b))
-        # Pair each cast of the first operand with the first cast of the second one.
+        # A description may have several casts. Pair each one of the first operand with the first of the second operand.
         second_operands = {(mistake, description): values for mistake, description, values in reversed(second_mistakes)}
         for mistake, description, values in first_operand_mistakes:
             if (mistake, description) in second_operands:

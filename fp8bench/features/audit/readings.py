@@ -11,7 +11,7 @@ from fp8bench.formats.recipes import Recipe, ScaleRounding
 from fp8bench.registry import precisions
 
 # Precisions that may explain a kernel's results. The usual ones come first.
-USUAL_PROMISED_PRECISIONS = (
+USUAL_PRECISIONS = (
     "fp8",
     "fp8:scale=pow2",
     "fp8-rowwise",
@@ -55,7 +55,7 @@ def describe_found_precision(promised_precision: str, data: Sequence[str], match
     kernel on one kind of data, and returns whether the results match a precision.
     """
     prefix = f"Promised: {_describe_scales(promised_precision)}. Found: "
-    candidates = list(dict.fromkeys((promised_precision, *USUAL_PROMISED_PRECISIONS, *RARE_PRECISIONS)))
+    candidates = list(dict.fromkeys((promised_precision, *USUAL_PRECISIONS, *RARE_PRECISIONS)))
     try:
         for kind in data:
             candidates = [precision for precision in candidates if matches(precision, kind)]

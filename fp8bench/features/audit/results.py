@@ -81,8 +81,8 @@ def _check_operand_changes(auditor: AuditSession) -> Iterator[AuditFinding]:
     two_inputs = [subject.draw_operands(audit_input.data, audit_input.shape, seed) for seed in seeds]
     for description, change in _INPUT_CHANGES_BY_KIND[subject.kind].items():
         auditor.current = audit_input._replace(data_change=description)
-        changed_matrix_pairs = (change(*matrices) for matrices in two_inputs)
-        if all(auditor.find_failure(changed, auditor.compute_results(changed)) for changed in changed_matrix_pairs):
+        changed_inputs = (change(*matrices) for matrices in two_inputs)
+        if all(auditor.find_failure(changed, auditor.compute_results(changed)) for changed in changed_inputs):
             yield make_failure("relation", f"{description}: the result does not change accordingly")
 
 
