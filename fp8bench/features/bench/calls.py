@@ -193,7 +193,7 @@ def measure_difference(results: Sequence[Tensor], expected_results: Sequence[Ten
 
 def exceeds_rounding(result: Tensor, expected_result: Tensor) -> bool:
     """Returns whether a floating-point result differs from the expected one by more than rounding explains: by more
-    than half of the norm of the result, or of one of its columns.
+    than half of the norm of the expected result, or of one of its columns.
     """
     if not (result.is_floating_point() or result.is_complex()):
         return False

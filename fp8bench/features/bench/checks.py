@@ -42,7 +42,7 @@ def examine_callable(setup: Setup, target: str, against: str) -> list[str]:
     inputs = make_inputs(setup)
     if target == against:
         # The reference has nothing to be compared with. Check that all callables get the same inputs.
-        if not _are_results_equal(inputs.tensors, make_inputs(setup).tensors):
+        if not _are_equal(inputs.tensors, make_inputs(setup).tensors):
             raise UsageError(
                 f"{setup.params[INPUTS]} returns other inputs when it is called again with the same seed, so the "
                 "callables would get different inputs. Draw them by torch, random or numpy.random, which are seeded."
@@ -113,14 +113,14 @@ def _refuse_caching(
             f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
             "so repeated calls would do less work. Remove its cache."
         )
-    if _are_results_equal(copy_results, results) and not _are_results_equal(expected_copy_results, expected_results):
+    if _are_equal(copy_results, results) and not _are_equal(expected_copy_results, expected_results):
         raise UsageError(
             f"{target} returns the same results for different inputs, but {against} does not. Let it compute them "
             "from its inputs."
         )
 
 
-def _are_results_equal(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> bool:
+def _are_equal(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> bool:
     return (
         _list_shapes_and_dtypes(results) == _list_shapes_and_dtypes(other_results)
         and measure_difference(results, other_results) == 0
@@ -129,7 +129,7 @@ def _are_results_equal(results: Sequence[Tensor], other_results: Sequence[Tensor
 
 def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) -> Iterator[str]:
     repeated_results = run_callable(target, make_inputs(setup))
-    if not _are_results_equal(repeated_results, results):
+    if not _are_equal(repeated_results, results):
         difference_text = "in shape"
         if _list_shapes_and_dtypes(repeated_results) == _list_shapes_and_dtypes(results):
             difference_text = f"by {units.relative_error(measure_difference(repeated_results, results))}"

@@ -148,9 +148,9 @@ class CallableWorkload(Workload):
                     map(exceeds_rounding, [*results, *expected_results], [*repeated_results[0], *repeated_results[1]])
                 )
                 magnified_rounding_by_result = find_magnified_rounding(against, make_inputs(setup), expected_results)
-                is_result_unexplained = [
+                unexplained_by_result = [
                     a and not b for a, b in zip(exceeds_rounding_by_result, magnified_rounding_by_result, strict=True)
                 ]
-                if any(is_result_unexplained) and not draws_random_numbers:
+                if any(unexplained_by_result) and not draws_random_numbers:
                     errors[BEYOND_ROUNDING_ERROR] = errors[DIFFERENCE_ERROR]
         return errors
