@@ -244,7 +244,7 @@ def _parse_run_text(location: str, run_text: str) -> RunRequest:
                 "suites that come with fp8bench. Remove it."
             )
     try:
-        # 3. Parse the rest as on the command line, which also checks it.
+        # 3. Parse the words as on the command line, which also checks them.
         arguments = parse_command_words(build_parser([command_words[0]]), command_words)
         if command_words[0] == "train":
             return cast("RunRequest", import_command_module("train").request_from(arguments))

@@ -113,7 +113,7 @@ class ClaimRunSource:
 
     def _choose_device(self, claim: Claim) -> str:
         if "any" in claim.device:
-            # Numbers alone decide such a claim, so any device will do.
+            # Emulation decides such a claim, so any device will do.
             return self.device or "cpu"
         if "cpu" in claim.device:
             return "cpu"

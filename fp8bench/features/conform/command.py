@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
     document = {"device": encode(facts), "conforms": all_conform, "modes": values}
     tell(arguments, partial(render_page, facts, modes, arguments.all), lambda: document)
-    # If no mode was compared, conformity is unknown, which has a separate exit code.
     if not all_conform:
         return EXIT_REGRESSION
+    # If no mode was compared, conformity is unknown, which has a separate exit code.
     return EXIT_OK if any(mode.is_compared for mode in modes) else EXIT_FAILED
 
 
