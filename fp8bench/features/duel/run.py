@@ -288,7 +288,7 @@ def run_duel(
     corpus = resolved_request.corpus(store)
     start = time.monotonic()
     sessions = question.sessions or count_default_sessions(request)
-    # 2. Start the processes of both sides. If anything fails, the processes end and their folders are removed.
+    # 2. Open both sides; step 3 starts their first processes. If anything fails, processes end and folders are removed.
     with ExitStack() as stack:
         *starts, notes = stack.enter_context(open_duel_sides(question, request.imports))
         sides = []

@@ -46,9 +46,8 @@ def scratch_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)).resolve()
         lock_file = (folder / PARTIAL_FILE_SUFFIX).open("w")
         lock(lock_file, 0)
-        (folder / PARTIAL_FILE_SUFFIX).rename(
-            folder / _LOCK_FILE
-        )  # the lock file gets its name when it is already locked
+        # The lock file gets its name when it is already locked.
+        (folder / PARTIAL_FILE_SUFFIX).rename(folder / _LOCK_FILE)
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be created ({error.strerror}). Free disk space, or set TMPDIR to "

@@ -106,7 +106,7 @@ class DuelVerdict:
 def judge_duel_sessions(
     sessions: Sequence[CaseSession], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME_BAND
 ) -> DuelVerdict | None:
-    """Judges the times of a case in all sessions. Returns None if no round of a session has times of all processes."""
+    """Judges the times of a case in all sessions. Returns None if no round of any session has all processes."""
     shared_sessions = [session for session in sessions if _list_common_rounds(session)]
     if not shared_sessions:
         return None
@@ -433,22 +433,22 @@ def compute_p_value(times: DuelVerdict) -> float | None:
 
 def _choose_duel_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
     # 1. Collect the times of all processes, and count the sessions in which the order of processes matters.
-    sides_with_timings = []
+    records_and_timings = []
     large_position_effect_count = 0
     for session in result.sessions:
-        sides_with_timings += [(result.before, timing) for timing in session.before]
-        sides_with_timings += [(result.after, timing) for timing in session.after]
+        records_and_timings += [(result.before, timing) for timing in session.before]
+        records_and_timings += [(result.after, timing) for timing in session.after]
         position_effect = find_position_effect([*session.before, *session.after])
         large_position_effect_count += position_effect is not None and abs(position_effect.ratio.point - 1) > max(
             VERDICT_BAND, times.process_spread
         )
     # 2. Keep the labels that at least half of the processes have.
     labels: Counter[Label] = Counter()
-    for record, timing in sides_with_timings:
+    for record, timing in records_and_timings:
         finding = Finding(record.case, times.verdict, phases=compute_best_phase_seconds(timing))
         labels.update(entry.label for entry in collect_labels(replace(record, timing=timing), finding, None, None))
     chosen_labels = {
-        label for label, count in labels.items() if 2 * count >= len(sides_with_timings)
+        label for label, count in labels.items() if 2 * count >= len(records_and_timings)
     } - _LABELS_IGNORED_IN_DUELS
     # 3. Add the labels of the duel as a whole.
     if times.does_mean_contradict_fastest:
