@@ -280,7 +280,7 @@ def find_machine_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[st
         ratio_distance = ratio - median_machine_ratio
         deviation_score = 0.0
         if ratio_distance:
-            # If at least half of the machines agree exactly, any difference is infinitely many deviations.
+            # If more than half of the machines agree exactly, any difference is infinitely many deviations.
             deviation_score = (
                 ratio_distance / median_ratio_deviation
                 if median_ratio_deviation

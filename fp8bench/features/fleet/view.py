@@ -194,7 +194,7 @@ def _describe_machine_problems(report: FleetReport) -> dict[str, str]:
 
 
 def report_page(report: FleetReport, name: str) -> Page:
-    # Outliers come first, because most users need nothing else.
+    # Machines that stand out come first, because most users need nothing else.
     parts = [
         Part("named", "Machines that stand out", (_make_outliers_table(report),)),
         Part("machines", "Machines", (_machines_table(report),)),
