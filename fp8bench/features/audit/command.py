@@ -60,7 +60,7 @@ _EXIT_CODES = {
 }
 # How many failures and layers are shown without --all.
 _SHOWN_FAILURES, _SHOWN_LAYERS = 3, 8
-# The fields of a signature after kind and precision. Their options are only accepted together with those two.
+# The fields of a signature after kind and precision. Their options are only accepted together with --kind.
 _SIGNATURE_OPTIONS = fields(CallablePromise)[2:]
 EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
