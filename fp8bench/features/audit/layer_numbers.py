@@ -69,9 +69,9 @@ class LayerVerdict(NamedTuple):
 
 @dataclass
 class LayerNumbers:
-    """Judges the numbers of a converted layer. `casts_by_precision` are the precisions in which the layer may run.
-    Those in `likely_precisions` are tried first, and the first that explains the output is accepted. `arguments` and
-    `options` are those with which the model called the layer.
+    """Judges the numbers of a converted layer. `casts_by_precision` has the casts of each precision in which the layer
+    may run. The `likely_precisions` are tried first, and the first that explains the output is accepted. `arguments`
+    and `options` are those with which the model called the layer.
     """
 
     module: nn.Module

@@ -64,7 +64,7 @@ _MAX_SIMULATED_TERMS = 1 << 25
 ROUNDING_REASON = "casts round differently: scales differ in their last bits, or ties are rounded the other way"
 # Values above this share of the dtype's largest number may become infinite.
 _SAFE_SHARE_OF_LARGEST_VALUE = 0.9
-# Codes of failures that one input proves, and of errors that a second input must confirm: they may be chance.
+# Codes of failures that one input proves, and of figures that a second input must confirm: they may be chance.
 CERTAIN_FINDING_CODES = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
 FIGURE_FINDING_CODES = ("too-bad", "too-good", "gain")
 # Errors of attention count as equal if the smaller one is at least this share of the larger one.
