@@ -118,7 +118,7 @@ def judge_duel_sessions(
     logs, mean_logs = np.concatenate(log_seconds_by_session, axis=1)
     sizes = [(len(session.before), len(session.after)) for session in shared_sessions]
     after_process_mask = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
-    # 2. Run a permutation test: assign processes to sides at random, and count how often the sides differ as much.
+    # 2. Run a permutation test: assign processes to sides in other ways, and count how often the sides differ as much.
     assignments = _NameAssignments(logs, after_process_mask, sizes)
     rounds = min(len(_list_common_rounds(session)) for session in shared_sessions)
     log_seconds_a = logs[~after_process_mask]
