@@ -65,9 +65,9 @@ class GateSource:
     """The comparisons to judge, and how to measure suspects (figures that seem worse) again.
 
     `confirm` measures suspects again, and `remeasurement` is its method. If nothing can be judged, `problem` is the
-    reason, and `code` its exit code. `incomparable_case_ids` were measured on the first side, but cannot be compared
-    now. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about `look_seconds`
-    each time. Both numbers are None if unknown.
+    reason, and `code` its exit code. `expected_cases` have to have comparable times; otherwise the gate cannot
+    tell whether they became slower. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and
+    takes about `look_seconds` each time. Both numbers are None if unknown.
 
     For a history, `comparisons` has only the changes, and `series_states` has the latest state of each series.
     `unchanged_figures` has the figures of all series, so that a thresholds rule that matches only unchanged figures is
@@ -84,7 +84,7 @@ class GateSource:
     series_states: tuple[SeriesState, ...] = ()
     unchanged_figures: tuple[Comparison, ...] = ()
     duel: Duel | None = None
-    incomparable_case_ids: frozenset[str] = frozenset()
+    expected_cases: frozenset[str] = frozenset()
     budget: float | None = None
     look_seconds: float | None = None
 
@@ -122,13 +122,13 @@ def judge_comparisons(source: GateSource, rules: ThresholdRules, rerun: bool, ob
     # 2. Measure suspects again, and mark times whose slow-down the gate would not detect.
     if not source.problem:
         settled_figures = _note_same_work(_resolve_suspect_figures(figures, source, rules, rerun, observer))
-        figures = mark_undetectable_figures(settled_figures, limits, source.incomparable_case_ids)
+        figures = mark_undetectable_figures(settled_figures, limits, source.expected_cases)
         # 3. Mark also times of a history that did not change.
         changed_figure_keys = {figure.key for figure in figures}
         newest_figures = mark_undetectable_figures(
             judge_first_look([series.comparison for series in source.series_states], rules),
             limits,
-            source.incomparable_case_ids,
+            source.expected_cases,
         )
         figures += tuple(
             figure
@@ -315,14 +315,14 @@ def compare_stored_sides(name_a: str, name_b: str, store: Path, observer: JobObs
     problem, exit_code = _explain_unjudgeable(compared_sides)
     if problem:
         return GateSource(title, compared_sides.comparisons, problem=problem, code=exit_code)
-    # 3. Collect unmeasured cases, facts of the environment that changed, and cases that only one side has.
+    # 3. Collect unmeasured cases, facts that differ between the runs, and cases that only one side has.
     interrupted_cases = find_unmeasured_cases(compared_sides.after.runs, Evidence.CROSS_RUN)
     notes = [describe_differing_fact(fact, " was {} and is {}") for fact in compared_sides.differing_facts]
     for change, cases in (("is gone", compared_sides.cases_only_before), ("is new", compared_sides.cases_only_after)):
         notes += [f"{case} {change}" for case in cases[:_MAX_LISTED_CASES]]
         if cases[_MAX_LISTED_CASES:]:
             notes.append(f"and {len(cases) - _MAX_LISTED_CASES} more")
-    incomparable_case_ids = [
+    expected_cases = [
         case
         for case, case_sightings in compared_sides.before.sightings_by_case.items()
         if case_sightings[-1].record.is_ok
@@ -336,7 +336,7 @@ def compare_stored_sides(name_a: str, name_b: str, store: Path, observer: JobObs
         partial(_remeasure_suspect_figures, compared_sides, SuspectRemeasurer(store, observer)),
         tuple(notes),
         remeasurement=RemeasurementMethod.DUEL if can_duel else RemeasurementMethod.MEASURED_AGAIN,
-        incomparable_case_ids=frozenset(incomparable_case_ids),
+        expected_cases=frozenset(expected_cases),
         budget=newest_run.request.budget,
     )
 
@@ -459,9 +459,9 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         for case in duel.cases
         if case not in compared_cases
     ]
-    # 4. A second duel is possible only while the commit of side B is checked out.
+    # 4. If side B is a commit, a second duel is possible only while this commit is checked out.
     remeasurement = RemeasurementMethod.NONE if _explain_moved_head(duel) else RemeasurementMethod.DUEL
-    incomparable_case_ids = frozenset(result.after.case.id for result in duel.results if not result.is_refused_by_both)
+    expected_cases = frozenset(result.after.case.id for result in duel.results if not result.is_refused_by_both)
     return GateSource(
         title,
         (*figures, *interrupted_cases),
@@ -469,7 +469,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         notes,
         remeasurement=remeasurement,
         duel=duel,
-        incomparable_case_ids=incomparable_case_ids,
+        expected_cases=expected_cases,
         budget=duel.request.budget,
     )
 

@@ -140,7 +140,7 @@ _OUTCOME_TONES = {
     GateOutcome.CANNOT_TELL: Tone.DOUBT,
     GateOutcome.BETTER: Tone.GOOD,
 }
-_REMEASURED_AGAIN_LEGEND = "again: the same change, re-measured in a fresh process"
+_AGAIN_LEGEND = "again: the same change, re-measured in a fresh process"
 _WORSE_LEGEND = "worse: beyond both thresholds, the share and the difference"
 _SMALLEST_LABEL = "smallest slow-down"
 
@@ -165,7 +165,7 @@ def render_page(verdict: GateVerdict) -> Page:
     # 2. Explain only the terms that the page shows.
     listed = verdict.of(*_PART_TITLE_BY_OUTCOME)
     second_looks = [figure.again for figure in listed if figure.again is not None]
-    footer_texts = [_REMEASURED_AGAIN_LEGEND] if second_looks else []
+    footer_texts = [_AGAIN_LEGEND] if second_looks else []
     if listed:
         footer_texts += [_WORSE_LEGEND, *explain_labels([*(figure.comparison for figure in listed), *second_looks])]
     facts = [("judged", verdict.counts)] if verdict.judged else []
@@ -179,7 +179,7 @@ def render_page(verdict: GateVerdict) -> Page:
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer_texts, tuple(facts))
 
 
-def _show_previous_value(figure: JudgedFigure) -> str:
+def _show_value_before(figure: JudgedFigure) -> str:
     return value(figure.comparison, figure.comparison.before)
 
 
@@ -196,7 +196,7 @@ def _make_outcome_part(outcome: GateOutcome, title: str, judged: Sequence[Judged
     cols: list[Col[JudgedFigure]] = [
         Col("setting", lambda figure: split_case_id(figure.comparison.case)[0], shared=True),
         Col("figure", lambda figure: f"{split_case_id(figure.comparison.case)[1]} {figure.comparison.metric}"),
-        Col("A", _show_previous_value, number=True),
+        Col("A", _show_value_before, number=True),
         Col("B", _show_value_after, number=True),
         Col("change", _format_first_change),
         Col("again", lambda figure: show_change(figure.again.ratio if figure.again else None)),
@@ -334,12 +334,8 @@ def _find_status_of_unequal_sides(result: CaseResult) -> ReviewStatus | None:
         return ReviewStatus.INFRASTRUCTURE_ERROR
     if failed_records:
         return ReviewStatus.QUALITY_BLOCKED if result.after in failed_records else ReviewStatus.RECIPE_MISMATCH
-    support_levels = {result.before.support.level, result.after.support.level}
-    return (
-        None
-        if (result.sessions or result.is_refused_by_both) and len(support_levels) == 1
-        else ReviewStatus.RECIPE_MISMATCH
-    )
+    levels = {result.before.support.level, result.after.support.level}
+    return None if (result.sessions or result.is_refused_by_both) and len(levels) == 1 else ReviewStatus.RECIPE_MISMATCH
 
 
 def _summarize_change(figure: JudgedFigure) -> str:
@@ -391,7 +387,7 @@ def _figures_table(verdict: GateVerdict) -> Table:
 
     cols: list[Col[JudgedFigure]] = [
         Col("figure", _make_figure_title),
-        Col("base", _show_previous_value, number=True),
+        Col("base", _show_value_before, number=True),
         Col("head", _show_value_after, number=True),
         Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", _format_first_change),
         Col(_SMALLEST_LABEL, show_smallest_slow_down),

@@ -467,7 +467,7 @@ def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOut
     source = GateSource(
         "b against a", (change,), lambda suspects: SecondMeasurement({}), remeasurement=RemeasurementMethod.DUEL
     )
-    verdict = judge_comparisons(replace(source, incomparable_case_ids=frozenset({change.case})), (), True, SILENT)
+    verdict = judge_comparisons(replace(source, expected_cases=frozenset({change.case})), (), True, SILENT)
     (found,) = verdict.judged
     assert found.outcome is outcome and why in found.why
     assert verdict.exit_code == (4 if outcome is GateOutcome.CANNOT_TELL else 0)
