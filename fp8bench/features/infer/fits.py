@@ -127,9 +127,9 @@ def find_context_crossing(arm: FittedLine, reference: FittedLine, contexts: Sequ
         else None
         for end in (0, -1)
     )
-    is_faster_at_ends = first, last
-    if None in is_faster_at_ends or first == last:
-        return ContextCrossing(None, shortest, longest, is_faster_at_ends)
+    faster_at_ends = first, last
+    if None in faster_at_ends or first == last:
+        return ContextCrossing(None, shortest, longest, faster_at_ends)
     a, b = arm.point - reference.point
     crossing = float(min(max(-a / b, shortest), longest))
     # Two lines cross once. The interval begins at the last grid context where the arm that is faster at the shortest
@@ -150,7 +150,7 @@ def find_context_crossing(arm: FittedLine, reference: FittedLine, contexts: Sequ
         crossing,
         min(crossing_bound_candidates),
         max(crossing_bound_candidates),
-        is_faster_at_ends,
+        faster_at_ends,
         tuple(map(int, contradicting_contexts)),
     )
 
@@ -178,8 +178,8 @@ def _estimate_step_seconds(
     reference_seconds = np.maximum(seconds_at_largest_distance, reference.point[0] + reference.point[1] * grid)
     # The factor is needed because few contexts are just before or after a jump, where times are furthest from the line.
     measured_jump_seconds: FloatArray = _STEP_RANGE_FACTOR * np.ptp(relative_line_distances) * reference_seconds
-    # Pages shorter than the greatest common divisor of the measured contexts leave no trace in the times. Their steps
-    # are at most as high as the line rises over one page.
+    # Pages whose length divides all measured contexts leave no trace in the times, because all contexts fill their last
+    # page. The longest such page is the greatest common divisor, and its last page may have all tokens but one unused.
     unmeasured_jump_seconds = (math.gcd(*map(int, measured_contexts)) - 1) * float(
         max(arm.point[1], reference.point[1], 0.0)
     )

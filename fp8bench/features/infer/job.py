@@ -177,7 +177,7 @@ def _cut_token_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tu
     """Cuts windows of `length` + 1 token ids out of a text. They are spread over the whole text, because its beginning
     is unusual: a module begins with imports.
     """
-    # Cut at least two windows, because a single text gives no interval.
+    # Cut at least two windows, because the interval of a single text is unbounded.
     window_count = min(max(2, tokens // length), (len(ids) - 1) // length)
     window_starts = [number * ((len(ids) - length - 1) // window_count) for number in range(window_count)]
     return tuple(tuple(ids[start : start + length + 1]) for start in window_starts)

@@ -143,10 +143,8 @@ def summarize_rollout_gaps(gaps: Tensor) -> RolloutGap:
     is_clipped = importance_ratios.clamp(*_PPO_CLIP_RANGE) != importance_ratios  # NaN counts as clipped
 
     def effective_share(logs: Tensor) -> float:
-        sample_weights = logs.flatten().softmax(
-            0
-        )  # softmax divides by the sum, which cancels a common factor of all weights
-        return float(1 / (sample_weights.square().sum() * sample_weights.numel()))
+        weights = logs.flatten().softmax(0)  # softmax divides by the sum, which cancels a common factor of all weights
+        return float(1 / (weights.square().sum() * weights.numel()))
 
     return RolloutGap(
         gaps.numel(),

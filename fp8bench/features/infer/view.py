@@ -258,7 +258,7 @@ def table_rows(answer: ServingAnswer) -> PlainRows:
     rows = []
     for arm in answer.question.arms:
         time, quality, step_bytes = answer.arm_times(arm), answer.arm_quality(arm), answer.bytes_read(arm)
-        # If labels question the times, omit the crossing, as the page does.
+        # Labels (`doubts`) prevent a verdict, so the row has no crossing either.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(
             {
