@@ -159,7 +159,7 @@ def judge_product_shape(shape: LinearShape, kind: str, mode: RecipePrecision, de
     reason = "; ".join(objection.why for objection in unfixable_shape_objections or product_objections)
     if unfixable_shape_objections or not product_objections:
         return make_finding(why=reason)
-    # Pad each side to the least common multiple of the multiples that the objections require.
+    # Pad each side to the next common multiple of the numbers that the objections require.
     required_side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in product_objections))
     m, n, k = (
         -(-length // grain) * grain for length, grain in zip(product_sides, required_side_multiples, strict=True)
@@ -182,14 +182,9 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
     )
 
     def count_fits(mode: str, device: str) -> Field:
-        product_fit_flags = fits_by_device_and_mode.get((device, mode), [])
-        fitting_product_count_text = (
-            "all" if all(product_fit_flags) else f"{sum(product_fit_flags)} of {len(product_fit_flags)}"
-        )
-        return Field(
-            fitting_product_count_text if product_fit_flags else units.NONE,
-            tone=Tone.PLAIN if all(product_fit_flags) else Tone.DOUBT,
-        )
+        product_fits = fits_by_device_and_mode.get((device, mode), [])
+        count_text = "all" if all(product_fits) else f"{sum(product_fits)} of {len(product_fits)}"
+        return Field(count_text if product_fits else units.NONE, tone=Tone.PLAIN if all(product_fits) else Tone.DOUBT)
 
     modes = dict.fromkeys(finding.mode for finding in findings)
     columns = [Col("device", str), *(Col(mode, partial(count_fits, mode), number=True) for mode in modes)]
