@@ -273,8 +273,8 @@ def _predict_activation_bytes(model: DecoderModel, load: StepLoad) -> float:
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
         return _BF16_BYTES * width
-    # Selective checkpointing stores the input of a block, the output of attention, and the outputs of half of the
-    # matrix products: of every second one.
+    # Selective checkpointing stores the input of a block, the output of attention, and the output of every second
+    # matrix product.
     if load.checkpointing is Checkpointing.SELECTIVE:
         return _BF16_BYTES * (4 * width + keys + hidden * (1 if model.gated else 0.5))
     return _BF16_BYTES * (8 * width + 2 * keys + (4 if model.gated else 2) * hidden)

@@ -282,22 +282,13 @@ def _choose_micro_batches(question: LayoutRankingQuestion, layout: ParallelLayou
 def _predict_plan(
     question: LayoutRankingQuestion, layout: ParallelLayout, local_sequences: int, count: int
 ) -> PlannedLayout:
-    step_load = replace(question.load, local=local_sequences, micro_batches=count)
-    predicted_memory = predict_memory(question.model, layout, step_load)
-    pace = predict_pace(question.model, layout, step_load, question.topology)
+    load = replace(question.load, local=local_sequences, micro_batches=count)
+    memory = predict_memory(question.model, layout, load)
+    pace = predict_pace(question.model, layout, load, question.topology)
     usable_bytes = USABLE_MEMORY_SHARE * question.topology.memory
-    fits_memory, is_memory_tight = (
-        predicted_memory.total <= usable_bytes,
-        predicted_memory.total * (1 + memory_band(layout)) > usable_bytes,
-    )
+    fits_memory, tight = memory.total <= usable_bytes, memory.total * (1 + memory_band(layout)) > usable_bytes
     return PlannedLayout(
-        layout,
-        step_load,
-        predicted_memory,
-        pace,
-        tokens_per_second(layout, step_load, pace),
-        fits_memory,
-        fits_memory and is_memory_tight,
+        layout, load, memory, pace, tokens_per_second(layout, load, pace), fits_memory, fits_memory and tight
     )
 
 

@@ -41,7 +41,7 @@ _ACCURACY_TEXT = (
     f"Pace, by leave-one-machine-out: {HELD_OUT_TEXT}. Without calibration it was {UNCALIBRATED_TEXT}. Memory: "
     f"off by {MEMORY_ERROR} at most on the 20 published figures that the formulas were fitted to; none was held out."
 )
-# The assumed latency of a small message within a node, in seconds. It is reported as an assumption.
+# The assumed latency of a small message within a node, in seconds. The page shows it.
 _MESSAGE_SECONDS = 1e-5
 # In steps shorter than this, the overhead of launches dominates. The formulas leave out this overhead.
 _SHORT_STEP_SECONDS = 0.02
