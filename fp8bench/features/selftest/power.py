@@ -243,7 +243,7 @@ def _make_trial_session(operation: Operation, facts: DeviceFacts, result: Operat
     def make_arm(name: str, effect: float = 0.0) -> MeasuredArm:
         return _make_arm(operation, facts, f"{name}-{trial}", result.count_tiny_calls(effect))
 
-    # The arms' keys contain the trial's number, so that a trial does not reuse tensors of the previous trial.
+    # The arms' keys contain the number of the session's first trial, so that sessions do not share states.
     return RoundSession(
         make_arm("reference"), make_arm("control"), [make_arm(f"candidate-{effect}", effect) for effect in SLOWDOWNS]
     )
@@ -264,7 +264,7 @@ def _run_power_trial(
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), should_stop, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
-    # The slowed candidates are compared with the same reference timings.
+    # All candidates are compared with the same reference timings.
     for effect, arm in zip(SLOWDOWNS, session.candidates, strict=True):
         timing = arm.timing()
         conclusion = conclude_comparison(timing, reference, control)
