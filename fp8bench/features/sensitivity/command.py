@@ -133,8 +133,7 @@ def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Sensitiv
         raise UsageError(
             f"--by format chooses among {', '.join(FORMATS)}, and not {arguments.dtype}. Leave --dtype out."
         )
-    # 2. Request a suite's case in the low and in the reference precision. A map assigns one of these precisions to each
-    # layer.
+    # 2. Request a suite's case in the low and in the reference precision. Maps choose the precision of each layer.
     cases = {
         "suite": Model.name if target else "transformer",
         "axes": [axis],

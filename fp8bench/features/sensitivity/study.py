@@ -177,8 +177,8 @@ class SensitivityStudy:
 
     def format_errors(self, layer: str) -> dict[str, float]:
         """Returns the error of the first gradients by the format of `layer`, without formats that failed."""
-        # `error >= 0` is False for NaN too.
         layer_trials = (layer_trial for layer_trial in self.probes if layer_trial.name == layer)
+        # `error >= 0` is False for NaN too.
         return {
             layer_trial.form: error
             for layer_trial in layer_trials
