@@ -34,8 +34,8 @@ WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
 
 class ArmModel:
     """A model in an arm's precision, with its batches, losses and scoring. The subclass BuiltInModel has the
-    architectures of models.py, and ConvertedUserModel the model of a user's function. `tokens` is the number of tokens
-    per step. `has_user_learning_rates` means that the optimizer is a user's, whose rates the built-in schedules do not
+    architectures of models.py, and UserArmModel the model of a user's function. `tokens` is the number of tokens per
+    step. `has_user_learning_rates` means that the optimizer is a user's, whose rates the built-in schedules do not
     change.
     """
 
@@ -124,7 +124,9 @@ class ArmModel:
         raise NotImplementedError
 
     def repeat_steps(self, count: int) -> None:
-        """Prepares the model to repeat the last `count` steps for a measurement. These steps read new batches."""
+        """Prepares the model to repeat the last `count` steps for a measurement. Does nothing here, so these steps read
+        the same batches again.
+        """
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
         """Yields an arm's held-out losses. `row_key` is the arm, the seed and the step. `is_last` means that the

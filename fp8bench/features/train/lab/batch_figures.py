@@ -13,9 +13,9 @@ from torch import Tensor
 from fp8bench.features.train.lab.loop_figures import (
     compute_fingerprint,
     find_loss_node,
-    iterate_output_tensors,
     measure_input_figures,
     sample_tensor_values,
+    tensors_in,
 )
 from fp8bench.features.train.lab.readings import FigureValues
 
@@ -61,7 +61,7 @@ class BatchHistory:
         self._watched_figures, self._awaits_targets = measure_input_figures(inputs) if is_watched else {}, is_watched
         self._examples = 0
         self.add_examples(inputs)
-        tensors = [tensor for tensor in iterate_output_tensors(inputs) if tensor.numel()]
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.numel()]
         if not tensors:
             return
         # A loop may overwrite its batch, so the samples are copies.
@@ -77,7 +77,7 @@ class BatchHistory:
 
     def add_examples(self, inputs: Any) -> None:
         """Adds the examples of a micro-batch to those of the current step."""
-        first_input_tensor = next(iterate_output_tensors(inputs), None)
+        first_input_tensor = next(tensors_in(inputs), None)
         self._examples += len(first_input_tensor) if first_input_tensor is not None and first_input_tensor.ndim else 0
 
     def compare_loss_targets(self, loss: Tensor) -> None:
@@ -116,14 +116,14 @@ class BatchHistory:
         if not self._unread_batches:
             return
         # 1. Compute all fingerprints, and read them at once.
-        fingerprint_tensors: list[Tensor] = []
+        device_numbers: list[Tensor] = []
         conditions = list(map(_find_batch_condition, self._unread_batches))
         for batch, condition in zip(self._unread_batches, conditions, strict=True):
             fingerprint = compute_fingerprint(batch.samples)
-            fingerprint_tensors.append(fingerprint)
+            device_numbers.append(fingerprint)
             if condition is not None:
-                fingerprint_tensors += [compute_fingerprint([condition]).to(fingerprint), condition[0].to(fingerprint)]
-        numbers = iter(torch.stack(fingerprint_tensors).tolist())
+                device_numbers += [compute_fingerprint([condition]).to(fingerprint), condition[0].to(fingerprint)]
+        numbers = iter(torch.stack(device_numbers).tolist())
         # 2. Compare the fingerprints, in the order of the batches.
         for batch, condition in zip(self._unread_batches, conditions, strict=True):
             age = self._record_batch_fingerprint(next(numbers))

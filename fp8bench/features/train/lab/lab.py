@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 # The module that a ProcessWorker runs as a lab.
 LAB_MODULE = "fp8bench.features.train.lab.lab"
-# A finished arm is timed by training 50 more steps, at the final learning rate and with new batches each time.
+# A finished arm is timed by repeating its last 50 steps.
 _TIMED_REPEAT_STEPS = 50
 
 
-class ArmNotFinite(RuntimeError):
+class NotFinite(RuntimeError):
     """Raised when the steps of an arm should be timed, but the arm has stopped at NaN or infinity."""
 
 
-class ArmNotBuilt(RuntimeError):
+class NotBuilt(RuntimeError):
     """Raised when an arm is used, but its model or optimizer could not be built."""
 
 
@@ -194,7 +194,7 @@ class Lab(Bench):
         """
         from fp8bench.features.train.lab.trainer import change_precision
 
-        # Checkpoints do not contain arms that have stopped at NaN or infinity. Such an arm stays stopped.
+        # Checkpoints leave out arms whose state has NaN or infinity. Such an arm stays stopped.
         trainer_states = self._read_checkpoint(folder)
         for name, trainer in list(self._trainers.items()):
             if name in trainer_states:
@@ -221,7 +221,7 @@ class Lab(Bench):
             arm_build_fault = self._unbuilt[arm]
             if arm_build_fault.kind == UsageError.__name__:
                 raise UsageError(arm_build_fault.text)
-            raise ArmNotBuilt(f"{arm_build_fault.kind}: {arm_build_fault.text}")
+            raise NotBuilt(f"{arm_build_fault.kind}: {arm_build_fault.text}")
         return self._trainers[arm]
 
     @contextmanager
@@ -241,7 +241,7 @@ class Lab(Bench):
 
 
 def take_extra_step(trainer: Trainer, phase: Phases) -> None:
-    """Trains an arm for one step. A finished arm repeats one of its last steps. Raises ArmNotFinite if the arm has
+    """Trains an arm for one step. A finished arm repeats one of its last steps. Raises NotFinite if the arm has
     stopped.
     """
     from fp8bench.features.train import step
@@ -250,7 +250,7 @@ def take_extra_step(trainer: Trainer, phase: Phases) -> None:
     for _ in step.advance(trainer, phase, watched=False):
         pass
     if trainer.stopped:
-        raise ArmNotFinite(f"it stopped at step {trainer.step}: its numbers were not finite")
+        raise NotFinite(f"it stopped at step {trainer.step}: its numbers were not finite")
 
 
 def find_hardware(task: SeedTask) -> EmulatedHardware:

@@ -271,15 +271,15 @@ def _make_fingerprint_weights(shape: torch.Size, device: torch.device) -> Tensor
     return torch.arange(shape.numel(), device=device).mul(2.399963).cos().reshape(shape)
 
 
-def iterate_output_tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, dict):
         for value in output.values():
-            yield from iterate_output_tensors(value)
+            yield from tensors_in(value)
     elif isinstance(output, tuple | list):
         for value in output:
-            yield from iterate_output_tensors(value)
+            yield from tensors_in(value)
 
 
 def sample_tensor_values(tensor: Tensor) -> Tensor:
@@ -301,11 +301,7 @@ def measure_input_figures(inputs: Any) -> dict[str, FigureValue]:
     """Returns figures of the first input of a model, from a sample of its values: the mean, the deviation, and the
     share of duplicate examples.
     """
-    tensors = (
-        tensor.detach()
-        for tensor in iterate_output_tensors(inputs)
-        if tensor.numel() > 1 and tensor.dtype != torch.bool
-    )
+    tensors = (tensor.detach() for tensor in tensors_in(inputs) if tensor.numel() > 1 and tensor.dtype != torch.bool)
     tensor = next(tensors, None)
     if tensor is None or tensor.is_complex():
         return {}

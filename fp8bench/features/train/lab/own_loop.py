@@ -339,7 +339,7 @@ class UserLoopRecorder:
         loss = self._combine_step_losses()
         is_skipped_by_scaler = is_skipped and self._scaler is not None
         gradient_norm = math.nan if is_skipped_by_scaler else self._gradient_norm
-        # Watching began in the middle of this step, so the step has no row.
+        # A step in whose middle watching began has no row.
         has_row = gradient_norm is not None and loss is not None and not self._in_step
         if gradient_norm is not None and loss is not None and not self._in_step:
             figures = FigureValues(
@@ -401,7 +401,8 @@ class UserLoopRecorder:
         return join_norms(self._ranks.compute_norm_shares(change_norms, weights)) / self._parameter_norm
 
     def _combine_step_losses(self) -> Tensor | None:
-        # Losses of micro-batches are averaged, except divided ones, which add up to the loss of the step.
+        # Recorded losses of micro-batches are averaged. If they are divided or missing, the losses with which backward
+        # began add up.
         if self._losses and not (self._is_loss_divided and self._backward_losses):
             return torch.stack(self._losses).mean()
         if not self._backward_losses:
@@ -445,8 +446,8 @@ class UserLoopRecorder:
         return TrainingEvent(self._name, 0, self._step, UNSEEN_EVENT, words)
 
     def _explain_missing_rows(self) -> str:
-        parameter_by_id = {id(parameter) for parameter in self._module.parameters()}
-        if not any(id(parameter) in parameter_by_id for parameter in list_parameters(self._habits.optimizer)):
+        parameter_ids = {id(parameter) for parameter in self._module.parameters()}
+        if not any(id(parameter) in parameter_ids for parameter in list_parameters(self._habits.optimizer)):
             return "the optimizer changed no parameter of this module. Give fp8bench.watch the module that it trains"
         if self._gradient_norm is None:
             return "no parameter had a gradient. Call backward before the optimizer's step"

@@ -228,8 +228,7 @@ class UserBatches:
             if callable(self._source):
                 with self._seed_batch_source("batch", number):
                     return self._source(number, self.seed)
-            # An iterable cannot go back. If another arm has read further, restart the iterable, and skip to this arm's
-            # batch.
+            # An iterable cannot go back, so restart it, and skip to the batch.
             if number < self._next:
                 self._next, self._reader = 0, self._iterate_batches()
             self._next, skipped = number + 1, number - self._next

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8bench.features.train.arms import MSAMP_LEVELS
-from fp8bench.features.train.lab.lab import ArmNotFinite, Lab, find_hardware
+from fp8bench.features.train.lab.lab import Lab, NotFinite, find_hardware
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.step import advance
 from fp8bench.features.train.values import Arm, ArmCost
@@ -95,7 +95,7 @@ def test_states_in_low_precision_take_less_memory_in_a_small_model_too(corpus: C
 
 
 def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:
-    with pytest.raises(ArmNotFinite, match="stopped at step 1"):
+    with pytest.raises(NotFinite, match="stopped at step 1"):
         cost_of(corpus, "fp16", rate=10.0, loss_scale="4294967296")
 
 

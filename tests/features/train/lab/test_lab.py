@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.arms import MSAMP_LEVELS
 from fp8bench.features.train.lab import rates
-from fp8bench.features.train.lab.lab import ArmNotFinite, Lab
+from fp8bench.features.train.lab.lab import Lab, NotFinite
 from fp8bench.features.train.lab.watched_step import FaultyTensorFinder
 from fp8bench.features.train.step import find_faulty_tensor
 from fp8bench.features.train.values import FALLBACK_EVENT, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
@@ -125,7 +125,7 @@ def test_further_steps_repeat_the_last_ones(corpus: Corpus) -> None:
     assert lab.loop("fp32", 5) > 0 and lab.check("fp32").wrong == ""
     assert (lab.validate("fp32")[0].loss != before[0][0].loss) and lab.validate("bf16") == before[1]
     wild = lab_of(task_of(corpus, "fp16", steps=3, rate=10.0, loss_scale=OVERFLOWING))
-    with pytest.raises(ArmNotFinite):
+    with pytest.raises(NotFinite):
         wild.loop("fp16", 3)
     assert wild.check("fp16").wrong.startswith("the arm has stopped")
 
