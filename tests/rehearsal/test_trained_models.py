@@ -55,7 +55,7 @@ def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage
     facts: DeviceFacts = GPUS[gpu]
     settings, precision = TrainerSettings(model="micro", arch=arch), precisions.get(mode)
     config = models.make_config(settings, 256)
-    level = models.find_precision_support(settings, config, precision, facts).level
+    level = models.find_support(settings, config, precision, facts).level
     if level is Level.REFUSED:
         assert (arch, mode) == ("cnn", "nvfp4"), "its positions are no multiple of 32"
         return

@@ -16,7 +16,7 @@ from fp8bench.features.train.lab.models import (
     check_rank_count,
     check_trainer_settings,
     check_wire_has_effect,
-    find_precision_support,
+    find_support,
     list_elementwise_layers,
     list_layers,
     make_config,
@@ -41,8 +41,8 @@ from fp8bench.units import parse_number_or_text, size
 from fp8bench.workloads.model import MODEL_MAKERS_IN_PROCESS
 
 MAX_ARMS = 64
-# Settings that --sweep does not accept. Some must be equal in all arms, because arms share weights and batches. The
-# values of others, such as --rates, cannot be written in a sweep.
+# Settings that a sweep inside one training cannot change. Some must be equal in all arms, because arms share weights
+# and batches. The values of others, such as --rates, cannot be written in a sweep.
 _SETTINGS_WITHOUT_SWEEP = {
     "make",
     "skip",
@@ -277,7 +277,7 @@ def _make_named_arms(request: TrainingRequest) -> tuple[Arm, ...]:
                 f"--sweep {min(conflicts).replace('_', '-')}: {mode} sets it already. Leave one of them out."
             )
         candidates[name] = replace(unswept_arm, name=name, settings=(*unswept_arm.settings, *settings))
-    # A candidate with the reference's precision and default settings would repeat the reference.
+    # A candidate with the reference's precision and the training's settings would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:
         raise UsageError(
@@ -380,9 +380,7 @@ def add_arm_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> A
     # The device must support all precisions of the arm.
     later_precisions = [parse_precision_change(settings.then)[0]] if settings.then else []
     precisions_used = (arm.precision, *later_precisions, *(word for _, word in settings.precision_map))
-    support_per_precision = [
-        find_precision_support(settings, config, precisions.get(word), facts) for word in precisions_used
-    ]
+    support_per_precision = [find_support(settings, config, precisions.get(word), facts) for word in precisions_used]
     refusal_reasons = [support.reason for support in support_per_precision if support.level is Level.REFUSED]
     is_native = all(support.level is Level.NATIVE for support in support_per_precision)
     return replace(arm, native=is_native, skip=facts.unusable or "".join(refusal_reasons[:1]))

@@ -267,12 +267,12 @@ def load_training(path: Path) -> StoredTraining:
     # Lines without an arm are about the whole training.
     names = {"", *(arm.name for arm in training.arms)}
     lines: list[StreamLine] = []
-    arm_end_reasons = []
+    end_kinds = []
 
     def take_line(content: LineContent) -> None:
         ((name, value),) = content.items()
         if name == "end":
-            arm_end_reasons.append(value)
+            end_kinds.append(value)
         elif name in LINE_TYPE_BY_KIND:
             if value["arm"] in names:
                 lines.append(line_from_json(content))
@@ -280,7 +280,7 @@ def load_training(path: Path) -> StoredTraining:
             raise UnknownKind
 
     troubles = process_line_contents(file_lines, take_line, except_line=1)
-    return StoredTraining(training, tuple(lines), arm_end_reasons[-1:] == ["finished"], str(path), tuple(troubles))
+    return StoredTraining(training, tuple(lines), end_kinds[-1:] == ["finished"], str(path), tuple(troubles))
 
 
 class TrainingKind(ResultKind[StoredTraining]):

@@ -251,7 +251,7 @@ class SameInputs(HealthRule[StepFigure]):
 
     def read_line(self, line: StepFigure) -> str:
         self._last_figure_values[line.name] = line.value
-        # 'examples' is the last figure of a watched step, so all others of this step have been read.
+        # 'examples' is the last of these figures in a step, so all others of this step have been read.
         if line.name != "examples" or "inputs_again" not in self._last_figure_values:
             return ""
         repeated_step_count = self._last_figure_values["inputs_again"]

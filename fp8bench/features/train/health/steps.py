@@ -349,8 +349,8 @@ class GradientScale(HealthRule[StepRow]):
             or norm_gap_octaves < self.min_norm_gap_octaves
         ):
             return ""
-        # The loss has either changed by the same factor, as with a sum instead of a mean, or not at all, as with a loss
-        # scale.
+        # A mistake in the loop changes the loss by the same factor, as a sum instead of a mean does, or not at all, as
+        # a loss scale does.
         if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
             return ""
         loss_words = ", and the loss has changed as much" if abs(loss_change) > 0.5 else ""

@@ -295,9 +295,9 @@ class StepFigureRule(HealthRule[StepFigure]):
         self._last_values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.window))
 
     def read_line(self, line: StepFigure) -> str:
-        last_value = self._last_values[line.layer]
-        last_value.append(line.value)
-        return self.judge(line, last_value)
+        last = self._last_values[line.layer]
+        last.append(line.value)
+        return self.judge(line, last)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         """Returns the text of an alarm; '' if nothing is wrong. `last` are the newest values, up to that of `line`."""

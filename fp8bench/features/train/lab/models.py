@@ -137,7 +137,7 @@ def check_trainer_settings(settings: TrainerSettings) -> None:
     for is_refused, message in refusal_rules:
         if is_refused:
             raise UsageError(message)
-    # 2. Check the names in --rates. Unlike a precision map, --rates may also name norm layers.
+    # 2. Check the names in --rates, which may also name norm layers.
     names = {**dict.fromkeys(PARAMETER_KINDS), **list_map_keys(list_layers(settings.arch, config))}
     names |= {layer.name: None for layer in list_elementwise_layers(settings.arch, config) if layer.kind == "norm"}
     for name, _ in settings.rates:
@@ -256,9 +256,7 @@ def check_rank_count(settings: TrainerSettings, ranks: int) -> None:
         raise UsageError(f"{parallelism} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks.")
 
 
-def find_precision_support(
-    settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts
-) -> Support:
+def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     is_model_unconverted = settings.make and precision.name == UNTOUCHED
     support = (
         native("the unchanged model") if is_model_unconverted else _find_precision_support(settings, precision, facts)

@@ -111,5 +111,5 @@ def test_what_a_device_has_for_a_model(
     device: DeviceFacts, mode: str, settings: dict[str, Any], level: Level, words: str
 ) -> None:
     asked = TrainerSettings(**settings)
-    support = models.find_precision_support(asked, models.make_config(asked, 256), precisions.get(mode), device)
+    support = models.find_support(asked, models.make_config(asked, 256), precisions.get(mode), device)
     assert support.level is level and words in support.reason, support.reason
