@@ -20,7 +20,7 @@ from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import Amax, DelayedScaling, ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
-ALIGNED_COLUMN_COUNT = 16
+ALIGNED_SIDE = 16
 SQUARE_SIDE = 128
 # The sizes of example matrices, in squares. A matrix and a transposed one have different sizes, because one kernel may
 # handle both, and torch treats equal sizes as one size.
@@ -46,12 +46,12 @@ def view_stretches(matrix: Tensor, side: int, block: int, turned: bool = False) 
     groups of columns, columns).
 
     A stretch is a part of a row with `block` elements, or a whole row if `block` is 0. A group has `side` rows or
-    columns, but ALIGNED_COLUMN_COUNT columns if there are blocks.
+    columns, but ALIGNED_SIDE columns if there are blocks.
     """
     if turned:
-        parts = (-1, block // ALIGNED_COLUMN_COUNT, ALIGNED_COLUMN_COUNT) if block else (1, len(matrix) // side, side)
+        parts = (-1, block // ALIGNED_SIDE, ALIGNED_SIDE) if block else (1, len(matrix) // side, side)
         return matrix.view(*parts, matrix.shape[1] // side, side).permute(0, 3, 4, 1, 2)
-    parts = (-1, block // ALIGNED_COLUMN_COUNT, ALIGNED_COLUMN_COUNT) if block else (1, matrix.shape[1] // side, side)
+    parts = (-1, block // ALIGNED_SIDE, ALIGNED_SIDE) if block else (1, matrix.shape[1] // side, side)
     return matrix.view(len(matrix) // side, side, *parts).permute(2, 0, 1, 3, 4)
 
 

@@ -44,9 +44,7 @@ class KernelDefinition(ABC):
         """Computes the result with separate torch operations and writes it into the output tensors."""
 
     def build(self) -> Compiled | None:
-        """Compiles the kernel without torch's compiler, for example by Triton. Returns None if only torch's compiler
-        can compile it.
-        """
+        """Compiles the kernel without torch's compiler, for example by Triton. Returns None if that is impossible."""
         return None
 
 
@@ -162,7 +160,7 @@ def _compile_fastest(kernel: Kernel, widths: Sequence[int], stored_choice: vecto
     bits, seconds = vector_width.measure_fastest(compiled_kernel_by_width, kernel.examples())
     bits = stored_choice.store(bits, kernel=str(kernel), seconds=seconds)
     return Compiled(
-        # An earlier process may have stored a width that failed to compile above.
+        # Another process may have stored a width that failed to compile above.
         compiled_kernel_by_width[bits]
         if bits in compiled_kernel_by_width
         else _compile_with_vector_width(kernel, bits),

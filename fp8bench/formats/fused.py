@@ -89,7 +89,7 @@ def join_value_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bo
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
-        return _join_float64_words([value.view(torch.int32) for value in values])
+        return _join_floats([value.view(torch.int32) for value in values])
     rounded_lanes = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
     low_bits, high_bits = (tensor.view(torch.int32) for tensor in rounded_lanes)
     return (
@@ -113,14 +113,14 @@ def join_magnitude_lanes(
     if target is torch.float32:
         words = origin.bitwise_left_shift(_BITS_PER_HALF_WORD), origin
         bit_word_pairs = zip(bits, words, strict=True)
-        return _join_float64_words([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in bit_word_pairs])
+        return _join_floats([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in bit_word_pairs])
     # Two lanes: a word holds two bfloat16 numbers, each of which is the upper half of a float32.
     low_bits, high_bits = bits if is_exact else map(_round_to_bf16, bits)
     low_bits = low_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
     return low_bits.bitwise_or(high_bits.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
 
 
-def _join_float64_words(bits: list[Tensor]) -> Tensor:
+def _join_floats(bits: list[Tensor]) -> Tensor:
     low_bits, high_bits = (bit.to(torch.int64) for bit in bits)
     return low_bits.bitwise_and(_LOW_WORD_MASK).bitwise_or(high_bits.bitwise_left_shift(_WORD_BITS))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.code_kernels import ALIGNED_COLUMN_COUNT
+from fp8bench.formats.code_kernels import ALIGNED_SIDE
 from fp8bench.formats.codes import CODE_DTYPES, encode_with_torch
 from fp8bench.formats.grids import Format
 from fp8bench.formats.memory_layout import is_aligned
@@ -93,4 +93,4 @@ def as_row_major(x: Tensor) -> tuple[Tensor, bool]:
 
 def choose_aligned_side(lengths: Sequence[int]) -> int:
     # With this side, the compiler of a GPU knows that rows are aligned (code_kernels.py).
-    return ALIGNED_COLUMN_COUNT if not any(length % ALIGNED_COLUMN_COUNT for length in lengths) else 1
+    return ALIGNED_SIDE if not any(length % ALIGNED_SIDE for length in lengths) else 1

@@ -109,8 +109,8 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
     layout, block = _choose_block_layout(scaling, is_transposed)
     rows, columns = matrix_shape((x.t() if is_transposed else x).shape)
     # 2. Extend the matrix to complete blocks, because kernels do not handle incomplete ones.
-    padded_height, width = _round_up_to_block(rows, block[0]), _round_up_to_block(columns, block[1])
-    row_length = padded_height * width if layout is Layout.FLAT else width
+    height, width = _round_up_to_block(rows, block[0]), _round_up_to_block(columns, block[1])
+    row_length = height * width if layout is Layout.FLAT else width
     # 3. Read two bfloat16 values as a word if no word would be split between two blocks or rows.
     block_or_row_length = block[1] if block[1] > 1 else row_length
     has_value_pairs = x.dtype is torch.bfloat16 and block_or_row_length % 2 == 0
@@ -131,7 +131,7 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
         factor=has_upright_nvfp4_blocks or (scaling is not None and not has_blocks),
         stochastic=quantisation.stochastic,
     )
-    return MemoryLayout(kernel, padded_height, width, is_transposed, (padded_height, width) != (rows, columns))
+    return MemoryLayout(kernel, height, width, is_transposed, (height, width) != (rows, columns))
 
 
 def compute_kernel_factor(

@@ -166,7 +166,7 @@ def square_codes(
     torch.ops.fp8bench.square_scales(
         matrix, scale, inverse[:, :squares_across], turned_inverse[:, :squares_down].t(), fmt.name, rounding.value
     )
-    # Pass `scale`, which has the memory order of the squares. `inverse` has padding.
+    # `codes` needs the scales in the order of the squares in memory, which `scale` has.
     results = cast_codes_with_transpose(x, fmt, scale) if both else (codes(x, fmt, scale),)
     inverse_scales = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)

@@ -50,9 +50,8 @@ class Relaunch(NamedTuple):
                 outputs.append(None)
                 continue
             shape, strides, dtype = layout
-            out = torch.empty_strided(
-                shape, strides, dtype=dtype, device=device
-            )  # torch.empty would take twice as long
+            # torch.empty would take twice as long.
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             outputs.append(out)
             addresses.append(out.data_ptr())
         return tuple(outputs) if self.launch(self.take(addresses)) else None

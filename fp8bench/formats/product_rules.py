@@ -237,7 +237,7 @@ def _name_row_output_dtypes(device: DeviceClass) -> str:
 
 def _list_shape_objections(product: Product, device: DeviceClass) -> Iterator[ProductObjection]:
     for index, side in enumerate("MNK"):
-        # A size may violate several rules. Report only the largest multiple, which the rules list first.
+        # A size may violate several rules. Report only the first of these, which has the largest multiple.
         required_multiples = (rule[index] for rule in _list_side_multiples(product.scheme, device))
         if factor := next((factor for factor in required_multiples if product.sides[index] % factor), 0):
             m, n, k = (factor if place == index else 1 for place in range(3))

@@ -121,8 +121,8 @@ def round_magnitudes(
     has_float32_exponents = fmt.min_exponent == _FLOAT32_MIN_EXPONENT
     if has_float32_exponents:
         return _apply_overflow_rule(_round_float32_bits(magnitudes, fmt, random), fmt, overflow)
-    # round_to_grid rounds magnitudes up to 2^(max_exponent + 1). Magnitudes that are clamped to this limit still show
-    # overflow after rounding.
+    # `round_to_grid` takes numbers of at most 2^(max_exponent + 1). Magnitudes that are clamped to this limit still
+    # show overflow after rounding.
     clamp_limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
     return _replace_overflow(round_to_grid(magnitudes.clamp(max=clamp_limit), fmt, random), fmt, overflow)
 
@@ -201,8 +201,8 @@ def _apply_overflow_rule(rounded: Tensor, fmt: Format, overflow: Overflow) -> Te
 
 
 def _round_float32_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    """Rounds float32 values by their bits, for formats with the exponents of float32. There, a carry out of the largest
-    exponent gives infinity.
+    """Rounds float32 values by their bits. This is for formats with the exponents of float32, in which an overflow
+    carries into infinity.
     """
     dropped_mantissa_bits = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)

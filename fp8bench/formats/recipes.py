@@ -221,8 +221,8 @@ class Recipe:
         """Pairs of operands, one pair for each product: forward, input gradient and weight gradient. A weight gradient
         that is computed in bf16 is left out.
         """
-        product_format_pairs = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
-        return product_format_pairs[:2] if self.high_weight_gradient else product_format_pairs
+        operand_pairs = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
+        return operand_pairs[:2] if self.high_weight_gradient else operand_pairs
 
     @property
     def keeps_source(self) -> bool:

@@ -164,7 +164,7 @@ class TiledCodesKernel(Kernel):
         # A block in one row has one scale, so copy the scales in order. A square has a copy of its scale for each row.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
-        # Every element of a row writes the row's scale. To write it only once would need a second kernel.
+        # Every element of a block's row writes the row's scale. To write it only once would need a second kernel.
         else:
             scales.index_put_((self.places.scale_indices(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
@@ -187,9 +187,9 @@ class TiledCodesKernel(Kernel):
         ]
 
     def examples(self) -> list[Tensor]:
-        min_expert_rows, min_columns = self.places.smallest_shape
+        min_rows, min_columns = self.places.smallest_shape
         down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
-        rows, columns = down * min_expert_rows, across * min_columns
+        rows, columns = down * min_rows, across * min_columns
         shape = (columns, rows) if self.places.turned else (rows, columns)
         x = draw_example(shape, self.source, self.device)
         out = torch.empty(rows, columns // self.codes_per_byte, dtype=torch.uint8, device=self.device)

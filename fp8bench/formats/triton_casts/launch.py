@@ -142,7 +142,7 @@ class Repeat:
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
         self._device, self._vector_indices = device, tuple(_list_vector_tensors(plans))
         self._scratch = _find_required_scratch(plans)
-        # `operands` has the addresses of tensors, and ends with those of the counter (-2) and of the zeros (-1).
+        # `operands` has the addresses of tensors, and ends with the counter (-2) and the zeros (-1).
         self._launches = []
         for launch_plan, kernel in zip(plans, compiled, strict=True):
             # The compiled function takes the constants too, in the order of the kernel's parameters.

@@ -116,11 +116,11 @@ def _plan_codes_kernel(kernel: CodesKernel, tensors: Sequence[Tensor], processor
     # On these GPUs, SquareCodesKernel casts with scales of squares (native_codes.py).
     if kernel.has_scale_per_square:
         return []
-    down, side, blocks_across, _ = tensors[0].shape
+    down, side, across, _ = tensors[0].shape
     largest = None if kernel.fmt is None else kernel.fmt.largest
     straight, transposed_pointer, scale = _assign_pointer_indices(1, kernel.straight, kernel.turned, kernel.scaled)
     arguments: Arguments = {"x": TensorArgument(0), "codes": straight, "turned": transposed_pointer, "scale": scale}
-    return [_plan_cast_launch(arguments, down * side, blocks_across * side, largest, processors)]
+    return [_plan_cast_launch(arguments, down * side, across * side, largest, processors)]
 
 
 def _plan_current_codes(kernel: CurrentScaleCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
@@ -191,7 +191,7 @@ def _plan_cast_launch(
     writes_transpose = arguments["turned"] is not None
     # Without a transpose, the matrix can be treated as one long row.
     rows, columns = (rows, columns) if writes_transpose else (1, rows * columns)
-    down, blocks_across = _TILE_SIDE_LENGTHS if writes_transpose else (1, _ELEMENTS_PER_PROGRAM)
+    down, across = _TILE_SIDE_LENGTHS if writes_transpose else (1, _ELEMENTS_PER_PROGRAM)
     kernel_constants: LaunchConstants = {
         "LARGEST": largest,
         "STRAIGHT": arguments["codes"] is not None,
@@ -200,9 +200,9 @@ def _plan_cast_launch(
         "DELAYED": delayed is not None,
         **(delayed or _UNDELAYED_CAST_CONSTANTS),
         "DOWN": down,
-        "ACROSS": blocks_across,
+        "ACROSS": across,
     }
-    tiles = count_blocks(rows, down) * count_blocks(columns, blocks_across)
+    tiles = count_blocks(rows, down) * count_blocks(columns, across)
     # With delayed scaling, all programs end with an atomic operation on one address. Few programs limit the contention.
     program_count = min(tiles, 4 * processors) if delayed else tiles
     sizes = {"rows": rows, "columns": columns}
@@ -334,24 +334,20 @@ def _plan_row_codes_cast(
         plans.append(Plan("cast_rows", count_blocks(rows, lines), warp_count, arguments, kernel_constants))
     if not has_transpose:
         return plans
-    down, blocks_across = _TILE_SIDE_LENGTHS
+    down, across = _TILE_SIDE_LENGTHS
     arguments = {"x": TensorArgument(first_argument), "peaks": peaks, **sizes}
     # If the first launch could not find the maxima of columns, a separate pass does.
     if not is_one_pass_enough:
         lines = 4 * down
-        program_count = count_blocks(rows, lines) * count_blocks(columns, blocks_across)
-        plans.append(
-            Plan("find_peaks", program_count, 8, arguments, {"LINES": lines, "DOWN": down, "ACROSS": blocks_across})
-        )
+        program_count = count_blocks(rows, lines) * count_blocks(columns, across)
+        plans.append(Plan("find_peaks", program_count, 8, arguments, {"LINES": lines, "DOWN": down, "ACROSS": across}))
     arguments = {
         **arguments,
         "turned": _choose_output_pointer(outputs, True, 1),
         "inverse": _choose_output_pointer(outputs, True, 2),
     }
-    program_count = count_blocks(rows, down) * count_blocks(columns, blocks_across)
-    plans.append(
-        Plan("cast_columns", program_count, 8, arguments, {**scale_constants, "DOWN": down, "ACROSS": blocks_across})
-    )
+    program_count = count_blocks(rows, down) * count_blocks(columns, across)
+    plans.append(Plan("cast_columns", program_count, 8, arguments, {**scale_constants, "DOWN": down, "ACROSS": across}))
     return plans
 
 
@@ -365,8 +361,8 @@ def _plan_mx_cast(kernels: OrientedKernels, tensors: Sequence[Tensor]) -> list[P
     shape = tensors[first_argument].shape
     # The view splits rows and columns of the matrix into several dimensions. `TileViews` (tiled_codes.py) orders them
     # differently for a transposed matrix.
-    down, blocks_across = ((2, 3, 4, 5), (0, 1, 6)) if kernel.places.turned else ((0, 1, 2, 5), (3, 4, 6))
-    rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in blocks_across)
+    down, across = ((2, 3, 4, 5), (0, 1, 6)) if kernel.places.turned else ((0, 1, 2, 5), (3, 4, 6))
+    rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in across)
     if kernel.places.turned:
         rows, columns = columns, rows
     outputs, tiled_by_orientation = dict[bool, int](), dict[bool, bool]()
