@@ -76,12 +76,12 @@ def find_largest_arm_batch(training: Training, arm: Arm, limit: int, worker: Wor
         # Compare steps with one and with two micro-batches: the difference is the time of a micro-batch, and the
         # remaining time is the update.
         tokens, seconds = time_steps(largest_fitting_attempt.number, 1)
-        _, two_micro_batch_seconds = time_steps(largest_fitting_attempt.number, 2)
+        _, twice_seconds = time_steps(largest_fitting_attempt.number, 2)
     except (NoSearch, WorkerError) as error:
         worker.restart()
         return Capacity("batch", limit, why=str(error))
     # The fastest steps are the least disturbed ones. Noise may still make the difference negative.
-    update_seconds = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(two_micro_batch_seconds)[:2]))
+    update_seconds = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(twice_seconds)[:2]))
     return replace(
         capacity, tokens=tokens, peak=largest_fitting_attempt.taken, seconds=tuple(seconds), update=update_seconds
     )

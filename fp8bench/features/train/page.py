@@ -294,7 +294,7 @@ def _flag_alarms(
     flagged_series = []
     for name, marks in series:
         marks_with_alarms = list(marks)
-        # An alarm is shown at the last drawn point that is not later than the alarm.
+        # An alarm is shown at the last drawn point up to the one that covers its step.
         drawn_point_indices = [index for index, last_mark in enumerate(marks) if last_mark is not None]
         alarm_rules_by_point = together(
             (bisect_right(drawn_point_indices, bisect_left(ends, event.step + 1)), event.rule)

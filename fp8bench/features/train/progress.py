@@ -364,7 +364,7 @@ class LiveTrainingPage(_OutputObserver):
             stored_training = self._load_training()
             if stored_training is None:
                 return
-            # While the training runs, the page must not call it interrupted.
+            # While the training runs, the page must not call it cut off.
             page = render_page(
                 JudgedTraining(replace(stored_training, finished=stored_training.finished or bool(state)))
             )

@@ -47,8 +47,8 @@ UNSUPPORTED_OPTIMIZERS = {
 }
 # Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR).
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
-# `warmup` is the share of steps in which the learning rate rises. `floor` is the final learning rate as a share of the
-# largest; the schedule `constant` has none.
+# `warmup` is the share of steps in which the learning rate rises. After that the rate does not fall below `floor`, a
+# share of the largest rate; the schedule `constant` has none.
 _SCHEDULE_KEY_DEFAULTS: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
 # The allowed range of each key of --optimizer and --schedule.
 _BOUNDS_BY_KEY = {

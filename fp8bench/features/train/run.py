@@ -311,10 +311,9 @@ class _CompleteRun(TrainingRun):
         else:
             with Meters() as meters:
                 device_meter = meters.of(self.training.device)
-                has_energy_source = device_meter.kind is not SourceKind.NONE
                 energy_by_arm = (
                     self._measure_energy_in_windows(unmeasured_arms, device_meter)
-                    if has_energy_source
+                    if device_meter.kind is not SourceKind.NONE
                     else explain_missing_energy(device_meter.why)
                 )
         self._store_costs(

@@ -252,7 +252,7 @@ class SeedRun(TrainingRun):
             self.exclusion_reason_by_arm[name] = str(lost.error)
             kind = "out"
             sentence = f"{lost.error}; this arm is excluded"
-        # The fresh worker repeats the steps since the last checkpoint, and writes their lines again.
+        # The fresh worker repeats the steps since the last checkpoint, so drop their lines.
         point = self.writer.points[-1]
         self.writer.truncate_at_resume_point(point)
         self._store_lines((TrainingEvent(name, self.seed, point.step, kind, sentence),), point.step)

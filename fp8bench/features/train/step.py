@@ -35,8 +35,8 @@ from fp8bench.worker.products import identify_product
 
 
 def advance(trainer: Trainer, phase: Phases = UNTIMED_PHASE_MARKERS, watched: bool = True) -> Iterator[StreamLine]:
-    """Takes the next step of an arm, and yields the lines that a stream of the training gets for it: figures, readings
-    and events. Yields none if the arm has stopped or finished.
+    """Takes the next step of an arm and yields the lines of this step. Yields no lines if the arm has stopped or
+    finished.
     """
     if trainer.stopped or trainer.step == trainer.task.steps:
         return
@@ -78,7 +78,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = parallelism.join_norms(optimizer.gradients.norms())
         gradient_norm = join_norms(norms) / scale
         gradients = [size / scale for size in norms] if readings is not None else []
-        # The flag is a tensor, so that the host does not wait for the device before part 6.
+        # The flag is a tensor, so that the host need not wait for the device before part 6.
         skip_step_flag = (~(loss + gradient_norm).isfinite()).to(torch.float32)
         clip_divisors, clip_factor = compute_clip_divisors(
             norms, gradient_norm, scale, trainer.max_norm, trainer.clip_groups

@@ -133,11 +133,11 @@ def make_task_items(task: str, sequence: int, held_out: bytes) -> Iterator[tuple
     """
     generator = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
-        for max_question_bytes in list_retrieval_lengths(sequence):
-            texts = [_make_retrieval_text(generator, max_question_bytes) for _ in range(QUESTION_COUNT)]
+        for length in list_retrieval_lengths(sequence):
+            texts = [_make_retrieval_text(generator, length) for _ in range(QUESTION_COUNT)]
             yield (
-                f"retrieval@{max_question_bytes}",
-                [_make_task_item(text, (max_question_bytes - 1,), DIGITS) for text in texts],
+                f"retrieval@{length}",
+                [_make_task_item(text, (length - 1,), DIGITS) for text in texts],
             )
     elif task == "copy":
         question_letter_count = (sequence - 1) // 2
@@ -162,17 +162,13 @@ def _make_cloze_items(generator: random.Random, sequence: int, text: bytes) -> I
     Raises UsageError for a text with too few words.
     """
     # Choices are as long as the hidden word, so that the length does not show the answer.
-    max_question_bytes = min(sequence, _MAX_CLOZE_BYTES)
+    question_bytes = min(sequence, _MAX_CLOZE_BYTES)
     # A question must not begin before the text does.
-    word_matches = [match for match in _WORD_PATTERN.finditer(text) if match.end() > max_question_bytes]
+    word_matches = [match for match in _WORD_PATTERN.finditer(text) if match.end() > question_bytes]
     words_by_length = defaultdict(list)
     for match in word_matches:
         words_by_length[len(match[0])].append(match[0])
-    lengths = {
-        max_question_bytes
-        for max_question_bytes, words in words_by_length.items()
-        if len(set(words)) >= _CLOZE_CHOICE_COUNT
-    }
+    lengths = {length for length, words in words_by_length.items() if len(set(words)) >= _CLOZE_CHOICE_COUNT}
     # Hide only words for which the text has at least three alternatives of the same length.
     suitable_matches = [match for match in word_matches if len(match[0]) in lengths]
     if len(suitable_matches) < QUESTION_COUNT:
@@ -187,5 +183,5 @@ def _make_cloze_items(generator: random.Random, sequence: int, text: bytes) -> I
             choice_words.add(generator.choice(words_by_length[len(correct_word)]))
         # Sort the set: its order differs from process to process.
         candidates = generator.sample(sorted(choice_words), _CLOZE_CHOICE_COUNT)
-        cloze_passage = text[match.end() - max_question_bytes : match.start()]
+        cloze_passage = text[match.end() - question_bytes : match.start()]
         yield TaskItem(tuple(cloze_passage + word for word in candidates), (candidates.index(correct_word),))

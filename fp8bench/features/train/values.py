@@ -204,9 +204,9 @@ class StepRow(StreamLine):
 @dataclass(frozen=True)
 class LayerReading(StreamLine):
     """Figures of one tensor of a layer in a watched step (a step in which tensors are measured), as defined in
-    docs/watching.md. `zeros`, `underflow` and `saturated` are shares of all elements. `role` is input, weight or
-    gradient (of the layer's output). `scale` is the geometric mean of block scales; 1 without scales. `signal_to_noise`
-    is None if nothing was rounded.
+    docs/watching.md. `zeros`, `underflow`, `saturated` and `not_finite` are shares of all elements. `role` is input,
+    weight or gradient (of the layer's output). `scale` is the geometric mean of block scales; 1 without scales.
+    `signal_to_noise` is None if nothing was rounded.
     """
 
     layer: str
@@ -275,9 +275,9 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """An event in a step. Its kind is 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or a constant
-    above, such as NOT_FINITE_EVENT. `layer` and `tensor` name the place of the event, `values` are the observed values,
-    and `remedy` is a change that may help.
+    """An event in a step. Its kind is 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', 'restarted', 'out'
+    (the arm was excluded), or a constant above, such as NOT_FINITE_EVENT. `layer` and `tensor` name the place of the
+    event, `values` are the observed values, and `remedy` is a change that may help.
     """
 
     kind: str
@@ -383,4 +383,4 @@ class TrainingObserver:
         """Called after lines of an arm were stored. The arm is now at `step` of the seed `number`, counted from 0."""
 
     def note(self, sentence: str) -> None:
-        """Called for an event that has no line in the stream; `sentence` describes it."""
+        """Called with a sentence that the user should see at once."""

@@ -63,12 +63,12 @@ class RankLab(RankBench, Lab):
         trainer = self._get_arm_trainer(arm)
         # Digests once per call are enough: a rank whose weights differ in one step keeps different weights. Digests
         # do not show an error that is equal on all ranks. Tests compare ranks with one process for that.
-        subject_digest_pairs = (
+        equal_figures = (
             ("the number of steps", trainer.step),
             ("the weights", trainer.digest_shared_weights()),
             ("the scales", trainer.digest_scales()),
         )
-        return RankTrainingLines(lines, subject_digest_pairs)
+        return RankTrainingLines(lines, equal_figures)
 
     def save(self, folder: str) -> tuple[str, ...]:
         return self._on_all_ranks(lambda: super(RankLab, self).save(self._rank_folder(folder)))
@@ -132,7 +132,7 @@ def _merge_rank_costs(answers: Sequence[ArmCost]) -> ArmCost:
 def _merge_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
     for rank, lines in enumerate(answers):
         if len(lines) != len(answers[0]):
-            raise RanksDisagree(f"rank {rank} sent {len(lines)} lines of some steps, but rank 0 sent {len(answers[0])}")
+            raise RanksDisagree(f"rank {rank} sent {len(lines)} lines for the same steps, and rank 0 {len(answers[0])}")
     for parts in zip(*answers, strict=True):
         yield _MERGE_BY_LINE_KIND[type(parts[0])](parts)
 

@@ -52,8 +52,9 @@ _FORMAT_BY_CARRIER_DTYPE = {torch.bfloat16: BF16, torch.float16: FP16}
 @dataclass(frozen=True)
 class TensorCast:
     """How a tensor was cast. `fmt` and `scaling` are the format and the scaling of its elements, as far as known.
-    `scale` is the factor by which the tensor was multiplied, or None if the factor follows from the tensor alone.
-    `rounded` holds the rounded values that a product reads; None if nothing was rounded.
+    `scale` is the factor by which the whole tensor was multiplied. It is None without such a factor, or if the
+    factor follows from the tensor's values by `scaling`. `rounded` holds the rounded values that a product reads; None
+    if nothing was rounded.
     """
 
     fmt: Format | None = None
@@ -165,7 +166,7 @@ def _measure_figures_in_pieces(x: Tensor, rounded: Tensor | None) -> FigureValue
 
 
 def _measure_tensor_piece(x: Tensor, rounded: Tensor | None) -> FigureValues:
-    # On a CPU this function gets the values whose squares float32 cannot hold.
+    # On a CPU this function gets the tensors that `_measure_on_cpu` cannot measure exactly in float32.
     values = x.to(torch.float64 if is_read_at_once(x) else torch.float32)
     # x - x is 0 for finite values, and NaN for all others.
     finite_mask = values - values == 0
@@ -242,24 +243,26 @@ def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -
     values, and the scales. Leaves out blocks of zeros, and scales that round all values of their block to zero.
     """
     blocks = split_into_blocks(x.to(torch.float32).abs(), fmt, scaling)
-    scales = blocks.decoding_scales.to(torch.float64)
-    is_usable_scale = (scales > 0) & (scales < math.inf)
+    decoding_scales = blocks.decoding_scales.to(torch.float64)
+    is_usable_scale = (decoding_scales > 0) & (decoding_scales < math.inf)
     has_nonzero_values = is_usable_scale & (blocks.peaks > 0)
     largest_share = (
-        torch.where(is_usable_scale & (blocks.peaks < math.inf), blocks.peaks / scales, 0.0).amax() / fmt.largest
+        torch.where(is_usable_scale & (blocks.peaks < math.inf), blocks.peaks / decoding_scales, 0.0).amax()
+        / fmt.largest
     )
     saturated_count: FigureValue = 0
     if not is_on_cpu or float(largest_share) > _SATURATION_SLACK_FACTOR:
         saturated_count = _count_values_beyond_limits(
-            blocks.magnitudes, torch.where(is_usable_scale, scales * (fmt.largest * _SATURATION_SLACK_FACTOR), math.inf)
+            blocks.magnitudes,
+            torch.where(is_usable_scale, decoding_scales * (fmt.largest * _SATURATION_SLACK_FACTOR), math.inf),
         )
     return {
         "fullest": largest_share,
         "saturated": saturated_count,
-        "octaves": torch.where(has_nonzero_values, -scales.log2(), 0.0).sum()
-        / has_nonzero_values.sum(),  # mean log2 of the blocks' scales
-        "largest_step": torch.where(has_nonzero_values, scales, 0.0).amax(),
-        "least_step": torch.where(has_nonzero_values, scales, math.inf).amin(),
+        # The mean log2 of the factors before rounding, which are the inverses of the decoding scales.
+        "octaves": torch.where(has_nonzero_values, -decoding_scales.log2(), 0.0).sum() / has_nonzero_values.sum(),
+        "largest_step": torch.where(has_nonzero_values, decoding_scales, 0.0).amax(),
+        "least_step": torch.where(has_nonzero_values, decoding_scales, math.inf).amin(),
     }
 
 

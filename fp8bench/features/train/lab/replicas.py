@@ -32,7 +32,7 @@ class ReplicaWeightCheck:
 
     def list_figures(self, step: int, weights: Sequence[Tensor]) -> dict[tuple[str, str], FigureValue]:
         """Returns the number of ranks whose weights now differ from this rank's, as a figure named after the first such
-        rank; {} if no weights differ. Ranks that hold different parts of a model are not compared.
+        rank; {} if no weights differ. Ranks that hold different parts of a model are not counted.
         """
         if self._store is None:
             return {}

@@ -27,9 +27,7 @@ PrintLine = Callable[[str], None]
 
 
 class ScriptLoopWatch:
-    """Watches each optimizer of a script from its second step on. Each optimizer has a separate stream: a file of rows,
-    one for each step.
-    """
+    """Watches each optimizer of a script from its second step on. Each optimizer has a separate stream."""
 
     def __init__(self, stream: Path, store: Path, options: Mapping[str, Any], print_line: PrintLine) -> None:
         """`stream` is the file of the first loop. Pages are written into the folder of reports in `store`."""

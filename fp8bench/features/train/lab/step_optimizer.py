@@ -76,10 +76,10 @@ _OPTIMIZER_STATE_NAMES = {
 @dataclass(eq=False)
 class ParameterBucket:
     """Parameters that one torch optimizer updates together. `gradient_holders` are the tensors with the gradients: the
-    parameters themselves, or the masters of a HighAccumulation. Before an update, all of
-    these gradients are divided by the same divisor: entry `place` of the model's list. A user's optimizer has no
-    `place`. Each of its gradients has a separate divisor, and parameters without a gradient do not change. `storages`
-    hold the moments between steps; without `storages`, the optimizer holds them.
+    parameters themselves, or the masters of a HighAccumulation. Before an update, all of these gradients are divided by
+    the same divisor: entry `place` of the model's list. A user's optimizer has no `place`. Each of its gradients has a
+    separate divisor, and parameters without a gradient do not change. `storages` hold the moments between steps;
+    without `storages`, the optimizer holds them.
     """
 
     optimizer: Optimizer
@@ -290,8 +290,8 @@ class StepOptimizer:
 
 
 def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) -> StepOptimizer:
-    """Returns the optimizer that --optimizer names. Its parameters are divided into buckets that have the same rate,
-    weight decay and clipping.
+    """Returns the optimizer that --optimizer names. All parameters of one of its buckets have the same rate, weight
+    decay and clipping.
     """
     trained_parameters = list(parameters.values())
     gradient_format = settings.gradients

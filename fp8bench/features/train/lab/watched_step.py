@@ -139,10 +139,10 @@ class FaultyTensor:
 
     @property
     def description(self) -> str:
-        gradient_scale_text = "" if self.scale is None else f", scaled by {self.scale:g}"
+        scale_text = "" if self.scale is None else f", scaled by {self.scale:g}"
         return (
             f"the {self.tensor} of {self.layer}, in {self.direction}: {self.share:.3%} of it is not finite, the rest "
-            f"is up to {self.amax:g}{gradient_scale_text}"
+            f"is up to {self.amax:g}{scale_text}"
         )
 
     @property

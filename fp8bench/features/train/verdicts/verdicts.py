@@ -397,6 +397,6 @@ def _measure_log_speed_ratio(reference: LossCurve, arm: LossCurve) -> float | No
 
 
 def _exponentiate_interval(logs: Interval) -> Interval:
-    # math.exp overflows above 709.
+    # math.exp overflows above 709.8.
     point, low, high = (math.exp(min(700.0, max(-700.0, value))) for value in (logs.point, logs.low, logs.high))
     return Interval(point, low, high, logs.level)

@@ -60,7 +60,7 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
         ),
         (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
         (said(ROW, weights=2), "the weights of rank 1 differ from those of rank 0"),
-        (said(ROW, ROW), "rank 1 sent 2 lines of some steps, but rank 0 sent 1"),
+        (said(ROW, ROW), "rank 1 sent 2 lines for the same steps, and rank 0 1"),
     ],
 )
 def test_what_must_be_the_same_is_compared(other: RankTrainingLines, why: str) -> None:
