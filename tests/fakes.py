@@ -34,7 +34,7 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.model.raw import QueueFilling, RawSlot, RawStep, StateCheck
+from fp8bench.model.raw import Filling, RawSlot, RawStep, StateCheck
 from fp8bench.protocols import SilentObserver
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
@@ -211,7 +211,7 @@ class FakeWorker(Worker):
     def _scales(self, key: str) -> tuple[LayerScale, ...]:
         return self._script(self._labels[key]).scales
 
-    def _slot(self, key: str, calls: int, discard: int, filling: QueueFilling | None) -> RawSlot:
+    def _slot(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert key in self._calls, f"{key} has no state"
         label = self._labels[key]
         self.log.append(("slot", label, calls, discard, *filter(None, [filling])))
@@ -242,7 +242,7 @@ class FakeWorker(Worker):
         self._strike("capture", label)
         return self._script(label).uncapturable
 
-    def _replay(self, key: str, calls: int, discard: int, filling: QueueFilling | None) -> RawSlot:
+    def _replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         """A replay takes half as long as a step."""
         label = self._labels[key]
         self.log.append(("replay", label, calls, discard, filling))

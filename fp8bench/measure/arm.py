@@ -38,7 +38,7 @@ from fp8bench.model import (
     StepEffect,
     Timing,
 )
-from fp8bench.model.raw import QueueFilling, RawSlot, RawStep
+from fp8bench.model.raw import Filling, RawSlot, RawStep
 from fp8bench.protocols.axes import CACHE, ROTATING
 from fp8bench.registry import precisions, workloads
 
@@ -86,7 +86,7 @@ class MeasuredArm:
     untimed_call_count: int = 0
     step_seconds: float = 0.0
     host_seconds: float = 0.0
-    filling: QueueFilling | None = None
+    filling: Filling | None = None
     rotation: Rotation | None = None
     calibration_step: RawStep | None = None
     segmentation: StepSegmentation | None = None

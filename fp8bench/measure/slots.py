@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8bench.model import CELL_PHASES, Segments
-from fp8bench.model.raw import QueueFilling
+from fp8bench.model.raw import Filling
 from fp8bench.protocols.axes import COLD
 
 # A step shorter than REPEAT_BELOW_SECONDS is called several times in a slot, for about SLOT_SECONDS.
@@ -40,7 +40,7 @@ class SlotShape:
 
     calls: int = 1
     untimed_call_count: int = 0
-    filling: QueueFilling | None = None
+    filling: Filling | None = None
 
 
 def choose_timing_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_queue: bool) -> SlotShape:
@@ -59,7 +59,7 @@ def choose_timing_slot_shape(step_seconds: float, host_seconds: float, cache: st
     return SlotShape(calls, untimed_call_count, choose_slot_filling(host_seconds, calls))
 
 
-def choose_slot_filling(host_seconds: float, calls: int) -> QueueFilling | None:
+def choose_slot_filling(host_seconds: float, calls: int) -> Filling | None:
     """Returns how long to keep the device busy while the host enqueues calls, and how many calls the host can enqueue
     in this time. If enqueueing all calls takes longer than MAX_FILLING_SECONDS, only the first calls of a slot are
     covered. Returns None if enqueueing takes no measurable time.
@@ -67,9 +67,7 @@ def choose_slot_filling(host_seconds: float, calls: int) -> QueueFilling | None:
     if host_seconds <= 0:
         return None
     covered_call_count = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
-    return QueueFilling(
-        covered_call_count, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * covered_call_count)
-    )
+    return Filling(covered_call_count, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * covered_call_count))
 
 
 MIN_BLOCK_NS = 100_000

@@ -49,7 +49,7 @@ class RawStep:
 
 
 @dataclass(frozen=True)
-class QueueFilling:
+class Filling:
     """How the queue of a device is kept filled. Before every `calls` calls, the device gets work for `seconds`, so that
     the host can enqueue these calls before the device reaches them.
     """

@@ -23,7 +23,7 @@ from fp8bench.model import (
     Scalar,
 )
 from fp8bench.model.promises import Conformity
-from fp8bench.model.raw import QueueFilling, RawPhaseReplay, RawSlot, RawStep, Settings, StateCheck
+from fp8bench.model.raw import Filling, RawPhaseReplay, RawSlot, RawStep, Settings, StateCheck
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
@@ -231,13 +231,13 @@ class Bench(UntimedPasses):
         wait_for_running_tasks(list_running_tasks() - running_tasks_before)
         gc.collect()
 
-    def slot(self, key: str, calls: int, discard: int, filling: QueueFilling | None = None) -> RawSlot:
+    def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         return self._select_case(key).slot(calls, discard, filling)
 
     def capture(self, key: str) -> str:
         return self._select_case(key).capture()
 
-    def replay(self, key: str, calls: int, discard: int, filling: QueueFilling | None) -> RawSlot:
+    def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         return self._select_case(key).replay_slot(calls, discard, filling)
 
     def replay_phases(self, key: str) -> RawStep | None:

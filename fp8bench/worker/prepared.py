@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import DeviceFacts, LateSteps, Phase
-from fp8bench.model.raw import QueueFilling, RawPhaseReplay, RawSlot, RawStep, StateCheck
+from fp8bench.model.raw import Filling, RawPhaseReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Reading, ReadingOrUnavailable, subtract_counters
 from fp8bench.model.run import MARKS_SHARE
 from fp8bench.protocols import (
@@ -238,10 +238,10 @@ class PreparedCase:
                 replays.append(RawStep(tuple(marks[0]), tuple(stamper.intervals_ns(marks[1]))))
         return min(replays, key=lambda step: step.seconds)
 
-    def slot(self, calls: int, discard: int, filling: QueueFilling | None = None) -> RawSlot:
+    def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
         return self._time_slot(self.workload.step, calls, discard, filling)
 
-    def replay_slot(self, calls: int, discard: int, filling: QueueFilling | None) -> RawSlot:
+    def replay_slot(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
         replay = self.replay
         steps_per_replay = len(self.states)
@@ -253,7 +253,7 @@ class PreparedCase:
         return replace(slot, steps=steps, host_seconds=slot.host_seconds / steps_per_replay)
 
     def _time_slot(
-        self, take_step: Callable[[Any, Phases], object], calls: int, discard: int, filling: QueueFilling | None
+        self, take_step: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
     ) -> RawSlot:
         # Look functions up before a step runs, so that a step that replaces them cannot affect its slot.
         clock, begin, end, now = self.clock, self.clock.begin, self.clock.end, time.perf_counter
@@ -358,7 +358,7 @@ class PreparedCase:
             self._initial_switch_values = switch_values if owns_process() else None
             yield
 
-    def _prepare_call_on_device(self, number: int, filling: QueueFilling | None) -> Any:
+    def _prepare_call_on_device(self, number: int, filling: Filling | None) -> Any:
         """Prepares the call with the index `number`, and returns its state. With `filling`, keeps the device busy
         before every `filling.calls`-th call, so that the host can queue work ahead. On an accelerator, the time that
         the device works on this preparation is measured.

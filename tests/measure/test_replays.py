@@ -13,7 +13,7 @@ from fp8bench.measure.group import GroupMeasurement, MeasurementMethod
 from fp8bench.measure.rounds import REPLAY_ROUNDS, StepReplayPass
 from fp8bench.measure.slots import choose_slot_filling
 from fp8bench.model import DeviceFacts, Level, Record, ReplayTimes, StaticScales
-from fp8bench.model.raw import QueueFilling, RawStep
+from fp8bench.model.raw import Filling, RawStep
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from fp8bench.report.words.naming import describe_graph_replays
@@ -93,7 +93,7 @@ def test_a_graph_with_marks_gives_the_phases_of_a_replay() -> None:
 def test_data_that_replays_do_not_load_is_named() -> None:
     loading = replace(planned("fp32").case, workload="transformer")
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
-    fillings: dict[str, QueueFilling | None] = {}
+    fillings: dict[str, Filling | None] = {}
     for workload, chosen in (("transformer", one), ("gemm", arm("bf16", facts=GPU))):
         found, worker = replayed({chosen.planned.case.mode: lasting(1)}, chosen)
         (replays,) = found.values()

@@ -16,7 +16,7 @@ import torch
 from fp8bench.analysis.labels import collect_hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Label, Rotation, Segments, SlotSample, Timing
-from fp8bench.model.raw import QueueFilling, RawSlot, Settings
+from fp8bench.model.raw import Filling, RawSlot, Settings
 from fp8bench.numerics.operands import describe_host_transfer
 from fp8bench.protocols import Device, Phases, Setup, Stamper
 from fp8bench.registry import devices, workloads
@@ -207,7 +207,7 @@ def test_no_call_meets_an_empty_queue(bench: Bench) -> None:
     """
     bench.prepare("key", case(device="queue:0"), QUEUE)
     empty = bench.slot("key", 3, 0)
-    filled = bench.slot("key", 3, 0, QueueFilling(3, 60.0))
+    filled = bench.slot("key", 3, 0, Filling(3, 60.0))
     assert all(step.seconds >= 200e-6 for step in empty.steps)
     assert [step.intervals_ns for step in filled.steps] == [(50_000,)] * 3
     assert filled.host_seconds >= 200e-6
@@ -233,7 +233,7 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Queue, "captured", captured)
     assert bench.capture("key") == ""
     Watched.steps.clear()
-    slot = bench.replay("key", 3, 1, QueueFilling(3, 60.0))
+    slot = bench.replay("key", 3, 1, Filling(3, 60.0))
     assert [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3 and Watched.steps == []
     assert stepped(bench, 2) == [0, 0]  # and steps are still steps
     assert len(graphs) == 1
@@ -253,7 +253,7 @@ def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest
     Watched.steps.clear()
     assert bench.capture("key") == ""
     assert Watched.steps[-4:] == [0, 1, 2, 3]
-    slot = bench.replay("key", 12, 1, QueueFilling(3, 60.0))
+    slot = bench.replay("key", 12, 1, Filling(3, 60.0))
     assert [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3
     bench.release("key")
     monkeypatch.setattr(prepared, "MAX_STATES", 2)
@@ -277,7 +277,7 @@ def test_fewer_steps_are_marked_where_stamps_take_more_than_their_share(
         monkeypatch.setattr(prepared, "stamp_cost", lambda device, index, cost=nanoseconds: cost * 1e-9)
         bench.prepare("key", case(device="queue:0"), QUEUE)
         for _ in range(2):  # the first slot shows what its steps take
-            slot = bench.slot("key", 40, 0, QueueFilling(40, 60.0))
+            slot = bench.slot("key", 40, 0, Filling(40, 60.0))
         marked[nanoseconds] = [number for number, step in enumerate(slot.steps) if len(step.codes) > 1]
         assert all(abs(step.seconds - 50e-6) < 1e-9 for step in slot.steps)
         bench.release("key")
@@ -363,7 +363,7 @@ def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: py
     Watched.steps.clear()
     assert bench.capture("key") == "" and loads == [0] and len(Watched.steps) == 2
     Watched.steps.clear()
-    slot = bench.replay("key", 3, 1, QueueFilling(1, 60.0))
+    slot = bench.replay("key", 3, 1, Filling(1, 60.0))
     assert loads == [0] * 5 and [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3
 
 

@@ -13,7 +13,7 @@ import torch
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.slots import cut_step_into_cells
 from fp8bench.model import CELL_PHASES, DeviceFacts
-from fp8bench.model.raw import QueueFilling
+from fp8bench.model.raw import Filling
 from fp8bench.model.readings import Reading
 from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
 from fp8bench.registry import precisions
@@ -233,7 +233,7 @@ class Moving(Stub):
         phase._stamps[0] += round(state * (time.perf_counter_ns() - begun))
 
 
-FILLING = QueueFilling(4, 1e-3)
+FILLING = Filling(4, 1e-3)
 
 
 def ready_to_move(share: float, device: Device | None = None) -> PreparedCase:
@@ -246,7 +246,7 @@ def ready_to_move(share: float, device: Device | None = None) -> PreparedCase:
 
 
 @for_each(("moved", "filling"), [(0.0, None), (0.0, FILLING), (0.85, None), (0.85, FILLING), (-4.5, None)])
-def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, filling: QueueFilling | None) -> None:
+def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, filling: Filling | None) -> None:
     prepared = ready_to_move(moved)
     for _ in range(3):
         prepared.slot(8, 0, filling)
