@@ -333,7 +333,7 @@ def _find_enum_member(kind: object, name: str) -> Enum:
     """
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
-    raise pickle.UnpicklingError(f"{name} of {kind} is not a member of an enum")
+    raise pickle.UnpicklingError(f"{name} of {kind} is not a frozen value")
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -348,4 +348,4 @@ class PlainUnpickler(pickle.Unpickler):
                 return value
         if (module, name) == ("builtins", "getattr"):
             return _find_enum_member
-        raise pickle.UnpicklingError(f"{module}.{name} is not a class of frozen values")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a frozen value")

@@ -197,7 +197,7 @@ def test_answers_and_lists_of_objects_hold_plain_values_alone(tmp_path: Path) ->
     refused += [named("subprocess", "Popen"), named("fp8bench.store.runs.run_file", "RunWriter")]
     refused += [pickle.dumps(Attribute(*one)) for one in ((Level, "mro"), (Level, "__class__"), (Case, "id"))]
     for written in (pickle.dumps(Touch(tmp_path / "was here")), *refused):
-        with pytest.raises(pickle.UnpicklingError, match=r"not a (class of frozen values|member of an enum)"):
+        with pytest.raises(pickle.UnpicklingError, match="not a frozen value"):
             PlainUnpickler(io.BytesIO(written)).load()
     assert not (tmp_path / "was here").exists()
 
