@@ -21,7 +21,7 @@ from fp8bench.analysis.labels import HOST_MAY_LIMIT_SHARE, LabelWithReason, comp
 from fp8bench.analysis.stats import FloatArray
 from fp8bench.analysis.verdicts import FINAL_LEVEL, MIN_ROUNDS_FOR_VERDICT, mean_seconds
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
-from fp8bench.model.stopping import EMULATED_ROUNDS, fit_clock_slopes
+from fp8bench.model.stopping import EMULATED_ROUNDS, fit_device_slopes
 
 # A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
@@ -209,7 +209,7 @@ def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[LabelWithReaso
     if warm_up is None or warm_up.settled or not warm_up.looks:
         return
     clock_samples = warm_up.looks
-    warm_up_slopes = fit_clock_slopes(clock_samples)
+    warm_up_slopes = fit_device_slopes(clock_samples)
     words = [f"after {units.seconds(warm_up.seconds)} of warming up"]
     if warm_up_slopes.clock is not None:
         words.append(f"clock {units.count(clock_samples[-1].clock, 'Hz')}, {100 * warm_up_slopes.clock:+.1f}% a second")

@@ -24,9 +24,9 @@ def measure_for_asv(
     benchmark) and cell (its parameter values). The outcomes are those of `asv_commit`, the commit under which asv saves
     results. If asv saves none (''), they are those of the run's commit.
 
-    If the run measured a commit other than `asv_commit`, the outcomes come from stored runs of `asv_commit`. Cases
-    without stored results then count as failed. Otherwise, a case that fails in this run counts as failed, even if an
-    earlier run has results of it.
+    If the run measured a commit other than `asv_commit`, the outcomes come from stored runs of `asv_commit`. A case
+    that was measured now, but has no stored results, then counts as failed. Otherwise, a case that fails in this run
+    counts as failed, even if an earlier run has results of it.
     """
     # 1. Measure, and store the run.
     try:

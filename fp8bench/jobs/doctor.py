@@ -80,7 +80,7 @@ def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
 
 
 def _describe_device(facts: DeviceFacts) -> Iterator[str]:
-    # 1. Name the device and its units. Nothing more is known of a device that cannot be used.
+    # 1. Name the device and its units. A device that cannot be used gets the reason in place of units and precisions.
     device_details = [size(facts.memory_bytes)]
     if facts.capability is not None:
         device_details.append(f"compute capability {facts.capability[0]}.{facts.capability[1]}")

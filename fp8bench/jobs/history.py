@@ -35,7 +35,7 @@ from fp8bench.store.figures.lines import History
 from fp8bench.store.runs.listing import list_all_files, list_unreadable_folders
 
 # If more runs than this are read, a note announces it, because it takes a while.
-_MIN_ANNOUNCED_RUNS = 200
+_MANY_RUNS = 200
 _WILDCARD = "*"
 
 
@@ -56,7 +56,7 @@ def check_store_exists(path: Path, observer: JobObserver, reading: bool = False)
         )
     for folder in list_unreadable_folders(path):
         observer.note(f"{folder} cannot be read, so its runs are left out")
-    if reading and count > _MIN_ANNOUNCED_RUNS:
+    if reading and count > _MANY_RUNS:
         observer.note(f"reading {count} runs")
     return path
 
@@ -67,7 +67,7 @@ def read_history(store: Path, observer: JobObserver) -> History:
     """
 
     def report_reading(done: int, count: int) -> None:
-        if count > _MIN_ANNOUNCED_RUNS and not done:
+        if count > _MANY_RUNS and not done:
             observer.note(f"reading {count} runs")
 
     history = open_store_history(store, report_reading)
@@ -97,8 +97,8 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
 
 
 def _count_file_bytes(path: Path) -> int:
-    inputs_files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in inputs_files if file.is_file())
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_file())
 
 
 def find_all_changes(history: History, store: Path, observer: JobObserver) -> ChangeSearchResult:
@@ -127,13 +127,13 @@ def load_matching_acks(store: Path, changes: ChangeSearchResult, observer: JobOb
     names_by_interpreter = {
         resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)
     }
-    acks_of_interpreters = []
+    acks = []
     for ack in stored_acknowledgements.acks:
         name = ack.python
         if name not in names_by_interpreter.values():
             name = names_by_interpreter.get(resolve_interpreter(name), name)
-        acks_of_interpreters.append(replace(ack, python=name))
-    return acks_of_interpreters
+        acks.append(replace(ack, python=name))
+    return acks
 
 
 def find_series(word: str, history: History) -> str:

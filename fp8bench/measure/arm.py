@@ -56,9 +56,8 @@ class QuantiserCompilation:
     why_eager: str = ""
 
 
-# The number of copies of a short step's state. The time of a short step depends on the addresses of its tensors: a
-# product of 0.3 ms varies by 0.25% on one processor, and by more than the noise band on another. Each slot uses one
-# copy.
+# The number of states of a short step. The time of a short step depends on the addresses of its tensors: a product of
+# 0.3 ms varies by 0.25% on one processor, and by more than the noise band on another. Each slot uses one of the states.
 STATES_PER_SHORT_STEP = 4
 # If a step takes at least this many seconds, its first call alone determines the size of its slots.
 LONG_STEP_SECONDS = 5.0
@@ -129,7 +128,7 @@ class MeasuredArm:
             worker.with_time_limit(self.limits.for_first_step(self.planned.work, static_scales.batches)).calibrate(
                 self.planned.case, self.facts
             )
-        # 2. Build the state, and compile the quantisers that building it requested.
+        # 2. Build the state, and compile the quantisers that building it and its first step requested.
         worker.with_time_limit(first_step_time_limit).prepare(self.key, self.planned.case, self.facts)
         self._compile_quantisers(worker, quantisers, tell)
         fastest_step = self._time_fastest_step(worker, first_step_time_limit)
@@ -148,11 +147,8 @@ class MeasuredArm:
         slot_shape = choose_timing_slot_shape(
             self.step_seconds, self.host_seconds, self.cache_mode, self.has_device_queue
         )
-        self.calls, self.untimed_call_count, self.filling = (
-            slot_shape.calls,
-            slot_shape.untimed_call_count,
-            slot_shape.filling,
-        )
+        self.calls, self.filling = slot_shape.calls, slot_shape.filling
+        self.untimed_call_count = slot_shape.untimed_call_count
         if self.cache_mode == ROTATING:
             self.rotation = worker.with_time_limit(HANG_SECONDS).rotation(self.key)
 
@@ -286,12 +282,10 @@ class MeasuredArm:
         work, case = self.planned.work, self.planned.case
         if case.ranks > 1:
             return {}
-        # Choose one of the copied states at random in each session. If a suite cheats in only one state, some sessions
-        # catch it.
-        remote_bench, key = (
-            worker.with_time_limit(self.limits.for_untimed_pass(work)),
-            random.choice([self.key, *self.copy_keys]),
-        )
+        remote_bench = worker.with_time_limit(self.limits.for_untimed_pass(work))
+        # Choose one of the states at random in each session. If a suite cheats in only one state, some sessions catch
+        # it.
+        key = random.choice([self.key, *self.copy_keys])
         late_steps = LateSteps()
         with suppress(WorkerFault):
             try:

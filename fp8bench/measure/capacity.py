@@ -19,7 +19,7 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
 
-# Extrapolate a line for at most this many batches. After that, search by bisection.
+# After a batch has failed, extrapolate a line for at most this many batches. After that, search by bisection.
 _MAX_PREDICTIONS = 4
 # If the prediction exceeds the last attempt by more than this factor, a third of the predicted batch is tried first.
 _MAX_BATCH_GROWTH_FACTOR = 8
@@ -54,13 +54,13 @@ class LargestNumberSearch:
     _prediction_count: int = 0
 
     @property
-    def largest_fitting_batch(self) -> BatchAttempt | None:
+    def largest_fitting(self) -> BatchAttempt | None:
         return max(
             (attempt for attempt in self.attempts if attempt.fits), key=lambda attempt: attempt.number, default=None
         )
 
     @property
-    def smallest_failing_batch(self) -> BatchAttempt | None:
+    def smallest_failing(self) -> BatchAttempt | None:
         return min(
             (attempt for attempt in self.attempts if not attempt.fits), key=lambda attempt: attempt.number, default=None
         )
@@ -75,7 +75,7 @@ class LargestNumberSearch:
             number = self._choose_next_number()
 
     def _choose_next_number(self) -> int | None:
-        fitting, failing = self.largest_fitting_batch, self.smallest_failing_batch
+        fitting, failing = self.largest_fitting, self.smallest_failing
         if failing is None:
             assert fitting is not None
             return self._choose_larger_number(fitting.number) if fitting.number < self.largest_number else None
@@ -96,7 +96,7 @@ class LargestNumberSearch:
         candidate_number = self._predict_largest_number()
         if candidate_number is None:
             return min(2 * fitting_number, self.largest_number)
-        # The line predicts too little, because a larger batch than predicted fits. Search upwards in growing steps.
+        # The line predicts no larger number than one that fits. Search upwards in growing steps.
         if candidate_number <= fitting_number:
             candidate_number = fitting_number + self._number_increment
             self._number_increment *= 2
@@ -125,8 +125,8 @@ class LargestNumberSearch:
 LARGEST_BATCH = 1 << 20
 # The largest power of two that is tried as the required multiple of a precision's batch.
 _MAX_BATCH_MULTIPLE = 1024
-# A multiple is accepted if the precision takes it times each of these factors. They are odd, to reveal that a larger
-# power of two is needed.
+# A multiple is accepted unless the precision refuses it times one of these factors. They are odd, to reveal that a
+# larger power of two is needed.
 _TRIED_BATCH_FACTORS = (1, 3, 5, 7)
 
 # A function that plans a case again with the given batch. It returns None if the suite refuses this batch.
@@ -231,13 +231,11 @@ class _BatchSearch:
         except NoSearch as cause:
             return Capacity(axis, byte_limit, grain=batch_size_multiple, why=str(cause), attempts=len(batch_attempts))
         # 2. Report the largest batch that ran, and why the next one did not.
-        largest, smallest_failing_batch = (
-            largest_number_search.largest_fitting_batch,
-            largest_number_search.smallest_failing_batch,
-        )
+        largest = largest_number_search.largest_fitting
+        smallest_failing = largest_number_search.smallest_failing
         beyond, reason = (
-            (smallest_failing_batch.number * batch_size_multiple, smallest_failing_batch.why)
-            if smallest_failing_batch is not None
+            (smallest_failing.number * batch_size_multiple, smallest_failing.why)
+            if smallest_failing is not None
             else (None, "")
         )
         if largest is None:

@@ -19,7 +19,7 @@ from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.measure.sensors.rapl import CPU_CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, describe_missing_readings, subtract_counters
-from fp8bench.model.stopping import ClockSample, DeviceSettling, fit_clock_slopes, is_clock_flat
+from fp8bench.model.stopping import ClockSample, DeviceSettling, fit_device_slopes, is_clock_flat
 
 # The arm runs for this many seconds between two readings of the device.
 _SECONDS_BETWEEN_READINGS = 0.15
@@ -41,18 +41,18 @@ class Settler:
         device reports neither clock nor temperature.
         """
         start = self.clock()
-        clock_looks = [self._read_clock_and_temperature(start)]
-        if clock_looks[0].clock is None and clock_looks[0].temperature is None:
+        clock_samples = [self._read_clock_and_temperature(start)]
+        if clock_samples[0].clock is None and clock_samples[0].temperature is None:
             return None
         steps_per_run = max(1, round(_SECONDS_BETWEEN_READINGS / arm.step_seconds))
         has_device_settled = False
-        while not has_device_settled and clock_looks[-1].at < self.limit:
+        while not has_device_settled and clock_samples[-1].at < self.limit:
             worker.with_time_limit(arm.limits.for_slot(arm.step_seconds, steps_per_run)).loop(arm.key, steps_per_run)
-            clock_looks.append(self._read_clock_and_temperature(start))
+            clock_samples.append(self._read_clock_and_temperature(start))
             has_device_settled = (
-                is_clock_flat(clock_looks) if self.settles_clock_only else fit_clock_slopes(clock_looks).is_flat
+                is_clock_flat(clock_samples) if self.settles_clock_only else fit_device_slopes(clock_samples).is_flat
             )
-        return DeviceSettling(tuple(clock_looks), has_device_settled, self.limit)
+        return DeviceSettling(tuple(clock_samples), has_device_settled, self.limit)
 
     def _read_clock_and_temperature(self, start: float) -> ClockSample:
         values = {

@@ -186,7 +186,7 @@ def _read_git_output(folder: Path, *arguments: str) -> str | None:
 
 def command_line() -> str:
     arguments = list(sys.argv)
-    # `python -m fp8bench` has the path of this file as its first argument.
+    # `python -m fp8bench` has the path of `__main__.py` as its first argument.
     if arguments and arguments[0].endswith("__main__.py"):
         arguments[0:1] = ["python", "-m", "fp8bench"]
     elif arguments:

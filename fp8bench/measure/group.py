@@ -119,8 +119,8 @@ class GroupMeasurement:
             for outcome in self._outcomes:
                 outcome.reset_draft_record()
         timed_reference_outcome = self._find_reference()
-        # 2. Start the untimed worker only now: an earlier start would have disturbed the timing. Without tapes and
-        # shares, only a brisk group uses it.
+        # 2. Start the untimed worker only now: an earlier start would have disturbed the timing. If it records neither
+        # tapes (`tapes_apart`) nor shares, only a brisk group uses it.
         if self._untimed_worker is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # if the worker cannot start, its first request reports why
                 self._untimed_worker.begin()
@@ -282,7 +282,7 @@ class GroupMeasurement:
         if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
         for outcome in self._outcomes:
-            outcome.note(paired=False, paired_with=None, control=None, fresh=None)  # fresh: second time of the fastest
+            outcome.note(paired=False, paired_with=None, control=None, fresh=None)  # fresh: the fastest, timed again
 
     def _list_usable(self) -> list[CaseOutcome]:
         return [outcome for outcome in self._outcomes if outcome.planned.runs and not outcome.failure]
@@ -398,8 +398,8 @@ class GroupMeasurement:
 
     def _measure_replays(self, session: RoundSession) -> None:
         """Times replays of captured steps (CUDA graphs). Runs last, because a capture may damage an arm's state."""
-        # Only steps that are queued on an accelerator, without emulation, can be captured.
         arms = [arm for arm in session.arms if arm is not session.control]
+        # Only steps that are queued on an accelerator, without emulation, are captured.
         pending_arms = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
         replay_pass = StepReplayPass(self._seed, self._make_progress_callback("replaying steps"))
         replays_by_arm_key = replay_pass.measure(pending_arms, self._worker)
@@ -407,7 +407,7 @@ class GroupMeasurement:
             self._find_outcome(arm).note(replays=replays_by_arm_key[arm.key])
 
     def _warm_up_device(self, first: MeasuredArm, device: DeviceReader) -> DeviceSettling | None:
-        """Runs the reference until its device has settled. Returns None for an emulated reference."""
+        """Runs the reference until its device has settled. Returns None if it is emulated, or without a warm-up."""
         if first.is_emulated or not self._method.warm_up_seconds:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)
@@ -423,8 +423,8 @@ class GroupMeasurement:
         # A GPU is watched even without sensors, so that its records state why the readings are missing.
         if device.has_no_sensors and not session.arms[0].facts.accelerated:
             return None
-        warm_up = self._warm_up_device(session.arms[0], device)
-        has_idle_worker_process = (worker := self._brisk_untimed_worker) is not None and worker.pid is not None
+        idle_worker, warm_up = self._brisk_untimed_worker, self._warm_up_device(session.arms[0], device)
+        has_idle_worker_process = idle_worker is not None and idle_worker.pid is not None
         return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=int(has_idle_worker_process))
 
     def _store_watch_and_energy(self, session: RoundSession, watch: SessionWatch | None) -> None:

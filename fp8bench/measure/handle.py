@@ -365,11 +365,9 @@ class CountingWorker(ProcessWorker):
 @contextmanager
 def open_counting_worker(settings: Settings) -> Iterator[CountingWorker]:
     with tempfile.TemporaryDirectory(prefix="fp8bench-probe-") as folder:
-        allocation_probe_or_reason = compile_allocator_probe(Path(folder))
-        reason = allocation_probe_or_reason if isinstance(allocation_probe_or_reason, str) else ""
-        worker = CountingWorker(
-            settings, None if isinstance(allocation_probe_or_reason, str) else allocation_probe_or_reason, reason
-        )
+        probe_or_reason = compile_allocator_probe(Path(folder))
+        reason = probe_or_reason if isinstance(probe_or_reason, str) else ""
+        worker = CountingWorker(settings, None if isinstance(probe_or_reason, str) else probe_or_reason, reason)
         try:
             yield worker
         finally:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from fp8bench.model import Work
 
-# A request counts as hung after HANG_SECONDS. A slot may take longer: HANG_STEPS times the expected time.
+# Without a limit by the user, no request counts as hung before HANG_SECONDS. A slot may take HANG_STEPS times the
+# expected time, if that is longer.
 HANG_SECONDS = 60.0
 HANG_STEPS = 20
 # The lowest FLOPs and bytes per second of any useful device. They give the longest time that a step may take, before

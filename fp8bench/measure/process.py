@@ -28,7 +28,7 @@ _WORKER_CLOSE_WAIT_SECONDS = 2.0
 # a core.
 _EXIT_SECONDS = 20.0
 # If an answer stops half-way for this many seconds, the rest will not come.
-_PARTIAL_ANSWER_TIMEOUT = 30
+_PARTIAL_ANSWER_SECONDS = 30
 _CRASH_CAUSE_LINE_PREFIXES = ("what():", "Fatal Python error")
 
 
@@ -45,7 +45,7 @@ class WorkerProcess:
         # The socket carries requests. The pipe closes when this process ends, even by SIGKILL, which the child notices.
         parent_socket, child_socket = socket.socketpair()
         # Without this timeout, reading an answer that stops half-way would never end.
-        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PARTIAL_ANSWER_TIMEOUT, 0))
+        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PARTIAL_ANSWER_SECONDS, 0))
         lifeline_read, self._lifeline = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._connection = Connection(parent_socket.detach())

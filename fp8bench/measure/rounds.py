@@ -315,13 +315,11 @@ class StepReplayPass:
 
     def _check_replays(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> ReplayTimes:
         try:
-            model_state_fault = (
-                worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
-            )
+            state_fault = worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
         except WorkerError as cause:
-            model_state_fault = str(cause)
-        if model_state_fault:
-            return ReplayTimes(why=f"after replays: {model_state_fault}")
+            state_fault = str(cause)
+        if state_fault:
+            return ReplayTimes(why=f"after replays: {state_fault}")
         return ReplayTimes(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_name_data_loaded_by_host(arm))
 
 

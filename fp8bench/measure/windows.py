@@ -43,7 +43,8 @@ _BRISK_CHUNK_SECONDS = 0.1
 # In a brisk run, a case runs for this many seconds before its window. When cases change, an H200 at its power cap needs
 # 0.17 s to reach the clock that the new case allows.
 _BRISK_WARM_UP_SECONDS = 0.2
-# The number of turns (long windows) of a case, by default and with --quick. Fewer would give no confidence interval.
+# The number of turns (long windows) of a case: by default, and with --quick or --budget. Fewer than three give no
+# confidence interval.
 _TURNS, _QUICK_TURNS = 4, 3
 
 
@@ -97,10 +98,8 @@ def make_window_rule(request: Request, groups: int) -> WindowRule | None:
     ):
         return WindowRule(_BRISK_WINDOWS, 1.5, brisk=True)
     sustained_turn_count = 0 if sustained_turn_seconds is None else _QUICK_TURNS if is_quick_or_budgeted else _TURNS
-    window_count, idle_seconds = (
-        max(sustained_turn_count, 1 if is_quick_or_budgeted else 3),
-        1.5 if is_quick_or_budgeted else 3.0,
-    )
+    window_count = max(sustained_turn_count, 1 if is_quick_or_budgeted else 3)
+    idle_seconds = 1.5 if is_quick_or_budgeted else 3.0
     return WindowRule(
         window_count, idle_seconds, sustained_turn_seconds or 0.0, request.energy, request.energy_of == PHASE_ENERGY
     )
@@ -290,10 +289,10 @@ class WindowPass:
         )
         window_step_count = steps * len(loop_seconds)
         # A long loop may make values of the state infinite. If a check finds this, the window's energy is not used.
-        model_state_fault = worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
+        state_fault = worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
-        if model_state_fault:
-            result.reasons.append(f"after {window_step_count} more steps: {model_state_fault}")
+        if state_fault:
+            result.reasons.append(f"after {window_step_count} more steps: {state_fault}")
             return
         if isinstance(energy, UnavailableReading):
             result.reasons.append(energy.reason)

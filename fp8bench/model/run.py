@@ -205,7 +205,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A request, and the cells into which this version of fp8bench divided it. One process measures each cell."""
+    """A request, and the cells into which this version of fp8bench divided it."""
 
     id: str
     created: str

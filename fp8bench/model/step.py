@@ -56,9 +56,9 @@ class PhaseCount:
 class Tape:
     """The operators of one step, and their sums by phase.
 
-    `unwritten` counts tensors that the step used although no operator wrote to them: a kernel outside of torch must
-    have written them. `fused` names a compiled function that ran, or ''. The operators of this function are listed as
-    they run without a compiler.
+    `unwritten` counts tensors that the step allocated, and then read or left behind, although no operator wrote to
+    them: a kernel outside of torch must have written them. `fused` names a compiled function that ran, or ''. The
+    operators of this function are listed as they run without a compiler.
     """
 
     operators: tuple[OperatorCount, ...] = ()

@@ -169,11 +169,11 @@ class DeviceSlopes:
 
 def is_clock_flat(samples: Sequence[ClockSample]) -> bool:
     """Returns whether the clock was constant for about a second. The device may still get warmer."""
-    clock = fit_clock_slopes(samples, _BRISK_SLOPE_FIT_SECONDS).clock
+    clock = fit_device_slopes(samples, _BRISK_SLOPE_FIT_SECONDS).clock
     return clock is not None and abs(clock) <= _MAX_BRISK_CLOCK_SLOPE
 
 
-def fit_clock_slopes(samples: Sequence[ClockSample], stretch: float = SLOPE_FIT_SECONDS) -> DeviceSlopes:
+def fit_device_slopes(samples: Sequence[ClockSample], stretch: float = SLOPE_FIT_SECONDS) -> DeviceSlopes:
     """Returns the slopes of clock and temperature over the last `stretch` seconds. They are None if the samples cover
     fewer seconds than that.
     """

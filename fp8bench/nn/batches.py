@@ -75,11 +75,9 @@ class TokenLoader:
         self._loaded_cycle = cycle(self._loaded)
 
     def _draw_token_windows(self) -> Tensor:
-        window_token_count = self._length + self._tokens_per_id
-        window_start_offsets = self._random.integers(0, len(self._tokens) - window_token_count + 1, self._batch)
-        ids = np.stack([self._tokens[start : start + window_token_count] for start in window_start_offsets]).astype(
-            np.int64
-        )
+        window_length = self._length + self._tokens_per_id
+        window_starts = self._random.integers(0, len(self._tokens) - window_length + 1, self._batch)
+        ids = np.stack([self._tokens[start : start + window_length] for start in window_starts]).astype(np.int64)
         if self._tokens_per_id == 2:
             ids = ids[:, :-1] * BYTE_VALUES + ids[:, 1:]
         # Two bytes give ids up to 65,535, which may exceed the vocabulary.

@@ -90,16 +90,16 @@ class BlockArithmetic(RecipeArithmetic):
     def _cast_with_transpose_to_tiles(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
-        transposed_cast = tensor.t()
+        transposed_tensor = tensor.t()
         amaxes = [] if amax is None else [amax]
         # The transpose is rotated before its cast, so its largest magnitude is not that of `tensor`.
         if self._is_rotated(role):
-            transposed_cast, *amaxes_found = rotate_and_find_amaxes(transposed_cast, self._signs)
+            transposed_tensor, *amaxes_found = rotate_and_find_amaxes(transposed_tensor, self._signs)
             # First the largest magnitude of `tensor`, then that of its rotated transpose.
             amaxes = amaxes_found[::-1]
         seeds = self._seeds[role].reserve_seeds(tensor.device, 2) if role in self._seeds else None
         row_and_column_casts = tiled_codes_both(
-            tensor, transposed_cast, treatment.fmt, treatment.scaling, seeds, amaxes
+            tensor, transposed_tensor, treatment.fmt, treatment.scaling, seeds, amaxes
         )
         rows, columns = tensor.shape
         gradient = role is Role.GRADIENT

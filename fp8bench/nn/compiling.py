@@ -20,7 +20,7 @@ def copy_function(function: Callable[..., Any]) -> FunctionType:
     """Copies a function together with its code object. torch stores compiled graphs by code object, for at most eight
     models. Without a copy, models would share or replace each other's graphs.
     """
-    assert isinstance(function, FunctionType) and function.__closure__ is None  # the copy would lose its closure
+    assert isinstance(function, FunctionType) and function.__closure__ is None  # the copy gets no closure
     code = function.__code__.replace()
     function_copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     function_copy.__kwdefaults__ = function.__kwdefaults__

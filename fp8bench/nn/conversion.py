@@ -287,18 +287,12 @@ class LayerProducts:
         rows = torch.cat(
             [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(rows_by_group, padded_sizes, strict=True)]
         )
-        padded_part_ends = torch.tensor(padded_sizes, device=x.device).cumsum(0).to(torch.int32)
-        fp32_limited_weights = [self._limit_to_fp32(weight) for weight in weights]
+        ends = torch.tensor(padded_sizes, device=x.device).cumsum(0).to(torch.int32)
+        limited_weights = [self._limit_to_fp32(weight) for weight in weights]
         dtype = _get_result_dtype(x)
         with _disable_autocast(x):
             y = grouped_linear(
-                rows,
-                fp32_limited_weights,
-                padded_sizes,
-                padded_part_ends,
-                self.arithmetic,
-                self.phase(),
-                [None] * len(fp32_limited_weights),
+                rows, limited_weights, padded_sizes, ends, self.arithmetic, self.phase(), [None] * len(limited_weights)
             ).to(dtype)
         # Remove the padding rows.
         results = zip(torch.split_with_sizes(y, padded_sizes), sizes, strict=True)
@@ -328,15 +322,11 @@ class LayerProducts:
         with _disable_autocast(x):
             pixels = x.permute(0, 2, 3, 1)
             rows = self._limit_to_fp32(weight).permute(0, 2, 3, 1).flatten(1)
-            channel_group_outputs = [
+            group_outputs = [
                 convolve(part, filters, geometry, self.arithmetic, self.phase())
                 for part, filters in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
-            y = (
-                (channel_group_outputs[0] if groups == 1 else torch.cat(channel_group_outputs, -1))
-                .permute(0, 3, 1, 2)
-                .to(dtype)
-            )
+            y = (group_outputs[0] if groups == 1 else torch.cat(group_outputs, -1)).permute(0, 3, 1, 2).to(dtype)
         return y if channels_last else y.contiguous()  # the next layer may call `view`, which needs contiguous memory
 
 

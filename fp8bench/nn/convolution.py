@@ -57,7 +57,7 @@ Layout = torch.memory_format
 
 
 def casts_in_memory_order(arithmetic: Arithmetic, layout: Layout) -> bool:
-    """Returns whether images and weights can be cast element by element, in the order of their memory. Other casts need
+    """Returns whether images and weights can be cast element by element, in the order of their memory. Other casts get
     a matrix with one row per pixel or output channel.
     """
     return arithmetic.plain and layout == torch.contiguous_format
@@ -161,7 +161,7 @@ class _ConvolvedProduct(torch.autograd.Function):
         operands: OperandPair | None,
     ) -> Tensor:
         arithmetic = operand_form.arithmetic
-        convolution_geometry = operand_form.geometry
+        geometry = operand_form.geometry
         # 1. Cast inputs and weights, and shape them as torch's images and windows.
         with choose_cast_marker(arithmetic, phase):
             pixels = operand_form.convert_images_to_rows(x)
@@ -178,14 +178,7 @@ class _ConvolvedProduct(torch.autograd.Function):
         ctx.weight_shape = weight.shape
         # 3. Convolve.
         with phase.gemm:
-            y = F.conv2d(
-                images,
-                windows,
-                None,
-                convolution_geometry.stride,
-                convolution_geometry.padding,
-                convolution_geometry.dilation,
-            )
+            y = F.conv2d(images, windows, None, geometry.stride, geometry.padding, geometry.dilation)
             return apply_layout(y.to(arithmetic.carrier), operand_form.layout)
 
     @staticmethod

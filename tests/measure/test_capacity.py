@@ -232,8 +232,8 @@ def largest(takes: Takes, room: int, top: int) -> int:
 
 def answer(search: LargestNumberSearch) -> int:
     """Its answer, after trying both neighbours."""
-    best = search.largest_fitting_batch.number if search.largest_fitting_batch else 0
-    failing = search.smallest_failing_batch
+    best = search.largest_fitting.number if search.largest_fitting else 0
+    failing = search.smallest_failing
     assert (failing.number == best + 1) if failing is not None else (best == search.largest_number)
     return best
 

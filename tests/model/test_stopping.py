@@ -30,7 +30,7 @@ from fp8bench.model.stopping import (
     ClockSample,
     DeviceSettling,
     StoppingRule,
-    fit_clock_slopes,
+    fit_device_slopes,
     make_stopping_rule,
 )
 from tests.counts import for_each
@@ -109,7 +109,7 @@ def settled_after(clock: Curve, temperature: Curve, limit: float = 60.0) -> floa
     for number in range(round(limit / EVERY)):
         at = number * EVERY
         looks.append(ClockSample(at, clock(at), temperature(at)))
-        if fit_clock_slopes(looks).is_flat:
+        if fit_device_slopes(looks).is_flat:
             return at
     return None
 
@@ -173,7 +173,7 @@ def test_a_course_says_how_long_it_was() -> None:
     looks = (ClockSample(0.5, None, 30.0), ClockSample(4.0, None, 31.0))
     assert DeviceSettling(looks).seconds == 3.5 and DeviceSettling().seconds == 0.0
     assert (
-        fit_clock_slopes([]).is_flat is False and fit_clock_slopes([ClockSample(1.0, 1e9, 1.0)] * 20).is_flat is False
+        fit_device_slopes([]).is_flat is False and fit_device_slopes([ClockSample(1.0, 1e9, 1.0)] * 20).is_flat is False
     )
 
 

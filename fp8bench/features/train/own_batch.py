@@ -56,8 +56,8 @@ def find_largest_arm_batch(training: Training, arm: Arm, limit: int, worker: Wor
         largest_batch_search.run(try_batch)
         if training.device.accelerated:
             worker.restart()  # counting memory may leave a profiler attached, which would slow down kernel launches
-        largest_fitting_attempt = largest_batch_search.largest_fitting_batch
-        smallest_failing_attempt = largest_batch_search.smallest_failing_batch
+        largest_fitting_attempt = largest_batch_search.largest_fitting
+        smallest_failing_attempt = largest_batch_search.smallest_failing
         failing_batch, reason = (
             (smallest_failing_attempt.number, smallest_failing_attempt.why)
             if smallest_failing_attempt is not None

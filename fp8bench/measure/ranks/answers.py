@@ -145,25 +145,18 @@ def _merge_step_part_answers(
     # 2. Take the time of the slowest rank in each round, part by part.
     messages, ranks = zip(*measured_answers, strict=True)
     sent_messages = tuple(chain.from_iterable(messages))
-    slowest_rank_seconds_by_part = {}
+    part_seconds = {}
     for name in ranks[0]:
-        part_seconds_by_rank = [rank[name] for rank in ranks]
-        slowest_rank_seconds_by_part[name] = tuple(map(max, zip(*part_seconds_by_rank, strict=True)))
+        rank_seconds = [rank[name] for rank in ranks]
+        part_seconds[name] = tuple(map(max, zip(*rank_seconds, strict=True)))
     # 3. Only some cases also time one rank alone, for their scaling.
     scaling = (
-        RankScaling(
-            slowest_rank_seconds_by_part["whole"],
-            slowest_rank_seconds_by_part["share"],
-            slowest_rank_seconds_by_part["both"],
-        )
-        if "whole" in slowest_rank_seconds_by_part
+        RankScaling(part_seconds["whole"], part_seconds["share"], part_seconds["both"])
+        if "whole" in part_seconds
         else None
     )
     step_overlap = Overlap(
-        slowest_rank_seconds_by_part["compute"],
-        slowest_rank_seconds_by_part["communication"],
-        slowest_rank_seconds_by_part["both"],
-        slowest_rank_seconds_by_part["in_turn"],
+        part_seconds["compute"], part_seconds["communication"], part_seconds["both"], part_seconds["in_turn"]
     )
     return sent_messages, step_overlap, scaling
 

@@ -183,9 +183,8 @@ class RanksProcess(WorkerProcess):
         rank_states = self._store_failed_rank()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._has_ended_rank):
-            lagging_rank = find_rank_furthest_behind(
-                rank_states
-            )  # the launcher ended, which ended all ranks in an arbitrary order
+            # The launcher ended, which ended all ranks in an arbitrary order.
+            lagging_rank = find_rank_furthest_behind(rank_states)
             self.failed = make_failed_rank(lagging_rank.heartbeat, len(rank_states), time.monotonic())
             rank_location_text = (
                 f"with rank {lagging_rank.rank} in {lagging_rank.heartbeat.doing}{describe_last_line(self._log)}"
@@ -220,7 +219,7 @@ class RanksProcess(WorkerProcess):
             return False
         launcher_poller = select.poll()
         launcher_poller.register(self._lifeline, 0)
-        return not launcher_poller.poll(0)  # `poll` always reports POLLERR: the launcher has ended
+        return not launcher_poller.poll(0)  # POLLERR, which is reported without a request, means that it has ended
 
     @property
     def _has_failed_rank(self) -> bool:

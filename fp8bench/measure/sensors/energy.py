@@ -47,7 +47,7 @@ _TICK_INTERVAL_SECONDS = 0.05
 # window, as if the window had begun _CPU_ADVANCE_SECONDS earlier.
 _MAX_CPU_SHARE = 0.005
 _CPU_ADVANCE_SECONDS = 1.0
-# If reading takes too much CPU time, the pauses grow by this factor, up to the two limits.
+# If reading takes too much CPU time, a pause or the tick interval grows by this factor, up to its limit below.
 _READING_PAUSE_GROWTH = 1.5
 _MAX_TICK_INTERVAL_SECONDS = 0.4
 _MAX_READING_PAUSE_SECONDS = 50e-3
@@ -192,7 +192,7 @@ class Sampler:
         self._stop = threading.Event()
         self._every_tick = every_tick
         self._polling = SamplerPolling(source.is_counter, source.counter_rhythm, every_tick)
-        # The counter's value is never older than this: the longest time between two changes, with a margin.
+        # The largest expected age of the counter's value: the longest time between two changes, with a margin.
         self._max_age = _MAX_TICK_AGE_FACTOR * source.counter_rhythm.longest if source.counter_rhythm else math.inf
         self._state_due = self._check_due = 0.0
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)

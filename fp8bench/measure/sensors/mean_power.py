@@ -100,13 +100,9 @@ def is_resolved(ticks: Sequence[CounterTick], bound: float = MAX_UNCERTAINTY) ->
 
 def measure_counter_rhythm(ticks: Sequence[CounterTick]) -> CounterRhythm:
     """Measures how often a counter changes, from consecutive ticks (changes of the counter)."""
-    tick_intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
-    median_tick_interval = median(tick_intervals)
-    return CounterRhythm(
-        median_tick_interval,
-        max(abs(interval - median_tick_interval) for interval in tick_intervals),
-        max(tick_intervals),
-    )
+    intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
+    period = median(intervals)
+    return CounterRhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))
 
 
 def _choose_end_ticks(ticks: Sequence[CounterTick]) -> tuple[int, int]:
@@ -125,7 +121,7 @@ def _choose_end_ticks(ticks: Sequence[CounterTick]) -> tuple[int, int]:
     return first_tick_index, last_index
 
 
-# Power must be read for this many seconds: some sensors measure only a quarter of the time, in several parts.
+# Power must be read for at least this many seconds: some sensors measure only a quarter of the time, in several parts.
 MIN_SAMPLED_SECONDS = 1.0
 MIN_SAMPLES = 11
 

@@ -168,7 +168,7 @@ def test_what_only_reads_writes_nothing(store: Path, say: Say) -> None:
 
 
 def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.jobs.history._MIN_ANNOUNCED_RUNS", 1)
+    monkeypatch.setattr("fp8bench.jobs.history._MANY_RUNS", 1)
     history(store, 1.0, 1.1)
     assert say("list")[2] == "fp8bench: reading 2 runs\n"
 
