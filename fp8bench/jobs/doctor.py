@@ -220,7 +220,7 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
         products = [layer.name for layer in layers if layer.product]
         names = " to ".join(dict.fromkeys((products[0], products[-1]))) if products else ""
-        # Layers without a product have no common prefixes, so a map gives their full names.
+        # In a map, the beginning of a name does not match layers without a product.
         by_name = f"by name {names}, or a prefix of names" if products else "by full name"
         yield f"layers for --precision-map: by kind {kinds}; {by_name}"
     grid = workload.history

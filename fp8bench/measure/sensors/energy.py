@@ -96,7 +96,7 @@ class SamplerPolling:
             else self._first_tick_at + (now - self._first_tick_at) // energy_counter_period * energy_counter_period
         )
         if count < MIN_TICK_INTERVALS and not self._every_tick:
-            # Read half-way between two ticks, where the reading surely falls between them.
+            # Read half-way between the next two ticks.
             return max(last_tick_at + 1.5 * energy_counter_period - now, self._pause)
         if (self._every_tick or count > MIN_TICK_INTERVALS) and (
             was_resting or tick.time - self._last_wake_at > 2 * self._margin
