@@ -62,8 +62,8 @@ class ProductWeight:
     """A weight that a model multiplies by: a parameter of a module.
 
     `name` is the module's path, and `module_aliases` has further paths of the same module. If a module has several
-    such parameters, `name` ends in the parameter's name. If a weight cannot be converted, `reason` is a sentence that
-    explains why, and `rule` is a short code for it.
+    such parameters, all these names end in the parameter's name. If a weight cannot be converted, `reason` is a
+    sentence that explains why, and `rule` is a short code for it.
     """
 
     name: str
@@ -180,20 +180,20 @@ def list_surrounding_layers(model: nn.Module, holders: Sequence[ProductWeight]) 
 
 def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
     # The valid keys are kinds of layers, names of layers, and prefixes of names.
-    existing_precision_map_keys = list_map_keys(
+    existing_keys = list_map_keys(
         [*(layer for product_weight in holders for layer in _make_layers(product_weight)), *around]
     )
     for key in keys:
-        if key == RESIDUAL_LAYER_KIND and key not in existing_precision_map_keys:
+        if key == RESIDUAL_LAYER_KIND and key not in existing_keys:
             raise UsageError(
                 f"--precision-map {key}=...: the residual stream inside your model cannot be observed. "
                 "Remove this key: only embed, norm, logits and output can have a precision."
             )
-        if key not in existing_precision_map_keys:
+        if key not in existing_keys:
             raise UnknownName(
                 "layer of this model",
                 key,
-                existing_precision_map_keys,
+                existing_keys,
                 _describe_layers(holders, [layer.kind for layer in around]),
             )
 
@@ -440,7 +440,7 @@ def _is_replaceable_product(func: Any, args: tuple[Any, ...], named: Mapping[str
     """Returns whether a call is a product of x and a weight that can be replaced. `args[position]` is the weight, and
     `named` are the keyword arguments.
     """
-    # A call cannot be replaced if it also adds a tensor, has keyword arguments, or multiplies by a number.
+    # A call cannot be replaced if its function cannot be, if it has keyword arguments, or if it multiplies by a number.
     if (
         func in _UNREPLACEABLE_FUNCTIONS
         or any(value is not None for value in named.values())
@@ -456,11 +456,11 @@ def _is_replaceable_product(func: Any, args: tuple[Any, ...], named: Mapping[str
         return (
             position == 1 and len(args) == 3 and (operand.dim(), weight.dim()) == (2, 3) and isinstance(args[2], Tensor)
         )
-    has_stacked_weight = weight.dim() == 3 and (
+    is_stack_product = weight.dim() == 3 and (
         operand.dim() == 2 or (operand.dim() == 3 and len(operand) == len(weight))
     )
     is_weight_right_operand = position == (0 if func is Tensor.__rmatmul__ else 1)
-    return has_stacked_weight or (weight.dim() == 2 and (is_weight_right_operand or operand.dim() > 1))
+    return is_stack_product or (weight.dim() == 2 and (is_weight_right_operand or operand.dim() > 1))
 
 
 def _replace_product_call(func: Any, args: tuple[Any, ...], position: int, multiplier: WeightMultiplier) -> Tensor:

@@ -76,7 +76,7 @@ class LayerWorkload(Workload):
 
         value_range_ledger = TallyLedger()
         state = self.exercise(setup, self.count_operands(setup, value_range_ledger), setup.arithmetic.carrier)
-        value_range_ledger.tally_by_kind_and_role.clear()  # preparing ran a forward pass, whose casts do not count
+        value_range_ledger.tally_by_kind_and_role.clear()  # making a training case ran a forward pass
         state.outcome()  # runs the layer, whose casts the ledger counts
         return value_range_ledger.statistics()
 

@@ -132,10 +132,8 @@ class MomentBucket:
     def restore(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.fp32_moments is not None:
             return self.fp32_moments
-        first_moments, second_moments = self._stored
-        return _restore_moments(self._first_storages, first_moments), _restore_moments(
-            self._second_storages, second_moments
-        )
+        first, second = self._stored
+        return _restore_moments(self._first_storages, first), _restore_moments(self._second_storages, second)
 
     def store(self, first: list[Tensor], second: list[Tensor]) -> None:
         self._stored = _store_moments(self._first_storages, first), _store_moments(self._second_storages, second)

@@ -70,7 +70,7 @@ class RlhfModels:
         batches = self.loader.read(phase)
         for name, model in self.frozen_models.items():
             with phase.elementwise, torch.no_grad():
-                # A generator, so that the logits of only one batch are in memory at a time.
+                # A generator, which computes the logits of a batch only when its scores are computed.
                 logits = (model.forward(tokens, 0, phase, every=True) for tokens, _ in batches)
                 self.scores[name] = [
                     -cross_entropy(tensor, targets, "none")

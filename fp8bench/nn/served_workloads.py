@@ -90,7 +90,7 @@ class ServedWorkload(Workload):
         return gpt_layers(config.layers, config.experts) if config else ()
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        """Returns the layers without a matrix product (embeddings, norms). A user's model has none."""
+        """Returns the layers without a matrix product, such as norms. A user's model has none."""
         config = SERVED_SIZES.get(str(params["size"]))
         return make_gpt_surrounding_layers(config.layers) if config else ()
 

@@ -133,7 +133,7 @@ def measure_logits_error(
     for state in states:
         state.step(SilentPhases())
     logits, exact_logits = (state.logits for state in states)
-    # Leave out logits that are -inf in both models, because their difference would be NaN.
+    # Leave out logits that are the same infinity in both models, because their difference would be NaN.
     is_comparable = exact_logits.isfinite() | (logits != exact_logits)
     errors = {"logits_error": relative_frobenius(logits[is_comparable], exact_logits[is_comparable])}
     model = states[0].model

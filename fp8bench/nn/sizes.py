@@ -111,14 +111,14 @@ class GPTConfig:
 
     @property
     def block_weights(self) -> int:
-        return self._attention_weights + max(1, self.experts) * self._count_expert_weights + self.experts * self.width
+        return self._attention_weights + max(1, self.experts) * self._expert_weights + self.experts * self.width
 
     @property
     def _attention_weights(self) -> int:
         return self.width * (2 * self.width + 2 * self.key_heads * self.head_width)
 
     @property
-    def _count_expert_weights(self) -> int:
+    def _expert_weights(self) -> int:
         return (3 if self.is_llama_like else 2) * self.width * self.hidden
 
     @property
@@ -131,7 +131,7 @@ class GPTConfig:
         of causal attention.
         """
         tokens = sequences * length
-        block = self._attention_weights + (self.top_k if self.experts else 1) * self._count_expert_weights
+        block = self._attention_weights + (self.top_k if self.experts else 1) * self._expert_weights
         linear = 6.0 * tokens * (self.layers * block + self.vocabulary * self.width)
         # In each block, the scores of a sequence of T tokens and their product with the values take 4 T^2 * width FLOPs
         # in forward and twice that in backward. The causal mask leaves half of it.
@@ -193,7 +193,7 @@ class VisionSizes:
         return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
 
     def products(self) -> tuple[tuple[str, int, int], ...]:
-        """Returns (name, rows, weights) of each kind of layer: how many rows its input has for one image, and how many
+        """Returns (name, rows, weights) of each kind of layer: how many rows it multiplies for one image, and how many
         weights multiply each row.
         """
         width = self.width

@@ -63,8 +63,8 @@ def _find_row_magnitudes(x: Tensor) -> Tensor:
 
 
 def _compute_scale(amax: Tensor) -> Tensor:
-    """Returns the scale that maps the largest magnitude to the largest E4M3 number. The scale is 1 for zeros, because
-    some heads of a prompt have only zeros.
+    """Returns the scale that maps the largest magnitude to the largest E4M3 number. The scale is 1 for zeros: some
+    heads of a prompt have only zeros.
     """
     return torch.where(amax == 0, 1.0, E4M3.largest / amax)
 
@@ -124,8 +124,7 @@ class CachedHeads:
         elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, positions], self.scales[:, :, positions] = self.blocks.encode_rows(x)
-        # If the cache has the dtype of the values, store them directly. For other formats, scale, saturate and cast
-        # them.
+        # A cache in fp32, bf16 or fp64 stores values directly. In FP8 they are scaled, saturated and cast.
         elif self.number_format.fmt is None:
             self.codes[:, :, positions] = x
         else:
@@ -157,8 +156,8 @@ class CachedHeads:
         total_bytes = self.codes[:, :, :end].nbytes
         if self.scales is not None:
             total_bytes += self.scales[:, :, :end].nbytes
-        tensor_scale = self.scale if self.blocks is None else self.blocks.tensor_scale
-        return total_bytes if tensor_scale is None else total_bytes + tensor_scale.nbytes
+        outer_scale = self.scale if self.blocks is None else self.blocks.tensor_scale
+        return total_bytes if outer_scale is None else total_bytes + outer_scale.nbytes
 
 
 class PrecastWeight:

@@ -40,7 +40,7 @@ class ScaleSource(Protocol):
 
     @property
     def last_pair(self) -> ScaleAndInverse | None:
-        """Returns the scale of the last cast, or None before the first cast."""
+        """Returns the scale of the last cast, or None if no scale exists yet."""
 
 
 class DelayedScale:

@@ -269,12 +269,8 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
             if norm is block.norm_mlp:
                 branch_gradient_factor = scale_feed_forward(block.mlp, gain, branch_gradient_factor, loss)
             else:
-                branch_gradient_factor = make_layer_unit_scaled(
-                    block.attn.qkv,
-                    1.0,
-                    make_layer_unit_scaled(block.attn.out, gain, branch_gradient_factor, loss),
-                    loss,
-                )
+                branch_gradient_factor = make_layer_unit_scaled(block.attn.out, gain, branch_gradient_factor, loss)
+                branch_gradient_factor = make_layer_unit_scaled(block.attn.qkv, 1.0, branch_gradient_factor, loss)
             norm.unit_scaling = UnitScaledNormWeight(branch_gradient_factor, loss)
             # The norm's input is divided by this deviation. Divide epsilon by its square, so that the result is
             # unchanged.

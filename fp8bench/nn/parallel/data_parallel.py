@@ -70,7 +70,7 @@ class DDPModel(RankModelPart):
         return self._ddp(tokens, targets, phase)
 
     def _choose_communication_hook(self, wire: str) -> Hook | None:
-        # A silent group reduces nothing. FP8 still needs its hook, which also casts.
+        # A silent group has nothing to reduce. Only FP8 keeps its hook.
         if is_silent(self.group) and not wire.startswith("fp8"):
             return lambda bucket: _make_done_future(bucket.buffer())
         if wire == "bf16":

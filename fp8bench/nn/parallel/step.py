@@ -152,7 +152,7 @@ def find_difference_limits(precisions: Iterable[Precision], wire: str, load: str
     precisions of the products, the format `wire` of exchanges ('' without that option), and the `load` of the experts.
     """
     # `max` compares limits by their first field, `update`.
-    products = max(map(_find_rank_difference_limits, precisions))
+    products = max(map(_find_product_limits, precisions))
     if wire == "fp8":
         limits = products.combine_limits(_LIMITS_FP8_TOKENS)
     elif wire in ("", "fp32", "stream", "torchao_fp32"):
@@ -162,7 +162,7 @@ def find_difference_limits(precisions: Iterable[Precision], wire: str, load: str
     return limits.combine_limits(_LIMITS_ROUTER) if load == "router" and limits > _LIMITS_FP32 else limits
 
 
-def _find_rank_difference_limits(precision: Precision) -> RankDifferenceLimits:
+def _find_product_limits(precision: Precision) -> RankDifferenceLimits:
     recipe = getattr(precision, "recipe", None)
     if recipe is None:
         return _LIMITS_FP32 if precision.name == "fp32" else _LIMITS_16_BITS

@@ -73,7 +73,7 @@ class TensorCut(RankModelPart):
     """A rank's share of a model with tensor parallelism. All ranks read the whole batch."""
 
     exchange_before: ExchangeTensor = staticmethod(copy_to_ranks)
-    exchange_output: ExchangeTensor = staticmethod(add_over_ranks)
+    exchange_after: ExchangeTensor = staticmethod(add_over_ranks)
     module: GPT
     _rank_group: RankGroup
 
@@ -83,7 +83,7 @@ class TensorCut(RankModelPart):
         self._amax = job.options["amax"]
         self.module = job.make()
         split_blocks_over_ranks(
-            self.module, job.config, self._rank_group, self.exchange_before, self.exchange_output, self._amax
+            self.module, job.config, self._rank_group, self.exchange_before, self.exchange_after, self._amax
         )
         named_parameters = dict(self.module.named_parameters())
         self._cuts = [find_weight_cut(name, job.config) for name in named_parameters]
@@ -113,7 +113,7 @@ class SequenceCut(TensorCut):
     """
 
     exchange_before = staticmethod(gather_tokens)
-    exchange_output = staticmethod(scatter_tokens)
+    exchange_after = staticmethod(scatter_tokens)
 
     def __init__(self, job: ModelPartSetup) -> None:
         super().__init__(job)
