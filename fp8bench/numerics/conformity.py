@@ -136,14 +136,12 @@ class ConformitySums:
         return values.to(self.dtype).to(torch.float64)
 
     def _round_toward_zero(self, values: Tensor) -> Tensor:
-        nearest_rounded_values = values.to(self.dtype)
-        bits = _INTEGER_DTYPE_BY_BYTES[nearest_rounded_values.element_size()]
-        next_smaller_values = (nearest_rounded_values.view(bits) - (nearest_rounded_values != 0).to(bits)).view(
-            self.dtype
+        nearest_values = values.to(self.dtype)
+        bits = _INTEGER_DTYPE_BY_BYTES[nearest_values.element_size()]
+        next_smaller_values = (nearest_values.view(bits) - (nearest_values != 0).to(bits)).view(self.dtype)
+        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller_values, nearest_values).to(
+            torch.float64
         )
-        return torch.where(
-            self._round_to_nearest(values).abs() > values.abs(), next_smaller_values, nearest_rounded_values
-        ).to(torch.float64)
 
     def is_unbiased(self, result: Tensor) -> bool:
         """Returns whether errors are as small as those of rounding, and centred around 0 except for chance."""
@@ -320,15 +318,13 @@ def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fitt
     contraction. Yields each scaled product, unless all its factors are near 1.
     """
     tolerance = max(_SCALE_RATIO_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
-    error_fits_per_scale = []
+    fits = []
     for part_name, by_row, by_column in _FITTED_FACTOR_PARTS:
         row_factors, column_factors = _fit_row_column_factors(result, sums.product, by_row, by_column)
         result_factors = row_factors * column_factors
-        error_fits_per_scale.append(
-            (part_name, result_factors, result_factors * sums.product, result_factors.abs() * sums.magnitude)
-        )
-    error_fits_per_scale += _fit_block_scales(result, sums)
-    for part_name, fitted_factors, scaled_product, magnitude in error_fits_per_scale:
+        fits.append((part_name, result_factors, result_factors * sums.product, result_factors.abs() * sums.magnitude))
+    fits += _fit_block_scales(result, sums)
+    for part_name, fitted_factors, scaled_product, magnitude in fits:
         smallest_scale_factor = float(fitted_factors.min())
         largest_scale_factor = float(fitted_factors.max())
         if max(abs(smallest_scale_factor - 1), abs(largest_scale_factor - 1)) > tolerance:

@@ -212,9 +212,9 @@ def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
 
 def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:
     largest_magnitudes = runs.abs().amax(dim=1, keepdim=True)
-    scaled_blocks = runs / torch.where(largest_magnitudes > 0, largest_magnitudes, 1.0) * fmt.largest
-    grid_spacing = torch.exp2(scaled_blocks.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
-    spacing_multiples = scaled_blocks / grid_spacing
+    scaled_runs = runs / torch.where(largest_magnitudes > 0, largest_magnitudes, 1.0) * fmt.largest
+    grid_spacing = torch.exp2(scaled_runs.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
+    spacing_multiples = scaled_runs / grid_spacing
     return bool(
         (
             (spacing_multiples - spacing_multiples.round()).abs()

@@ -330,8 +330,8 @@ class _FormatGridFigures:
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(is_counted, errors, 0.0).amax())
 
     def collect_figures(self) -> tuple[int, int, float, float | None]:
-        """Returns the number of saturated and of subnormal values, the largest error in ulp, and the used fraction of
-        the format's range (None for zeros).
+        """Returns the number of saturated and of subnormal values, the largest error in ulp, and the utilisation,
+        which is None for zeros.
         """
         peaks = self._peaks[self._peaks > 0]
         utilisation = float(peaks.median()) / self._fmt.largest if peaks.numel() else None
