@@ -124,14 +124,14 @@ class Fp8Delayed(RecipePrecision):
     def make_recipe(self) -> Recipe:
         history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
         delayed = DelayedScaling(history, Amax(str(self.chosen["algorithm"])), margin, interval)
-        # A delayed scale is known before its tensor is read, so there is one for the whole tensor. Therefore no option
-        # selects a different scaling.
+        # A delayed scale is known before its tensor is read, and applies to the whole tensor. So no option selects a
+        # different scaling.
         return self.build_recipe((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
 @precisions.register("fp8-e4m3")
 class Fp8E4M3(RecipePrecision):
-    """FP8 whose gradients need no E5M2, because one scale covers the range of a tensor's values."""
+    """FP8 with E4M3 for gradients too. This suffices if one scale covers the range of a tensor's values."""
 
     name = "fp8-e4m3"
     summary = "E4M3 for every tensor, gradients included, one current float32 scale a tensor, elements to nearest even."
