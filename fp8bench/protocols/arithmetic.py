@@ -151,7 +151,7 @@ class Arithmetic(ABC):
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
         """Returns a library's function that multiplies inputs by `weight`. The function includes the casts and the
-        gradients. Returns None if this arithmetic calls `cast` and `product` instead.
+        gradients. Returns None if this arithmetic has `cast` and `product` instead.
         """
         return None
 

@@ -131,7 +131,7 @@ class Precision(ABC):
         """A context in which the switches of the process are set for this precision. By default, float32 products are
         plain IEEE products.
         """
-        # Set the float32 matmul precision for every case, because an earlier case may have changed it.
+        # Set the float32 matmul precision for every case, because the process may have another setting.
         with float32_products(self.float32_products):
             yield
 
