@@ -75,15 +75,9 @@ def iterate_vertical_label_boxes(x: float, y: float, width: float, size: float) 
 
 
 def iterate_point_label_boxes(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
-    half_text_height = size * 0.6
+    half_height = size * 0.6
     # Prefer the right side of the point, then the left side, then above and below it.
-    yield PixelRectangle(x + 9, y - half_text_height, x + 9 + width, y + half_text_height), "start", x + 9
-    yield PixelRectangle(x - 9 - width, y - half_text_height, x - 9, y + half_text_height), "end", x - 9
-    for text_middle_y in (y - 15, y + 15):
-        yield (
-            PixelRectangle(
-                x - width / 2, text_middle_y - half_text_height, x + width / 2, text_middle_y + half_text_height
-            ),
-            "middle",
-            x,
-        )
+    yield PixelRectangle(x + 9, y - half_height, x + 9 + width, y + half_height), "start", x + 9
+    yield PixelRectangle(x - 9 - width, y - half_height, x - 9, y + half_height), "end", x - 9
+    for middle_y in (y - 15, y + 15):
+        yield PixelRectangle(x - width / 2, middle_y - half_height, x + width / 2, middle_y + half_height), "middle", x

@@ -46,7 +46,7 @@ _MATPLOTLIB_PATH_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CUR
 # The metadata key of a chart's description, by file format.
 _DESCRIPTION_KEY_BY_FORMAT = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 # The metadata keys of dates, by file format. Dates are left out, because they would make files differ.
-_OMITTED_DATE_METADATA: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+_OMITTED_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _MIN_BOLD_WEIGHT = 550
 
 CssProperties = Mapping[str, str]
@@ -67,9 +67,7 @@ def draw_chart_picture(chart: AnyChart, page_title: str, file_format: str) -> by
             _DESCRIPTION_KEY_BY_FORMAT[file_format]: sheet.description,
         }
         file = BytesIO()
-        metadata = {key: _printable_line(text) for key, text in metadata_texts.items()} | _OMITTED_DATE_METADATA[
-            file_format
-        ]
+        metadata = {key: _printable_line(text) for key, text in metadata_texts.items()} | _OMITTED_DATES[file_format]
         figure.savefig(file, format=file_format, dpi=_FILE_PIXELS_PER_INCH, metadata=metadata)
     return file.getvalue()
 
@@ -123,14 +121,14 @@ class _PictureSheet(ChartSheet):
             facecolor=css_properties("path", "")["--raised"],
         )
         # Convert pixels (y points down from the top of the chart) into fractions of the figure (y points up).
-        axes_transform = (
+        transform = (
             Affine2D().translate(_PICTURE_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
             + figure.transFigure
         )
         # 2. Draw all shapes, then all texts.
         for layer, steps, look in self._shapes:
             if (patch := _make_path_patch(steps, look)) is not None:
-                patch.set(transform=axes_transform, zorder=layer)
+                patch.set(transform=transform, zorder=layer)
                 figure.add_artist(patch)
         texts = list(self._texts)
         title_text_options = {
@@ -152,7 +150,7 @@ class _PictureSheet(ChartSheet):
         ]
         for x, y, text, options in texts:
             text_artist = figure.text(
-                x, y, _printable_line(text), transform=axes_transform, zorder=3, va="baseline", **options
+                x, y, _printable_line(text), transform=transform, zorder=3, va="baseline", **options
             )
             # A dollar sign in a name must not start a formula.
             text_artist.set(

@@ -1,5 +1,5 @@
-"""Draws charts with two axes: line charts over runs or commits, and scatter charts. A scatter chart has a margin for
-points without x.
+"""Draws charts with two axes: line charts over places, such as runs or steps, and scatter charts. A scatter chart has
+a margin for points without x.
 """
 
 from __future__ import annotations
@@ -342,24 +342,18 @@ def _fit_scatter_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Char
 
 
 def _draw_axes_of_scatter(sheet: ChartSheet, chart: Scatter, frame: _PlotFrame) -> float:
-    plot_area_box = frame.plot
-    margin_box = frame.margin
+    plot = frame.plot
+    margin = frame.margin
     tick_positions = [(frame.y.to_pixels(value), text) for value, text in frame.y.ticks(_MAX_AXIS_TICKS)]
-    for box in filter(None, (plot_area_box, margin_box)):
+    for box in filter(None, (plot, margin)):
         sheet.add_lines("grid", [[(box.left, y), (box.right, y)] for y, _ in tick_positions], layer=0)
     for y, text in tick_positions:
-        sheet.add_text(plot_area_box.left - 8, y, text, "tick", anchor="end")
-    if margin_box:
-        sheet.add_box(
-            "margin",
-            margin_box.left,
-            plot_area_box.top,
-            margin_box.right - margin_box.left,
-            plot_area_box.bottom - plot_area_box.top,
-            layer=-1,  # behind the grid
-        )
-    sheet.add_lines("axis", [[(plot_area_box.left, plot_area_box.bottom), (plot_area_box.right, plot_area_box.bottom)]])
-    return draw_bottom_axis(sheet, frame.x, chart.x.title, plot_area_box.top, plot_area_box.bottom)
+        sheet.add_text(plot.left - 8, y, text, "tick", anchor="end")
+    if margin:
+        # Layer -1 is behind the grid.
+        sheet.add_box("margin", margin.left, plot.top, margin.right - margin.left, plot.bottom - plot.top, layer=-1)
+    sheet.add_lines("axis", [[(plot.left, plot.bottom), (plot.right, plot.bottom)]])
+    return draw_bottom_axis(sheet, frame.x, chart.x.title, plot.top, plot.bottom)
 
 
 def _find_point_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _PlotFrame) -> list[Point]:
