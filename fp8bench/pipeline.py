@@ -267,7 +267,7 @@ class RunResources(NamedTuple):
     meters and the workers. `start` is the time at which the run began.
 
     `timing` is the worker that times steps, and `untimed_pass_worker` the worker that runs untimed passes.
-    `counting_worker_process` counts allocations, if this was requested. `second` is `untimed_pass_worker` if that
+    `counting` is a worker that counts allocations, if this was requested. `second` is `untimed_pass_worker` if that
     worker may run while `timing` works; otherwise it is None.
     """
 
@@ -279,7 +279,7 @@ class RunResources(NamedTuple):
     meters: Meters
     timing: Worker
     untimed_pass_worker: Worker
-    counting_worker_process: CountingWorker | None
+    counting: CountingWorker | None
     second: Worker | None
 
     @property
@@ -484,16 +484,8 @@ def _measure_group(
         method = replace(method, capacity=CapacitySearchRule(request.memory_limit or None, replace_batch_size))
     # 2. Measure the group on its device. Only on a CPU may a second worker run untimed passes at the same time.
     device = next((facts[case.device] for case in _list_running_cases([group])), None)
-    device_meter = resources.meters.of(device) if device is not None else None
-    concurrent_worker = resources.second if device is not None and not device.accelerated else None
+    meter = resources.meters.of(device) if device is not None else None
+    second_worker = resources.second if device is not None and not device.accelerated else None
     return GroupMeasurement(
-        group,
-        facts,
-        resources.timing,
-        resources.observer,
-        method,
-        device_meter,
-        untimed,
-        resources.counting_worker_process,
-        concurrent_worker,
+        group, facts, resources.timing, resources.observer, method, meter, untimed, resources.counting, second_worker
     ).run()

@@ -74,15 +74,15 @@ def _is_owned_by_others(file: Path) -> bool:
 
     After a temporary folder in /tmp was deleted, any user can create one with the same name.
     """
-    has_foreign_file_owner = False
+    has_other_owner = False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
     for parent in (path, *path.parents):
         status = parent.lstat()
         # A folder with the sticky bit, such as /tmp: here every user may create files.
         if status.st_mode & stat.S_ISVTX:
-            return has_foreign_file_owner
+            return has_other_owner
         # User 0 is root, who can replace any file anyway.
-        has_foreign_file_owner = has_foreign_file_owner or status.st_uid not in (0, os.geteuid())
+        has_other_owner = has_other_owner or status.st_uid not in (0, os.geteuid())
     return False
 
 

@@ -235,8 +235,8 @@ def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
         return None
 
     def mark_workspace(block: HeldBlock) -> HeldBlock:
-        still_existed_at_mark = block.lasting
-        if still_existed_at_mark and block.address in workspace_addresses:
+        # A lasting block still existed at the mark.
+        if block.lasting and block.address in workspace_addresses:
             return replace(block, said=(MemoryRole.WORKSPACE,))  # the roles of the block
         return block
 
