@@ -349,8 +349,8 @@ def _load_run_header_or_none(path: Path) -> Run | None:
 
 
 def _find_newest_runs(store: Path) -> ChosenRuns:
-    """Returns the run files of the newest run's commit. If the newest run has no commit or has uncommitted changes,
-    returns only the file of this run.
+    """Returns the run files of the newest run's commit. If the newest run has no commit, or its source files may have
+    differed from it, returns only the file of this run.
     """
     try:
         runs = listing(store)

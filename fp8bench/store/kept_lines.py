@@ -26,7 +26,7 @@ from fp8bench.model.codec import SCHEMA, MalformedValueError, decode, encode
 
 T = TypeVar("T")
 LineContent = dict[str, Any]
-# Errors that content from other programs may cause when it is decoded. Malformed is a ValueError.
+# Errors that content from other programs may cause when it is decoded. MalformedValueError is a ValueError.
 _DECODING_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 # How many characters of an error, and of a broken line, are shown.
 _MAX_ERROR_CHARACTERS, _LINE_START_CHARACTERS = 120, 20
@@ -79,7 +79,9 @@ class Log(Generic[T]):
     remedy: str = "Make room, or choose another --store DIR."
 
     def decode_line_value(self, content: LineContent) -> T:
-        """Decodes the value of a parsed line. Raises Malformed for a different version or an invalid value."""
+        """Decodes the value of a parsed line. Raises MalformedValueError for a different version or an invalid
+        value.
+        """
         if content.get("version") != self.version:
             raise MalformedValueError(
                 f"has version {content.get('version')!r:.20} (this fp8bench reads {self.version})"
@@ -205,7 +207,7 @@ def parse_file_lines(content: bytes) -> FileLines:
                     str(error)[:_MAX_ERROR_CHARACTERS],
                 )
             )
-    # 2. Detect missing lines by the number in each line, and by the digest in the end line of a finished run.
+    # 2. Detect missing lines by the number in each line, and by the digest in the end line of a run.
     sorted_lines, troubles = _sort_lines(lines_with_checksum)
     troubles += _describe_missing_lines(sorted_lines, broken_lines)
     is_file_incomplete = bool(sorted_lines) and sorted_lines[-1].stored_line_number > len(sorted_lines)
@@ -268,7 +270,7 @@ def _is_digest_correct(lines: Sequence[_ChecksummedLine], last_line: _Checksumme
 
 
 def check_schema(content: LineContent, path: Path) -> None:
-    """Raises StoreError if a newer version wrote the file, and Malformed if its header names no version."""
+    """Raises StoreError if a newer version wrote the file, and MalformedValueError if its header names no version."""
     schema = content.get("schema")
     if type(schema) is not int:
         raise MalformedValueError("it has no schema version")

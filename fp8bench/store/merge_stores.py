@@ -182,8 +182,8 @@ class RebuildResult:
 def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> RebuildResult:
     """Writes asv's files of all commits, or only of the commits whose first 8 digits are in `commits`.
 
-    Commits are written in the order of their first runs, because asv's folder for a machine gets its name from the
-    first run on this machine. Rows that asv itself measured are kept.
+    Commits are written in the order of their first runs, because asv's files keep the path by which the first run on a
+    machine called its interpreter. Rows that asv itself measured are kept.
     """
     # 1. Delete the cache before a complete rebuild.
     rebuild_result = RebuildResult()

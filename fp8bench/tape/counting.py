@@ -160,13 +160,11 @@ class CallTraffic:
         # 1. The operator's schema, with exceptions for some operators, determines which arguments are read and written.
         for name, value in arguments.items():
             tensors = list(iterate_tensors(value))
-            is_output_argument = is_out_by_name.get(name)
-            if name != unread_argument_name and (
-                is_output_argument is None or not (overwrites_tensor or is_output_argument)
-            ):
+            is_out_argument = is_out_by_name.get(name)
+            if name != unread_argument_name and (is_out_argument is None or not (overwrites_tensor or is_out_argument)):
                 self.read += tensors
             # Fused optimizers write gradients only to unscale them.
-            if is_output_argument is not None and not (name == "grads" and arguments.get("grad_scale") is None):
+            if is_out_argument is not None and not (name == "grads" and arguments.get("grad_scale") is None):
                 self.written += tensors
         # 2. A result is written if it has its own memory. A view of an argument is not written.
         storages = {tensor.storage for tensor in (*self.read, *self.written)}

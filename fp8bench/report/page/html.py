@@ -239,20 +239,14 @@ def _make_card_answers(element: Element) -> tuple[CardVerdictLine, ...]:
             # A table of answers has a verdict and the name of a case or an arm.
             if len(card_column_indices) < 2:
                 return ()
-            question_answer_pairs = [
-                (row[card_column_indices[0]].text, row[card_column_indices[1]].text) for row in element.rows
-            ]
-            return tuple(
-                CardVerdictLine(about, word) for about, word in question_answer_pairs if word not in ("", units.NONE)
-            )
+            pairs = [(row[card_column_indices[0]].text, row[card_column_indices[1]].text) for row in element.rows]
+            return tuple(CardVerdictLine(about, word) for about, word in pairs if word not in ("", units.NONE))
         case Text():
             return (CardVerdictLine("", shorten_line(element.text, _MAX_CARD_ANSWER_LENGTH)),)
         case TextList():
-            # The costs and the reason follow the first semicolon. A list of reports has no room for them.
-            first_item_clauses = [item.text.partition(";")[0] for item in element.items]
-            return tuple(
-                CardVerdictLine("", shorten_line(clause, _MAX_CARD_ANSWER_LENGTH)) for clause in first_item_clauses
-            )
+            # In an answer, the costs and the reason follow the first semicolon. A list of reports has no room for them.
+            first_clauses = [item.text.partition(";")[0] for item in element.items]
+            return tuple(CardVerdictLine("", shorten_line(clause, _MAX_CARD_ANSWER_LENGTH)) for clause in first_clauses)
     return ()
 
 
@@ -289,7 +283,7 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
         Col("report", make_title_field),
         Col("of", "card.kind"),
         Col("answer", join_answers),
-        # The subtitle begins with the start of the run, which the first column already shows.
+        # The subtitle of a single run begins with its start, which the first column already shows.
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]
     required_headings = {"date (UTC)", "report"}

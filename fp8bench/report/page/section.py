@@ -256,10 +256,10 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
         if all(labels) and len({*labels}) == len(runs):
             return labels
     ids = [run.id or "run" for run in runs]
-    occurrence_number_per_id = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
+    occurrence_numbers = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
     return [
         f"{name} ({occurrence})" if ids.count(name) > 1 else name
-        for name, occurrence in zip(ids, occurrence_number_per_id, strict=True)
+        for name, occurrence in zip(ids, occurrence_numbers, strict=True)
     ]
 
 

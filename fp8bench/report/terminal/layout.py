@@ -115,7 +115,8 @@ def _render_part_blocks(part: Part, width: int, paint: PaintText) -> Iterator[li
         block += wrap(part.lead, width, indent, INDENT)
     for index, element in enumerate(part.elements):
         if isinstance(element, Table):
-            # A blank line precedes a table, unless the table has no caption and directly follows the heading.
+            # A blank line precedes a table, unless the part is tight, or the table has no caption and directly
+            # follows the heading.
             if not part.tight and (index or part.lead or element.caption):
                 yield block
                 block = []
@@ -211,12 +212,12 @@ def _join_shared_fields(columns: Sequence[Column], row: Sequence[Field]) -> str:
 
 
 def _wrap_folded_fields(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
-    folded_field_pairs = []
+    folded_field_texts = []
     for column, field in zip(columns, fields, strict=True):
         if field.text not in ("", units.NONE):
             text = " ".join(field.text.split())
-            folded_field_pairs.append(f"{column.title}: {text}".removeprefix(": "))
-    return wrap("; ".join(folded_field_pairs), width, INDENT * 3, INDENT) if folded_field_pairs else []
+            folded_field_texts.append(f"{column.title}: {text}".removeprefix(": "))
+    return wrap("; ".join(folded_field_texts), width, INDENT * 3, INDENT) if folded_field_texts else []
 
 
 def _name_column_width(widths: Sequence[int], width: int) -> int:

@@ -115,7 +115,7 @@ def _make_detail_parts(detail: str, panel: Panel, run: Run, width: int) -> Itera
         yield from make_list_part("notes", "notes", merge_notes(_list_panel_notes(panel, run), len(panel.groups)))
     elif detail == "data" or panel.is_timed:
         elements: list[Element] = []
-        for list_elements in _PAGE_MAKERS_BY_DETAIL[detail]:
+        for list_elements in _ELEMENT_MAKERS_BY_DETAIL[detail]:
             elements += list_elements(panel)
         yield from _make_panel_part(panel, run, elements)
 
@@ -170,7 +170,7 @@ def _list_other_measurements(panel: Panel) -> list[Element]:
     return []
 
 
-_PAGE_MAKERS_BY_DETAIL: dict[str, Sequence[Callable[[Panel], Iterable[Element]]]] = {
+_ELEMENT_MAKERS_BY_DETAIL: dict[str, Sequence[Callable[[Panel], Iterable[Element]]]] = {
     "data": [make_tensor_range_tables],
     "memory": [memory_table, capacity_tables],
     "numbers": [_list_other_measurements],

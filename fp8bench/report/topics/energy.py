@@ -93,7 +93,7 @@ def show_ratio(ratio: EnergyRatio) -> str:
 def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
     """Returns why energies of a group are missing or unclear, as (precisions, reason)."""
     doubts: list[tuple[str, str]] = []
-    unclear_energy_modes = []
+    unclear_energies = []
     for case in group.named_cases:
         sentences = [*_describe_missing(case), *_describe_window_pace(case)]
         phases = get_case_phase_energies(case)
@@ -102,8 +102,8 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
         doubts += [(doubt, case.mode) for doubt in sentences]
         ratio = ratio_to_reference(case)
         if ratio is not None and ratio.demand is EnergyDemand.UNCLEAR:
-            unclear_energy_modes.append((f"energy unclear: {ratio.why}", case.mode))
-    return [(", ".join(modes), doubt) for doubt, modes in together(doubts + unclear_energy_modes).items()]
+            unclear_energies.append((f"energy unclear: {ratio.why}", case.mode))
+    return [(", ".join(modes), doubt) for doubt, modes in together(doubts + unclear_energies).items()]
 
 
 def _describe_missing(result: Result) -> Sentences:

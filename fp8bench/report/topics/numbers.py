@@ -42,7 +42,7 @@ from fp8bench.report.panels import (
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import join_words, make_figure_heading
 
-# Maps each error metric to its measurements in all cases with one precision.
+# Maps the name of each error to its measurements in all cases with one precision.
 _ErrorsByName = dict[str, list[Measurement]]
 # Measurements in these units are sizes and times, and not error metrics.
 _NON_ERROR_UNITS = ("B", "s")

@@ -118,7 +118,7 @@ StepPhases = list[tuple[str, float]]
 # The page has at most this many timelines of a suite.
 _MAX_TIMELINES = 2
 # A step with fewer phases than this gets no timeline, because it is a single operation with its casts.
-_MIN_TIMELINE_PHASES = 3
+_MIN_PHASES = 3
 _SINGLE_STEP_DESCRIPTION = (
     "One timed step of each precision, the one of median length, with its phases in the order in which they ran."
 )
@@ -142,7 +142,7 @@ def _make_phase_timelines(title: str, cases: Cases, folded: bool) -> Iterator[St
             used_phases.update(phase for phase, _ in median_step_phases)
             if timing.varying:
                 description = _VARYING_STEPS_DESCRIPTION
-    if len(used_phases - {UNATTRIBUTED}) < _MIN_TIMELINE_PHASES:
+    if len(used_phases - {UNATTRIBUTED}) < _MIN_PHASES:
         return
     # 2. Collect each step's phases in order, and the total time of each phase in the step.
     phases = sorted(used_phases, key=phase_sort_key)
@@ -231,7 +231,7 @@ def gains_section(material: Material) -> Elements:
 
 
 def _has_enough_phase_gains(case: NamedCase) -> bool:
-    return sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_TIMELINE_PHASES
+    return sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_PHASES
 
 
 def _make_phase_gains_table(title: str, panel: Panel, case: NamedCase) -> Table:

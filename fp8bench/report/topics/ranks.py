@@ -124,10 +124,10 @@ def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any
 
 def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Table:
     def share_column(name: str, hint: str) -> Col[CaseValue[Efficiency]]:
-        get_scaling_shares = attrgetter(f"value.{name}_scaling")
+        get_scaling_share = attrgetter(f"value.{name}_scaling")
 
         def share_field(row: CaseValue[Efficiency]) -> Field:
-            return _median_range_field(get_scaling_shares(row), units.percent, 100, choose_cost_tone(row.case))
+            return _median_range_field(get_scaling_share(row), units.percent, 100, choose_cost_tone(row.case))
 
         return Col(name, share_field, unit="%", hint=f"{hint}; in brackets: the range of rounds")
 

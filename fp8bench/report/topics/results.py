@@ -191,14 +191,14 @@ def _explain_case(case: NamedCase) -> str:
     """Returns the reason for a case's speed, its costs, and doubts about its verdict, as one text. A reference has only
     doubts.
     """
-    reason_phrases = [case.finding.why]
+    phrases = [case.finding.why]
     if not case.is_reference or not case.is_ok:
         answer = make_precision_answer([case])
         # Without a speed, the answer's figure is the reason why the case is emulated.
         emulation_reason = "" if speed_up(case) is not None else answer.figure
-        reason_phrases = [answer.reason, emulation_reason, *reason_phrases, *answer.costs]
-    reason_phrases += [_format_labels(case), case.record.detail if case.is_ok else ""]
-    return join_parts(*(shorten_line(phrase, MAX_REASON_LENGTH) for phrase in reason_phrases), separator="; ")
+        phrases = [answer.reason, emulation_reason, *phrases, *answer.costs]
+    phrases += [_format_labels(case), case.record.detail if case.is_ok else ""]
+    return join_parts(*(shorten_line(phrase, MAX_REASON_LENGTH) for phrase in phrases), separator="; ")
 
 
 def _list_detail_columns(cases: Cases) -> Iterator[Col[_CaseWithTitle]]:

@@ -41,7 +41,9 @@ def describe_bound(roof: PhaseRoofline) -> str:
 
 
 def describe_speed_limits_of_phases(panel: Panel) -> Sentences:
-    """Yields a sentence about what limits the speed of each phase of a step, for each case that is not emulated."""
+    """Yields a sentence about what limits the phases of a step, for each case that is not emulated and whose limits are
+    known.
+    """
     for case in panel.named_cases:
         limits_text = _describe_limits_of_phases(case)
         if limits_text and not case.is_emulated:
@@ -50,7 +52,7 @@ def describe_speed_limits_of_phases(panel: Panel) -> Sentences:
 
 def describe_possible_gains(panel: Panel) -> Sentences:
     for case in panel.named_cases:
-        gain = _find_time_gain(case)
+        gain = _find_possible_gain(case)
         if gain is not None:
             yield _describe_possible_gain(case, _show_setting(panel, case), gain)
 
@@ -79,7 +81,7 @@ def explain_unknown_limits(panels: Iterable[Panel], run: Run) -> str:
     )
 
 
-def _find_time_gain(case: NamedCase) -> PossibleSpeedup | None:
+def _find_possible_gain(case: NamedCase) -> PossibleSpeedup | None:
     reference = case.reference_result
     if reference is None or find_case_status(reference) is not CaseStatus.REFERENCE:
         return None

@@ -83,9 +83,9 @@ def make_time_share_tables(parts: Sequence[tuple[str, StepShares]], captions: tu
     """Yields a table of time shares by kind of work, and a table by module. `parts` has a column title and the shares
     of a case for each column.
     """
-    sorted_kinds = _sort_kinds_by_share([step.by_kind for _, step in parts])
+    sorted_kinds = _sort_by_share([step.by_kind for _, step in parts])
     yield _make_shares_table("kind", captions[0], parts, [*sorted_kinds, UNATTRIBUTED])
-    if top_modules := _sort_kinds_by_share([step.share_by_module for _, step in parts])[:MAX_MODULE_ROWS]:
+    if top_modules := _sort_by_share([step.share_by_module for _, step in parts])[:MAX_MODULE_ROWS]:
         yield _make_shares_table("module", captions[1], parts, top_modules)
 
 
@@ -102,7 +102,7 @@ def _make_shares_table(name: str, caption: str, parts: Sequence[tuple[str, StepS
     return table(f"{name}s", caption, cols, keys)
 
 
-def _sort_kinds_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
+def _sort_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
     """Returns the kinds of work or modules, sorted by their largest share in any case. The unattributed time is left
     out.
     """
@@ -179,7 +179,7 @@ UnconvertedProducts = tuple[str, list[str], int]
 
 def list_distinct_coverages(panel: Panel) -> list[tuple[str, Coverage]]:
     """Returns the distinct coverages of a panel's cases with their precisions, as ('bf16, fp8', coverage). A coverage
-    lists the matrix products that are converted to a lower precision, and their share of the FLOPs.
+    shows which matrix products are converted to a lower precision, and their share of the FLOPs.
     """
     covered_cases = panel.find_case_values(lambda result: result.record.coverage)
     modes_by_coverage = together((row.value, row.case.mode) for row in covered_cases)

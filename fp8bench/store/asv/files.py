@@ -314,7 +314,9 @@ def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
 
 
 def _check_result_fields(content: Mapping[str, Any], path: Path) -> None:
-    """Raises Malformed if asv would ignore a results file or fail on it, because a field is missing or wrong."""
+    """Raises MalformedValueError if asv would ignore a results file or fail on it, because a field is missing or
+    wrong.
+    """
     for key, kind in _TYPE_BY_FIELD.items():
         if key not in content:
             raise MalformedValueError(f"it has no {key!r}")

@@ -189,8 +189,8 @@ def _confidence_interval_indices(count: int) -> tuple[float, float]:
 
 
 def read_row(columns: Sequence[str], cells: object) -> AsvRow:
-    """Returns the row that the values in a results file describe. Raises Malformed for values that no benchmark can
-    have.
+    """Returns the row that the values in a results file describe. Raises MalformedValueError for values that no
+    benchmark can have.
     """
     if not isinstance(cells, list):
         raise MalformedValueError(f"expected a list, found {shown(cells)}")
@@ -232,7 +232,7 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
 
 def _expand_column(plain: object, key: str, count: int, is_valid: Callable[[object], bool]) -> tuple[Any, ...]:
     """Returns the column of an asv row, extended to one value for each combination of parameters. The added values are
-    None, because asv cuts off None at the end. Raises Malformed if `is_valid` rejects a value.
+    None, because asv cuts off None at the end. Raises MalformedValueError if `is_valid` rejects a value.
     """
     cells = [] if plain is None else plain
     if not isinstance(cells, list):

@@ -87,7 +87,7 @@ def _delete_damaged_cache(store: Path, error: Exception) -> None:
 
 
 def delete_cache(store: Path) -> None:
-    # Otherwise sqlite would apply the journal of the deleted file to the next one.
+    # Delete the journal too: sqlite would apply the journal of the deleted file to the next one.
     for suffix in ("", "-journal"):
         with contextlib.suppress(OSError):
             get_figure_cache_path(store).with_name(f"{get_figure_cache_path(store).name}{suffix}").unlink()

@@ -129,8 +129,8 @@ class Line:
         ]
 
     def _make_figures(self, row_indices: Sequence[int]) -> tuple[Figure, ...]:
-        row_commits = [self.places[index] for index in self.place_indices[row_indices].tolist()]
-        return tuple(map(self._make_figure, row_commits, self.rows[row_indices].tolist()))
+        row_places = [self.places[index] for index in self.place_indices[row_indices].tolist()]
+        return tuple(map(self._make_figure, row_places, self.rows[row_indices].tolist()))
 
     def _make_figure(self, place: HistoryPlace, row: tuple[float, float, float, int]) -> Figure:
         value, low, high, index = row

@@ -84,14 +84,14 @@ def _explain_invalid_timing(timing: Timing) -> str:
         return "a step has a time of 0, or more than a clock can count"
     for slot in timing.slots:
         clocks = (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds)
-        optional_slot_times = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
-        if not all(clock is None or 0 <= clock < math.inf for clock in (*clocks, *optional_slot_times)):
+        optional_clocks = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
+        if not all(clock is None or 0 <= clock < math.inf for clock in (*clocks, *optional_clocks)):
             return "a slot has invalid times"
     return ""
 
 
 @dataclass
-class _RunFileParser:
+class _RunReading:
     """The contents of a run file, as far as its lines have been read."""
 
     run: Run | None = None
@@ -118,7 +118,7 @@ def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
         raise StoreError(f"{path} is not a run file: it is empty.")
     refuse_newer(file_lines, path)
     header, run, reason = _find_run_header(file_lines, path)
-    reading = _RunFileParser(run)
+    reading = _RunReading(run)
     reading.troubles += process_line_contents(file_lines, partial(_add_run_line, reading), header)
     if run is None:
         run_header_problem = f"line {header}, the header, is broken ({reason})" if header else ""
@@ -177,9 +177,9 @@ def _find_run_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None
     )
 
 
-def _add_run_line(reading: _RunFileParser, content: LineContent) -> None:
-    """Adds the value in a line to what was read. Raises Malformed for a wrong value, and UnknownKind for a line of an
-    unknown kind.
+def _add_run_line(reading: _RunReading, content: LineContent) -> None:
+    """Adds the value in a line to what was read. Raises MalformedValueError for a wrong value, and UnknownKind for a
+    line of an unknown kind.
     """
     if "record" in content:
         record = decode(Record, content["record"])
@@ -212,7 +212,7 @@ def _case_ids(group: Group) -> list[str]:
     return [planned.case.id for planned in group.cases]
 
 
-def _build_run_from_reading(reading: _RunFileParser, path: Path) -> Run:
+def _build_run_from_reading(reading: _RunReading, path: Path) -> Run:
     """Returns the run in a file's lines, with the newest record of each case, in the order of the plan."""
     # 1. Without a header, infer the plan from the records.
     run = reading.run
