@@ -108,8 +108,8 @@ def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _M
 
 def rename_broken_file(path: Path) -> Path:
     """Renames a broken file to `<name>.broken-<n>` with an unused n, and returns the new path."""
-    for copy_number in itertools.count(1):
-        broken_file_path = path.with_name(f"{path.name}.broken-{copy_number}")
+    for number in itertools.count(1):
+        broken_file_path = path.with_name(f"{path.name}.broken-{number}")
         try:
             broken_file_path.open("x").close()  # an empty file reserves the new name
         except FileExistsError:
