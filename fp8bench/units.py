@@ -163,9 +163,9 @@ def parse_size(text: str) -> int:
     )
     if size_match is None:
         raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
-    # Use Decimal, because a float would turn 4.1TB into 4099999999999 bytes.
     number, prefix, suffix = size_match.groups()
     unit_base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
+    # Use Decimal, because a float would turn 4.1TB into 4099999999999 bytes.
     return int(Decimal(number) * unit_base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 
 

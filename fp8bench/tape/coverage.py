@@ -164,7 +164,7 @@ def measure_coverage(
     multiplying_weight_holders = (
         weight_holder for weight_holder in product_weight_holders if weight_holder.rule != _NO_PRODUCT_RULE
     )
-    # If the first step creates parameters, steps differ for this reason, so describe no other differences.
+    # If the first step creates parameters, steps may differ for this reason, so describe no other differences.
     late_parameter_names = [name for name, _ in model.named_parameters() if name not in parameters]
     remarks = (
         [_LATE_PARAMETERS_REMARK.format(_join_first_names(late_parameter_names))]
@@ -278,8 +278,8 @@ class _CoverageSums:
         self.other_products[key] = replace(previous_product_sum, flops=flops, calls=previous_product_sum.calls + 1)
 
     def _find_weights(self, call: Call) -> Iterator[str]:
-        """Yields the weights among a call's arguments, if the call may be a product. Operators outside of aten may be
-        products.
+        """Yields the names of weights among a call's arguments, if the call may be a product. Operators outside of
+        aten may be products.
         """
         if call.operator.namespace == "aten" and get_operator_name(call) not in PRODUCT_SHAPES:
             return

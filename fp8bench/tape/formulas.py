@@ -98,8 +98,8 @@ def get_convolution_backward_shapes(named: ArgumentByName) -> list[ProductDimens
 
 
 def _get_conv_product_sizes(named: ArgumentByName, out: Any) -> tuple[int, int, int, int]:
-    """Returns the sizes of a convolution's matrix product: outputs per group, elements of a window, pixels of all
-    images, and groups.
+    """Returns the sizes of a convolution's matrix product: outputs per group, elements of a window, positions of
+    windows in all images, and groups.
     """
     weight = named["weight"]
     x = named.get("input", named.get("self"))

@@ -121,9 +121,8 @@ class PhaseOperatorWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         operator_route = self._routes.get(func)
         if operator_route is None:
             operator_route = self._routes[func] = choose_operator_route(func)
-        if (
-            operator_route is OperatorRoute.DECOMPOSE
-        ):  # without gradients torch does not decompose some composite operators itself
+        if operator_route is OperatorRoute.DECOMPOSE:
+            # Without gradients, torch does not decompose some composite operators itself.
             with self:  # record the operators that the decomposition calls
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:

@@ -97,13 +97,13 @@ def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithm
     source_array = random_array()
     if limit is Limit.LAUNCH:
         return partial(source_array.add_, 1)
-    copy_target_array = torch.empty_like(source_array)
+    target_array = torch.empty_like(source_array)
     if limit is Limit.TRIAD:
-        return partial(torch.add, source_array, random_array(), alpha=3.0, out=copy_target_array)
+        return partial(torch.add, source_array, random_array(), alpha=3.0, out=target_array)
     if limit is Limit.LOAD:
         # Only pinned memory is copied at the speed of the bus.
-        return partial(copy_target_array.copy_, torch.ones(source_array.shape).pin_memory(), non_blocking=True)
-    return partial(copy_target_array.copy_, source_array)
+        return partial(target_array.copy_, torch.ones(source_array.shape).pin_memory(), non_blocking=True)
+    return partial(target_array.copy_, source_array)
 
 
 # One precision for each kind of matrix product that a device may support.

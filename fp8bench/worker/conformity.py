@@ -275,7 +275,7 @@ def _compare_elements(
     explain: Callable[[], tuple[Difference, str]],
     count_steps: Callable[[Tensor, Tensor], Tensor],
 ) -> Conformity:
-    """Adds to `conformity` how many elements differ, why, and how far apart they are at most (in values of the format).
+    """Adds to `conformity` how many elements differ, why, and how many steps of the format they are apart at most.
     `explain` and `count_steps` are called only if some elements differ.
     """
     from fp8bench.numerics.conformity import have_different_bits

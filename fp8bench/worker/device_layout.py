@@ -328,7 +328,7 @@ class LayoutRecordingArithmetic(Arithmetic):
     ) -> _CallMemoryLayout:
         import torch
 
-        # 1. Make the hardware's cast on meta tensors, which have sizes but no memory.
+        # 1. Run the call on meta tensors in the hardware's arithmetic. Meta tensors have sizes but no memory.
         with torch.device("meta"), torch.no_grad():
             meta_source_tensor = None
             if source is not None:

@@ -75,10 +75,9 @@ class InitialFiniteElements:
         later, counts as an input and not as lost.
         """
         for tensor in self._iterate_float_tensors(state):
-            if (view := get_tensor_view_key(tensor)) not in self._prepared and _make_not_finite_mask(
-                tensor
-            ) is not None:
-                self._made_versions[view] = get_version(tensor)
+            view_key = get_tensor_view_key(tensor)
+            if view_key not in self._prepared and _make_not_finite_mask(tensor) is not None:
+                self._made_versions[view_key] = get_version(tensor)
 
     def find_lost_numbers(self, state: object) -> LostFiniteElements:
         lost_number_count = 0

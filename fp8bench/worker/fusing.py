@@ -77,8 +77,8 @@ def try_to_compile(device: str) -> str:
 
     from fp8bench.formats.operators import values
 
-    # This call runs eagerly, and adds the quantiser to the waiting list. A later call runs the compiled kernel.
     forget_waiting_quantisers()
+    # If the quantiser is not compiled yet, this call runs it eagerly and adds it to the waiting list.
     values(torch.ones(64, device=device), E4M3)
     start = time.perf_counter()
     compile_waiting_quantisers()

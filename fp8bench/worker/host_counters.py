@@ -54,7 +54,7 @@ def _reset_peak_memory(proc: Path) -> Reading:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
     new_peak_bytes = _read_status_bytes(proc, "VmHWM")
     resident_bytes = _read_status_bytes(proc, "VmRSS")
-    # Some systems accept the command without resetting the peak. A peak just above the present size is a new one.
+    # Some systems accept the command without resetting the peak. A peak of about the present size counts as reset.
     if new_peak_bytes >= old_peak_bytes and new_peak_bytes > 1.01 * resident_bytes:
         raise NoReading(f"{path} was written, but the peak stayed at {new_peak_bytes} B")
     return Reading(new_peak_bytes, "B", str(path))

@@ -90,8 +90,8 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
 
 
 def close_connections_in_forks(lifeline: int, connection: Connection) -> None:
-    """Closes the request socket and the lifeline pipe in processes that a workload forks, so that these cannot answer
-    the parent.
+    """Closes the request socket and the lifeline in processes that a workload forks, so that these cannot answer the
+    parent.
     """
 
     def close_ends() -> None:

@@ -353,9 +353,9 @@ def measure_memory_growth(step: Callable[[], None], device: str, seconds: float)
         return None
     if held_bytes_after_first_steps[-1] - held_bytes_after_first_steps[0] < MIN_GROWTH_BYTES:
         return 0.0
-    # Drop the first byte count, which was taken before the first of these steps.
     step_count = min(MAX_STEPS, max(MIN_STEPS, int(GROWTH_STEPS_SECONDS / seconds)))
-    # Round down to a multiple of 4, so that all quarters have the same length.
+    # Round down to a multiple of 4, so that all quarters have the same length. Drop the first byte count, which was
+    # taken before the first of these steps.
     return compute_growth(_count_held_bytes(step, device, step_count // 4 * 4, parts=4)[1:])
 
 

@@ -144,7 +144,7 @@ def find_product_formats(workload: Workload, case: Case, facts: DeviceFacts) -> 
     for mode in modes:
         recipe = getattr(precisions.get(mode), "recipe", None)
         if isinstance(recipe, Recipe):
-            # A recipe treats inputs, weights and gradients differently.
+            # A recipe may treat inputs, weights and gradients differently.
             formats |= dict.fromkeys(treatment.fmt for treatment in recipe_on_device(recipe, facts).treatments)
         elif mode in FORMATS:
             formats[FORMATS[mode]] = None

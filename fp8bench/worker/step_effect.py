@@ -357,7 +357,7 @@ _OPERATOR_COUNTING_SECONDS = 30e-6
 MAX_BYTES = 1 << 26
 
 # For each tensor, in the order of `find_tensors_by_address`: a few sums that describe how a step changed the tensor
-# (bits.sketch), or the content of the tensor if it is new.
+# (bits.sketch_tensor), or the content of the tensor if it is new.
 TensorChangeSketches = list[Any]
 
 

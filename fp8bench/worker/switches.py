@@ -155,7 +155,7 @@ def refuse_distorted_reference() -> None:
     values = {switch: switch.read() for switch in switches()}
     with contextlib.ExitStack() as scope:
         if "mixed" not in values.values():
-            scope.enter_context(float32_products("highest"))  # each step of the reference sets this as well
+            scope.enter_context(float32_products("highest"))  # the reference's precision sets this as well
             values = {switch: switch.read() for switch in switches()}
     distorting_switch_values = [
         (switch, value)

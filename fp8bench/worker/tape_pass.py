@@ -123,7 +123,7 @@ def _measure_kernel_shares(steps: _StepRunner, state: Any) -> Shares:
 
 def _iterate_turns_until_limit() -> Iterator[int]:
     start = time.perf_counter()
-    for turn in range(1 + MAX_STEPS):  # the first turn is a warm-up
+    for turn in range(1 + MAX_STEPS):  # on a CPU, the first turn is a warm-up
         yield turn
         if time.perf_counter() - start > MAX_SECONDS:
             return

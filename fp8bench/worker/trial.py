@@ -108,16 +108,12 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
         """Draws numbers whose magnitudes grow exponentially from the first row to the last, and from the first column
         to the last. `down` and `across` multiply the decades of growth; if they are negative, magnitudes fall.
         """
-        row_magnitude_decades = magnitude_decades * down
+        row_decades = magnitude_decades * down
         column_decades = magnitude_decades * across
-        element_magnitudes = torch.logspace(-row_magnitude_decades, row_magnitude_decades, rows, device=facts.key)[
-            :, None
-        ]
-        element_magnitudes = element_magnitudes * torch.logspace(
-            -column_decades, column_decades, columns, device=facts.key
-        )
+        magnitudes = torch.logspace(-row_decades, row_decades, rows, device=facts.key)[:, None]
+        magnitudes = magnitudes * torch.logspace(-column_decades, column_decades, columns, device=facts.key)
         # Most numbers have the same sign, because terms that cancel would hide an error.
-        return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * element_magnitudes
+        return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * magnitudes
 
     # One operand grows along the summed dimension while the other one falls, so that all terms of a sum matter.
     x = draw(_TOKENS, _INPUTS, 1, 0.5)
@@ -183,7 +179,7 @@ def _measure_grouped_errors(
     x, weight, gradient = sources
     part_token_counts = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
     part_end_rows = torch.tensor(part_token_counts, device=x.device).cumsum(0).to(torch.int32)
-    # 2. For each part of the tokens, compute the exact product of the rounded operands.
+    # 2. For each part of the tokens, restore the rounded operands of both products in fp64.
     cast_weights = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     forward_operand_pairs = zip(
         torch.split_with_sizes(restore_in_fp64(a), part_token_counts), map(restore_in_fp64, cast_weights), strict=True

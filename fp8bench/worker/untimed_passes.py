@@ -149,14 +149,12 @@ class UntimedPasses:
         from fp8bench.tape.coverage import measure_coverage
 
         with self._open_untimed_pass(case, facts) as (workload, _, setup):
-            covered_model = workload.covered(setup())
-            if covered_model is None:
+            covered = workload.covered(setup())
+            if covered is None:
                 return None
-            # `covered_model.held` has the weights that the conversion lists before it changes a model.
-            coverage = measure_coverage(
-                covered_model.model, covered_model.held, covered_model.step, multiple=covered_model.multiple
-            )
-            return replace(coverage, loss=covered_model.loss())
+            # `covered.held` has the weights that the conversion lists before it changes a model.
+            coverage = measure_coverage(covered.model, covered.held, covered.step, multiple=covered.multiple)
+            return replace(coverage, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
         """Returns how many bytes each purpose (weights, gradients, ...) takes at the peak of a step, or why it is
@@ -167,8 +165,8 @@ class UntimedPasses:
         """
         with self._open_untimed_pass(case, facts) as (workload, device, setup):
             hardware = find_hardware(case, workload, facts)
-            prepare_state = make_memory_pass_preparer(workload, setup, hardware)
-            memory_use, state = measure_step_memory(prepare_state, device, facts.index, self._alone and leaks, hardware)
+            make = make_memory_pass_preparer(workload, setup, hardware)
+            memory_use, state = measure_step_memory(make, device, facts.index, self._alone and leaks, hardware)
         if isinstance(memory_use, str):
             return memory_use
         if key:

@@ -107,8 +107,8 @@ class Data(Workload):
         return (tuple(case_params.items()),)
 
     def work(self, params: Scalars) -> Work:
-        """Counts the bytes of a batch before the step casts it: one byte for each value of records to decode, four
-        bytes for each fp32 value.
+        """Counts the bytes of a batch before the step: one byte for each value of records to decode, four bytes for
+        each fp32 value.
         """
         batch, record = read_integers(params, "batch", "record")
         is_reading_compressed = params["kind"] == "reading"

@@ -28,7 +28,7 @@ SYNTHETIC_TENSORS = {
 _QUICK_TENSORS = ("gaussian", "outliers", "head-gradient")
 _AUTO_ROLE = "auto"
 _FLOAT_SCALINGS = ("none", "tensor", "row", "1x128", "128x128")
-# Suffixes of the precision mode mx, which choose how scales are rounded. The empty suffix chooses the default, rceil.
+# Suffixes of the scaling mx, which choose how scales are rounded. The empty suffix chooses the default, rceil.
 _MX_SCALES = ("", ":scale=ceil", ":scale=even", ":scale=floor")
 
 

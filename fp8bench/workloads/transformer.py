@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.rlhf import RlhfModels
     from fp8bench.nn.training_step import HoldCastWeights, Loader, TrainingState
 
-# The defaults of parameters that change how a step is executed. Results depend on these parameters only through delayed
-# scales. A case that was built by hand may omit them.
+# The defaults of parameters that change how a step is executed. A case that was built by hand may omit them.
 DEFAULT_AXIS_CHOICES = {
     "checkpointing": "no",
     "compile": "no",
@@ -135,10 +134,7 @@ class Transformer(shared.TrainingWorkload):
         has_four_models = _read_choice_param(params, "models") == "rlhf"
         if not has_four_models and _read_choice_param(params, "frozen") != DEFAULT_AXIS_CHOICES["frozen"]:
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
-        if has_four_models and (_read_choice_param(params, "compile"), _read_choice_param(params, "cut")) != (
-            "no",
-            "linear",
-        ):
+        if has_four_models and (_is_case_compiled(params) or _read_choice_param(params, "cut") != "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
         default_sizes: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
         params_with_sizes = {

@@ -151,9 +151,8 @@ class Vision(shared.TrainingWorkload):
         is_convolution = kind == "stem" or (kind == "block" and is_resnet)
         support = shared.convolution_support(precision, facts) if is_convolution else precision.support(facts)
         outputs = sizes.vocabulary if sizes.model == "two-input" else IMAGE_CLASS_COUNT
-        common_product_side = (
-            sizes.inner_width if is_resnet else sizes.width
-        )  # The blocks' products have only multiples of this size as sides.
+        # The blocks' products have only multiples of this size as sides.
+        common_product_side = sizes.inner_width if is_resnet else sizes.width
         stem_product_inputs = 3 * (7 if is_resnet else sizes.patch) ** 2
         sides = {
             "stem": (stem_product_inputs, common_product_side),
