@@ -54,9 +54,8 @@ def sketch_tensor(tensor: Any, original: Any = None) -> Any:
         if original is not None:
             original_piece = _view_storage(original, dtype)[piece_number * _SIGN_TABLE_ROWS :][: piece.numel()]
             numbers = numbers - original_piece.to(computing_dtype).nan_to_num(0.0, 0.0, 0.0)
-        sketch_sums += (numbers @ element_sign_table[: piece.numel()]) * piece_sign_table[
-            piece_number % _SIGN_TABLE_ROWS
-        ]
+        piece_signs = piece_sign_table[piece_number % _SIGN_TABLE_ROWS]
+        sketch_sums += (numbers @ element_sign_table[: piece.numel()]) * piece_signs
     return sketch_sums
 
 

@@ -7,7 +7,7 @@ that a step made are exceptions. A tensor that was made before the first timed s
 input. A tensor with -inf next to finite numbers is a mask. If a prepared tensor held -inf, it is a mask that may move,
 so more -inf may appear in it.
 
-Tensors that cannot be read within SECONDS are not checked.
+Tensors that cannot be read within READ_SECONDS are not checked.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Attention(LayerWorkload):
         exact = _build_attention_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
         state = self.prepare(setup)
         errors = state.measure_errors(exact, setup.settles)
-        # Run once more, to find out whether its kernel stores the scores.
+        # Run the exercise again, to find out whether its kernel stores the scores.
         with StoredScores() as stored_scores:
             state.outcome()
         return {**errors, "scores_bytes": float(stored_scores.largest_bytes)}
