@@ -380,11 +380,9 @@ class StepShares:
         return {**dict(sorted(shares.items(), key=lambda part: -part[1])), UNATTRIBUTED: self.shares.unattributed_share}
 
     @property
-    def share_by_module(self) -> dict[str, float]:
+    def by_module(self) -> dict[str, float]:
         """Shares of the step's time by module in decreasing order, without work outside modules."""
-        return (
-            {} if self.shares is None else {name: share for name, share in self.shares.share_by_module.items() if name}
-        )
+        return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
 
     @property
     def remarks(self) -> Iterator[str]:

@@ -140,7 +140,7 @@ def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, 
     An interrupted run is resumed if machine and software are the same. Otherwise the cell is measured from the start.
     """
     check_cell(plan, number)
-    cell_name = plan.format_cell_id(number)
+    cell_name = plan.name_of(number)
     with exclusive_lock(get_cell_folder(plan, number, store), f"cell {cell_name} into {store}"):
         started_cell_runs = [head for place, head in iterate_plan_runs(plan, store) if place == number]
         finished_run = next((run for head in started_cell_runs if (run := load_run(Path(head.path))).finished), None)

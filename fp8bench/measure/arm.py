@@ -292,7 +292,7 @@ class MeasuredArm:
                 # The timing is complete. Run further slots, without storing times, until the worker has examined enough
                 # steps.
                 remote_bench.begin_late(key)
-                while remote_bench.is_late_inspection_due(key):
+                while remote_bench.is_late_due(key):
                     remote_bench.slot(key, self.calls, self.untimed_call_count, self.filling)
             finally:
                 late_steps = remote_bench.end_late(key)

@@ -174,7 +174,7 @@ class LocalWorker(Worker):
         except BaseException as error:
             worker_fault = describe_fault(error)
         # Raise outside of the except block: there the exception would keep the frames and their tensors in memory.
-        raise WorkerFault(*self._bench.recover_from_fault(worker_fault))
+        raise WorkerFault(*self._bench.recover(worker_fault))
 
     def close(self) -> None:
         if self._bench is not None:

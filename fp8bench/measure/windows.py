@@ -22,7 +22,7 @@ from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import MIN_SAMPLED_SECONDS
 from fp8bench.measure.sensors.meter import MAX_WINDOW_SECONDS, Meter
 from fp8bench.model import EnergyUse, EnergyWindow, Group, PhaseEnergy, Request, SustainedTurn
-from fp8bench.model.raw import RawPhaseReplay
+from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, UnavailableReading
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.stopping import SLOPE_FIT_SECONDS, DeviceSettling, is_run_brisk
@@ -318,7 +318,7 @@ class WindowPass:
                 seconds += worker.with_time_limit(time_limit).loop_phase(arm.key, phase_repetitions)
                 chunk_count += 1
         # Repeating a phase may make its numbers infinite. Then its energy is not used.
-        lost_values_text = worker.with_time_limit(time_limit).drop_held_phase(arm.key)
+        lost_values_text = worker.with_time_limit(time_limit).drop_phase(arm.key)
         energy = window.energy
         if lost_values_text:
             result.reasons.append(lost_values_text)
@@ -342,12 +342,12 @@ class WindowPass:
         return None
 
 
-def _prepare_phase_replay(arm: MeasuredArm, phase: str, worker: Worker) -> RawPhaseReplay:
+def _prepare_phase_replay(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     static_scales = arm.planned.case.static
     if arm.cache_mode == ROTATING:
-        return RawPhaseReplay(why="its states rotate, and a repeated phase would find its data in the caches")
+        return RawReplay(why="its states rotate, and a repeated phase would find its data in the caches")
     if static_scales is not None and static_scales.refresh:
-        return RawPhaseReplay(why="its scales are renewed after a number of steps, and a phase alone counts no steps")
+        return RawReplay(why="its scales are renewed after a number of steps, and a phase alone counts no steps")
     max_bytes = round(_PHASE_MEMORY_SHARE * arm.facts.memory_bytes)
     return worker.with_time_limit(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(arm.key, phase, max_bytes)
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.planned import Case, Scalar, Support, Work
-from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, SentBytes, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Sent, Transfer
 from fp8bench.model.step import Coverage, LateSteps, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
@@ -442,7 +442,7 @@ class Record:
     shares: Shares | None = None
     transfer: Transfer | None = None
     overlap: Overlap | None = None
-    sent: tuple[SentBytes, ...] = ()
+    sent: tuple[Sent, ...] = ()
     scaling: RankScaling | None = None
     failed_rank: FailedRank | None = None
     late_flops: int | None = None

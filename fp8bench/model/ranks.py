@@ -82,7 +82,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class SentBytes:
+class Sent:
     """The bytes that a rank sends to other ranks by one operation in one dtype, in one step. The bytes of a collective
     are computed as if the ranks formed a ring.
     """

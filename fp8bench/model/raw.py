@@ -59,7 +59,7 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class RawPhaseReplay:
+class RawReplay:
     """One phase of a step that was repeated alone: its time, the number of its operators and the bytes that were stored
     to repeat it. If the phase cannot be repeated, `why` is the reason.
     """

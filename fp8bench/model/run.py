@@ -214,7 +214,7 @@ class FleetPlan:
     cells: tuple[Cell, ...]
     fp8bench: str
 
-    def format_cell_id(self, number: int) -> str:
+    def name_of(self, number: int) -> str:
         return f"{self.id}/{number}"
 
 

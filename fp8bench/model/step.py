@@ -198,7 +198,7 @@ class Shares:
         return {kind: shares[kind] for kind in ShareKind if kind in shares}
 
     @property
-    def share_by_module(self) -> dict[str, float]:
+    def by_module(self) -> dict[str, float]:
         """The share of the step's time that each module takes, the largest share first."""
         shares = self.sum_by(lambda part: part.module)
         return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, StaticScales, Support, TensorStatistics, Work
-from fp8bench.model.ranks import SentBytes, Transfer
+from fp8bench.model.ranks import Sent, Transfer
 from fp8bench.protocols.arithmetic import Arithmetic, ScaleBook
 from fp8bench.protocols.axes import Axis
 from fp8bench.protocols.measuring import Phases
@@ -199,7 +199,7 @@ class StepParts(NamedTuple):
     compute: Callable[[], object]
     communicate: Callable[[], Any]
     together: Callable[[], object] | None = None
-    sent: tuple[SentBytes, ...] = ()
+    sent: tuple[Sent, ...] = ()
     alone: tuple[Callable[[], object], Callable[[], object]] | None = None
 
 

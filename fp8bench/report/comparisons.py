@@ -144,8 +144,8 @@ def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_
         "cannot tell, because": [
             f"{reason} ({many(count, 'figure')})" for reason, count in reasons.items() if not with_reasons
         ],
-        "only in A": list(compared.cases_only_before),
-        "only in B": list(compared.cases_only_after),
+        "only in A": list(compared.only_before),
+        "only in B": list(compared.only_after),
     }
     for title, lines in lines_by_section_title.items():
         if len(lines) > _MAX_LISTED_CASES:
@@ -263,8 +263,8 @@ def comparison_document(compared: ComparedSides) -> dict[str, Any]:
         "b": _compared_side_document(compared.after),
         "differing": encode(compared.differing_facts),
         "comparisons": encode(compared.comparisons),
-        "only_a": list(compared.cases_only_before),
-        "only_b": list(compared.cases_only_after),
+        "only_a": list(compared.only_before),
+        "only_b": list(compared.only_after),
     }
 
 

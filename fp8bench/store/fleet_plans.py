@@ -117,7 +117,7 @@ def check_cell(plan: FleetPlan, cell_number: int) -> None:
 
 def get_cell_folder(plan: FleetPlan, cell_number: int, store: Path) -> Path:
     """Returns the folder of a cell, with the lock of the cell and the output of its worker."""
-    return store / "cells" / plan.format_cell_id(cell_number).replace("/", "-")
+    return store / "cells" / plan.name_of(cell_number).replace("/", "-")
 
 
 def iterate_plan_runs(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:

@@ -23,7 +23,7 @@ from fp8bench.model import (
     Scalar,
 )
 from fp8bench.model.promises import Conformity
-from fp8bench.model.raw import Filling, RawPhaseReplay, RawSlot, RawStep, Settings, StateCheck
+from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, Settings, StateCheck
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
@@ -246,20 +246,20 @@ class Bench(UntimedPasses):
     def loop(self, key: str, steps: int) -> float:
         return self._select_case(key).loop(steps)
 
-    def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawPhaseReplay:
+    def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
         return self._select_case(key).hold_phase(phase, most_bytes)
 
     def loop_phase(self, key: str, times: int) -> float:
         return self._select_case(key).loop_phase(times)
 
-    def drop_held_phase(self, key: str) -> str:
-        return self._select_case(key).drop_held_phase()
+    def drop_phase(self, key: str) -> str:
+        return self._select_case(key).drop_phase()
 
     def begin_late(self, key: str) -> None:
         self._select_case(key).begin_late()
 
-    def is_late_inspection_due(self, key: str) -> bool:
-        return self._select_case(key).is_late_inspection_due
+    def is_late_due(self, key: str) -> bool:
+        return self._select_case(key).is_late_due
 
     def end_late(self, key: str) -> LateSteps:
         return self._select_case(key).end_late()
@@ -323,7 +323,7 @@ class Bench(UntimedPasses):
         finally:
             self.release(key)
 
-    def recover_from_fault(self, fault: FaultDescription) -> FaultDescription:
+    def recover(self, fault: FaultDescription) -> FaultDescription:
         """Frees the memory of a failed request. If the device does not work afterwards, returns a fault that is not a
         lack of memory.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import UNATTRIBUTED, Phase
-from fp8bench.model.raw import RawPhaseReplay
+from fp8bench.model.raw import RawReplay
 from fp8bench.protocols import Device, Markers, ReportingMarker, Workload
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class HeldPhase:
             self.device.synchronise(self.index)
             return time.perf_counter() - start
 
-    def warm_up(self) -> RawPhaseReplay:
+    def warm_up(self) -> RawReplay:
         """Repeats the phase for a while, then restores its inputs. Returns the seconds of one repetition, and the size
         of the stored memory.
         """
@@ -57,7 +57,7 @@ class HeldPhase:
             phase_repetitions = max(1, round(phase_repetitions * _WARM_UP_LOOP_SECONDS / max(seconds, 1e-7)))
             seconds = self.loop(phase_repetitions)
         self.replay.restore()
-        return RawPhaseReplay(seconds / phase_repetitions, len(self.replay.calls), self.replay.bytes)
+        return RawReplay(seconds / phase_repetitions, len(self.replay.calls), self.replay.bytes)
 
 
 def store_phase_inputs(
@@ -67,7 +67,7 @@ def store_phase_inputs(
     index: int,
     phase: str,
     most_bytes: int,
-) -> HeldPhase | RawPhaseReplay:
+) -> HeldPhase | RawReplay:
     """Takes a step, and stores the inputs of one of its phases. Returns the phase, or the reason why the phase cannot
     be repeated without the rest of the step.
 
@@ -78,7 +78,7 @@ def store_phase_inputs(
 
     loads_data = phase == Phase.DATA_LOAD
     if loads_data and not workload.loads:
-        return RawPhaseReplay(why=_NO_LOAD_REASON)
+        return RawReplay(why=_NO_LOAD_REASON)
     # backward may run on a different thread, so all threads use the same list of open phases
     open_phases: list[str] = [UNATTRIBUTED]
     phase_recording = Recording(phase, open_phases, most_bytes, check=device.kind == "cpu")
@@ -88,7 +88,7 @@ def store_phase_inputs(
     try:
         phase_replay = phase_recording.replay()
     except CannotReplay as cannot:
-        return RawPhaseReplay(why=str(cannot))
+        return RawReplay(why=str(cannot))
     if why := phase_replay.find_replay_difference():
-        return RawPhaseReplay(why=why)
+        return RawReplay(why=why)
     return HeldPhase(workload, state, device, index, phase_replay, loads_data)

@@ -122,7 +122,7 @@ def answer(
         request_fault = describe_fault(error, bench is not None)
     # Recover outside of the except block: inside, the exception would keep the frames and their tensors in memory.
     if bench is not None:
-        request_fault = bench.recover_from_fault(request_fault)
+        request_fault = bench.recover(request_fault)
     return bench, ("fault", *request_fault)
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import DeviceFacts, LateSteps, Phase
-from fp8bench.model.raw import Filling, RawPhaseReplay, RawSlot, RawStep, StateCheck
+from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Reading, ReadingOrUnavailable, subtract_counters
 from fp8bench.model.run import MARKS_SHARE
 from fp8bench.protocols import (
@@ -391,7 +391,7 @@ class PreparedCase:
         self._late_slots = LateStepInspection(self.state, self.states[0].finite.inputs, self.device, uses_tf32)
 
     @property
-    def is_late_inspection_due(self) -> bool:
+    def is_late_due(self) -> bool:
         return self._late_slots is not None and self._late_slots.is_due
 
     def end_late(self) -> LateSteps:
@@ -444,14 +444,14 @@ class PreparedCase:
             self.device.synchronise(self.index)
             return time.perf_counter() - start
 
-    def hold_phase(self, phase: str, most_bytes: int) -> RawPhaseReplay:
+    def hold_phase(self, phase: str, most_bytes: int) -> RawReplay:
         """Stores the inputs of one phase of a step, at most `most_bytes`, so that the phase can be repeated alone."""
         self.held = None
         self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
         with precision_scope(self.precision), restore_switches(), guard_untimed_pass():
             state = self._prepare_next_step()
             held_phase_or_reason = store_phase_inputs(self.workload, state, self.device, self.index, phase, most_bytes)
-            if isinstance(held_phase_or_reason, RawPhaseReplay):
+            if isinstance(held_phase_or_reason, RawReplay):
                 return held_phase_or_reason
             self.held = held_phase_or_reason
             return held_phase_or_reason.warm_up()
@@ -461,7 +461,7 @@ class PreparedCase:
         with precision_scope(self.precision), restore_switches(), require_silent_step():
             return self.held.loop(times)
 
-    def drop_held_phase(self) -> str:
+    def drop_phase(self) -> str:
         """Frees the phase's stored inputs. Returns a sentence if memory that it wrote is no longer finite, or ''."""
         held_phase = self.held
         self.held = None

@@ -34,7 +34,7 @@ from fp8bench.analysis.ranks import (
     rank_times,
 )
 from fp8bench.model import Finding, MemoryUse, Record, Segments, SlotSample, Status, Timing, Verdict
-from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, RankScaling, SentBytes, Transfer
+from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, RankScaling, Sent, Transfer
 from tests.counts import for_each
 from tests.runs import NATIVE, case
 
@@ -117,9 +117,9 @@ def scaled(*parts: tuple[float, ...], **more: object) -> Record:
 
 def test_an_efficiency_has_its_interval_by_rounds() -> None:
     sent = (
-        SentBytes(0, "send", "uint8", 1, 8.0),
-        SentBytes(1, "send", "uint8", 2, 16.0),
-        SentBytes(1, "reduce", "float32", 1, 4.0),
+        Sent(0, "send", "uint8", 1, 8.0),
+        Sent(1, "send", "uint8", 2, 16.0),
+        Sent(1, "reduce", "float32", 1, 4.0),
     )
     together = (5.0, 5.5, 6.0, 6.0, 6.5, 7.0)
     made = scaled((10.0,) * 6, (5.0,) * 6, together, sent=sent)

@@ -9,7 +9,7 @@ from fp8bench.measure.sensors.energy import THREAD_NAME, Source, SourceKind
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import CELL_PHASES
-from fp8bench.model.raw import RawPhaseReplay
+from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import NoReading
 from tests.fakes import FakeWorker, Script
 from tests.measure.sensors.nvml.library import State
@@ -77,21 +77,21 @@ class Runner(FakeWorker):
         self._strike("loop", label)
         return self._runs(WATTS[label], steps * sum(self._script(label).step(0)[1]) / 1e9)
 
-    def _hold_phase(self, key: str, phase: str, most_bytes: int) -> RawPhaseReplay:
+    def _hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
         label = self._labels[key]
         self.log.append(("hold", label, phase))
         self._strike("hold", label)
         if phase not in PHASE_WATTS:
-            return RawPhaseReplay(why=f"nobody does {phase} by itself")
+            return RawReplay(why=f"nobody does {phase} by itself")
         self.phase = phase
-        return RawPhaseReplay(self._phase_seconds(label), 1, most_bytes)
+        return RawReplay(self._phase_seconds(label), 1, most_bytes)
 
     def _loop_phase(self, key: str, times: int) -> float:
         label = self._labels[key]
         self.log.append(("phase", label, times))
         return self._runs(PHASE_WATTS[self.phase], times * self._phase_seconds(label))
 
-    def _drop_held_phase(self, key: str) -> str:
+    def _drop_phase(self, key: str) -> str:
         return self.spoilt if self.phase == "cast" else ""
 
     def _phase_seconds(self, label: str) -> float:

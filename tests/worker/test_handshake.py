@@ -30,6 +30,8 @@ REQUESTS = {
     "prepare": ("key", "case", "facts"), "calibrate": ("case", "facts"), "quantisers": (),
     "compile_quantisers": ("key",), "slot": ("key", "calls", "discard"), "check": ("key",), "scales": ("key",),
     "release": ("key",), "error": ("case", "facts"), "memory": ("case", "facts"),
+    "hold_phase": ("key", "phase", "most_bytes"), "loop_phase": ("key", "times"), "drop_phase": ("key",),
+    "begin_late": ("key",), "is_late_due": ("key",), "end_late": ("key",), "replay_phases": ("key",),
 }  # fmt: skip
 VALUES: dict[type, tuple[str, ...]] = {
     Settings: (),
@@ -48,6 +50,9 @@ def test_the_protocol_stands_for_what_it_stood_for() -> None:
         signature = inspect.signature(getattr(Bench, name))
         given = [one.name for one in signature.parameters.values() if one.default is inspect.Parameter.empty]
         assert tuple(given) == ("self", *wanted), name
+    # Values are pickled under the names of their classes.
+    names_of_raw = {name for name, kind in vars(inspect.getmodule(Settings)).items() if inspect.isclass(kind)}
+    assert names_of_raw >= {"Settings", "StateCheck", "RawStep", "Filling", "RawReplay", "RawSlot"}
     for kind, names in VALUES.items():
         must = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
         assert tuple(must) == names, kind

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from fp8bench.model import UNATTRIBUTED, Case, Phase
-from fp8bench.model.raw import RawPhaseReplay
+from fp8bench.model.raw import RawReplay
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup
@@ -41,7 +41,7 @@ def check(setup: Setup) -> dict[str, str]:
     state = workload.prepare(setup)
     for phase in dict.fromkeys(marks(workload, state, 2)):
         held = store_phase_inputs(workload, state, cpu, 0, phase, 1 << 28)
-        if isinstance(held, RawPhaseReplay):
+        if isinstance(held, RawReplay):
             whys[phase] = held.why
             continue
         held.loop(2)
@@ -81,7 +81,7 @@ def test_a_prepared_case_holds_one_phase_at_a_time(corpus: Corpus, bench: Bench)
         held = bench.hold_phase("key", phase, 1 << 28)
         assert held.why == "" and held.operators > 0 and held.bytes > 0 and held.seconds > 0
         assert bench.loop_phase("key", 2) > 0
-        assert bench.drop_held_phase("key") == ""
+        assert bench.drop_phase("key") == ""
     assert "more than the 16 bytes" in bench.hold_phase("key", Phase.GEMM, 16).why
     assert bench.slot("key", 1, 0).steps and bench.check("key").wrong == ""
     bench.release("key")

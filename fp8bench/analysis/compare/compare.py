@@ -58,8 +58,8 @@ class ComparedSides:
     before: ComparisonSide
     after: ComparisonSide
     comparisons: tuple[Comparison, ...]
-    cases_only_before: tuple[str, ...]
-    cases_only_after: tuple[str, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
     differing_facts: tuple[DifferingRunFact, ...]
     conditions: str = ""
 

@@ -85,7 +85,7 @@ def _make_advice(
     reference = pair.reference.case.mode if pair.reference is not None else ""
     advice_grounds = dict.fromkeys(advice_ground for answer in answers for advice_ground in answer.grounds)
     sentence += describe_time_doubts(pair) if pair.speed is not None else ""
-    recipe = f"--dtypes {reference},{dtype_option(case)}" if kind is not AdviceKind.KEEP_REFERENCE else ""
+    recipe = f"--dtypes {reference},{dtype_option(case)}" if kind is not AdviceKind.CHANGE_NOTHING else ""
     is_gain_doubtful = gain is not None and pair.finding is not None and pair.finding.doubtful
     return Advice(
         rule,
@@ -110,10 +110,10 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
-        return _make_advice(pair, "native", AdviceKind.KEEP_REFERENCE, sentence, native_rule_answers)
+        return _make_advice(pair, "native", AdviceKind.CHANGE_NOTHING, sentence, native_rule_answers)
     if pair.speed is None or pair.finding is None:
         sentence = f"no advice on {mode}, whose speed is unknown here: {step.figure}"
-        return _make_advice(pair, "step", AdviceKind.KEEP_REFERENCE, sentence, native_rule_answers)
+        return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_rule_answers)
     # 2. Give no advice if the speed-up is larger than possible: then case and reference do different work.
     objecting_answers = [
         answers[rule] for rule in _OBJECTION_RULE_NAMES if rule in answers and answers[rule].met is AdviceRuleOutcome.NO
@@ -124,7 +124,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
             f"no advice on {mode}: its step is {show_gain(pair.speed)} as fast, but its precision allows at most "
             f"{show_gain(speed_up_bound)}, so the two steps differ in something else"
         )
-        return _make_advice(pair, "amdahl", AdviceKind.KEEP_REFERENCE, sentence, [step, *objecting_answers])
+        return _make_advice(pair, "amdahl", AdviceKind.CHANGE_NOTHING, sentence, [step, *objecting_answers])
     # 3. Adopt the precision: its step is certainly faster by a worthwhile gain, and no rule objects.
     is_faster = pair.finding.verdict is Verdict.FASTER
     decisive_objections_text = " and ".join(
@@ -156,7 +156,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
         # Make the question a clause: a small first letter, and no question mark.
         sentence += f"; {answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}"
     rule = objecting_answers[0].rule if objecting_answers else "step"
-    return _make_advice(pair, rule, AdviceKind.KEEP_REFERENCE, sentence, [step, *objecting_answers], pair.speed)
+    return _make_advice(pair, rule, AdviceKind.CHANGE_NOTHING, sentence, [step, *objecting_answers], pair.speed)
 
 
 def _describe_slowness(pair: ComparedCase) -> str:
@@ -209,7 +209,7 @@ def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersBy
     high_layers_text = ", ".join(sorted({*measured_trial.low} - {*suggested_map_trial.low})) or "what the map names"
     loss_gaps = (study.gap(suggested_map_trial), study.gap(measured_trial))
     suggested_loss_text, measured_loss_text = ("unknown" if gap is None else units.change(1 + gap) for gap in loss_gaps)
-    precision_map_option = f"--precision-map {format_map(study.make_explicit_map(suggested_map_trial))}"
+    precision_map_option = f"--precision-map {format_map(study.explicit_map(suggested_map_trial))}"
     sentence = f"route: use {pair.mode}, but leave {high_layers_text} in {study.reference}; "
     sentence += f"the loss is then {suggested_loss_text} instead of {measured_loss_text}: {precision_map_option}"
     advice = _make_advice(pair, "layers", AdviceKind.ROUTE_LAYERS, sentence, [layer_rule_answer])

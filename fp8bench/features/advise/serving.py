@@ -73,7 +73,7 @@ def _advise_by_arm_quality(answer: ServingAnswer, arm: ServedArm, contexts: str,
             f"--arms {name}",
         )
     reason = f"predictions suffer ({quality_change}), though {speed_reason}" if contexts else speed_reason
-    return _make_advice(answer, AdviceKind.KEEP_REFERENCE, name, f"do not adopt {name}: {reason}")
+    return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, f"do not adopt {name}: {reason}")
 
 
 def _advise_on_context_lengths(answer: ServingAnswer, times: ArmTimes) -> Advice:
@@ -87,7 +87,7 @@ def _advise_on_context_lengths(answer: ServingAnswer, times: ArmTimes) -> Advice
         reason = f": {times.why}" if times.why else ""
         contexts_text = " at every context" if times.tpot else ""
         text = f"no advice on the speed of {name}, which was not timed{contexts_text}{reason}"
-        return _make_advice(answer, AdviceKind.KEEP_REFERENCE, name, text)
+        return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, text)
     if times.doubts:
         return _advise_by_arm_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     # 2. If the times of arm and reference cross, recommend the arm where it is faster.

@@ -37,7 +37,7 @@ class AdviceKind(StrEnum):
 
     ADOPT_PRECISION = "adopt"
     ROUTE_LAYERS = "route"
-    KEEP_REFERENCE = "do nothing"
+    CHANGE_NOTHING = "do nothing"
 
 
 @dataclass(frozen=True)

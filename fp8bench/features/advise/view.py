@@ -23,7 +23,7 @@ from fp8bench.report.words.legend import ROUNDS_RANGE_LEGEND
 from fp8bench.report.words.naming import many
 
 _RULE_ANSWER_TONES = {AdviceRuleOutcome.YES: Tone.GOOD, AdviceRuleOutcome.NO: Tone.BAD}
-_ADVICE_TONES = {AdviceKind.ADOPT_PRECISION: Tone.GOOD, AdviceKind.KEEP_REFERENCE: Tone.PLAIN}
+_ADVICE_TONES = {AdviceKind.ADOPT_PRECISION: Tone.GOOD, AdviceKind.CHANGE_NOTHING: Tone.PLAIN}
 # At most this many pieces of advice are shown. The JSON has all of them.
 _MAX_SENTENCES = 12
 # Up to this many equal pieces of advice are shown one by one, more are grouped.
@@ -74,7 +74,7 @@ def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
     advice_with_group_keys: list[tuple[object, Advice]] = []
     for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
         # Advice to change something is never grouped, because each change is a separate decision.
-        is_common_reason = piece.kind is AdviceKind.KEEP_REFERENCE and reasons.count(reason) > _MAX_UNGROUPED
+        is_common_reason = piece.kind is AdviceKind.CHANGE_NOTHING and reasons.count(reason) > _MAX_UNGROUPED
         advice_with_group_keys.append((reason if is_common_reason else number, piece))
     return list(together(advice_with_group_keys).values())
 

@@ -274,7 +274,7 @@ def _describe_verdict(audit: AuditReport, verdict_finding: AuditFinding | None) 
     coverage_text = f"{len(findings_by_check)} checks found the results that {audit.signature.precision} gives"
     if audit.layers:
         flops = sum(layer.flops for layer in audit.layers)
-        flops_share_text = f", {audit.low_precision_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+        flops_share_text = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
         coverage_text = (
             f"{sum(layer.low for layer in audit.layers)} of {len(audit.layers)} layers converted{flops_share_text}"
         )

@@ -94,7 +94,7 @@ class AuditReport:
     not_run: tuple[str, ...] = ()
 
     @property
-    def low_precision_flops(self) -> int:
+    def low_flops(self) -> int:
         return sum(layer.flops for layer in self.layers if layer.low)
 
     @property

@@ -46,7 +46,7 @@ def decide_claim_answer(claim: Claim, claims: Mapping[str, Claim], get_run: GetC
 def _answer_arithmetic_claim(claim: Claim) -> ClaimAnswer:
     computed_figure = evaluate_expression(claim.figure)
     value = computed_figure.value
-    answer = ClaimOutcome.REFUTED if claim.compare_with_bounds(value) else ClaimOutcome.CONFIRMED
+    answer = ClaimOutcome.REFUTED if claim.find_side(value) else ClaimOutcome.CONFIRMED
     return ClaimAnswer(
         claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed_figure.citations))
     )
@@ -93,9 +93,7 @@ def answer_claim_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     )
     if claim.published:
         return _compare_published_figure(confirmed_answer, run)
-    end_comparisons = {
-        claim.compare_with_bounds(interval_end) for interval_end in (figure_reading.low, figure_reading.high)
-    }
+    end_comparisons = {claim.find_side(interval_end) for interval_end in (figure_reading.low, figure_reading.high)}
     if len(end_comparisons) > 1:
         why = "the sentence is true for some values of the interval and false for others"
         return replace(confirmed_answer, answer=ClaimOutcome.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))
@@ -107,7 +105,7 @@ def _compare_published_figure(measured_answer: ClaimAnswer, run: StoredRun) -> C
     only if the card and its power limit are the same."""
     claim = measured_answer.claim
     assert measured_answer.value is not None
-    answer = _PUBLISHED_ANSWER_BY_SIDE[claim.compare_with_bounds(measured_answer.value)]
+    answer = _PUBLISHED_ANSWER_BY_SIDE[claim.find_side(measured_answer.value)]
     differences = list(_describe_differences(claim, run))
     if differences and answer is not ClaimOutcome.WITHIN_RANGE:
         answer = ClaimOutcome.OTHER_CONDITIONS

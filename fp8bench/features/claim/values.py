@@ -91,7 +91,7 @@ class Claim:
         high = self.bound[-1]
         return low - self.tolerance * abs(low), high + self.tolerance * abs(high)
 
-    def compare_with_bounds(self, value: float) -> int:
+    def find_side(self, value: float) -> int:
         """Returns 0 if the claim's sentence is true for this value, -1 if the value is too low, 1 if it is too high."""
         low, high = self.range
         if value < low or (self.relation == ">" and value == low):

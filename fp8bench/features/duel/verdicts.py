@@ -99,7 +99,7 @@ class DuelVerdict:
         return self.is_resolved and self.rounds >= MIN_ROUNDS
 
     @property
-    def does_mean_contradict_fastest(self) -> bool:
+    def is_uneven(self) -> bool:
         return self.is_resolved and verdicts.is_uneven(self.ratio, self.mean_ratio)
 
 
@@ -166,10 +166,7 @@ def explain_unsure_verdict(times: DuelVerdict) -> str:
             f"{times.sessions} session{'s' * (times.sessions != 1)} cannot show how much two equal processes differ; "
             "use more (--sessions)"
         )
-    if (
-        times.does_mean_contradict_fastest
-        or verdicts.decide_verdict(times.ratio, verdicts.VERDICT_BAND) is not Verdict.UNSURE
-    ):
+    if times.is_uneven or verdicts.decide_verdict(times.ratio, verdicts.VERDICT_BAND) is not Verdict.UNSURE:
         return "the mean over all calls contradicts the fastest calls"
     return "processes of one side differ too much; use more of them (--sessions), or a quieter machine"
 
@@ -451,7 +448,7 @@ def _choose_duel_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, 
         label for label, count in labels.items() if 2 * count >= len(records_and_timings)
     } - _LABELS_IGNORED_IN_DUELS
     # 3. Add the labels of the duel as a whole.
-    if times.does_mean_contradict_fastest:
+    if times.is_uneven:
         chosen_labels.add(Label.UNEVEN)
     if times.uses_whole_steps:
         chosen_labels.add(Label.WHOLE_STEPS)

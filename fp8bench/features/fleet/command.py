@@ -195,7 +195,7 @@ def _run_worker(plan: FleetPlan, arguments: argparse.Namespace) -> int:
         check_cell(plan, only_cell)
 
     def report_begin(state: CellState) -> None:
-        write_sentence_to_stderr(f"cell {plan.format_cell_id(state.number)} starts: {state.cell.setting}")
+        write_sentence_to_stderr(f"cell {plan.name_of(state.number)} starts: {state.cell.setting}")
 
     # 2. Measure the cells that no other worker measures.
     exit_code_by_cell, refusal_by_cell = measure_waiting_cells(

@@ -114,7 +114,7 @@ def measure_waiting_cells(
         state, number = waiting_cell_states[0], waiting_cell_states[0].number
         try:
             with exclusive_lock(
-                get_cell_folder(plan, number, store) / _CELL_CLAIM_FILE, f"cell {plan.format_cell_id(number)}"
+                get_cell_folder(plan, number, store) / _CELL_CLAIM_FILE, f"cell {plan.name_of(number)}"
             ):
                 report_begin(state)
                 exit_codes[number] = _measure_cell(plan, file, number, store)
@@ -273,7 +273,7 @@ def _run_on_ray(order: WorkerStartOrder, report_jobs: JobNamesCallback) -> Seque
         if waiting_cell_numbers
         else None
     )
-    report_jobs([fleet_plan.format_cell_id(cell_number) for cell_number in waiting_cell_numbers])
+    report_jobs([fleet_plan.name_of(cell_number) for cell_number in waiting_cell_numbers])
     # 3. Run one cell per device at a time, because two would disturb each other.
     cell_by_task: dict[Any, int] = {}
     troubles = []
@@ -349,7 +349,7 @@ def _make_resource_name(kind: str) -> str:
 def _start_task(ray: Any, order: WorkerStartOrder, number: int) -> Any:
     cell = order.plan.cells[number]
     task = ray.remote(run_on_node).options(
-        name=f"fp8bench {order.plan.format_cell_id(number)}",
+        name=f"fp8bench {order.plan.name_of(number)}",
         num_cpus=0,
         num_gpus=cell.gpus,
         resources={_make_resource_name(cell.kind): 1},

@@ -318,7 +318,7 @@ def compare_stored_sides(name_a: str, name_b: str, store: Path, observer: JobObs
     # 3. Collect unmeasured cases, facts that differ between the runs, and cases that only one side has.
     interrupted_cases = find_unmeasured_cases(compared_sides.after.runs, Evidence.CROSS_RUN)
     notes = [describe_differing_fact(fact, " was {} and is {}") for fact in compared_sides.differing_facts]
-    for change, cases in (("is gone", compared_sides.cases_only_before), ("is new", compared_sides.cases_only_after)):
+    for change, cases in (("is gone", compared_sides.only_before), ("is new", compared_sides.only_after)):
         notes += [f"{case} {change}" for case in cases[:_MAX_LISTED_CASES]]
         if cases[_MAX_LISTED_CASES:]:
             notes.append(f"and {len(cases) - _MAX_LISTED_CASES} more")

@@ -39,7 +39,7 @@ class SelfCheck:
     """The result of one check: what the check claims, whether that is true, and what was observed."""
 
     claim: str
-    has_passed: bool
+    holds: bool
     observation: str
 
 

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.operation, arguments.trials or 20, arguments.json, TERMINAL_JOB_OBSERVER, arguments.device
         )
         say(format_power_table(power_result) + "\n")
-        return EXIT_FAILED if any(row.wrong_sign_trials for row in power_result.rows) else EXIT_OK
+        return EXIT_FAILED if any(row.wrong_signs for row in power_result.rows) else EXIT_OK
     for name in ("trials", "operation", "json"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name} needs --power. Add --power, or omit --{name}.")
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     failed_count = 0
     for check in run_selfchecks(arguments.device):
-        failed_count += not check.has_passed
-        say(f"{'ok  ' if check.has_passed else 'FAIL'}  {check.claim}\n        seen: {check.observation}\n")
+        failed_count += not check.holds
+        say(f"{'ok  ' if check.holds else 'FAIL'}  {check.claim}\n        seen: {check.observation}\n")
     say(f"{failed_count} checks failed\n" if failed_count else "all checks held\n")
     return EXIT_FAILED if failed_count else EXIT_OK

@@ -137,7 +137,7 @@ class PowerRow:
     seconds_longest: float
 
     @property
-    def wrong_sign_trials(self) -> int:
+    def wrong_signs(self) -> int:
         return self.faster if self.planted > 0 else 0
 
 
@@ -349,7 +349,7 @@ def format_power_table(power: PowerResult) -> str:
         sum(row.trials for row in rows_of_identical_arms),
         sum(row.trials for row in rows),
     )
-    wrong_sign_count = sum(row.wrong_sign_trials for row in rows)
+    wrong_sign_count = sum(row.wrong_signs for row in rows)
     false_alarms_text = f"false alarms: {alarms} of {identical_pair_count} identical pairs"
     lines += ["", f"{false_alarms_text}; wrong signs: {wrong_sign_count} of {comparisons} comparisons"]
     return "\n".join(lines)

@@ -296,7 +296,7 @@ def make_trial_command(study: SensitivityStudy, trial: LoweredLayersTrial) -> st
         profile_command if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"
     ]
     command_line_parts.append(f"--dtypes {study.low} --reference {study.reference}")
-    if precision_map := study.make_explicit_map(trial):
+    if precision_map := study.explicit_map(trial):
         command_line_parts.append(f"--precision-map {format_map(precision_map)}")
     return " ".join(command_line_parts)
 

@@ -118,7 +118,7 @@ def write_map(study: SensitivityStudy, path: Path) -> None:
     header = (
         f"`fp8bench sensitivity` suggests {study.low} in {trial.name}: the loss gap is within {study.tolerance:.2%}"
     )
-    precision_map = study.make_explicit_map(trial) or tuple((name, study.low) for name in trial.low)
+    precision_map = study.explicit_map(trial) or tuple((name, study.low) for name in trial.low)
     with convert_write_errors(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {header}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
 

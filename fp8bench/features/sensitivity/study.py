@@ -197,7 +197,7 @@ class SensitivityStudy:
             format_by_layer[layer] = next(nearly_best_formats, self.reference)  # fallback if every format failed
         return format_by_layer
 
-    def make_explicit_map(self, trial: LoweredLayersTrial) -> PrecisionMap:
+    def explicit_map(self, trial: LoweredLayersTrial) -> PrecisionMap:
         """Returns the precision map of a candidate. A map that is empty because it equals the suite's defaults is
         replaced by a map that names each layer in high precision.
         """

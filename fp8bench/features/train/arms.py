@@ -400,7 +400,7 @@ def check_training_memory(training: Training, costs: Iterable[ArmCost]) -> None:
     # The state of every arm stays in memory. Arms train one at a time, so add only the largest memory of a step.
     required_bytes = largest_step_bytes = 0
     for arm in arms:
-        cost = costs_by_arm.get(reference.name if arm.repeats_reference else arm.name)
+        cost = costs_by_arm.get(reference.name if arm.is_chance_arm else arm.name)
         if cost is None or cost.memory is None:
             return
         state_bytes = sum(bytes_kept for _, bytes_kept in cost.kept)

@@ -367,7 +367,7 @@ class TrainingKind(ResultKind[StoredTraining]):
 def _describe_training(path: Path) -> str:
     """Returns a line of `history list`, such as '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
     training = load_training_header(path)
-    arms = ", ".join(arm.name for arm in training.arms if not arm.repeats_reference)
+    arms = ", ".join(arm.name for arm in training.arms if not arm.is_chance_arm)
     ranks = training.request.ranks
     settings = training.request.settings
     ranks_text = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"

@@ -30,7 +30,7 @@ def find_largest_arm_batch(training: Training, arm: Arm, limit: int, worker: Wor
     lab = call_lab(worker, FIRST_CALL_SECONDS)
 
     def make_task(batch: int, times: int = 1) -> SeedTask:
-        task = training.make_seed_task((arm,))
+        task = training.make_task((arm,))
         micro_batches = times * task.settings.micro_batches
         return replace(task, settings=replace(task.settings, batch=batch, micro_batches=micro_batches))
 

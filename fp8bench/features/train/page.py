@@ -233,7 +233,7 @@ def _chart_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     request = judged.request
     loss_series = []
     for arm in judged.training.arms:
-        if not arm.repeats_reference:
+        if not arm.is_chance_arm:
             # A point is a mean over seeds. The value of a seed is its mean loss over the last steps before the point.
             seeds = [_compute_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_seed_band = arm.role is ArmRole.REFERENCE
@@ -319,7 +319,7 @@ def _chart_held_out_losses(training: StoredTraining) -> Lines:
     steps = sorted({step for _, step in losses})
     held_out_series = []
     for arm in training.training.arms:
-        if not arm.repeats_reference:
+        if not arm.is_chance_arm:
             loss_chart_marks = tuple(
                 _make_loss_mark(losses.get((arm.name, step), ()), has_band=False) for step in steps
             )
@@ -335,7 +335,7 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
     """Yields a chart over the steps of a judged training for each of its figures that has a title, such as the gradient
     norm. The chart shows only the training's first seed. A figure whose points are all equal gets no chart.
     """
-    arms = [arm for arm in judged.training.arms if not arm.repeats_reference]
+    arms = [arm for arm in judged.training.arms if not arm.is_chance_arm]
     rows_by_figure = together(
         (row.figure, row)
         for row in list_rows(arms, judged.stored.lines)

@@ -170,7 +170,7 @@ def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEven
         return ()
     try:
         arm_names_and_coverages = call_lab(worker, FIRST_CALL_SECONDS).examine(
-            training.make_seed_task(tuple(training.compared_arms))
+            training.make_task(tuple(training.compared_arms))
         )
     except WorkerFault as fault:
         raise to_original_error(fault) from None
@@ -185,7 +185,7 @@ def _build_reference(training: Training, worker: Worker) -> ArmState:
     reference = training.arms[0]
     lab = call_lab(worker, START_SECONDS)
     try:
-        if not (arm_states := lab.begin(training.make_seed_task((reference,)))):
+        if not (arm_states := lab.begin(training.make_task((reference,)))):
             lab.validate(reference.name)  # raise the error that prevented the reference from being built
         if training.request.settings.metric:
             # Score the reference now, so that a metric that fails does so before any step.
@@ -270,7 +270,7 @@ class _CompleteRun(TrainingRun):
         for arm in unmeasured_arms:
             self.observer.working(arm.name, "measuring the memory")
             try:
-                cost = call_lab(self.worker, FIRST_CALL_SECONDS).measure_memory(self.training.make_seed_task((arm,)))
+                cost = call_lab(self.worker, FIRST_CALL_SECONDS).measure_memory(self.training.make_task((arm,)))
             except WorkerError as error:
                 if not isinstance(error, WorkerFault):
                     self.worker.restart()

@@ -122,7 +122,7 @@ class SeedRun(TrainingRun):
         the states of all of these arms.
         """
         initially_excluded_arms = dict(self.writer.points[0].out)
-        return self.training.make_seed_task(
+        return self.training.make_task(
             tuple(arm for arm in self._arms_of_seed if arm.name not in initially_excluded_arms), self.number
         )
 

@@ -84,7 +84,7 @@ class Arm:
     skip: str = ""
 
     @property
-    def repeats_reference(self) -> bool:
+    def is_chance_arm(self) -> bool:
         """Returns whether the arm is the reference again, with the same or nearly the same initial weights. Such an arm
         shows how much chance changes the loss.
         """
@@ -151,14 +151,14 @@ class Training:
     @property
     def compared_arms(self) -> list[Arm]:
         """Returns the reference and the arms that are compared with it, if they are trained."""
-        return [arm for arm in self.arms if not arm.skip and not arm.repeats_reference]
+        return [arm for arm in self.arms if not arm.skip and not arm.is_chance_arm]
 
     @property
     def arms_with_casts(self) -> list[Arm]:
         """Returns the arms whose tensors are shown: the candidates or, among recorded loops, every loop."""
         return [arm for arm in self.compared_arms if self.is_watched or arm.role is ArmRole.CANDIDATE]
 
-    def make_seed_task(self, arms: tuple[Arm, ...], seed_number: int = 0) -> SeedTask:
+    def make_task(self, arms: tuple[Arm, ...], seed_number: int = 0) -> SeedTask:
         request = self.request
         seed = self.request.seed + seed_number
         return SeedTask(seed, arms, request.settings, request.steps, request.stride, self.text, self.device)

@@ -55,7 +55,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     stored = judged.stored
     verdicts = judged.verdicts
     # Arms that repeat the reference have no verdict, so the short answer leaves them out.
-    rows = [summary for summary in judged.summaries if not summary.arm.repeats_reference and not summary.arm.skip]
+    rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
     arms = replace(render_arm_table(rows, _COMPLETE_PAGE_ONLY_COLUMNS), caption="")
     store = _format_store_option(stored)
     training_length_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
@@ -208,7 +208,7 @@ def render_own_batches(judged: JudgedTraining) -> Elements:
 
 
 def render_wire_table(judged: JudgedTraining) -> Iterator[Table]:
-    summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.repeats_reference]
+    summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_chance_arm]
     columns: list[Col[ArmSummary]] = [
         Col("arm", "arm.name"),
         Col("sent", lambda row: math.fsum(row.wire.values()), show=units.size),
@@ -386,7 +386,7 @@ def render_validations(stored: StoredTraining) -> Iterator[Part]:
         means_by_text.setdefault(name, {})[arm_name] = fmean(values)
     position_range_names = [name for name in means_by_text if name.startswith(POSITION_LOSS_PREFIX)]
     held_out = means_by_text.get(HELD_OUT_PART, {})
-    arms = [arm.name for arm in stored.training.arms if not arm.repeats_reference and arm.name in held_out]
+    arms = [arm.name for arm in stored.training.arms if not arm.is_chance_arm and arm.name in held_out]
     cols: list[Col[str]] = [Col("arm", str)]
     for name, mean_by_arm in means_by_text.items():
         if name not in position_range_names[1:-1]:  # show only the first and the last range of positions

@@ -64,7 +64,7 @@ def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
         return describe_verdict(summary.verdict, verdicts)
     if arm.role is ArmRole.CHAOS and verdicts.chaos is not None:
         return f"{_ARM_ROLE_WORDS[arm.role]}: {100 * verdicts.chaos.gap:+.2g}% from it there"
-    if arm.name == verdicts.reference and verdicts.learning_rate_count > 1:
+    if arm.name == verdicts.reference and verdicts.rate_count > 1:
         return f"{_ARM_ROLE_WORDS[arm.role]} at its best rate, with which arms are compared"
     return _ARM_ROLE_WORDS[arm.role]
 
@@ -200,9 +200,9 @@ def describe_inconclusive(judged: JudgedArm) -> str:
 
 
 def describe_missing_loss_fall(verdicts: TrainingVerdicts) -> str:
-    required_loss_fall = units.percent(verdicts.least_loss_fall)
+    required_loss_fall = units.percent(verdicts.least_fall)
     # NaN comes first, because it is worse than any number.
-    smallest_loss_fall = min(verdicts.loss_fall_by_seed.values(), key=lambda fall: (not math.isnan(fall), fall))
+    smallest_loss_fall = min(verdicts.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
     loss_fall_text = (
         "its loss was not a number in the end"
         if math.isnan(smallest_loss_fall)

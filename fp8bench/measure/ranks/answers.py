@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
-from fp8bench.model.ranks import FailedRank, Heartbeat, Overlap, RankCalls, RankMemory, RankScaling, SentBytes
+from fp8bench.model.ranks import FailedRank, Heartbeat, Overlap, RankCalls, RankMemory, RankScaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 # The software whose version must be equal on all ranks.
@@ -129,12 +129,12 @@ def _merge_texts(answers: Sequence[str]) -> str:
     return next(filter(None, answers), "")
 
 
-StepPartsAnswer = tuple[tuple[SentBytes, ...], Mapping[str, Sequence[float]]]
+StepPartsAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 
 def _merge_step_part_answers(
     answers: Sequence[StepPartsAnswer | str | None],
-) -> tuple[tuple[SentBytes, ...], Overlap, RankScaling | None] | None:
+) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
     """Merges the bytes that all ranks sent in a step, and the times of the step's parts. In each round, the time of a
     part is that of the slowest rank.
     """

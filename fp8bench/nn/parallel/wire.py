@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fp8bench.model.ranks import SentBytes
+from fp8bench.model.ranks import Sent
 from fp8bench.numerics.operands import OperatorWatch
 
 # Maps an operation to a function of the number n of ranks. It returns the bytes that a rank sends if the ranks form a
@@ -89,9 +89,9 @@ class StepTrafficWatch(OperatorWatch):  # type: ignore[no-untyped-call]
                 self._recorded_calls.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
 
-    def list_sent_bytes(self, rank: int) -> tuple[SentBytes, ...]:
+    def list_sent_bytes(self, rank: int) -> tuple[Sent, ...]:
         keys_sorted_by_bytes = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
-        return tuple(SentBytes(rank, *key, self._calls[key], self._bytes[key]) for key in keys_sorted_by_bytes)
+        return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in keys_sorted_by_bytes)
 
     def repeat_exchanges(self) -> None:
         """Repeats the recorded operations on zeros. It waits for each operation before the next one, but for all sends

@@ -25,7 +25,7 @@ from fp8bench.analysis.ranks import (
     rank_times,
 )
 from fp8bench.model import specs
-from fp8bench.model.ranks import SentBytes, Transfer
+from fp8bench.model.ranks import Sent, Transfer
 from fp8bench.report.case_status import choose_cost_tone, choose_row_cost_tone
 from fp8bench.report.columns import Col, ColumnList, case_columns, figure_column, make_case_figure_column, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Texts, Tone
@@ -143,7 +143,7 @@ def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Ta
 
 
 # A case with the bytes of one operation and dtype that each rank sends.
-_CaseMessages = CaseValue[Sequence[SentBytes]]
+_CaseMessages = CaseValue[Sequence[Sent]]
 
 
 def _sent_bytes_table(panel: Panel) -> Table:
@@ -160,7 +160,7 @@ def _sent_bytes_table(panel: Panel) -> Table:
         all_ranks_send = len(row.value) == panel.case.ranks
         return min(message.bytes for message in row.value) if all_ranks_send else 0.0
 
-    def largest_message(row: _CaseMessages) -> SentBytes:
+    def largest_message(row: _CaseMessages) -> Sent:
         return max(row.value, key=attrgetter("bytes"))
 
     cols: ColumnList[_CaseMessages] = [

@@ -85,13 +85,13 @@ def make_time_share_tables(parts: Sequence[tuple[str, StepShares]], captions: tu
     """
     sorted_kinds = _sort_by_share([step.by_kind for _, step in parts])
     yield _make_shares_table("kind", captions[0], parts, [*sorted_kinds, UNATTRIBUTED])
-    if top_modules := _sort_by_share([step.share_by_module for _, step in parts])[:MAX_MODULE_ROWS]:
+    if top_modules := _sort_by_share([step.by_module for _, step in parts])[:MAX_MODULE_ROWS]:
         yield _make_shares_table("module", captions[1], parts, top_modules)
 
 
 def _make_shares_table(name: str, caption: str, parts: Sequence[tuple[str, StepShares]], keys: Sequence[str]) -> Table:
     def share_field(key: str, step: StepShares) -> Field | None:
-        share = (step.by_kind if name == "kind" else step.share_by_module).get(key)
+        share = (step.by_kind if name == "kind" else step.by_module).get(key)
         if share is None:
             return None
         seconds_text = "" if step.seconds is None else f"  {units.seconds(share * step.seconds)}"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Scalar, StepEffect
 from fp8bench.model.codec import PlainUnpickler
-from fp8bench.model.ranks import HEARTBEAT_LAYOUT, OUTSIDE_OF_STEPS, RANK_MEETING_FILE, SentBytes, Transfer
+from fp8bench.model.ranks import HEARTBEAT_LAYOUT, OUTSIDE_OF_STEPS, RANK_MEETING_FILE, Sent, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Phases
 from fp8bench.protocols.workload import StepParts
@@ -301,7 +301,7 @@ def _find_largest_of_ranks(value: float) -> float:
 
 # The bytes that a rank sends in a step, and the seconds of each part of the step (such as communication) in each round.
 # If these are unknown, a text with the reason. None if the suite does not divide its step into parts.
-StepPartsAnswer = tuple[tuple[SentBytes, ...], PartSeconds] | str | None
+StepPartsAnswer = tuple[tuple[Sent, ...], PartSeconds] | str | None
 # Prefixes of environment variables that configure launchers and communication libraries.
 RECORDED_VARIABLE_PREFIXES = (
     "OMP_",

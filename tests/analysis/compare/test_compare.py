@@ -106,7 +106,7 @@ def test_compares_every_figure_that_both_sides_have() -> None:
     ]
     assert of(compared, "time").labels == ("cross-run",) and of(compared, "peak_memory").labels == ()
     assert of(compared, "time").suite == "gemm" and compared.comparable
-    assert not compared.cases_only_before and not compared.cases_only_after and not compared.differing_facts
+    assert not compared.only_before and not compared.only_after and not compared.differing_facts
 
 
 @for_each(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "cannot tell"), (1.0, "cannot tell")])
@@ -254,7 +254,7 @@ def test_failed_cases_and_cases_of_one_side_are_listed() -> None:
     assert not of(held([run(1, **failed)], [run(2, **failed)]), "time").failed
     alone = replace(run(1), records=run(1).records[:1])
     compared = held([alone], [run(2)])
-    assert compared.cases_only_after == ("gemm[m=64]@cpu/bf16",) and not compared.cases_only_before
+    assert compared.only_after == ("gemm[m=64]@cpu/bf16",) and not compared.only_before
 
 
 def test_cases_with_different_work_are_not_compared() -> None:

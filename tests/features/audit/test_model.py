@@ -141,7 +141,7 @@ def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.Mo
         convert(model)
     audit = audit_model(model, torch.randn(8, 64, dtype=torch.bfloat16))
     assert codes(audit) == {"not-cast"} and {layer.runs for layer in audit.layers} == {"not cast"}
-    assert audit.low_precision_flops == sum(layer.flops for layer in audit.layers) == 2 * 8 * 64 * 96
+    assert audit.low_flops == sum(layer.flops for layer in audit.layers) == 2 * 8 * 64 * 96
 
 
 def test_a_class_of_anybodys_own_is_known_by_its_numbers() -> None:

@@ -147,7 +147,7 @@ def test_bounds_hold_for_these_values(
     relation: str, bound: tuple[float, ...], tolerance: float, values: tuple[float, ...], sides: list[int]
 ) -> None:
     claim = replace(claim_of(), relation=relation, bound=bound, tolerance=tolerance)
-    assert list(map(claim.compare_with_bounds, values)) == sides
+    assert list(map(claim.find_side, values)) == sides
 
 
 @for_each(

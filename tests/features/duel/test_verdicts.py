@@ -129,7 +129,7 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
         for _ in range(4)
     ]
     times = known(sessions)
-    assert (times.verdict, times.does_mean_contradict_fastest) == (verdict, uneven)
+    assert (times.verdict, times.is_uneven) == (verdict, uneven)
     assert times.mean_ratio.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
         assert explain_unsure_verdict(times) == "the mean over all calls contradicts the fastest calls"

@@ -30,15 +30,15 @@ CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
 )
 def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: float, held: list[bool]) -> None:
     worker = Scripted(lambda key, case: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
-    assert [check.has_passed for check in checks.check_verdicts(worker, CPU)] == held
+    assert [check.holds for check in checks.check_verdicts(worker, CPU)] == held
 
 
 @for_each(("facts", "side"), [(CPU, checks.CPU_SIDE), (H200, checks.GPU_SIDE)])
 def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side: int) -> None:
     worker = Scripted(lambda key, case: 300_000 * (1.12 if key == "slowed" else 1.0), tuple(range(len(PHASES))))
-    assert all(check.has_passed for check in checks.check_verdicts(worker, facts))
+    assert all(check.holds for check in checks.check_verdicts(worker, facts))
     assert {case.param("base.m") for case in worker.prepared} == {side}
-    assert checks.check_phases(worker, facts, CORPUS).has_passed
+    assert checks.check_phases(worker, facts, CORPUS).holds
     assert {case.device for case in worker.prepared} == {facts.key}
 
 
@@ -55,7 +55,7 @@ def test_wrong_rounding_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatc
     if factor != 1:
         monkeypatch.setattr(quantise, "round_to", lambda x, fmt, out=None: right(x * factor, fmt))
     check = checks.check_rounding()
-    assert check.has_passed == check.observation.startswith("0 of ") == (factor == 1)
+    assert check.holds == check.observation.startswith("0 of ") == (factor == 1)
 
 
 @for_each(
@@ -70,7 +70,7 @@ def test_wrong_rounding_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatc
 def test_phases_that_lack_or_leave_much_are_noticed(phases: set[str], seen: str) -> None:
     codes = tuple(CELL_PHASES.index(phase) for phase in phases)
     check = checks.check_phases(Scripted(lambda key, case: 20e6, codes), CPU, CORPUS)
-    assert check.has_passed is not bool(seen) and seen in check.observation
+    assert check.holds is not bool(seen) and seen in check.observation
 
 
 @for_each(("held", "code", "last"), [(True, 0, "all checks held"), (False, 3, "1 checks failed")])

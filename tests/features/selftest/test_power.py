@@ -65,7 +65,7 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
             seconds_longest=2.5,
         ),
     )
-    assert alarm.wrong_sign_trials == 0 and wrong.wrong_sign_trials == 1
+    assert alarm.wrong_signs == 0 and wrong.wrong_signs == 1
     table = format_power_table(PowerResult((alarm, wrong), (0.5, 1.0, 2.0)))
     assert "load 0.5 to 2.0, median 1.0" in table and max(map(len, table.splitlines())) <= 110
     assert "false alarms: 1 of 3 identical pairs; wrong signs: 1 of 6 comparisons" in table

@@ -140,7 +140,7 @@ def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> Non
     """Suites keep the head high by default, so a map with a high head gives the same low layers."""
     study, _ = studied(Trainer(costs("head")))
     assert study.suggestion is not None and study.suggestion.precision_map == ()
-    assert study.make_explicit_map(study.suggestion) == (("head", "bf16"),)
+    assert study.explicit_map(study.suggestion) == (("head", "bf16"),)
     assert low_of(Case("x", (), "fp8", "cpu", (("head", "bf16"),))) == {*study.suggestion.low}
     assert make_trial_command(study, study.suggestion).endswith("--precision-map head=bf16")
     write_map(study, tmp_path / "map.txt")

@@ -153,7 +153,7 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     summaries = []
     for arm in training.arms:
         arm_curves = select_curves(judged.curves, arm.name).values()
-        measured_arm = training.arms[0].name if arm.repeats_reference else arm.name
+        measured_arm = training.arms[0].name if arm.is_chance_arm else arm.name
         memory = memory_by_arm.get(measured_arm)
         summary = ArmSummary(
             arm,

@@ -77,9 +77,9 @@ class RepeatDifferences:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """The verdicts of a training. `loss_fall_by_seed` are the shares by which the reference's loss fell, by seed.
+    """The verdicts of a training. `falls` are the shares by which the reference's loss fell, by seed.
     Without `has_held_out`, no text is held out, and only the training loss decides. `chaos` compares two trainings of
-    the reference in the first seed, whose weights differ by one ulp (unit in the last place). `learning_rate_count` is
+    the reference in the first seed, whose weights differ by one ulp (unit in the last place). `rate_count` is
     the number of learning rates of the reference. With several rates, the reference and each arm are compared at their
     best rates.
     """
@@ -87,13 +87,13 @@ class TrainingVerdicts:
     reference: str
     margin: float
     seeds: tuple[int, ...]
-    least_loss_fall: float
-    loss_fall_by_seed: Mapping[int, float]
+    least_fall: float
+    falls: Mapping[int, float]
     arms: tuple[ArmVerdict, ...]
     repeat_band: RepeatDifferences | None
     has_held_out: bool = True
     chaos: SeedComparison | None = None
-    learning_rate_count: int = 1
+    rate_count: int = 1
 
     def find_verdict(self, name: str) -> ArmVerdict | None:
         """Returns an arm's verdict. Returns None for the reference, its repeats, and its one-ulp arm."""

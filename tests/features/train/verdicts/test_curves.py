@@ -151,7 +151,7 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
     assert learned == {"fp8": LearningVerdict.BETTER}
     planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
     tuned, learned = verdicts_of_ends(*OTHERS, *SWEPT, **planted)
-    assert (tuned.reference, tuned.learning_rate_count, learned["fp8"]) == (
+    assert (tuned.reference, tuned.rate_count, learned["fp8"]) == (
         "bf16 rate=0.002",
         3,
         LearningVerdict.WITHIN_NOISE,
@@ -175,7 +175,7 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
         "fp8 rate=0.002": LearningVerdict.DIVERGED,
     }
     plain = judge_training(training(), lines({"fp8": [0.0] * 5}))
-    assert (plain.reference, plain.learning_rate_count) == (REFERENCE.name, 1)
+    assert (plain.reference, plain.rate_count) == (REFERENCE.name, 1)
 
 
 @for_each(
